@@ -7,6 +7,7 @@
 # make workflows      lint .github/workflows
 # make numeric  run the numerical tests with the instruction sets of older x86 CPUs
 # make pages  write docs/ again: measured parts from the records in benchmarks/results, examples by running them
+# make pictures  draw terminals and take pictures of pages for docs/
 # make site   build the site of docs/ into build/site; make notebooks: run examples/notebooks and keep their outputs
 # make gpu    run the tests that need a GPU, with $(PYTHON); make sanitize: run kernels under NVIDIA's checkers
 
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: demo test test-all setup check lint types docs numeric pages site notebooks gpu sanitize format release-check
-.PHONY: workflows clean
+.PHONY: workflows clean pictures
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -65,9 +66,23 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
 	$(BIN)/python -m benchmarks.pages.medusa
 	$(BIN)/python -m benchmarks.pages.front_page
+	$(BIN)/python -m benchmarks.pages.support
 	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
+	PYTHONPATH=tests $(BIN)/python tests/compat/liger_page.py
 	PYTHONPATH=. $(BIN)/python tests/docs/page_examples.py
+
+# Terminals as docs/img/terminal/*.svg and pages as docs/img/pages/*.png. The pages need Chromium.
+pictures: $(VENV)/.ready
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[pictures]'
+	rm -rf build/pictures
+	$(BIN)/python tools/terminal_pictures.py
+	$(BIN)/tigon train recipes/quickstart.yaml --set train.steps=60 --set train.eval_steps=20 --set train.save_steps=60 \
+	    --set comparison.steps=0 --set output.folder=build/pictures --set output.name=report
+	$(BIN)/tigon profile recipes/quickstart.yaml --set train.batch_size=16 --set model.kernels=none \
+	    --beside-set model.kernels=tigon --out build/pictures/profile
+	PYTHONPATH=tests $(BIN)/python tests/docs/page_pictures.py report=build/pictures/report/report.html \
+	    profile=build/pictures/profile/profile.html
 
 # The site in build/site. Every link and anchor is checked.
 site: $(VENV)/.site
@@ -98,9 +113,7 @@ release-check:
 	PYTHON=$(PYTHON) sh tools/release_check.sh build/release
 
 workflows:
-	PYTHON=$(PYTHON) sh tools/setup_tools.sh build/workflows workflows
-	build/workflows/bin/actionlint
-	build/workflows/bin/zizmor --offline --quiet .github
+	PYTHON=$(PYTHON) sh tools/lint_workflows.sh build/workflows
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,24 @@ def forward_and_backward(call: Callable[..., Any], inputs: Mapping[str, Any]) ->
     return run
 
 
+def norm_without_launches(x: Tensor, weight: Tensor) -> Call:
+    """rms_norm whose kernels are not launched after the first call: what its Python takes, beyond `NormWithoutKernels`.
+
+    Addresses, keys and the stream are still gathered; only the launcher's function does nothing. No other call may
+    have x's shape, because calls of one shape share their launches.
+    """
+    from tigon import ops
+    from tigon.kernels import _launch
+
+    def keep_nothing(launch: _launch.Launch, key: Any, compiled: Any) -> None:
+        launch._compiled[key] = (lambda *arguments: None), (None,) * 8
+
+    run = forward_and_backward(ops.rms_norm, {"x": x, "weight": weight})
+    with patch.object(_launch.Launch, "_keep", keep_nothing):
+        run()
+    return run
+
+
 def calls(device: torch.device) -> dict[str, dict[str, Call]]:
     """The timed calls: op -> {"tigon": ..., "torch": ...}. If PyTorch has no fused op, it runs the formula."""
     from tigon import ops
@@ -101,6 +120,10 @@ def calls(device: torch.device) -> dict[str, dict[str, Call]]:
     target = torch.randint(0, V, (N,), device=device)
     cos, sin = torch.randn(2, 1, T, 64, device=device).to(torch.bfloat16).unbind()
     q, k = leaf(1, 8, T, 64), leaf(1, 2, T, 64)
+
+    without_launches = {}
+    if device.type == "cuda":
+        without_launches["rms_norm without launches"] = {"tigon": norm_without_launches(leaf(N - 1, H), weight)}
 
     def linear_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(hidden, weight), target)
@@ -139,6 +162,7 @@ def calls(device: torch.device) -> dict[str, dict[str, Call]]:
         "rms_norm without its kernels": {
             "torch": forward_and_backward(norm_without_kernels, {"x": x, "weight": weight})
         },
+        **without_launches,
     }  # fmt: skip
 
 

@@ -10,13 +10,13 @@ reference until a test asks for `backend`.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 # Before torch: some virtual machines advertise AMX and trap on its first instruction, in a plain bf16 product of
 # PyTorch's. One instruction set below it costs the small products of these tests nothing.
@@ -40,32 +40,14 @@ def _interpreter_chosen() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = before
 
 
-def _patching_once(module: Any) -> None:
-    """Make Triton's interpreter replace the language's functions once per launch instead of in every function call.
-
-    The replacements are most of the Python calls of an interpreted kernel (docs/log/2026-11.md).
-    """
-    patch, restore, done = module._patch_lang, module._LangPatchScope.restore, set[Any]()
-
-    def patch_once(function: Any) -> Any:
-        if function in done:
-            return module._LangPatchScope()
-        done.add(function)
-        return patch(function)
-
-    def restore_and_forget(scope: Any) -> None:
-        done.clear()
-        restore(scope)
-
-    module._patch_lang, module._LangPatchScope.restore = patch_once, restore_and_forget
-
-
 if HAS_TRITON and not HAS_GPU:
     with _interpreter_chosen():
         from triton.runtime import interpreter
 
-        if hasattr(interpreter, "_LangPatchScope"):  # since Triton 3.6
-            _patching_once(interpreter)
+        if importlib.metadata.version("triton").startswith("3.6."):
+            from interpreter import make_faster
+
+            make_faster(interpreter)
 
         import tigon.kernels
 

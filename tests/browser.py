@@ -42,7 +42,15 @@ _SAY = """const say = (id, text) => {
 };"""
 
 
-def look(page: Path, *, width: int = 1200, dark: bool = False, script: str = "", picture: Path | None = None) -> Look:
+def look(
+    page: Path,
+    *,
+    width: int = 1200,
+    height: int = 900,
+    dark: bool = False,
+    script: str = "",
+    picture: Path | None = None,
+) -> Look:
     """Open a file. script: JavaScript that may call `say(name, text)`. picture: a PNG of the window, instead of the
     DOM, is written there."""
     assert CHROMIUM is not None
@@ -53,7 +61,7 @@ def look(page: Path, *, width: int = 1200, dark: bool = False, script: str = "",
         visited.write_text(text.replace("</body>", f"<script>{_SAY}\n{script}</script></body>"), encoding="utf-8")
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
-        f"--window-size={width},900", "--virtual-time-budget=2000", f"--user-data-dir={page.parent / 'chromium'}",
+        f"--window-size={width},{height}", "--virtual-time-budget=2000", f"--user-data-dir={page.parent / 'chromium'}",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}",
     ]  # fmt: skip
     command += [f"--screenshot={picture}"] if picture else ["--dump-dom"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import pytest
 
@@ -23,6 +24,23 @@ class Outcome(NamedTuple):
         assert len(lines) == 1, self.err
         assert lines[0].startswith("tigon: ")
         return lines[0]
+
+
+@pytest.fixture(autouse=True)  # for the folders that import it
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts are made, and saved empty: matplotlib's drawing takes most of a short run's time.
+
+    The marker `charts` has them drawn.
+    """
+    if request.node.get_closest_marker("charts") or importlib.util.find_spec("matplotlib") is None:
+        return
+    from matplotlib.figure import Figure
+
+    def save_nothing(figure: object, file: TextIO, *, format: str, **options: object) -> None:
+        assert format == "svg"
+        file.write('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+
+    monkeypatch.setattr(Figure, "savefig", save_nothing)
 
 
 @pytest.fixture

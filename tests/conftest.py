@@ -7,7 +7,10 @@ from collections.abc import Iterator
 # First: it sets what torch and Triton read when they are imported.
 from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: skip
 
+import gc
 import os
+import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,10 @@ import torch
 from second_proofs import check_and_count
 
 # DeepSpeed compiles an operator for minutes if it finds no cache. All tests share one, also those with a cache folder
-# of their own.
+# of their own. Each environment has its own: two would compile it in turn, because its command has their paths.
 USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(USER_CACHE / "torch_extensions" / "tigon-tests"))
+OPERATORS = f"tigon-tests-{zlib.crc32(sys.prefix.encode()):08x}"
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(USER_CACHE / "torch_extensions" / OPERATORS))
 
 # Tests that say how often a step is traced, and plans of changed sources, must not depend on the user's cache.
 os.environ.setdefault("TIGON_CACHE", "0")
@@ -43,6 +47,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:overflow encountered:RuntimeWarning:triton")
     config.addinivalue_line("filterwarnings", "ignore:invalid value encountered:RuntimeWarning:triton")
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
+
+
+MODULE = pytest.StashKey[object]()
+"""The module of the last test."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Runs and compilations collect garbage often, and would search every imported library for it each time."""
+    module = getattr(item, "module", None)
+    if item.session.stash.get(MODULE, None) is not module:
+        item.session.stash[MODULE] = module
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves some out

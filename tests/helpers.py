@@ -89,18 +89,23 @@ def _worth_interpreting(op: Op, case: Case, heads: bool) -> bool:
     return takes_another_way(op, case) and (heads or not op.name.startswith("multi_head"))
 
 
-def contract_cases(*, first: bool = False, heads: bool = False) -> list[Any]:
+def contract_cases(*, first: bool = False, heads: bool = False, once: str | None = None) -> list[Any]:
     """(backend, op, case), for `parametrize(CONTRACT, contract_cases(), indirect=["backend"])`.
 
-    first: one case an op. heads: interpret the multi-head kernels too.
+    first: one case an op. heads: interpret the multi-head kernels too. once: why an op's first case proves the
+    behaviour of its kernels on all; the others are second proofs in the interpreter.
     """
+    second = () if once is None or torch.cuda.is_available() else pytest.mark.second_proof(once)
     small = [(op, case) for op in OPS.values() for case in op.cases[: 1 if first else None] if case.small]
     kernel = small if torch.cuda.is_available() else [pair for pair in small if _worth_interpreting(*pair, heads)]
     return [
-        pytest.param(backend, op, case, id=f"{backend}-{op.name}-{case.id}")
+        pytest.param(
+            backend, op, case, id=f"{backend}-{op.name}-{case.id}",
+            marks=second if backend == "kernel" and case is not op.cases[0] else (),
+        )
         for backend, chosen in (("reference", small), ("kernel", kernel))
         for op, case in chosen
-    ]
+    ]  # fmt: skip
 
 
 CONTRACT = ("backend", "op", "case")
@@ -197,10 +202,10 @@ def _in_another_order(op: Op, inputs: Inputs, upstream: Sequence[Tensor], seed: 
     """The oracle's result if the products of hidden states and heads sum their terms in another order."""
     generator = torch.Generator().manual_seed(seed)
     orders: dict[str, Tensor] = {}
-    for pair in (("hidden", "weight"), ("teacher_hidden", "teacher_weight")):
-        if pair[0] in inputs:
-            device = inputs[pair[0]].device
-            orders |= dict.fromkeys(pair, torch.randperm(inputs[pair[0]].shape[-1], generator=generator).to(device))
+    for group in (("hidden", "weight"), ("teacher_hidden", "teacher_weight")):
+        if group[0] in inputs:
+            order = torch.randperm(inputs[group[0]].shape[-1], generator=generator).to(inputs[group[0]].device)
+            orders |= {name: order for name in group if isinstance(inputs.get(name), Tensor)}
     moved = {n: t[..., orders[n]] if n in orders else t for n, t in inputs.items()}
     result = run(op.oracle, op, with_leaves(op, moved), upstream)
     for name, order in orders.items():

@@ -59,9 +59,12 @@ MODELS = (
     Model("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct"),
     Model("phi-4-mini", "microsoft/Phi-4-mini-instruct"),
     Model("qwen3-4b", "Qwen/Qwen3-4B"),
-    Model("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", ("full",)),
+    Model("gemma-3-4b", "google/gemma-3-4b-it"),
+    Model("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3"),
     Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
-    Model("qwen3-8b", "Qwen/Qwen3-8B", ("full", "lora")),
+    Model("qwen3-8b", "Qwen/Qwen3-8B"),
+    # Its experts are single parameters, which bitsandbytes does not quantise.
+    Model("gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", ("lora",)),
 )
 LEARNING_RATES: Mapping[str, str] = {"full": "1.0e-5", "lora": "2.0e-4", "qlora": "2.0e-4"}
 TITLES: Mapping[str, str] = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}

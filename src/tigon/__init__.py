@@ -8,12 +8,13 @@ from __future__ import annotations
 import typing as _typing
 
 from tigon import errors, losses, nn
-from tigon.models import AutoModelForCausalLM, PatchReport, patch
+from tigon.models import AutoModelForCausalLM, PatchReport, patch, patch_fp8
 from tigon.ops import (
     ExpertUnit,
     add_rms_norm,
     cross_entropy,
     experts,
+    fp8_linear,
     geglu,
     layer_norm,
     linear_cross_entropy,
@@ -43,6 +44,7 @@ __all__ = [
     "cross_entropy",
     "errors",
     "experts",
+    "fp8_linear",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
@@ -54,6 +56,7 @@ __all__ = [
     "multi_head_linear_cross_entropy",
     "nn",
     "patch",
+    "patch_fp8",
     "plan",
     "prepare_targets",
     "rms_norm",

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from tigon.errors import PatchError, TigonError
 from tigon.models import PatchReport, patch
+from tigon.models.fp8 import fp8_options
 from tigon.models.patch import unwrap
 from tigon.planner.estimate import Estimate, estimate
 from tigon.planner.gpus import GIB, Gpu, find_gpu
@@ -130,12 +131,16 @@ def choices_of(args: Any, model: Any) -> Choices:
     adapters = _adapters(model)
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     pure = not adapters and weights == {torch.bfloat16}
-    precision = "bf16" if pure else "amp-bf16" if args.bf16 else "amp-fp16" if args.fp16 else "fp32"
+    fp8 = fp8_options(model) if pure else None
+    options = {f"fp8_{name}": value for name, value in (fp8 or {}).items()}
+    precision = (
+        ("bf16" if fp8 is None else "fp8") if pure else "amp-bf16" if args.bf16 else "amp-fp16" if args.fp16 else "fp32"
+    )
     # transformers 5.23 renames gradient_checkpointing; older releases have only that name.
     recomputes = getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing
     return Choices(
         precision=precision, optimizer=ALIASES["optim"].values[name], checkpointing="full" if recomputes else "none",
-        accumulate=args.gradient_accumulation_steps, gpus=args.world_size, **adapters,
+        accumulate=args.gradient_accumulation_steps, gpus=args.world_size, **adapters, **options,
     )  # fmt: skip
 
 

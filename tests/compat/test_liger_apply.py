@@ -104,7 +104,7 @@ def test_family_of_every_row_is_patched_by_its_function(model_type: str) -> None
     row = MODELS[model_type]
     plain = tiny_model(model_type, row.tiny)
     model = copy.deepcopy(plain)
-    function = getattr(liger, f"apply_liger_kernel_to_{model_type}")
+    function = getattr(liger, f"apply_liger_kernel_to_{FAMILIES[model_type]}")
     report = function(model=model)
     assert report.counts
     batch = tiny_batch(torch.device("cpu"))
@@ -159,7 +159,6 @@ def test_function_of_another_family_patches_and_names_the_right_one() -> None:
 @pytest.mark.parametrize(
     ("family", "flag", "reason"),
     [
-        ("deepseek_v2", "rope", "apply_rotary_emb"),
         ("gpt_oss", "swiglu", "its experts clamp gate and up"),
         ("nemotron", "rms_norm", "it has no such module"),
         ("nemotron", "relu_squared", "tigon lacks this kernel"),
@@ -178,9 +177,11 @@ def test_flag_that_is_off_by_default_and_finds_nothing_is_a_warning(family: str,
     assert not patched_ops(model)
 
 
-def test_flag_that_is_off_by_default_and_finds_its_layers_patches_them() -> None:
-    model = tiny_model("glm4", MODELS["glm4"].tiny)
-    assert liger.apply_liger_kernel_to_glm4(model=model, rope=True).counts["rope"] == 2
+@pytest.mark.parametrize("family", ["glm4", "deepseek_v2"])
+def test_flag_that_is_off_by_default_and_finds_its_layers_patches_them(family: str) -> None:
+    model = tiny_model(family, MODELS[family].tiny)
+    function = getattr(liger, f"apply_liger_kernel_to_{family}")
+    assert function(model=model, rope=True).counts["rope"] == 2
 
 
 def test_flags_of_the_text_tower_are_passed_on_and_unknown_ones_are_named() -> None:

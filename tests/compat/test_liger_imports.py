@@ -72,8 +72,11 @@ print(liger_kernel.__version__, importlib.metadata.version("liger-kernel"), impo
 @pytest.mark.parametrize(
     ("statement", "name"),
     [
-        ("from liger_kernel.transformers import LigerDyT", "liger_kernel.transformers.LigerDyT"),
-        ("from liger_kernel.transformers.functional import liger_softmax", "functional.liger_softmax"),
+        ("from liger_kernel.transformers import LigerVocabParallelCrossEntropy", "LigerVocabParallelCrossEntropy"),
+        (
+            "from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp",
+            "functional.liger_fused_linear_scaled_cross_entropy_tp",
+        ),
         ("from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase", "fused_linear_ppo"),
         ("from liger_kernel.transformers.trainer import LigerORPOTrainer", "liger_kernel.transformers.trainer"),
         ("from liger_kernel.ops import jsd_forward", "liger_kernel.ops.jsd_forward"),
@@ -99,14 +102,14 @@ def test_missing_attribute_raises_an_attribute_error_with_its_name() -> None:
 from tigon.compat import liger
 liger.install()
 import liger_kernel.transformers as transformers
-assert not hasattr(transformers, "LigerSoftmax")
-assert getattr(transformers, "LigerDyT", None) is None
+assert not hasattr(transformers, "LigerORPOTrainer")
+assert getattr(transformers, "LigerVocabParallelCrossEntropy", None) is None
 try:
-    transformers.LigerSoftmax
+    transformers.LigerORPOTrainer
 except AttributeError as error:
     print(error)
 """)
-    assert "no counterpart of liger_kernel.transformers.LigerSoftmax" in out
+    assert "no counterpart of liger_kernel.transformers.LigerORPOTrainer" in out
 
 
 def test_uninstall_removes_every_trace() -> None:

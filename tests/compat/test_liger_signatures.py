@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tigon.compat.liger.offered import OFFERED, resolve
 
@@ -35,7 +36,7 @@ def _as_text(function: Any) -> str:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_those_of_liger_except_listed_differences(name: str) -> None:
     theirs = SIGNATURES[name].replace(*DIFFERS[name]) if name in DIFFERS else SIGNATURES[name]
-    normal = str(inspect.signature(eval(f"lambda {theirs}: None")))[1:-1]
+    normal = str(inspect.signature(eval(f"lambda {theirs}: None", {"torch": torch})))[1:-1]
     assert _as_text(_find(name)) == normal
 
 

@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import tigon
+from second_proofs import DIFFERENT, proved_by
 
 STEPS = 32
 LEARNING_RATE = 0.1
@@ -159,7 +160,9 @@ def farther_than_allowed(family: str, dtype: torch.dtype, device: str, change: C
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", MINI_MODELS)
+@pytest.mark.parametrize(
+    "family", proved_by(DIFFERENT, MINI_MODELS, "the others have its kernels, and test_families.py compares a step")
+)
 def test_patched_training_ends_where_unpatched_training_ends(family: str, dtype: str, device: str) -> None:
     reports = []
     worse = farther_than_allowed(family, DTYPES[dtype], device, lambda model: reports.append(tigon.patch(model)))
@@ -186,7 +189,7 @@ def another_eps(model: nn.Module) -> None:
             module.variance_epsilon += 0.01
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", proved_by(["bf16"], DTYPES, "in fp32 a fault is thousands of times as far"))
 @pytest.mark.parametrize("fault", [one_target_too_many, larger_gradient_of_a_norm, another_eps])
 def test_comparison_detects_faults_of_a_few_percent(fault: Change, dtype: str) -> None:
     """The comparison above can fail: faults of some percent are beyond what it allows, in bf16 too."""

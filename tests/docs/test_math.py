@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 import mpmath
 import numpy as np
@@ -113,6 +113,9 @@ def test_op_computes_the_written_formula(block: Block) -> None:
     stated, upstream = (
         [torch.as_tensor(tensor(v), dtype=torch.float64) for v in side] for side in zip(*ran["forward"], strict=True)
     )
-    torch.testing.assert_close(outputs, stated, rtol=1e-12, atol=1e-12)
+    # Two factors in e4m3 are each off by up to 1/16.
+    rounding = 2 / 16 if OPS[block.section].straight_through else 0.0
+    close = partial(torch.testing.assert_close, rtol=1e-11 + rounding, atol=1e-11 + rounding)
+    close(outputs, stated)
     gradients = torch.autograd.grad(outputs, leaves, upstream)
-    torch.testing.assert_close(list(gradients), [tensor(claim) for _, claim in ran["backward"]], rtol=1e-11, atol=1e-11)
+    close(list(gradients), [tensor(claim) for _, claim in ran["backward"]])

@@ -1,6 +1,6 @@
 """Compile every kernel the ops launch for GPUs that are not here, and print as JSON what came out.
 
-    python tests/kernels/aot.py                        what the tests check, about a minute on two cores
+    python tests/kernels/aot.py                        what the tests check, some minutes on two cores
     python tests/kernels/aot.py --target gfx942 --every    all cases of the records instead of a covering choice
 
 No launch is written down by hand. Each op of `OPS` runs its cases forward and backward on CPU tensors. Triton binds and
@@ -62,8 +62,10 @@ class Target:
     warp_size: int
     shared_bytes: int
     """The most shared memory (LDS) of one program: CUDA C++ Programming Guide, "Technical Specifications per Compute
-    Capability" (less 1 KiB that CUDA keeps); AMD CDNA 2, 3 and 4 ISA guides."""
+    Capability" (less 1 KiB that CUDA keeps on 8.0 and later); AMD CDNA 2, 3 and 4 ISA guides; for RDNA the limit of a
+    work-group in the LLVM AMDGPU guide."""
     dtypes: tuple[str, ...] = ("bfloat16",)
+    """The first is compiled with the small cases and the flags too, the others with the large cases."""
     once: bool = False
     """Each kernel once, in the launch that does the most, rather than every way through it: a chip close to another."""
 
@@ -76,14 +78,21 @@ class Target:
         return chips.chip_of_arch(divmod(self.arch, 10) if isinstance(self.arch, int) else self.arch)
 
 
+# Cards of sm_75 have no bf16 arithmetic, so their runs are in fp16.
 TARGETS = {
+    "sm_75": Target("cuda", 75, 32, 64 << 10, ("float16",), once=True),
     "sm_80": Target("cuda", 80, 32, 163 << 10, once=True),
+    "sm_86": Target("cuda", 86, 32, 99 << 10, once=True),
     "sm_89": Target("cuda", 89, 32, 99 << 10, once=True),
     "sm_90": Target("cuda", 90, 32, 227 << 10, ALL_DTYPES),
     "sm_100": Target("cuda", 100, 32, 227 << 10, once=True),
+    "sm_120": Target("cuda", 120, 32, 99 << 10, once=True),
     "gfx90a": Target("hip", "gfx90a", 64, 64 << 10, once=True),
     "gfx942": Target("hip", "gfx942", 64, 64 << 10, ALL_DTYPES),
     "gfx950": Target("hip", "gfx950", 64, 160 << 10, once=True),
+    "gfx1100": Target("hip", "gfx1100", 32, 64 << 10, once=True),
+    "gfx1151": Target("hip", "gfx1151", 32, 64 << 10, once=True),
+    "gfx1201": Target("hip", "gfx1201", 32, 64 << 10, once=True),
 }
 
 # Ways through the kernels, and widths of today's models, that no record has a case for.
@@ -286,7 +295,8 @@ def one_of_each_kernel(launches: list[Launch]) -> Iterator[Launch]:
 
 def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
     def launching_of(target: Target) -> tuple[Any, ...]:
-        return target.backend, target.shared_bytes, target.chip and target.chip.logits_tile
+        tile = target.chip and target.chip.logits_tile
+        return target.backend, target.warp_size, target.shared_bytes, tile, target.dtypes[0]
 
     for launching in dict.fromkeys(launching_of(TARGETS[name]) for name in targets):
         for dtype in ALL_DTYPES:
@@ -295,7 +305,7 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
             if not chosen:
                 continue
             # Flags do not depend on the dtype: once is enough, and the large cases for the others.
-            thorough = every or dtype == ALL_DTYPES[0]
+            thorough = every or dtype == TARGETS[chosen[0]].dtypes[0]
             cases = (
                 (op, case)
                 for op in OPS.values()
@@ -366,15 +376,21 @@ def read_ptx(ptx: str, ptxas_log: str) -> dict[str, Any]:
 AMD_LOADS = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4}
 
 
+def amd_loads(asm: str) -> list[int]:
+    """Bytes of each load from global memory, without scalar loads (s_load), which fetch arguments and shared values."""
+    load = r"\b(?:global|buffer|flat)_load_"
+    cdna = re.findall(rf"{load}(ubyte|sbyte|ushort|sshort|short|dword)\w*?(?:x(\d))?\s", asm)
+    rdna = re.findall(rf"{load}(?:d16_)?(?:hi_)?[bui](\d+)\s", asm)  # by bits since gfx11: global_load_b128
+    return sorted([AMD_LOADS[kind] * int(count or 1) for kind, count in cdna] + [int(bits) // 8 for bits in rdna])
+
+
 def read_amdgcn(asm: str) -> dict[str, Any]:
-    # Scalar loads (s_load) fetch arguments and values that all lanes share.
-    loads = re.findall(r"\b(?:global|buffer|flat)_load_(ubyte|sbyte|ushort|sshort|short|dword)\w*?(?:x(\d))?\s", asm)
     return {
         "spills": total(r"\.[vs]gpr_spill_count:\s+(\d+)", asm),
         "stack_bytes": total(r"\.private_segment_fixed_size:\s+(\d+)", asm),
         "registers": total(r"\.vgpr_count:\s+(\d+)", asm),
         "fp64_instructions": len(re.findall(r"\bv_\w*f64", asm)),
-        "load_bytes": sorted(AMD_LOADS[kind] * int(count or 1) for kind, count in loads),
+        "load_bytes": amd_loads(asm),
     }
 
 

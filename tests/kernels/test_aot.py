@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels on this platform")
 
-from aot import TARGETS, Binary
+from aot import TARGETS, Binary, amd_loads
 from filelock import FileLock  # torch depends on it
 
 import tigon
@@ -197,6 +197,20 @@ def test_every_kernel_is_launched_by_a_case(report_of: Callable[[str], Report], 
     elsewhere = set() if chip and chip.logits_tile else EXPONENTIALS
     launched = {b.kernel for b in report.binaries if b.target == target}
     assert launched == set(report.kernels) - elsewhere
+
+
+def test_widths_of_loads_are_read_from_both_spellings_of_amds_assembler() -> None:
+    cdna = """
+    global_load_dwordx4 v[0:3], v4, s[0:1]
+    buffer_load_ushort v5, v6, s[0:3], 0 offen
+    s_load_dwordx2 s[0:1], s[4:5], 0x0
+    """
+    rdna = """
+    global_load_b128 v[0:3], v4, s[0:1]
+    global_load_d16_hi_b16 v5, v6, s[0:1]
+    s_load_b64 s[0:1], s[4:5], 0x0
+    """
+    assert amd_loads(cdna) == amd_loads(rdna) == [2, 16]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

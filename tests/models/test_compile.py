@@ -8,6 +8,7 @@ import pytest
 import torch
 from models_helpers import VOCAB, assert_close, batch, call, llama, loss_and_gradients, twins
 
+from second_proofs import proved_by
 from tigon.errors import PatchError
 from tigon.models import MODELS, patch
 from tigon.models.verification.tiny import tiny_batch, tiny_model
@@ -51,7 +52,13 @@ def test_training_step_is_one_graph_of_named_ops_without_logits():
             use(outputs.logits)
 
 
-@pytest.mark.parametrize("config", ["grouped-query", "tied-llama3-rope"])
+@pytest.mark.parametrize(
+    "config",
+    proved_by(
+        ["grouped-query"], ["grouped-query", "tied-llama3-rope"],
+        "test_compiled_families.py compiles a tied Llama, and the table of the rope is made outside of its op",
+    ),
+)  # fmt: skip
 def test_compiled_training_equals_eager_with_and_without_ignored_labels(config):
     patched, original = twins(config)
     patch(patched)
@@ -103,7 +110,7 @@ def test_eager_training_still_works_after_a_compiled_step():
 COMPILED = ("qwen3", "gemma2", "cohere")
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", proved_by(["cohere"], COMPILED, "test_compiled_families.py compiles the family too"))
 def test_compiled_family_is_one_graph_and_equals_eager(name):
     original = tiny_model(name, MODELS[name].tiny)
     patched = copy.deepcopy(original)

@@ -9,7 +9,7 @@ from torch import nn
 
 from tigon.models.seams.base import patched_class
 from tigon.models.seams.mlp import GatedMlpSeam
-from tigon.models.seams.norm import NormSeam
+from tigon.models.seams.norm import GatedNormSeam, NormSeam
 from tigon.models.seams.rope import RopeSeam
 
 
@@ -118,6 +118,49 @@ def test_rotary_convention_is_found_from_numbers_not_from_the_name():
     want = attention(q, k, angle.cos(), angle.sin())
     attention.__class__ = patched_class(InterleavedAttention, pairs)
     torch.testing.assert_close(attention(q, k, angle.cos(), angle.sin()), want)
+
+
+def apply_rotary_pos_emb_vision(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second = (x.chunk(2, -1) for x in (q, k))
+    turned = [torch.cat((-b, a), -1) for a, b in (first, second)]
+    return q * cos + turned[0] * sin, k * cos + turned[1] * sin
+
+
+class PackedAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb_vision(q, k, cos, sin)
+
+
+def test_rotary_function_of_queries_without_a_batch_is_replaced():
+    attention, seam = PackedAttention(), RopeSeam(styles=("half-split",))
+    assert seam.objection(attention) is None
+    assert "differs" in str(RopeSeam(styles=("interleaved",)).objection(attention))
+    q, k, angle = torch.randn(7, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 8)
+    want = attention(q, k, angle.cos(), angle.sin())
+    attention.__class__ = patched_class(PackedAttention, seam)
+    torch.testing.assert_close(attention(q, k, angle.cos(), angle.sin()), want)
+
+
+class GatedNorm(type(llama().model.norm)):
+    def forward(self, hidden_states, gate):
+        return super().forward(hidden_states) * self.gated(gate)
+
+    def gated(self, gate):
+        return nn.functional.silu(gate)
+
+
+class SigmoidGatedNorm(GatedNorm):
+    def gated(self, gate):
+        return gate.sigmoid()
+
+
+def test_gated_norm_is_replaced_if_its_gate_is_silu():
+    seam, norm = GatedNormSeam(), GatedNorm(8)
+    # This one rounds silu(gate) to bf16 before the product; those of transformers do not.
+    assert seam.candidate(norm) and "rounds at another place" in str(seam.objection(norm))
+    assert "differs" in str(seam.objection(SigmoidGatedNorm(8)))
+    assert not seam.candidate(llama().model.norm)
 
 
 def test_probing_neither_needs_nor_touches_the_weights():

@@ -149,8 +149,17 @@ def test_output_modified_in_place_gives_the_right_gradient_or_is_refused(op: Op,
         assert relative_error(grad, expected.grads[name]) <= 4 * torch.finfo(grad.dtype).eps, name
 
 
-@pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def without_gradients() -> list[Any]:
+    """(mode, backend, op, case). What inference mode refuses does not depend on the way through the kernels."""
+    once = {torch.no_grad: None, torch.inference_mode: "autograd is off on every way, as in no_grad"}
+    return [
+        pytest.param(mode, *each.values, id=f"{mode.__name__}-{each.id}", marks=each.marks)
+        for mode, why in once.items()
+        for each in contract_cases(once=why)
+    ]
+
+
+@pytest.mark.parametrize(("mode", *CONTRACT), without_gradients(), indirect=["backend"])
 def test_result_without_gradients_is_the_same_and_saves_nothing(op: Op, case: Case, mode: Any, backend: Any) -> None:
     """The same values, no graph, and nothing saved for a backward that will not come."""
     inputs = with_leaves(op, make(op, case, torch.float32, backend.device))
@@ -164,7 +173,11 @@ def test_result_without_gradients_is_the_same_and_saves_nothing(op: Op, case: Ca
         assert relative_error(got, wanted.detach()) <= 4 * torch.finfo(got.dtype).eps
 
 
-@pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
+@pytest.mark.parametrize(
+    CONTRACT,
+    contract_cases(once="the interpreter runs a launch's programs in order, on every way"),
+    indirect=["backend"],
+)
 def test_second_run_equals_the_first_bit_for_bit(op: Op, case: Case, backend: Any) -> None:
     """No atomics, no order that depends on timing; bit for bit."""
     inputs = make(op, case, torch.float16, backend.device)

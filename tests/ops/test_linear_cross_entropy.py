@@ -15,7 +15,7 @@ from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import dispatch, linear_cross_entropy, lm_head, prepare_targets
 from tigon.ops.losses import common
-from tigon.ops.losses.chunk_plan import make_chunk_plan
+from tigon.ops.losses.chunk_plan import MIB, buffer_bytes, make_chunk_plan, plan_within
 
 op_module = sys.modules["tigon.ops.losses.linear_cross_entropy"]  # the package's attribute of that name is the function
 
@@ -337,6 +337,45 @@ def test_plan_chooses_the_mode_that_holds_the_least(
     assert plan.chunk * vocab * 2 <= most_bytes
     if mode != "keep":
         assert plan.chunk % 128 == 0, "a ragged tile in every product"
+
+
+def within(memory_mib: int, tokens: int, *, bf16: bool = True, weight: bool = True) -> tuple[Any, int]:
+    """(plan, MiB of its buffers) for the head of Llama-3.2-1B."""
+    size = tokens, 2048, 128256, 2
+    plan = plan_within(
+        memory_mib * MIB, *size, chunk_bytes=(GIB // 2, GIB), per_row=False, want_hidden=True, want_weight=weight,
+        may_sum_in_16_bits=bf16,
+    )  # fmt: skip
+    return plan, buffer_bytes(plan, *size, want_weight=weight) // MIB
+
+
+@pytest.mark.parametrize("memory_mib", [4096, 2048, 1536, 1100, 1024, 840])
+@pytest.mark.parametrize("tokens", [64, 4096, 8192])
+def test_plan_within_a_limit_holds_no_more(memory_mib: int, tokens: int) -> None:
+    plan, held_mib = within(memory_mib, tokens)
+    assert held_mib <= memory_mib
+    assert plan.fp32_accumulate or tokens <= 7 * plan.chunk
+
+
+def test_plan_within_a_limit_is_the_usual_one_then_sums_in_16_bits_then_in_small_chunks() -> None:
+    usual = make_chunk_plan(
+        8192, 2048, 128256, 2, chunk_bytes=(GIB // 2, GIB), per_row=False, want_hidden=True, want_weight=True
+    )
+    assert within(2048, 8192)[0] == usual
+    assert within(1536, 8192)[0] == usual._replace(chunk=2048)
+    assert within(1024, 8192)[0] == usual._replace(chunk=2048, fp32_accumulate=False)
+    assert within(1136, 8192, bf16=False)[0] == usual._replace(chunk=512)  # fp16 is summed in fp32
+    assert within(1, 8192) == within(2, 8192)  # the smallest there is
+    assert within(1, 8192)[1] < 850
+
+
+def test_limit_of_memory_excludes_the_options_that_it_chooses() -> None:
+    x, w, target = torch.randn(4, 8), torch.randn(10, 8), torch.zeros(4, dtype=torch.long)
+    for options in ({"chunk_bytes": 100}, {"fp32_accumulate": False}):
+        with pytest.raises(OptionError, match="memory_bytes"):
+            linear_cross_entropy(x, w, target, memory_bytes=1000, **options)
+    with pytest.raises(OptionError, match="memory_bytes=0 must be positive"):
+        linear_cross_entropy(x, w, target, memory_bytes=0)
 
 
 @pytest.mark.gpu

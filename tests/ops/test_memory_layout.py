@@ -63,12 +63,22 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 ULPS = 8.0
 
 
+def only_an_offset(layout: str, backend: str) -> Any:
+    """The marks of a layout whose misaligned addresses show on a GPU alone."""
+    interpreted = backend == "kernel" and not HAS_GPU
+    if layout == "one-element-off" and interpreted:
+        return pytest.mark.second_proof("in the interpreter it differs by an offset, as a slice of wider rows does")
+    return ()
+
+
 def laid_out_cases() -> list[Any]:
     """(backend, op, case, layout). The multi-head kernels are linear_cross_entropy's, and 50 programs a call: the
     interpreter has two layouts of them, rows that are one row and rows with a gap."""
     two = ("expanded", "slice-of-wider-rows")
     return [
-        pytest.param(backend, op, case, layout, id=f"{backend}-{op.name}-{case.id}-{name}")
+        pytest.param(
+            backend, op, case, layout, id=f"{backend}-{op.name}-{case.id}-{name}", marks=only_an_offset(name, backend)
+        )
         for backend, op, case in (each.values for each in contract_cases(first=True, heads=True))
         for name, layout in LAYOUTS.items()
         if name in two or backend == "reference" or HAS_GPU or not op.name.startswith("multi_head")
@@ -102,8 +112,16 @@ def _ones(t: Tensor) -> Tensor:
 UPSTREAM = {**LAYOUTS, "ones-expanded": _ones}
 
 
-@pytest.mark.parametrize("layout", UPSTREAM.values(), ids=UPSTREAM)
-@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
+def upstream_cases() -> list[Any]:
+    """(backend, op, case, layout)."""
+    return [
+        pytest.param(*each.values, layout, id=f"{each.id}-{name}", marks=only_an_offset(name, each.values[0]))
+        for each in contract_cases(first=True)
+        for name, layout in UPSTREAM.items()
+    ]
+
+
+@pytest.mark.parametrize((*CONTRACT, "layout"), upstream_cases(), indirect=["backend"])
 def test_upstream_gradients_of_any_strides_give_the_same_gradient(
     op: Op, case: Case, layout: Callable[[Tensor], Tensor], backend: Any
 ) -> None:

@@ -19,6 +19,7 @@ from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import COMPONENTS, PHASES, estimate, logits_bytes
 from tigon.planner.gpus import GPUS, Gpu, find_gpu
 from tigon.planner.request import Request
+from tigon.planner.simulate import roofline
 from tigon.planner.simulate.model_states import model_weights
 from tigon.planner.trace.attention import product_share
 from tigon.techniques.records.choices import Choices
@@ -288,6 +289,39 @@ def test_techniques_add_cpu_time_to_a_cpu_bound_step() -> None:
     }  # fmt: skip
     assert step_s["selective"] > 1.5 * step_s["full"] and step_s["qlora"] > 1.5 * step_s["lora"]
     assert all(step_s[word] > 1.2 * step_s["adamw"] for word in ("paged", "zero", "fsdp"))
+
+
+def test_dequantisation_of_4_bit_weights_takes_its_time_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow GPU the step is bound by the GPU. Each product reads half a byte per weight and writes two."""
+    monkeypatch.setattr(roofline, "HOST_S", 0.0)
+    step_s = {
+        quantized: estimate(
+            request_of(precision="bf16", lora_rank=2, quantized=quantized, kernels="tigon"), gpu=find_gpu("t4")
+        ).step_s
+        for quantized in (False, True)
+    }
+    layers, H, KV, F = 5, 64, 32, 160
+    weights = layers * (2 * H * H + 2 * H * KV + 3 * H * F)
+    # The forward dequantises each weight once, and the backward again.
+    dequantised_s = 2 * weights * 2.5 / (find_gpu("t4").copy_bytes_s * roofline.COPY_SHARE)
+    launched_s = 2 * layers * 7 * 3 * roofline.LAUNCH_S
+    assert step_s[True] - step_s[False] == pytest.approx(dequantised_s + launched_s, rel=0.15)
+
+
+def test_adapter_of_the_head_is_planned_without_logits() -> None:
+    """The fused loss reads the adapter; PEFT's own head would hold fp32 logits, and their gradient."""
+    tokens = {"batch": 8, "seq": 512, "precision": "amp-bf16", "lora_rank": 2, "shape": {"vocab_size": 32000}}
+    common = {**tokens, "checkpointing": "full"}
+    plain, head, unfused = (
+        estimate(request_of(kernels=kernels, lora_targets=targets, **common), gpu=H200)
+        for kernels, targets in (
+            ("tigon", ("all-linear",)), ("tigon", ("all-linear", "head")), ("none", ("all-linear", "head"))
+        )
+    )  # fmt: skip
+    logits = 8 * 512 * 32000 * 2
+    assert head.peak_allocated_bytes - plain.peak_allocated_bytes < 0.1 * logits
+    assert unfused.peak_allocated_bytes - head.peak_allocated_bytes > logits
+    assert head.step_s > plain.step_s
 
 
 def test_study_method_computes_the_formulas_of_the_study() -> None:

@@ -243,3 +243,11 @@ def test_hub_ids_of_the_model_recipes_have_a_shape_without_a_download():
     found = problem("Qwen/Qwen3-0.6B", seq=64)
     assert found.request.model == "Qwen/Qwen3-0.6B" and found.request.config.num_hidden_layers == 28
     assert problem("Qwen/Qwen3-0.6B", seq=64, host_memory="64GiB").host_bytes == 64 * GIB
+
+
+def test_plan_of_a_model_with_a_vision_tower_counts_the_tower_and_the_layers_of_text():
+    found = problem("google/gemma-3-4b-it", seq=64, given={"precision": "bf16"})
+    held = estimate_option(found.request, found.gpu).estimate.components
+    # The published 4.3 B parameters: 3.88 B of text, 0.42 B of vision.
+    assert held["weights"] == pytest.approx(2 * 4.30e9, rel=0.02)
+    assert found.request.config.get_text_config().num_hidden_layers == 34

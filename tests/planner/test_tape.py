@@ -30,7 +30,8 @@ def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]
     [
         ("none", "none", "amp-bf16"), ("none", "every-2", "bf16"), ("tigon", "full", "amp-bf16"),
         ("tigon", "selective", "bf16"), ("liger", "full", "bf16"), ("no-flce", "none", "fp32"),
-        ("tigon", "elementwise:7", "amp-bf16"), ("tigon", "mlp:1,none:6", "bf16"),
+        ("tigon", "none", "fp8"), ("none", "full", "fp8"), ("tigon", "elementwise:7", "amp-bf16"),
+        ("tigon", "mlp:1,none:6", "bf16"),
     ],
 )  # fmt: skip
 def test_trace_of_few_layers_stands_for_all(kernels: str, checkpointing: str, precision: str) -> None:
@@ -39,7 +40,10 @@ def test_trace_of_few_layers_stands_for_all(kernels: str, checkpointing: str, pr
     )
     few, all_layers = trace(request, H200), trace(request, H200, whole=True)
     assert _played(few.tape) == _played(all_layers.tape)
-    assert sum(s.cost.flops for s in few.tape.segments) == sum(s.cost.flops for s in all_layers.tape.segments)
+    for flops in ("flops", "fp8_flops"):
+        assert sum(getattr(s.cost, flops) for s in few.tape.segments) == sum(
+            getattr(s.cost, flops) for s in all_layers.tape.segments
+        )
 
 
 @pytest.mark.parametrize(

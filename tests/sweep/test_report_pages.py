@@ -9,6 +9,8 @@ import pytest
 from browser import look, needs_chromium
 from tigon.sweep.run import sweep
 
+pytestmark = pytest.mark.charts
+
 SCRIPT = """
 say("width", document.documentElement.scrollWidth + " " + document.documentElement.clientWidth);
 say("paper", getComputedStyle(document.body).backgroundColor);

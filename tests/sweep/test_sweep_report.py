@@ -14,6 +14,8 @@ from tigon.sweep import failures
 from tigon.sweep.report import charts
 from tigon.sweep.run import sweep
 
+pytestmark = pytest.mark.charts
+
 EVIL = "<script>alert(1)</script>"
 
 

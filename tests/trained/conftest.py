@@ -12,7 +12,7 @@ pytest.importorskip("peft")
 
 from trained_models import make_model, make_tokenizer
 
-from commands import tigon  # noqa: F401  # the fixture of the command
+from commands import tigon, undrawn  # noqa: F401
 
 
 @pytest.fixture(scope="session")

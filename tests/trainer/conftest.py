@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from trainer_helpers import TINY_MODEL, words
 
-from commands import tigon  # noqa: F401
+from commands import tigon, undrawn  # noqa: F401
 from wrong_ops import wrong  # noqa: F401
 
 yaml = pytest.importorskip("yaml")

@@ -43,6 +43,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.load_file(folder / "model.safetensors")
 
 
+@pytest.mark.charts
 def test_stage_2_follows_stage_1(here: Path, recipe: Any, tigon: Any) -> None:
     done = tigon("medusa", recipe("one.yaml", **STAGE_1))
     assert done.code == 0, done.err

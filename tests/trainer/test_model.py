@@ -150,3 +150,17 @@ def test_groups_that_do_not_divide_the_key_heads_leave_no_folder(recipe, tigon, 
     line = tigon("train", recipe(train={"attention_groups": 3})).error_line()
     assert "the model has 1 key heads" in line
     assert not (here / "runs").exists()
+
+
+def test_vocabulary_of_a_model_that_reads_images_is_that_of_its_text():
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig
+
+    from tigon.trainer.guards.preflight import check_vocabulary
+
+    config = AutoConfig.for_model("gemma3", text_config={"vocab_size": 300, "num_hidden_layers": 1})
+    recipe = SimpleNamespace(data=SimpleNamespace(tokenizer="auto"), model=SimpleNamespace(name="m"))
+    check_vocabulary(recipe, config, 300)
+    with pytest.raises(RecipeError, match="a vocabulary of 300; set"):
+        check_vocabulary(recipe, config, 301)

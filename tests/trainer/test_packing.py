@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tigon.data.packing import Collator, Sample, pack, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.errors import DataError
+from tigon.techniques.checkpointing import enable
 
 LENGTHS = (3, 9, 1, 20, 8, 2, 7)
 
@@ -98,6 +100,50 @@ def test_a_short_packed_row_is_filled_with_padding_that_is_a_piece_of_its_own():
     assert batch["position_ids"][1, n:].tolist() == list(range(8 - n))
     flat = Collator(pad_id=7, packing=True, flatten=True)([rows[0], rows[-1]])
     assert all(torch.equal(flat[name], batch[name].reshape(1, -1)) for name in batch)
+
+
+@pytest.mark.parametrize("cross_document", [False, True])
+def test_flattened_batch_has_the_document_bounds_that_transformers_derives_from_positions(cross_document):
+    attention = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    rows = run(texts() + prompts(5, 3), cross_document=cross_document).samples
+    batch = Collator(pad_id=7, packing=True, flatten=True)([rows[0], rows[1], rows[-1]])
+    (bounds_q, bounds_k), (longest_q, longest_k) = attention.prepare_fa_kwargs_from_position_ids(batch["position_ids"])
+    assert torch.equal(batch["cu_seq_lens_q"], bounds_q) and batch["cu_seq_lens_q"].dtype == torch.int32
+    assert torch.equal(batch["cu_seq_lens_k"], bounds_k)
+    assert (batch["max_length_q"], batch["max_length_k"]) == (int(longest_q), int(longest_k))
+
+
+def attend_by_bounds(module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling, **_):
+    """A flash kernel's attention, for the CPU: it knows the documents by the bounds only."""
+    bounds = cu_seq_lens_q.tolist()
+    assert max(stop - start for start, stop in itertools.pairwise(bounds)) == max_length_q
+    outputs = []
+    for start, stop in itertools.pairwise(bounds):
+        part = [tensor[:, :, start:stop] for tensor in (query, key, value)]
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(
+            *part, is_causal=True, scale=scaling, enable_gqa=True
+        ))  # fmt: skip
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_flattened_batch_trains_like_the_packed_one(checkpointed):
+    """Every layer receives the document bounds, also when it is recomputed."""
+    modeling = pytest.importorskip("transformers.modeling_utils")
+    rows = run(texts() + prompts(5, 3)).samples
+    rows = [rows[0], rows[-2], rows[-1]]
+    modeling.ALL_ATTENTION_FUNCTIONS.register("attend_by_bounds", attend_by_bounds)
+    gradients = []
+    for flatten in (False, True):
+        model = tiny_llama("sdpa").train()
+        if flatten:
+            model.config._attn_implementation = "attend_by_bounds"
+        if checkpointed:
+            enable(model)
+        model(**Collator(pad_id=7, packing=True, flatten=flatten)(rows)).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def tiny_llama(attention):

@@ -72,6 +72,7 @@ def rewards(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(here))
 
 
+@pytest.mark.charts
 @pytest.mark.parametrize("objective", OWN)
 def test_objective_trains_evaluates_saves_and_reports(objective, recipe, tigon, here):
     outcome = tigon("train", recipe(**sections(objective)))

@@ -9,6 +9,8 @@ import re
 import pytest
 from trainer_helpers import records, words
 
+pytestmark = pytest.mark.charts
+
 EVIL = "<script>alert(1)</script>"
 
 

@@ -514,10 +514,11 @@ def test_fsdp2_trains_as_a_plain_run_and_resumes(recipe, tigon, here):
 
 
 @forks
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
-def test_fsdp2_with_adapters_or_autocast_trains_as_a_plain_run(recipe, tigon, here, precision):
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "fp8"])
+def test_fsdp2_with_adapters_autocast_or_fp8_trains_as_a_plain_run(recipe, tigon, here, precision):
     need("peft")
     sets = ["lora.rank=4"] if precision == "fp32" else [f"train.precision={precision}", "train.checkpointing=selective"]
+    sets += ["train.fp8_bf16_layers=0", "train.fp8_scaling=rowwise"] if precision == "fp8" else []
     path = recipe("one.yaml", model={"kernels": "tigon"}, output={"save_model": True, "name": "one"})
     run_fsdp(here, path, "fsdp", "train.batch_size=2", *sets)
     base = here / "runs" / "fsdp" / "base"  # adapters are merged into the preset as it was written there
@@ -526,6 +527,22 @@ def test_fsdp2_with_adapters_or_autocast_trains_as_a_plain_run(recipe, tigon, he
     assert tigon("train", path, *(word for text in sets for word in ("--set", text))).code == 0
     want, got = losses(here / "runs" / "one"), losses(here / "runs" / "fsdp")
     assert got == pytest.approx(want, rel=1e-4 if precision == "fp32" else 5e-3)
+
+
+def test_fp8_run_resumes_with_the_losses_of_the_whole_run(recipe, tigon, here):
+    train = {"precision": "fp8", "fp8_bf16_layers": 0, "save_steps": 2}
+    path = recipe("one.yaml", model={"kernels": "tigon"}, train=train, output={"name": "whole"})
+    assert tigon("train", path).code == 0
+    cut_back(here / "runs", "whole")
+    assert tigon("train", path, "--set", "output.name=cut", "--resume").code == 0
+    assert losses(here / "runs" / "cut") == losses(here / "runs" / "whole")
+
+
+def test_fp8_without_a_layer_that_can_run_in_it_is_refused_in_one_line(recipe, tigon):
+    outcome = tigon("train", recipe("one.yaml", train={"precision": "fp8", "fp8_bf16_layers": 8}))
+    assert outcome.code == 2
+    assert "train.precision is fp8, but nothing in this LlamaForCausalLM can run in FP8" in outcome.err
+    assert outcome.err.strip().count("\n") == 0
 
 
 def test_choices_and_model_have_the_same_names_for_kernels():

@@ -66,6 +66,7 @@ MEANINGS: Mapping[str, str] = {
     "lora_linear",
     "four products": "the same with the logits computed twice, for implementations that do not keep them",
     "six products": "logits of student and teacher, each computed twice, and the student's two gradients",
+    "16-bit products": "a linear layer's output and both gradients by `torch.mm`, which fp8_linear is to beat",
 }
 """What each implementation is, for the docs."""
 
@@ -414,7 +415,15 @@ def _two_of_lora(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
     return torch.mm(torch.mm(rows, weight.t()), weight)
 
 
+def _three_in_16_bits(x: Tensor, weight: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """The products of a linear layer without FP8, with y in place of dy."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = torch.mm(rows, weight.t())
+    return torch.mm(y, weight), torch.mm(y.t(), rows)
+
+
 LIMITS = (
+    Impl(name="16-bit products", op="fp8_linear", role="limit", target=_three_in_16_bits),
     Impl(name="products", op="linear_cross_entropy", role="limit", target=_of_loss),
     # The first limit of an op is the bound of its rows.
     Impl(name="products", op="linear_logprobs", role="limit", target=_of_logprobs),

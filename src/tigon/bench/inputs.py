@@ -76,9 +76,9 @@ def make_upstream(op: Op, inputs: Inputs) -> list[Tensor]:
         return [torch.randn(inputs["ids"].shape, device=inputs["ids"].device)]
     if "teacher_hidden" in inputs:
         return [torch.randn(inputs["hidden"].shape[:-1], device=inputs["hidden"].device)]
-    if "lora_b" in inputs:
+    if op.name in ("lora_linear", "fp8_linear"):
         x = inputs["x"]
-        return [torch.randn(*x.shape[:-1], inputs["lora_b"].shape[0], device=x.device).to(x.dtype)]
+        return [torch.randn(*x.shape[:-1], inputs["weight"].shape[0], device=x.device).to(x.dtype)]
     if op.name == "rope":
         like = [inputs["q"], inputs["k"]]
     elif op.name == "add_rms_norm":

@@ -140,18 +140,22 @@ def _guarded(measurement: Measurement, device: torch.device, work: Callable[[], 
 
 
 def _write_down(measurement: Measurement, error: Exception) -> None:
+    measurement.status, measurement.detail = status_of(error)
+
+
+def status_of(error: Exception) -> tuple[str, str]:
+    """The status of a measurement that raised `error`, and the error's first line."""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    measurement.detail = f"{type(error).__name__}: {first_line}"[:300]
+    detail = f"{type(error).__name__}: {first_line}"[:300]
     if isinstance(error, torch.cuda.OutOfMemoryError):
-        measurement.status = "out of memory"
-    elif isinstance(error, ImportError):
-        measurement.status = "not installed"
-    elif isinstance(error, NoSuchOp):
-        measurement.status = "no such op"
-    elif isinstance(error, (TypeError, NotImplementedError)):
-        measurement.status = "not supported"
-    else:
-        measurement.status = "failed"
+        return "out of memory", detail
+    if isinstance(error, ImportError):
+        return "not installed", detail
+    if isinstance(error, NoSuchOp):
+        return "no such op", detail
+    if isinstance(error, (TypeError, NotImplementedError)):
+        return "not supported", detail
+    return "failed", detail
 
 
 def _check_device(device: torch.device, measurement: Measurement) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,8 @@ def _commit() -> str | None:
     return commit + ("+" if _output_of("git", "status", "--porcelain", "--", "..", cwd=here) else "")
 
 
-def save(record: RunRecord, path: Path) -> None:
-    """Write the record atomically. Raises BenchError if the folder cannot be written."""
+def save(record: Any, path: Path) -> None:
+    """Write a record, a dataclass, atomically. Raises BenchError if the folder cannot be written."""
     text = json.dumps(dataclasses.asdict(record), indent=1, allow_nan=True)
     beside = path.with_name(path.name + ".part")
     try:
@@ -180,12 +180,15 @@ def check_place(path: Path, flag: str = "--json") -> None:
         raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for {flag}.") from None
 
 
-def check_written_over(path: Path) -> None:
-    """Raise BenchError if `save` would overwrite a file that is not a record. An empty file may be overwritten."""
+def check_written_over(path: Path, reader: Callable[[Path], object] | None = None) -> None:
+    """Raise BenchError if `save` would overwrite a file that `reader` does not read; `load` if it is left out.
+
+    An empty file may be overwritten.
+    """
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return
     try:
-        load(path)
+        (reader or load)(path)
     except BenchError as error:
         raise BenchError(f"--json would write over another file: {error} Choose another place, or remove it.") from None
 

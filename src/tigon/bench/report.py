@@ -13,7 +13,7 @@ from tigon.errors import BenchError
 def report(run: RunRecord, folder: Path) -> None:
     """Write table.md and the charts into `folder`. Raises BenchError without matplotlib or if it cannot be written."""
     drawn = {folder / f"{name}.svg": svg for name, svg in _draw(run).items()}
-    _write({folder / "table.md": table.section(run) + "\n", **drawn})
+    write_files({folder / "table.md": table.section(run) + "\n", **drawn})
     print(f"wrote {folder / 'table.md'} and {len(drawn)} charts")
 
 
@@ -50,7 +50,7 @@ def into_document(run: RunRecord, path: Path, document: Path) -> None:
             new = table.replace_section(new, marker, made(runs))
     beside = document.parent / _chart_folder(name)
     drawn = {beside / f"{chart}.svg": svg for chart, svg in _draw(run).items()}
-    _write({**drawn, document: new})
+    write_files({**drawn, document: new})
     print(f"wrote the section {name} of {document} and {len(drawn)} charts")
 
 
@@ -83,7 +83,7 @@ def _draw(run: RunRecord) -> dict[str, str]:
         ) from None
 
 
-def _write(files: dict[Path, str]) -> None:
+def write_files(files: dict[Path, str]) -> None:
     for path, text in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

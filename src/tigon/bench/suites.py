@@ -164,6 +164,10 @@ TARGETS = (
         )
         for shape in ((4096, 14336), (14336, 4096))
     ),
+    row(
+        "fp8_linear", 8192, 4096, 14336,
+        reach=(PerformanceTarget(quantity="ratio", bound=0.70, of="tigon", vs="16-bit products"),),
+    ),
 )  # fmt: skip
 
 # The sweeps of the kernel benchmarks in the Liger Kernel paper (arXiv 2410.10989), with Liger and the formula of
@@ -221,6 +225,7 @@ SMALL = (
     row("logprobs", 32, 1000),
     _linear_logprobs(64, 32, 1000),
     row("linear_kl", 64, 32, 1000, graph=False),
+    row("fp8_linear", 64, 32, 48),
     row("lora_linear", 64, 32, 48, 4, options={"scaling": 2.0}),
     row("multi_head_linear_cross_entropy", 2, 16, 32, 500, graph=False),
 )

@@ -62,6 +62,11 @@ def flush_cache(device: torch.device) -> None:
     _flush_buffer(device).sum()
 
 
+def free_flush_buffer() -> None:
+    """Free the buffer of `flush_cache`, which would count in the peaks of what is measured next."""
+    _flush_buffer.cache_clear()
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,9 @@
-"""`tigon bench kernels` and `tigon bench report`."""
+"""`tigon bench kernels`, `tigon bench train` and `tigon bench report`."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -48,19 +50,72 @@ def kernels_command(
 
 
 def report_command(
-    record: Annotated[Path, typer.Argument(metavar="FILE.json", help="A record of `tigon bench kernels --json`.")],
+    record: Annotated[Path, typer.Argument(metavar="FILE.json", help="A record that `--json` wrote.")],
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
     into: Annotated[
         Path | None, typer.Option(metavar="FILE.md", help="Write the table between the record's markers in this file.")
     ] = None,
 ) -> None:
     """Print the table of a record and draw its charts, on any machine."""
-    from tigon.bench.report import report_file  # not for --help
+    from tigon.bench import report  # not for --help
+    from tigon.bench.training import report as training_report  # not for --help
+    from tigon.bench.training.record import is_train_record  # not for --help
 
-    report_file(record, plot, into)
+    made = training_report if is_train_record(record) else report
+    made.report_file(record, plot, into)
 
 
-_GROUP = typer.Typer(help="Measure kernels against other libraries and the hardware's limit.", no_args_is_help=True)
+def train_command(
+    *,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="NAME", help="Preset, config.json, folder or hub id; weights are random."),
+    ] = None,
+    batches: Annotated[
+        list[int] | None, typer.Option("--batch", metavar="N", help="Samples per optimizer step.")
+    ] = None,
+    seqs: Annotated[list[int] | None, typer.Option("--seq", metavar="N", help="Tokens per sample.")] = None,
+    precisions: Annotated[
+        list[str] | None, typer.Option("--precision", help="bf16, amp-bf16 or fp32, as train.precision.")
+    ] = None,
+    memories: Annotated[
+        list[str] | None,
+        typer.Option("--memory", metavar="SIZE", help="Peak allowed to auto and fits, e.g. 24GiB. Default: the GPU's."),
+    ] = None,
+    variants: Annotated[
+        list[str] | None,
+        typer.Option("--variant", metavar="CODE:RECOMPUTED[@MICRO]", help="E.g. liger:none@fits, tigon:full@8."),
+    ] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Leave this variant out; may be repeated.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds. Every variant has one turn per round.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed steps of a turn, after one that is not timed.")] = 2,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no case after this time.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the record to this file after every case.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Measure only what the record at --json lacks.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the tables.")] = None,
+) -> None:
+    """Measure whole training steps against other libraries: tokens/s, peak memory and time by kind.
+
+    Options of a case may be repeated; every combination is measured.
+    """
+    from tigon.bench.training.command import TrainOptions, bench_train  # not for --help
+
+    bench_train(TrainOptions(
+        models=models or (), batches=batches or (), seqs=seqs or (), precisions=precisions or (),
+        memories=memories or (), variants=variants or (), without=without or (), rounds=rounds, steps=steps,
+        time_limit_s=time_limit, json_path=json, resume=resume, plot_dir=plot,
+        command=shlex.join(["tigon", *sys.argv[1:]]),
+    ))  # fmt: skip
+
+
+_GROUP = typer.Typer(
+    help="Measure kernels and training steps against other libraries and the hardware's limit.", no_args_is_help=True
+)
 _GROUP.command("kernels")(kernels_command)
+_GROUP.command("train")(train_command)
 _GROUP.command("report")(report_command)
 COMMAND = Command(_GROUP, place=8)

@@ -12,7 +12,7 @@ from tigon._quiet import quiet_packages
 from tigon.errors import UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import load_config
-from tigon.models.loading.presets import HUB_SHAPES
+from tigon.models.loading.presets import carried
 from tigon.objectives import post_training_rules, recipe_checks
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
@@ -87,6 +87,8 @@ def problem_of(flags: Flags) -> SearchProblem:
     _check_settings(given)
     host_bytes = _host_bytes(flags.host_memory)
     problem = (_of_recipe if flags.is_recipe else _of_model)(replace(flags, given=given))
+    if problem.request.choices.precision == "fp8" and not flags.gpu.has_fp8:
+        raise UsageError(f"{flags.gpu} has no FP8 products (NVIDIA's from Ada, 8.9 on have); use --precision bf16.")
     if problem.request.choices.precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
         used = problem.request.choices.precision
         raise UsageError(f"{flags.gpu} has no bf16, so --precision {used} does not run on it; use amp-fp16.")
@@ -109,7 +111,7 @@ def _of_model(flags: Flags) -> SearchProblem:
     if flags.effective_batch is not None:
         batch = _micro_batch(flags.effective_batch, batch, choices.gpus, given.get("accumulate"))
     free = SEARCHED - set(given)
-    config = remembered_config(HUB_SHAPES.get(flags.target, flags.target))
+    config = remembered_config(carried(flags.target) or flags.target)
     if flags.medusa is not None:
         planned: PlannedObjective = planned_medusa(flags.target, real_config(config), flags.medusa, flags.stage or 1)
     elif flags.objective == CAUSAL_LM:
@@ -179,7 +181,7 @@ def _of_recipe(flags: Flags) -> SearchProblem:
             f"{path}: train.device is cpu, and a plan is of a run on a GPU; add --set train.device=auto to plan it."
         )
     quiet_libraries(recipe)
-    shape = HUB_SHAPES.get(recipe.model.name)
+    shape = carried(recipe.model.name)
     config = models.load_config(recipe.model) if shape is None else load_config(shape)
     preflight.check_lengths(recipe, config)
     choices = replace(recipe.choices(precision=_precision(recipe, flags.gpu)), gpus=max(recipe.sharding.gpus, 1))

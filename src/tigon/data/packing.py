@@ -165,7 +165,9 @@ class Collator:
     - packed: input_ids, labels, position_ids of shape (B, T). An attention mask is not needed, because the positions
       mark the documents. Padding of short samples restarts the positions, so no token attends to it.
     - padded: input_ids, labels, attention_mask of shape (B, T). T is the longest sample; padding is on the right.
-    - flatten: joined into one sequence (1, B*T), as the variable-length flash kernels require.
+    - flatten: joined into one sequence (1, B*T), as the variable-length flash kernels require, with the documents' ends
+      and the longest document's length. Without these, every layer of transformers derives them from the positions
+      again, and the host waits for the GPU each time.
     """
 
     pad_id: int
@@ -184,7 +186,17 @@ class Collator:
             [torch.cat([sample.positions_T, torch.arange(n)]) for sample, n in zip(samples, padding, strict=True)]
         ).long()
         batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
-        return {name: value.reshape(1, -1) for name, value in batch.items()} if self.flatten else batch
+        if not self.flatten:
+            return batch
+        return {name: value.reshape(1, -1) for name, value in batch.items()} | _document_bounds(positions)
+
+
+def _document_bounds(positions: Tensor) -> dict[str, Any]:
+    """The arguments of transformers for documents that follow one another: every 0 in `positions` starts one."""
+    starts = (positions.reshape(-1) == 0).nonzero().reshape(-1)
+    bounds = torch.cat([starts, torch.tensor([positions.numel()])]).int()
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 def _stack(samples: Sequence[Tensor], padding: Sequence[int], fill: int) -> Tensor:

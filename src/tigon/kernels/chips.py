@@ -40,8 +40,14 @@ class Chip:
     """None: cuBLAS or hipBLAS computes the logits, and a second pass reads them. A chip gets a tile only if it has
     tensor descriptors (TMA) and Triton's product was measured to be as fast as the vendor's on it."""
 
+    @property
+    def casts_to_fp8(self) -> bool:
+        """Whether it has instructions for OCP FP8 and FP8 tensor cores that tigon uses: NVIDIA's from Ada (8.9) on."""
+        return isinstance(self.arch, tuple) and self.arch >= (8, 9)
+
 
 CHIPS = (
+    Chip(names="RTX 20, T4", arch=(7, 5)),
     Chip(names="A100", arch=(8, 0)),
     Chip(names="RTX 30", arch=(8, 6)),
     Chip(names="RTX 40, L4, L40S", arch=(8, 9)),
@@ -56,6 +62,9 @@ CHIPS = (
     Chip(names="MI210, MI250X", arch="gfx90a"),
     Chip(names="MI300X, MI325X", arch="gfx942"),
     Chip(names="MI350X, MI355X", arch="gfx950"),
+    Chip(names="RX 7900, PRO W7900", arch="gfx1100"),
+    Chip(names="Ryzen AI Max", arch="gfx1151"),
+    Chip(names="RX 9070, AI PRO R9700", arch="gfx1201"),
 )
 _INTERPRETER = Chip(
     names="Triton's interpreter",

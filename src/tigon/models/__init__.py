@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tigon.models.fp8 import patch_fp8
 from tigon.models.loading.auto import AutoModelForCausalLM
 from tigon.models.patch import patch, unpatch
 from tigon.models.report import PatchReport
@@ -20,6 +21,7 @@ __all__ = [
     "PatchSpec",
     "Verification",
     "patch",
+    "patch_fp8",
     "unpatch",
     "verify",
 ]

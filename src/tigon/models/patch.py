@@ -24,21 +24,25 @@ from tigon.models.seams.base import (
     replaced_by_package_reason,
     vendor,
 )
+from tigon.models.seams.lora_head import LoraHeadSeam
 from tigon.models.seams.loss import CausalLMSeam, HeadSeam, peel
+from tigon.models.seams.norm import NormSeam
+from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
 from tigon.models.spec import (
     ADAPTER_FLAGS,
     ADAPTER_SEAMS,
+    EXPERT_FLAGS,
+    EXPERT_SEAMS,
     LAYER_FLAGS,
     LOSS_FLAGS,
-    OPT_IN_FLAGS,
-    OPT_IN_SEAMS,
+    OPTIONAL_FLAGS,
     PatchSpec,
 )
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
 
 Flags = Mapping[str, bool | None]
-ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPT_IN_FLAGS, *LOSS_FLAGS)
+ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPTIONAL_FLAGS, *LOSS_FLAGS)
 
 # Objections that do not name the package that caused them. Another package's kernels often refuse the probe's tensors.
 UNTOLD = ("cannot be compared", "overridden on the instance")
@@ -70,6 +74,7 @@ def patch(
     mlp: bool | None = None,
     lora: bool | None = None,
     experts: bool | None = None,
+    add_rms_norm: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
     **unknown: bool | None,
@@ -86,6 +91,8 @@ def patch(
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
         lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
         experts: the experts of a mixture as one op. None means off, because its kernels are not measured yet.
+        add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
+            pass. The norm has to run rms_norm.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 
@@ -109,6 +116,7 @@ def patch(
         "mlp": mlp,
         "lora": lora,
         "experts": experts,
+        "add_rms_norm": add_rms_norm,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
     }
@@ -126,14 +134,17 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         home=package_of(type(model)), patched=sum(isinstance(m, PatchedModule) for m in model.modules())
     )
     # First, so that the seam of the experts' activation leaves these modules to it.
-    for flag in (flag for flag in OPT_IN_FLAGS if flags[flag]):
+    for flag in (flag for flag in EXPERT_FLAGS if flags[flag]):
         _decide_layers(model, spec, flag, True, decision)
     for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
+    if flags["add_rms_norm"]:
+        _decide_residual_norms(model, decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
     # Most models have no adapters, so a flag for them that was left out asks for nothing.
-    asked = any(on is not False and (on or name not in (*ADAPTER_FLAGS, *OPT_IN_FLAGS)) for name, on in flags.items())
+    quiet = (*ADAPTER_FLAGS, *OPTIONAL_FLAGS)
+    asked = any(on is not False and (on or name not in quiet) for name, on in flags.items())
     if not decision.changes and not decision.patched and asked:
         reasons = sorted({reason for *_, reason in decision.refused})
         raise PatchError(
@@ -195,7 +206,7 @@ def spec_of(model: nn.Module) -> PatchSpec:
 
 
 def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None, decision: _Decision) -> None:
-    seams = ADAPTER_SEAMS.get(flag) or OPT_IN_SEAMS.get(flag) or spec.seams.get(flag, ())
+    seams = ADAPTER_SEAMS.get(flag) or EXPERT_SEAMS.get(flag) or spec.seams.get(flag, ())
     patched = any(isinstance(m, PatchedModule) and m._tigon_seam.flag == flag for m in model.modules())
     if on is False:
         if patched:
@@ -222,6 +233,29 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
         raise PatchError(
             f"{flag}: nothing in this {type(model).__name__} can run it: {reasons}. "
             f"Nothing was changed; pass {flag}=False to leave it alone."
+        )
+
+
+def _decide_residual_norms(model: nn.Module, decision: _Decision) -> None:
+    """Fuse the residual addition of every layer whose norm has, or is about to get, tigon's rms_norm."""
+    seam = ResidualNormSeam()
+    if any(isinstance(m, PatchedModule) and m._tigon_seam == seam for m in model.modules()):
+        return
+    normed = {id(change.module) for change in decision.changes if isinstance(change.seam, NormSeam)}
+    normed |= {id(m) for m in model.modules() if isinstance(m, PatchedModule) and isinstance(m._tigon_seam, NormSeam)}
+    accepted = False
+    for path, module in model.named_modules():
+        if isinstance(module, PatchedModule) or not seam.candidate(module):
+            continue
+        norm = norm_after_residual(type(module)) or ""
+        if id(getattr(module, norm, None)) in normed:
+            accepted = _judge(path, module, [seam], decision) or accepted
+        else:
+            decision.refused.append((path, module, seam, f"its {norm} does not run rms_norm"))
+    if not accepted:
+        reasons = decision.reasons(seam.flag) or "no layer adds the residual right before a norm"
+        raise PatchError(
+            f"add_rms_norm=True, but {reasons}. Nothing was changed; leave add_rms_norm out, or pass False."
         )
 
 
@@ -296,6 +330,14 @@ def output_head(model: nn.Module) -> str | None:
 
 def _decide_head(head: nn.Module, path: str, decision: _Decision) -> bool:
     """Whether a module under the head's path will compute the loss."""
+    layer = next((change for change in decision.changes if change.module is head), None)
+    with_adapter = LoraHeadSeam(lora_linear=layer is not None)
+    if with_adapter.candidate(head):
+        if not _judge(path, head, [with_adapter], decision):
+            return False
+        if layer is not None:
+            decision.changes.remove(layer)  # the head's seam does its work too
+        return True
     linears = [m for m in peel(head) if isinstance(m, nn.Linear)]
     if not linears:
         reason = f"it is a {type(head).__module__}.{type(head).__name__}; training computes the full logits through it"

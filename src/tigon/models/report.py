@@ -62,6 +62,13 @@ class PatchReport:
             change.revert()
         self._changes.clear()
 
+    def extend(self, later: PatchReport) -> None:
+        """Add what a later patch of the same model did, so that `undo` restores both."""
+        self.replaced += later.replaced
+        self.left_alone += later.left_alone
+        self.notes += later.notes
+        self._changes += later._changes
+
     def to_dict(self) -> dict[str, Any]:
         """The report as a JSON-serialisable dict: model, replaced, left_alone, notes, counts."""
         return {

@@ -15,13 +15,14 @@ from tigon.models.seams.rope import RopeSeam
 
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
-# Off unless True: the GPU kernels are not measured yet, and transformers has a fast implementation.
-OPT_IN_FLAGS = ("experts",)
+EXPERT_FLAGS = ("experts",)
+# Off unless they are True. The kernels of experts are not measured yet, and transformers has a fast implementation.
+OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm")
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.
 ADAPTER_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"lora": (LoraSeam(),)})
-OPT_IN_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"experts": (ExpertsOpSeam(),)})
+EXPERT_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"experts": (ExpertsOpSeam(),)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tigon.models.seams.logits import LogitAttributes
 from tigon.models.seams.mlp import ExpertsSeam, GatedMlpSeam
-from tigon.models.seams.norm import LayerNormSeam, NormSeam
+from tigon.models.seams.norm import GatedNormSeam, LayerNormSeam, NormSeam
 from tigon.models.seams.rope import RopeSeam
 from tigon.models.spec import PatchSpec
 from tigon.ops.rms_norm import Casting
@@ -17,6 +17,7 @@ _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _CASTINGS: tuple[tuple[Casting, float], ...] = (("llama", 0.0), ("fp32", 0.0), ("gemma", 1.0))
 
 RMS_NORMS = tuple(NormSeam(eps=_EPS, casting=casting, offset=offset) for casting, offset in _CASTINGS)
+GATED_NORMS = (GatedNormSeam(eps=_EPS),)
 # The last one is for norms that hard-code eps instead of reading an attribute.
 LAYER_NORMS = (LayerNormSeam(eps=_EPS), LayerNormSeam(eps=_EPS, offset=1.0), LayerNormSeam(eps=1e-5))
 GATED_MLPS = (
@@ -46,7 +47,7 @@ def structural_row(model: nn.Module) -> PatchSpec:
     }
     return PatchSpec(
         model_type=config.model_type,
-        norm=RMS_NORMS + LAYER_NORMS,
+        norm=RMS_NORMS + LAYER_NORMS + GATED_NORMS,
         mlp=(*GATED_MLPS, ExpertsSeam()),
         rope=RopeSeam(),
         head=None,

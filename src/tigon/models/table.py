@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from tigon.models.seams.logits import LogitAttributes
 from tigon.models.seams.mlp import ExpertsSeam, GatedMlpSeam
-from tigon.models.seams.norm import LayerNormSeam, NormSeam
+from tigon.models.seams.norm import GatedNormSeam, LayerNormSeam, NormSeam
 from tigon.models.seams.rope import RopeSeam
 from tigon.models.spec import PatchSpec
 from tigon.models.structure import GATED_MLPS, LAYER_NORMS, RMS_NORMS
@@ -15,13 +15,16 @@ from tigon.models.structure import GATED_MLPS, LAYER_NORMS, RMS_NORMS
 # --- norms: rounding, offset of the weight, and the name of eps
 LLAMA = (NormSeam(),)
 FP32_WEIGHT = (NormSeam(casting="fp32"),)
+LLAMA4 = (NormSeam(eps="eps"),)
 GEMMA = (NormSeam(casting="gemma", offset=1.0, eps="eps"),)
+GATED_NORM = (GatedNormSeam(),)
 LAYER = (LayerNormSeam(),)
 COHERE = (LayerNormSeam(eps="variance_epsilon"),)
 NEMOTRON = (LayerNormSeam(offset=1.0),)
 # --- MLPs: the names of the projections and of the activation
 GATED = (GatedMlpSeam(),)
 PACKED = (GatedMlpSeam(packed="gate_up_proj", act="activation_fn"),)
+ACTIVATION_FN = (GatedMlpSeam(act="activation_fn"),)
 MULTIPLIED = (GatedMlpSeam(gate_scale="gate_multiplier", down_scale="down_multiplier"),)
 EXPERTS = (ExpertsSeam(),)
 # --- rotary embedding
@@ -30,6 +33,7 @@ PAIRS = RopeSeam(styles=("interleaved",))
 GLM = RopeSeam(styles=("interleaved-from-halves",))
 HALF_TABLES = RopeSeam(styles=("half-tables",))
 DEEPSEEK = RopeSeam(styles=("half-split", "pairs-to-halves"))
+COMPLEX = RopeSeam(styles=("interleaved-half-tables",))
 # --- scaling and capping of the logits
 CAPPED = LogitAttributes(softcap="final_logit_softcapping")
 DIVIDED = LogitAttributes(divide="logits_scaling")
@@ -64,7 +68,7 @@ _ROWS = (
         tiny={"mlp_only_layers": [0]},
     ),
     PatchSpec(
-        model_type="qwen3_next", norm=GEMMA, mlp=GATED + EXPERTS, rope=HALF,
+        model_type="qwen3_next", norm=GEMMA + GATED_NORM, mlp=GATED + EXPERTS, rope=HALF,
         tiny={"layer_types": ["linear_attention", "full_attention"]},
     ),
     PatchSpec(model_type="phi3", norm=LLAMA, mlp=PACKED, rope=HALF),
@@ -98,6 +102,8 @@ _ROWS = (
         model_type="gpt_oss", norm=FP32_WEIGHT, rope=HALF_TABLES,
         keep={"mlp": "its experts clamp gate and up, alternate them column by column and add 1 to up; no op does"},
     ),
+    PatchSpec(model_type="llama4_text", norm=LLAMA4, mlp=ACTIVATION_FN, rope=COMPLEX),
+    PatchSpec(model_type="deepseek_v2", norm=LLAMA, mlp=GATED + EXPERTS, rope=COMPLEX, tiny={"num_key_value_heads": 4}),
     PatchSpec(
         model_type="deepseek_v3", norm=LLAMA, mlp=GATED + EXPERTS, rope=DEEPSEEK, tiny={"num_key_value_heads": 4},
     ),

@@ -136,6 +136,11 @@ _EXCLUSIONS = (
         "lacks; use galore",
     ),
     HeadsExclusion(
+        when=(Condition("loss_memory_mib", "is at least", 1),),
+        reason="train.loss_memory_mib limits the loss of one head, and heads.stage adds more; set "
+        "train.loss_memory_mib: 0",
+    ),
+    HeadsExclusion(
         when=(Condition("kernels", "is", "liger"),),
         reason="heads.stage needs a loss over several heads, which Liger Kernel lacks; set model.kernels to tigon, "
         "no-flce or none",

@@ -10,6 +10,7 @@ import pkgutil
 
 from tigon.ops._op import Case, Cost, Op
 from tigon.ops.experts import ExpertUnit, experts
+from tigon.ops.fp8_linear import fp8_linear
 from tigon.ops.glu import geglu, swiglu
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.logprobs.linear_kl import linear_kl
@@ -49,6 +50,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "experts",
+    "fp8_linear",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

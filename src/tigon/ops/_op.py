@@ -61,9 +61,14 @@ class Op:
     """The cost of a call; takes the same arguments as `call`."""
     has_kernel: bool = True
     """Whether the op has operators and kernels of its own. False for an op that orders PyTorch's products and sums."""
+    straight_through: bool = False
+    """Whether the backward takes a rounding of the forward for the identity, so that finite differences disagree."""
     error_factor: float = 2.0
     errors: Mapping[str, float] = field(default_factory=dict)
     """Largest relative Frobenius error against fp64 over all cases, outputs and gradients, by dtype, on an H200."""
+    quantisation_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """For an op that rounds its factors: relative Frobenius error against the unrounded formula, by option and result,
+    for bf16 factors with normally distributed values."""
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> Tensor:

@@ -9,6 +9,9 @@ products alone:
     forward     y = x Wᵀ + b        h = x Aᵀ           y += s · h Bᵀ
     backward    dx = dy W           g = dy B           dx += s · g A        dA = s · gᵀ x        dB = s · dyᵀ h
 
+With `fp8`, the factors of x Wᵀ and dy W are rounded to FP8, as in `ops/fp8_linear.py`. The adapter's products, and the
+gradient of a weight that is trained beside its adapter, are not.
+
 There is no kernel: every product is the vendor's. Under torch.compile the op is the formula.
 """
 
@@ -25,6 +28,8 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import check_dtype, check_number, first_order, planned_device
+from tigon.ops.fp8 import operand
+from tigon.ops.fp8_linear import check_scaling, forward_product, fp8_linear, input_gradient
 from tigon.ops.lm_head import no_autocast, product_dtype, product_into
 
 # N tokens, H input width, F output width, R rank.
@@ -46,24 +51,29 @@ class LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, lora_a_RH: Tensor, lora_b_FR: Tensor,
-        adapter_x: Tensor | None, scaling: float,
+        adapter_x: Tensor | None, scaling: float, fp8: str | None = None,
     ) -> Tensor:  # fmt: skip
         stored_FH, ctx.made = (None, weight) if callable(weight) else (weight, None)
         a_RH, b_FR = lora_a_RH.to(x.dtype), lora_b_FR.to(x.dtype)
         with no_autocast(x):
             # y has x's leading dimensions from the start: a view of it would show a gated unit two holders.
-            y = F.linear(x, _dense(stored_FH, ctx.made, x.dtype), bias)
+            weight_FH, amax = _dense(stored_FH, ctx.made, x.dtype), None
+            if fp8 is None:
+                y = F.linear(x, weight_FH, bias)
+            else:
+                y, _, amax = forward_product(x, weight_FH, bias, fp8, columns=False)
+            del weight_FH
             h_NR = F.linear(x if adapter_x is None else adapter_x, a_RH).flatten(0, -2)
             y.view(-1, y.shape[-1]).addmm_(h_NR, b_FR.t(), alpha=scaling)
-        ctx.save_for_backward(x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR)
-        ctx.scaling = scaling
+        ctx.save_for_backward(x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax)
+        ctx.scaling, ctx.fp8 = scaling, fp8
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR = ctx.saved_tensors
-        want_x, want_weight, want_bias, want_a, want_b, want_entering, _ = ctx.needs_input_grad
+        x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax = ctx.saved_tensors
+        want_x, want_weight, want_bias, want_a, want_b, want_entering, *_ = ctx.needs_input_grad
         s: float = ctx.scaling
         apart = adapter_x is not None
         dx = dw = db = da = d_b = d_entering = None
@@ -71,7 +81,13 @@ class LoraLinear(torch.autograd.Function):
         with no_autocast(x):
             g_NR = dy_NF @ lora_b_FR.to(x.dtype) if want_a or want_entering or (want_x and not apart) else None
             if want_x:
-                dx = dy_NF @ _dense(stored_FH, ctx.made, x.dtype)
+                weight_FH = _dense(stored_FH, ctx.made, x.dtype)
+                if ctx.fp8 is None:
+                    dx = dy_NF @ weight_FH
+                else:
+                    cast = operand(dy_NF, ctx.fp8, rows=True, columns=False, gradient=True)
+                    dx = input_gradient(cast, weight_FH, amax, ctx.fp8, [dy_NF.shape[0]])
+                del weight_FH
                 if not apart and g_NR is not None:
                     dx.addmm_(g_NR, lora_a_RH.to(x.dtype), alpha=s)
                 dx = dx.view(x.shape)
@@ -85,7 +101,7 @@ class LoraLinear(torch.autograd.Function):
                 da = _small_gradient(g_NR.t(), (adapter_x if apart else x).flatten(0, -2), lora_a_RH, s)
             if want_b:
                 d_b = _small_gradient(dy_NF.t(), h_NR, lora_b_FR, s)
-        return dx, dw, db, da, d_b, d_entering, None
+        return dx, dw, db, da, d_b, d_entering, None, None
 
 
 def _small_gradient(left: Tensor, right: Tensor, like: Tensor, scaling: float) -> Tensor:
@@ -107,6 +123,7 @@ def lora_linear(
     scaling: float = 1.0,
     bias: Tensor | None = None,
     adapter_x: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor:
     """A linear layer and its low-rank adapter: x @ weight.T + bias + scaling · (x @ lora_a.T) @ lora_b.T.
 
@@ -121,6 +138,8 @@ def lora_linear(
         scaling: multiplies the adapter's result; PEFT's `lora_alpha / r`.
         bias: (F,) or None.
         adapter_x: (..., H), what the adapter reads instead of x, such as x after dropout.
+        fp8: "tensorwise" or "rowwise": the weight's products with x and with the gradient have FP8 factors, as in
+            `fp8_linear`. None: they have not.
 
     Returns:
         (..., F), in the dtype of the products.
@@ -128,11 +147,13 @@ def lora_linear(
     Raises:
         ShapeError: a tensor has the wrong shape, or the tensors are on several devices.
         DtypeError: a dtype is not fp16, bf16, fp32 or fp64.
-        OptionError: scaling is not a finite number.
+        OptionError: scaling is not a finite number, or fp8 is another word.
         DoubleBackwardError: in backward, with create_graph=True.
     """
     if not -math.inf < check_number("scaling", scaling) < math.inf:
         raise OptionError(f"scaling={scaling} must be finite.")
+    if fp8 is not None:
+        check_scaling(fp8)
     _check(x, weight, lora_a, lora_b, bias, adapter_x)
     dtype = product_dtype(x) if callable(weight) else product_dtype(x, weight)
     x, weight = x.to(dtype), weight if callable(weight) else weight.to(dtype)
@@ -141,11 +162,13 @@ def lora_linear(
     if torch.compiler.is_compiling():
         entering = x if adapter_x is None else adapter_x
         low = F.linear(F.linear(entering, lora_a.to(dtype)), lora_b.to(dtype))
-        return F.linear(x, weight().to(dtype) if callable(weight) else weight, bias) + low * scaling
+        dense = weight().to(dtype) if callable(weight) else weight
+        wide = F.linear(x, dense, bias) if fp8 is None else fp8_linear(x, dense, bias, scaling=fp8)
+        return wide + low * scaling
     one_row = x.ndim == 1
     if one_row:
         x, adapter_x = x.unsqueeze(0), None if adapter_x is None else adapter_x.unsqueeze(0)
-    y: Tensor = LoraLinear.apply(x, weight, bias, lora_a, lora_b, adapter_x, float(scaling))
+    y: Tensor = LoraLinear.apply(x, weight, bias, lora_a, lora_b, adapter_x, float(scaling), fp8)
     return y.squeeze(0) if one_row else y
 
 

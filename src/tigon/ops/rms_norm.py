@@ -54,7 +54,7 @@ class AddRMSNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         y, s, _, rstd = norm.norm_fwd(x, residual, weight, None, norm.norm_options(eps, offset, False, fp32_weight))
         ctx.save_for_backward(s, weight, rstd)
-        ctx.offset, ctx.fp32_weight = offset, fp32_weight
+        ctx.eps, ctx.offset, ctx.fp32_weight = eps, offset, fp32_weight
         ctx.set_materialize_grads(False)
         return y, s
 

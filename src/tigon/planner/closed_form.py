@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from tigon.planner.request import Request, text_config
 from tigon.planner.simulate.model_states import ModelWeights
+from tigon.techniques.precision import BF16_WEIGHTS
 
 BYTES_PER_PARAMETER = 16
 
@@ -43,7 +44,7 @@ def differences(request: Request, ours: dict[str, int], theirs: dict[str, int]) 
     gib = 2**30
     choices = request.choices
     why = {
-        "weights": f"{choices.precision} holds weights in {2 if choices.precision == 'bf16' else 4} bytes",
+        "weights": f"{choices.precision} holds weights in {2 if choices.precision in BF16_WEIGHTS else 4} bytes",
         "gradients": "gradients have the weights' dtype, and at some peaks not all of them exist",
         "optimizer": f"{choices.optimizer} has another state size than AdamW",
         "checkpoints": f"checkpointing is {choices.checkpointing}; under autocast the layers' inputs are fp32",

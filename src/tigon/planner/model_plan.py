@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tigon.errors import PatchError, RecipeError, UsageError
+from tigon.models.fp8 import fp8_options
 from tigon.models.patch import flags_of, unwrap
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
 from tigon.planner.request import Request, refusals
@@ -120,7 +121,7 @@ def plan(
     attention = str(getattr(inner.config, "_attn_implementation", None) or "sdpa")
     choices = Choices(
         precision=_precision(inner, precision), optimizer=_optimizer(optimizer), kernels=_kernels(inner),
-        attention=attention, **_adapters(model),
+        attention=attention, **_adapters(model), **_fp8(inner),
     )  # fmt: skip
     request = Request(
         model=type(inner).__name__, config=inner.config, batch=batch, seq=seq, choices=choices, masked=False
@@ -208,8 +209,15 @@ def _precision(model: PreTrainedModel, precision: str | None) -> str:
         if precision not in WEIGHT_DTYPES:
             raise UsageError(f"precision is {precision!r}; choose one of {', '.join(WEIGHT_DTYPES)}.")
         return precision
+    if fp8_options(model) is not None:
+        return "fp8"
     trained = next((p for p in model.parameters() if p.requires_grad), None)
     return "bf16" if trained is not None and trained.dtype == torch.bfloat16 else "amp-bf16"
+
+
+def _fp8(model: PreTrainedModel) -> dict[str, Any]:
+    """The choices that describe `tigon.patch_fp8`; empty without it."""
+    return {f"fp8_{name}": value for name, value in (fp8_options(model) or {}).items()}
 
 
 def _optimizer(optimizer: Any) -> str:
@@ -225,7 +233,7 @@ def _optimizer(optimizer: Any) -> str:
 
 
 def _kernels(model: PreTrainedModel) -> str:
-    flags = flags_of(model)
+    flags = flags_of(model) - {"fp8"}
     if not flags:
         return "none"
     return "tigon" if "linear_cross_entropy" in flags else "no-flce"

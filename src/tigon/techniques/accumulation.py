@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from tigon.techniques.records.condition import Condition
+from typing import Any
+
+from tigon.techniques.mechanisms.fused_linear import fuse_linears
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Flag, Setting
-from tigon.techniques.records.technique import Declaration, Technique
+from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 _ACCUMULATE = Setting(
     field="accumulate", key="train.gradient_accumulation", help="Micro-batches per optimizer step.", minimum=1,
@@ -12,9 +16,30 @@ _ACCUMULATE = Setting(
     label=lambda choices: f"{choices.accumulate} micro-batches" if choices.accumulate > 1 else "",
 )  # fmt: skip
 
+_FUSION = Setting(
+    field="accumulation_fusion", key="train.gradient_accumulation_fusion",
+    help="Add the weight gradients of linear layers and of tigon's loss to `.grad` in the product that computes them, "
+    "from the second micro-batch of a step on.",
+    traced=True, flag=Flag(name="accumulation-fusion", help="Add weight gradients to .grad in the product."),
+    label=lambda choices: "gradient accumulation fusion" if choices.accumulation_fusion else "",
+)  # fmt: skip
+
+
+def fuses(choices: Choices) -> bool:
+    """Whether a run uses gradient accumulation fusion. With one micro-batch there is nothing to add to."""
+    return choices.accumulation_fusion and choices.accumulate > 1
+
+
+def _fuse(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+    fuse_linears(model)
+    return model
+
+
+_FUSED = Condition("accumulation_fusion", "is", True)
+
 DECLARATION = Declaration(
     pages={"accumulation": "Gradient accumulation"},
-    settings=(_ACCUMULATE,),
+    settings=(_ACCUMULATE, _FUSION),
     techniques=(
         Technique(
             name="accumulation", page="accumulation",
@@ -26,6 +51,29 @@ DECLARATION = Declaration(
             recipe={"train.gradient_accumulation": 4}, chosen=(Condition("accumulate", "is at least", 2),),
             arguments=lambda choices, run_info: {"gradient_accumulation_steps": choices.accumulate},
             source="transformers 5.17 trainer.py: num_items_in_batch",
+        ),
+        Technique(
+            name="accumulation-fusion", page="accumulation",
+            saves="The second gradient of a weight: from the second micro-batch on it is not made, cast and added. "
+            "With tied embeddings autograd would hold the head's gradient through the whole backward pass.",
+            costs="Python code in the forward and the backward pass of each linear layer, which small layers on a GPU "
+            "wait for. Biases, norms, embeddings, experts and MLPs in tiles accumulate as before.",
+            recipe={"train.gradient_accumulation": 4, "train.gradient_accumulation_fusion": True},
+            chosen=(_FUSED, Condition("accumulate", "is at least", 2)), model=_fuse,
+            source="Megatron-LM: gradient_accumulation_fusion",
+        ),
+    ),
+    exclusions=(
+        Exclusion(
+            when=(_FUSED, Condition("zero", "is at least", 1)),
+            reason="DeepSpeed takes each gradient away in hooks, which must see the gradient of one micro-batch",
+            instead="train.gradient_accumulation_fusion: false, or sharding.zero: 0",
+            source="deepspeed 0.19 stage_1_and_2.py",
+        ),
+        Exclusion(
+            when=(_FUSED, Condition("lora_rank", "is at least", 1)),
+            reason="adapters are small, and their gradients accumulate in the usual way",
+            instead="train.gradient_accumulation_fusion: false", source="tigon.ops.lora_linear",
         ),
     ),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 # Matmuls and attention, which take long to recompute. All other ops in a layer are memory-bound.
 KEPT_OPS = (
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention",
+    "aten::mm", "aten::addmm", "aten::bmm", "tigon::fp8_product", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from tigon.techniques.mechanisms import adapter_targets
 from tigon.techniques.mechanisms.adapter_targets import EXPERTS, WORDS
-from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.precision import BF16_WEIGHTS, WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion, KeySwitch
 from tigon.techniques.records.setting import Flag, Setting
@@ -21,6 +21,7 @@ DEFAULT_RANK = 16
 # `train.precision` -> the dtype of matmuls, which is also that of quantised weights when they are dequantised.
 _COMPUTE_DTYPES: Mapping[str, str] = {
     "fp32": "float32", "amp-bf16": "bfloat16", "amp-fp16": "float16", "bf16": "bfloat16",
+    "fp8": "bfloat16",
 }  # fmt: skip
 # Initialisations of PEFT that tigon does not offer, and why.
 _NO_INITS: Mapping[str, str] = {
@@ -84,7 +85,7 @@ def keep_trained_in_fp32(model: Any, choices: Choices) -> None:
     PEFT widens the adapters only. Whole modules, biases and an objective's own modules begin in the dtype of the frozen
     weights, in which most updates would be rounded away.
     """
-    if choices.lora_rank is None or choices.precision == "bf16":
+    if choices.lora_rank is None or choices.precision in BF16_WEIGHTS:
         return
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
@@ -106,7 +107,7 @@ def _adapters(model: Any, choices: Choices, run_info: RunInfo) -> Any:
         target_parameters=list(targets.parameters) or None, task_type="CAUSAL_LM",
     )  # fmt: skip
     with quiet_peft():
-        wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=choices.precision != "bf16")
+        wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=choices.precision not in BF16_WEIGHTS)
     keep_trained_in_fp32(wrapped, choices)
     # Otherwise no input of a checkpointed layer with frozen weights would require a gradient.
     model.enable_input_require_grads()
@@ -235,7 +236,7 @@ _EXCLUSIONS = (
         source="arXiv 2305.14314", untraceable=True,
     ),
     Exclusion(
-        when=(_FP32_BASE, Condition("precision", "is", "bf16")),
+        when=(_FP32_BASE, Condition("precision", "is one of", BF16_WEIGHTS)),
         reason="this precision keeps every weight in bf16",
         instead="train.precision: amp-bf16, or lora.base: auto", source="docs/techniques/precision.md",
     ),

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from tigon.techniques.records.choices import Choices
-from tigon.techniques.records.condition import Condition
+from tigon.techniques.records.condition import Condition, Exclusion, KeySwitch
 from tigon.techniques.records.setting import Flag, Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 # `train.precision` -> the dtype in which the model's weights are loaded.
 WEIGHT_DTYPES: Mapping[str, str] = {
     "fp32": "float32", "amp-bf16": "float32", "amp-fp16": "float32", "bf16": "bfloat16",
+    "fp8": "bfloat16",
 }  # fmt: skip
+BF16_WEIGHTS = ("bf16", "fp8")
+"""Values of `train.precision` with which weights, gradients and optimizer states are bf16."""
 
 
 def _fp32(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
@@ -23,18 +26,37 @@ def _fp32(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
 _PRECISION = Setting(
     field="precision", key="train.precision",
     help="`amp-bf16`, `amp-fp16`: autocast over fp32 weights; `bf16`: weights, gradients and optimizer in bf16 too; "
-    "`auto`: amp-bf16 on a GPU that supports bf16, otherwise fp32.",
-    words=("fp32", "amp-bf16", "amp-fp16", "bf16"), recipe_word="auto",
+    "`fp8`: as `bf16`, with the decoder layers' matmuls in FP8; `auto`: amp-bf16 on a GPU that supports bf16, "
+    "otherwise fp32.",
+    words=("fp32", "amp-bf16", "amp-fp16", "bf16", "fp8"), recipe_word="auto",
     renamed={"pure-bf16": "bf16", "fp16": "amp-fp16"},
-    flag=Flag(name="precision", help="fp32, amp-bf16, amp-fp16 or bf16."),
+    flag=Flag(name="precision", help="fp32, amp-bf16, amp-fp16, bf16 or fp8."),
     traced=True, search="run", always_written=True, label=lambda choices: choices.precision,
-    # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16.
+    # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the factors of
+    # every product to 4 bits, so the planner does not choose it unasked.
     candidates=lambda config: ("amp-bf16", "bf16"),
+)  # fmt: skip
+
+_IS_FP8 = Condition("precision", "is", "fp8")
+_FP8 = (
+    Setting(
+        field="fp8_scaling", key="train.fp8_scaling",
+        help="With `train.precision: fp8`: `tensorwise`, one scale per tensor; `rowwise`, one per row, which is more "
+        "accurate and slower.",
+        words=("tensorwise", "rowwise"), traced=True,
+        flag=Flag(name="fp8-scaling", help="tensorwise or rowwise.", implies=(("precision", "fp8"),)),
+        label=lambda choices: "rowwise" if choices.precision == "fp8" and choices.fp8_scaling == "rowwise" else "",
+    ),
+    Setting(
+        field="fp8_bf16_layers", key="train.fp8_bf16_layers",
+        help="With `train.precision: fp8`: how many decoder layers at each end keep their matmuls in bf16.",
+        minimum=0, maximum=1000, traced=True,
+    ),
 )  # fmt: skip
 
 DECLARATION = Declaration(
     pages={"precision": "Number formats"},
-    settings=(_PRECISION,),
+    settings=(_PRECISION, *_FP8),
     techniques=(
         Technique(
             name="fp32", page="precision",
@@ -71,6 +93,35 @@ DECLARATION = Declaration(
             recipe={"train.precision": "bf16"}, chosen=(Condition("precision", "is", "bf16"),), change_rank=3,
             arguments=lambda choices, run_info: {"bf16": choices.zero > 0},  # DeepSpeed reads its bf16 mode from this
             source="arXiv 2010.06192",
+        ),
+        Technique(
+            name="fp8", page="precision",
+            saves="Half the bytes of the inputs that linear layers keep. Weights, gradients and states take 8 bytes "
+            "per parameter with AdamW, as with `bf16`.",
+            costs="The casts to FP8. An H100 has 1,979 TFLOP/s in FP8 by its data sheet, twice the rate of bf16.",
+            effect_on_result="The factors of the decoder layers' matmuls are rounded to FP8: 3 bits of mantissa, or 2 "
+            "in gradients with one scale per tensor. The first and the last layer, attention, the head and the updates "
+            "are as in `bf16`. On the CPU the same numbers are computed without FP8 hardware, for tests.",
+            recipe={"train.precision": "fp8"}, chosen=(_IS_FP8,), change_rank=5,
+            source="arXiv 2209.05433; torch._scaled_mm",
+        ),
+    ),
+    exclusions=(
+        Exclusion(
+            when=(_IS_FP8, Condition("zero", "is at least", 1)),
+            reason="tigon has not tried FP8 products with the weights that DeepSpeed manages",
+            instead="sharding.fsdp: true, or train.precision: bf16", source="docs/techniques/precision.md",
+        ),
+        Exclusion(
+            when=(_IS_FP8, Condition("quantized", "is", True)),
+            reason="a 4-bit weight would be dequantised and then cast to FP8 for each product, which tigon has not "
+            "tried",
+            instead="lora.quantize: false, or train.precision: bf16", source="docs/techniques/precision.md",
+        ),
+    ),
+    key_switches=(
+        KeySwitch(
+            keys=("train.fp8_scaling", "train.fp8_bf16_layers"), on=_IS_FP8, instead="train.precision: fp8",
         ),
     ),
 )  # fmt: skip

@@ -85,7 +85,9 @@ def export(trained: TrainedModel, wanted: Export) -> list[Path]:
 
 def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> None:
     tokenizer = load_tokenizer_of(trained)
-    model = load_weights(trained)
+    # A merged weight is rounded once, to the dtype that is written, even if the base model's files are in bf16.
+    widens = trained.adapter is not None and wanted.dtype in ("fp32", "fp16")
+    model = load_weights(trained, dtype=torch.float32 if widens else "auto")
     if trained.adapter is not None:
         model = merged(with_adapter(model, trained))
     if wanted.dtype is not None:

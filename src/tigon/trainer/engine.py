@@ -112,7 +112,9 @@ def build(
     for technique in used:
         built = technique.model(built, choices, run_info)
     if choices.lora_rank is not None:
-        models.patch_adapters(built, kernels)
+        models.patch_adapters(built, kernels, **(ops or {}))
+    if choices.precision == "fp8":
+        models.patch_fp8(built, choices, report)
     if saves_adapters:
         adapter_files.name_base(built, model, base)
         adapter_files.keep_initial(built, choices, base.with_name(adapter_files.INITIAL))

@@ -18,6 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,10 @@ from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback
 
 from tigon.errors import RecipeError, RunFolderError
 from tigon.objectives.base import Objective, Step
+from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.device import used_bytes
 from tigon.recipe.keys import TrainConfig
+from tigon.techniques.mechanisms.fused_linear import has_fused_linears
 from tigon.trainer.checkpoint import checkpoint, nvme_swap
 from tigon.trainer.distributed import launch
 from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
@@ -74,6 +77,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self.safeguards = safeguards
         self.objective = objective
         self._grouped = False
+        self._fuses_accumulation = has_fused_linears(self.model)
         self.gate = NanGuard(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
@@ -201,7 +205,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             self.restart_clock()  # other callbacks have started trackers meanwhile
         self.n_micro_steps += 1
         self.tokens_since_mark += self.tokens_in(inputs)
-        return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
+        with accumulation_fusion() if self._fuses_accumulation else nullcontext():
+            return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
 
     def tokens_in(self, inputs: Any) -> int:
         """The tokens of a micro-batch, padding included."""

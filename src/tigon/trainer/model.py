@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 
-from tigon.errors import RecipeError, UsageError
+from tigon.errors import PatchError, RecipeError, UsageError
+from tigon.models import PatchReport
 from tigon.models import patch as patch_model
+from tigon.models import patch_fp8 as to_fp8
 from tigon.models.loading import weight_files
 from tigon.models.loading.config import check_counts, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import one_line
-from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
+from tigon.models.spec import LAYER_FLAGS
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques import model_kernels
+from tigon.techniques.records.choices import Choices
 
 # Keys that every transformers config has and that do not change a model's shape.
 NO_SHAPE = frozenset({
@@ -246,7 +249,7 @@ def _problem_of(config: Any) -> str | None:
         built = _on_meta(config)
         if empty := [name for name, parameter in built.named_parameters() if not parameter.numel()]:
             return f"{empty[0]} would be empty"
-        if config.num_hidden_layers < 1:
+        if config.get_text_config().num_hidden_layers < 1:
             return "a model has at least one layer"
         tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
         # Pass a mask: without one, transformers makes a mask or reads the positions, and meta tensors lack values.
@@ -401,10 +404,27 @@ def patch(model: Any, kernels: str, **ops: bool) -> Any:
     return KERNELS[kernels](model, **ops)
 
 
-def patch_adapters(model: Any, kernels: str) -> None:
-    """Fuse the adapters that a technique added after `patch`, if `kernels` are tigon's."""
+def patch_adapters(model: Any, kernels: str, **ops: bool) -> None:
+    """Fuse the adapters that a technique added after `patch`, if `kernels` are tigon's; a head's, in its loss.
+
+    ops: as in `patch`.
+    """
     if kernels in model_kernels.OF_TIGON:
-        patch_model(model, **dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS), False))
+        KERNELS[kernels](model, **{**ops, **dict.fromkeys(LAYER_FLAGS, False)})
+
+
+def patch_fp8(model: Any, choices: Choices, report: Any) -> None:
+    """Run the products of the decoder layers in FP8 as the choices say, and add that to the patch report.
+
+    Raises:
+        RecipeError: No linear layer can.
+    """
+    try:
+        fp8 = to_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
+    except PatchError as error:
+        raise RecipeError(f"train.precision is fp8, but {error}") from None
+    if isinstance(report, PatchReport):
+        report.extend(fp8)
 
 
 def _tigon(model: Any, **ops: bool) -> Any:

@@ -161,7 +161,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if objective.trl is not None:
         _check_chat(tok, read[0])
     cache = token_cache.TokenCache(
-        token_cache.default_folder() if data.cache else None, tok, config.vocab_size, bad, rendering
+        token_cache.default_folder() if data.cache else None, tok, config.get_text_config().vocab_size, bad, rendering
     )
     encoded = cache.encode(train_docs), cache.encode(eval_docs) if eval_docs else []
     rows = None

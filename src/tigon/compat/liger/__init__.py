@@ -10,10 +10,13 @@ The folders mirror Liger's packages:
     liger_kernel.transformers    transformers/   modules and functional
                                  patching/       monkey_patch, auto_model, trainer_integration
     liger_kernel.chunked_loss    chunked_loss/   preference, policy and distillation losses of heads
+    liger_kernel.functional      functional.py
     liger_kernel.utils           utils.py
+    ops without a kernel here    compositions/   Functions, functional and modules, from PyTorch's and tigon's ops
 
-`offered.py` lists every name with its file, and `aliases.py` lets `import liger_kernel` find them. Another package of
-Liger becomes a folder of its name and rows of `offered.py`.
+`offered.py` lists every name with its file, `absent.py` lists the names that tigon lacks with the reason, and
+`aliases.py` lets `import liger_kernel` find them. Another package of Liger becomes a folder of its name and rows of
+`offered.py`.
 """
 
 from __future__ import annotations

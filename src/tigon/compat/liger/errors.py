@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
+from tigon.compat.liger.absent import reason_for
 from tigon.errors import LabelError, OptionError, TigonError
 
 
@@ -22,9 +23,11 @@ class NotInTigon(TigonError, ModuleNotFoundError):
 
 def missing(name: str) -> str:
     """The message for a name under `liger_kernel` that is not offered."""
+    reason = reason_for(name)
     return (
-        f"tigon has no counterpart of {name}. liger_kernel is tigon.compat.liger in this process; docs/liger.md lists "
-        "its names. For other names, install liger-kernel and run without tigon.compat.liger."
+        f"tigon has no counterpart of {name}. {reason + ' ' if reason else ''}liger_kernel is tigon.compat.liger in "
+        "this process; docs/liger.md lists its names. For other names, install liger-kernel and run without "
+        "tigon.compat.liger."
     )
 
 

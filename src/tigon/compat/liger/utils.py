@@ -1,7 +1,8 @@
-"""`liger_kernel.utils`: the functions that scripts use."""
+"""`liger_kernel.utils`, and `is_transformers_available`: the functions that scripts use."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,16 @@ def infer_comm_backend() -> str:
 def is_npu_available() -> bool:
     """False, because tigon does not support Ascend."""
     return False
+
+
+def is_peft_available() -> bool:
+    """Whether peft is installed; it is not imported."""
+    return importlib.util.find_spec("peft") is not None
+
+
+def is_transformers_available() -> bool:
+    """Whether transformers is installed; it is not imported."""
+    return importlib.util.find_spec("transformers") is not None
 
 
 def transformers_version_dispatch(

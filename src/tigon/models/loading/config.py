@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tigon.errors import UsageError
-from tigon.models.loading.presets import PRESETS
+from tigon.models.loading.presets import MULTIMODAL_SHAPES, PRESETS
 from tigon.models.loading.weight_files import read_json
 
 # The deepest models with published weights have 126 layers (Llama-3.1-405B). The widest mixtures have some hundred
@@ -35,10 +35,10 @@ def load_config(name: str) -> Any:
     Raises:
         UsageError: the name is not a preset, folder, config.json or hub id, or transformers cannot read the config.
     """
-    if name in PRESETS:
+    if name in PRESETS or name in MULTIMODAL_SHAPES:
         from transformers import AutoConfig
 
-        shape = dict(PRESETS[name])
+        shape = dict(PRESETS.get(name) or MULTIMODAL_SHAPES[name])
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
     path = Path(name)
     if name and path.exists():

@@ -179,3 +179,28 @@ HUB_SHAPES: Mapping[str, str] = {
     "unsloth/gpt-oss-20b-BF16": "gpt-oss-20b",
 }
 """Hub ids -> the preset with the checkpoint's shape, so that a plan needs no download."""
+
+MULTIMODAL_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "google/gemma-3-4b-it": {
+        "model_type": "gemma3",
+        "text_config": {
+            "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 1024,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        "vision_config": {
+            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "image_size": 896, "patch_size": 14,
+        },
+    },
+}  # fmt: skip
+"""Shapes of models that also read images. They are no presets: `model.config` changes only a flat config."""
+
+
+def carried(hub_id: str) -> str | None:
+    """What `load_config` takes for the shape of this model of the hub, or None if tigon does not carry it."""
+    return HUB_SHAPES.get(hub_id, hub_id if hub_id in MULTIMODAL_SHAPES else None)

@@ -55,7 +55,7 @@ class LogitsSource:
             self.dtype = dtype if on and hidden.dtype != torch.float64 else hidden.dtype
             self._autocast = partial(torch.autocast, device_type, dtype=dtype, enabled=on)
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
-        self._weight_shape, self._versions = weight.shape, (version_of(weight), version_of(hidden))
+        self._weight_shape, self._versions = weight.shape, self._versions_now()
         self._grad_enabled = torch.is_grad_enabled()
         self.touched = False
         """Whether other code holds the computed logits. A write to them may be invisible (`.data`, numpy), so from then
@@ -72,13 +72,17 @@ class LogitsSource:
         self._warn()
         return logits
 
+    def _versions_now(self) -> tuple[int, ...]:
+        """Versions of all that the logits depend on; a head may have a bias, and an adapter."""
+        return tuple(version_of(tensor) for tensor in (self.hidden, *self.head.parameters()))
+
     def _forward(self) -> Tensor:
         weight = self.head.weight
         assert isinstance(weight, Tensor)
         whole = type(weight) in (Tensor, nn.Parameter) and weight.shape == self._weight_shape
         if not (whole and weight.untyped_storage().nbytes() > 0):
             return self._forward_sharded()
-        if (version_of(weight), version_of(self.hidden)) != self._versions:
+        if self._versions_now() != self._versions:
             raise PatchError(
                 "outputs.logits was first read after lm_head.weight (or the hidden states) had changed, so the logits "
                 "of that forward are gone. Read them before optimizer.step(), or patch with linear_cross_entropy=False."

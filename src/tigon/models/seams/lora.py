@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon import ops
-from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.base import PatchedModule, Seam, is_dtensor
+from tigon.models.seams.fp8 import fp8_scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class LoraSeam(Seam):
 
     def objection(self, module: nn.Module) -> str | None:
         base: Any = getattr(module, "base_layer", None)
-        if type(base) is not nn.Linear and not _is_4bit(base):
+        if not is_plain_linear(base) and fp8_scaling(base) is None and not _is_4bit(base):
             return f"its layer is a {type(base).__name__}; only torch's Linear and bitsandbytes' Linear4bit are fused"
         if getattr(module, "fan_in_fan_out", False):
             return "its weight is stored as (in, out)"
@@ -45,7 +46,7 @@ class LoraSeam(Seam):
         plain_forward: Callable[..., Tensor] = base.forward
 
         def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            adapter = None if args or kwargs else _plain_adapter(self, x)
+            adapter = None if args or kwargs else plain_adapter(self, x)
             if adapter is None:
                 return plain_forward(self, x, *args, **kwargs)
             layer = self.base_layer
@@ -59,7 +60,13 @@ class LoraSeam(Seam):
 
 def adapted(module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], Tensor]) -> Tensor:
     """The result of PEFT's layer `module` with one adapter. weight: that of the layer, or a function that makes it."""
-    dropout = module.lora_dropout[adapter]
+    return after_dropout(module, x, adapter, weight, dropped(module, x, adapter))
+
+
+def after_dropout(
+    module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], Tensor], adapter_x: Tensor | None
+) -> Tensor:
+    """As `adapted`. adapter_x: the result of `dropped`."""
     return ops.lora_linear(
         x,
         weight,
@@ -67,8 +74,20 @@ def adapted(module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], 
         module.lora_B[adapter].weight,
         scaling=module.scaling[adapter],
         bias=module.base_layer.bias,
-        adapter_x=None if isinstance(dropout, nn.Identity) or not module.training else dropout(x),
+        fp8=fp8_scaling(module.base_layer),
+        adapter_x=adapter_x,
     )
+
+
+def dropped(module: Any, x: Tensor, adapter: str) -> Tensor | None:
+    """What the adapter reads instead of x: x after its dropout, or None without one."""
+    dropout = module.lora_dropout[adapter]
+    return None if isinstance(dropout, nn.Identity) or not module.training else dropout(x)
+
+
+def is_plain_linear(layer: Any) -> bool:
+    """Whether the layer is torch's Linear, or one whose loss tigon had fused before it got an adapter."""
+    return type(layer) is nn.Linear or (isinstance(layer, PatchedModule) and layer._tigon_base is nn.Linear)
 
 
 def _variant_name(variant: Any) -> str:
@@ -88,7 +107,7 @@ def _dequantise(layer: Any) -> Callable[[], Tensor]:
     return lambda: dequantize_4bit(weight.data, weight.quant_state)
 
 
-def _plain_adapter(module: Any, x: Tensor) -> str | None:
+def plain_adapter(module: Any, x: Tensor) -> str | None:
     """The name of the one adapter that the op can compute now, or None."""
     active = module.active_adapters
     if module.disable_adapters or module.merged or len(active) != 1 or active[0] not in module.lora_A:

@@ -132,8 +132,13 @@ class LossCall:
         """Whether each hidden state has a label. False if a model slices its logits after the head."""
         return hidden.shape[:-1].numel() == self.target.numel()
 
-    def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as in transformers' ForCausalLMLoss."""
+    def answer(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, memory_bytes: int | None = None, **adapter: Any
+    ) -> Tensor:
+        """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as in transformers' ForCausalLMLoss.
+
+        adapter: the keywords of `ops.linear_cross_entropy` for the head's LoRA adapter, for hidden (N, H).
+        """
         self.vocab_size = weight.shape[0]
         if torch.compiler.is_compiling() or not self._unwritten(self._read_at, self.target):
             self._read_labels()
@@ -149,7 +154,9 @@ class LossCall:
             num_items=_on(hidden.device, self.num_items),
             logit_scale=self.logit_map.scale,
             softcap=self.logit_map.softcap,
+            memory_bytes=memory_bytes,
             outputs=() if self.metrics is None else ("predicted",),
+            **adapter,
         )
         if isinstance(result, Tensor):
             return result
@@ -273,27 +280,40 @@ class HeadSeam(Seam):
         plain_forward = base.forward
 
         def forward(self: Any, input: Tensor) -> Any:
-            call = _active.call
-            if call is None or not any(self is head for head in call.heads):
+            call = requested_loss(self)
+            if call is None:
                 return plain_forward(self, input)
-            if not _whole(self):
-                _warn_full_logits(self, "lm_head.weight is a shard (tensor parallel)")
+            if not whole(self):
+                warn_full_logits(self, "lm_head.weight is a shard (tensor parallel)")
                 return plain_forward(self, input)
             if not call.fits(input):
                 return plain_forward(self, input)
-            loss = call.answer(input, self.weight, self.bias)
-            if torch.compiler.is_compiling() or type(loss) is not Tensor:  # fake tensors cannot defer logits
-                traced = TracedLogits(loss, plain_forward, self, input)
-                call.answered(traced.source)
-                return traced
-            source = LogitsSource(self, plain_forward, input)
-            call.answered(source)
-            return DeferredLogits.carry(loss, source)
+            loss = call.answer(input, self.weight, self.bias, vars(self).get("loss_memory_bytes"))
+            return deferred(call, loss, self, plain_forward, input)
 
         return {"forward": forward}
 
 
-def _whole(head: nn.Linear) -> bool:
+def requested_loss(head: nn.Module) -> LossCall | None:
+    """The call whose loss this head is to compute now, or None."""
+    call = _active.call
+    return call if call is not None and any(head is one for one in call.heads) else None
+
+
+def deferred(
+    call: LossCall, loss: Tensor, head: nn.Module, plain_forward: Callable[..., Tensor], hidden: Tensor
+) -> Any:
+    """The head's output: it carries the loss, and can compute the logits by `plain_forward(head, hidden)`."""
+    if torch.compiler.is_compiling() or type(loss) is not Tensor:  # fake tensors cannot defer logits
+        traced = TracedLogits(loss, plain_forward, head, hidden)
+        call.answered(traced.source)
+        return traced
+    source = LogitsSource(head, plain_forward, hidden)
+    call.answered(source)
+    return DeferredLogits.carry(loss, source)
+
+
+def whole(head: nn.Linear) -> bool:
     """Whether the head's forward sees its complete weight, not a tensor-parallel shard."""
     if head.weight.numel() == 0:
         raise PatchError(
@@ -426,7 +446,7 @@ class CausalLMSeam(Seam):
                 f"{self.head} became a {type(head).__module__}.{type(head).__name__} after the patch; "
                 "call tigon.patch(model) again to patch it"
             )
-        _warn_full_logits(model, reason)
+        warn_full_logits(model, reason)
         return None
 
 
@@ -440,7 +460,7 @@ def _remember(model: nn.Module, observed: LogitMap) -> None:
         _observed[model] = observed
 
 
-def _warn_full_logits(module: nn.Module, reason: str) -> None:
+def warn_full_logits(module: nn.Module, reason: str) -> None:
     """Warn once per module that the full logits are computed; a compiled graph does not warn."""
     if not torch.compiler.is_compiling() and module not in _warned:
         _warned.add(module)

@@ -40,7 +40,7 @@ class _NormSeam(Seam):
     """The name of the attribute with eps, or several names of which the first existing one is used, or eps itself."""
 
     def objection(self, module: nn.Module) -> str | None:
-        if len(inspect.signature(type(module).forward).parameters) != 2:
+        if len(inspect.signature(type(module).forward).parameters) != 1 + len(self._rows()):
             return "its forward takes more than the hidden states"
         if not isinstance(self._eps_of(module), (int, float)):
             return f"it has no number called {' or '.join(self._eps_names)}"
@@ -53,7 +53,11 @@ class _NormSeam(Seam):
         shapes = dict.fromkeys(present, (probe.WIDTH,))
         make = partial(probe.make_stand_in, module, shapes, attributes={"normalized_shape": (probe.WIDTH,)})
         fused, original = self.namespace(type(module))["forward"], type(module).forward
-        return probe.disagreement(make, probe.rows, fused, original) or self._rounds_elsewhere(make, fused, original)
+        return probe.disagreement(make, self._rows, fused, original) or self._rounds_elsewhere(make, fused, original)
+
+    def _rows(self) -> tuple[Tensor, ...]:
+        """Arguments of the module's forward, for the comparison."""
+        return probe.rows()
 
     def _rounds_elsewhere(
         self, make: Callable[[], nn.Module], fused: Callable[..., Any], original: Callable[..., Any]
@@ -93,7 +97,11 @@ class NormSeam(_NormSeam):
     ) -> str | None:
         if dispatch.INTERPRET:  # Triton's interpreter truncates bf16; hardware rounds
             return None
-        return probe.rounding_disagreement(make, probe.many_rows, fused, original)
+        return probe.rounding_disagreement(make, self._many_rows, fused, original)
+
+    def _many_rows(self) -> tuple[Tensor, ...]:
+        """The same in bf16, and more of it, for the place of rounding."""
+        return probe.many_rows()
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         seam, casting, offset = self, self.casting, self.offset
@@ -104,6 +112,33 @@ class NormSeam(_NormSeam):
             if is_dtensor(hidden_states) or is_dtensor(weight):
                 return plain_forward(self, hidden_states)
             return ops.rms_norm(hidden_states, weight, seam._eps_of(self), offset=offset, casting=casting)
+
+        return {"forward": forward}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedNormSeam(NormSeam):
+    """RMSNorm, times silu(gate), as in linear attention: `rms_norm`, then `swiglu` of the gate and the result."""
+
+    def candidate(self, module: nn.Module) -> bool:
+        return super().candidate(module) and list(inspect.signature(type(module).forward).parameters)[2:] == ["gate"]
+
+    def _rows(self) -> tuple[Tensor, ...]:
+        return *probe.rows(), probe.random(3, probe.WIDTH, seed=3).requires_grad_()
+
+    def _many_rows(self) -> tuple[Tensor, ...]:
+        return *probe.many_rows(), probe.random(128, probe.WIDTH, seed=8).to(torch.bfloat16)
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        norm: Callable[[Any, Tensor], Tensor] = super().namespace(base)["forward"]
+        plain_forward: Callable[..., Tensor] = base.forward
+
+        def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+            if gate is None or any(is_dtensor(x) for x in (hidden_states, gate, getattr(self, "weight", None))):
+                return plain_forward(self, hidden_states, gate)
+            normed = norm(self, hidden_states)
+            dtype = torch.promote_types(normed.dtype, gate.dtype)
+            return ops.swiglu(gate.to(dtype), normed.to(dtype)).to(hidden_states.dtype)
 
         return {"forward": forward}
 

@@ -58,6 +58,12 @@ def _pairs_to_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: 
     return ops.rope(q, k, cos, sin, unsqueeze_dim=heads_dim)
 
 
+def _interleaved_half_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
+    """Interleaved pairs; each angle is in the table once. Tables of complex numbers are of this form."""
+    cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+    return ops.rope(q, k, cos, sin, interleaved=True, unsqueeze_dim=heads_dim)
+
+
 _Rotation = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 STYLES: Mapping[str, _Rotation] = MappingProxyType(
     {
@@ -66,13 +72,17 @@ STYLES: Mapping[str, _Rotation] = MappingProxyType(
         "half-tables": _half_tables,
         "interleaved-from-halves": _interleaved_from_halves,
         "pairs-to-halves": _pairs_to_halves,
+        "interleaved-half-tables": _interleaved_half_tables,
     }
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSeam(Seam):
-    """An attention module whose forward calls a global `apply_...rotary...(q, k, cos, sin, ...)`."""
+    """An attention module whose forward calls a global `apply_...rotary...(q, k, cos, sin, ...)`.
+
+    One complex table, called `freqs_cis`, may take the place of cos and sin.
+    """
 
     op: ClassVar[str] = "rope"
     flag: ClassVar[str] = "rope"
@@ -114,12 +124,38 @@ def _match(function: FunctionType, styles: tuple[str, ...]) -> Callable[..., Any
     """The replacement for a rotary function of one of `styles`, or the reason why it fits none of them."""
     reasons = []
     for style in styles:
-        replacement = _replacement(function, STYLES[style])
-        reason = _disagreement(function, replacement)
-        if reason is None:
-            return replacement
+        reason = ""
+        for replacement in _replacements(function, STYLES[style]):
+            found = _disagreement(function, replacement)
+            if found is None:
+                return replacement
+            reason = found
         reasons.append(reason if len(styles) == 1 else f"as {style}, {reason}")
     return reasons[0] if len(styles) == 1 else f"it is none of {', '.join(styles)} ({reasons[0]})"
+
+
+def _replacements(original: FunctionType, rotation: _Rotation) -> list[Callable[..., Any]]:
+    """Functions with the parameters of `original` that use `rotation`.
+
+    The name of a complex table's parameter does not say where the heads are, so there are two.
+    """
+    if _takes_complex_table(original):
+        return [_of_complex_table(original, rotation, heads_dim) for heads_dim in (1, 2)]
+    return [_replacement(original, rotation)]
+
+
+def _of_complex_table(original: FunctionType, rotation: _Rotation, heads_dim: int) -> Callable[..., Any]:
+    def apply_rotary_emb(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+        if is_dtensor(q) or freqs_cis.ndim != 3 or not freqs_cis.is_complex():
+            return original(q, k, freqs_cis)  # type: ignore[no-any-return]
+        table = freqs_cis.to(q.device)
+        return rotation(q, k, table.real, table.imag, heads_dim)
+
+    return apply_rotary_emb
+
+
+def _takes_complex_table(function: FunctionType) -> bool:
+    return list(inspect.signature(function).parameters)[2:] == ["freqs_cis"]
 
 
 def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., Any]:
@@ -131,7 +167,7 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
     heads_default = parameters[heads_at + tensors].default if heads_at is not None else 1
 
     def apply_to_one(x: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **keywords: Any) -> Tensor:
-        if is_dtensor(x):
+        if is_dtensor(x) or x.ndim != 4:
             return original(x, cos, sin, *rest, **keywords)  # type: ignore[no-any-return]
         heads_dim = keywords.get("unsqueeze_dim", heads_default)
         if heads_at is not None and len(rest) > heads_at:
@@ -147,6 +183,9 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
         heads_dim = keywords.get("unsqueeze_dim", heads_default)
         if heads_at is not None and len(rest) > heads_at:
             heads_dim = rest[heads_at]
+        if q.ndim == 3:  # (T, H, D), as in vision towers, which pack the images into one sequence
+            q_rotated, k_rotated = rotation(q[None], k[None], cos, sin, 2)
+            return q_rotated[0], k_rotated[0]
         return rotation(q, k, cos, sin, heads_dim)
 
     return apply_to_one if tensors == 3 else apply_rotary_pos_emb
@@ -157,29 +196,43 @@ def _rotates_one(function: FunctionType) -> bool:
     return list(inspect.signature(function).parameters)[1:3] == ["cos", "sin"]
 
 
+_Form = tuple[dict[str, Any], Callable[[], tuple[Tensor, ...]]]
+"""Keywords and inputs of a rotary function."""
+
+
 def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> str | None:
-    """How `replacement` differs from `original`, for every table width and head dimension that `original` accepts."""
-    parameters = inspect.signature(original).parameters
-    one = _rotates_one(original)
-    if not one and list(parameters)[:4] != ["q", "k", "cos", "sin"]:
+    """How `replacement` differs from `original`, for every form of inputs that `original` accepts."""
+    parameters = list(inspect.signature(original).parameters)
+    if parameters[:4] != ["q", "k", "cos", "sin"] and not (_rotates_one(original) or _takes_complex_table(original)):
         return f"its parameters are ({', '.join(parameters)}) instead of (q, k, cos, sin, ...)"
-    n_compared = 0
-    for heads_dim in (1, 2) if "unsqueeze_dim" in parameters else (1,):
-        keywords = {"unsqueeze_dim": heads_dim} if "unsqueeze_dim" in parameters else {}
-        for width in (probe.WIDTH, probe.WIDTH // 2):
-            inputs = functools.partial(_rotary_inputs, width, heads_dim, one)
-            if not _accepts(original, inputs, keywords):
-                continue
-            n_compared += 1
-            reason = probe.disagreement(
-                nn.Module,
-                inputs,
-                lambda _, *qkcs, keywords=keywords: replacement(*qkcs, **keywords),
-                lambda _, *qkcs, keywords=keywords: original(*qkcs, **keywords),
-            )
-            if reason is not None:
-                return reason
-    return None if n_compared else "it does not take q and k (B, heads, T, D) with tables of D or D / 2 columns"
+    accepted = [(keywords, inputs) for keywords, inputs in _forms(original) if _accepts(original, inputs, keywords)]
+    for keywords, inputs in accepted:
+        reason = probe.disagreement(
+            nn.Module,
+            inputs,
+            lambda _, *qkcs, keywords=keywords: replacement(*qkcs, **keywords),
+            lambda _, *qkcs, keywords=keywords: original(*qkcs, **keywords),
+        )
+        if reason is not None:
+            return reason
+    shapes = "(B, heads, T, D) or (T, heads, D)"
+    return None if accepted else f"it does not take q and k {shapes} with tables of D or D / 2 columns"
+
+
+def _forms(original: FunctionType) -> Iterator[_Form]:
+    """Every table width and place of the heads, for a function with the parameters of `original`."""
+    if _takes_complex_table(original):
+        for heads_dim in (1, 2):
+            yield {}, functools.partial(_complex_inputs, heads_dim)
+        return
+    one = _rotates_one(original)
+    has_heads_dim = "unsqueeze_dim" in inspect.signature(original).parameters
+    for width in (probe.WIDTH, probe.WIDTH // 2):
+        for heads_dim in (1, 2) if has_heads_dim else (1,):
+            keywords = {"unsqueeze_dim": heads_dim} if has_heads_dim else {}
+            yield keywords, functools.partial(_rotary_inputs, width, heads_dim, one)
+        if not one:
+            yield {}, functools.partial(_packed_inputs, width)
 
 
 def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
@@ -192,6 +245,18 @@ def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
         rotated = [x.transpose(1, 2) for x in rotated]
     cos, sin = probe.random(2, 5, width, seed=2), probe.random(2, 5, width, seed=7)
     return *(x.detach().requires_grad_() for x in rotated), cos, sin
+
+
+def _complex_inputs(heads_dim: int) -> tuple[Tensor, ...]:
+    """q and k as in `_rotary_inputs`, and a complex table (2, 5, WIDTH / 2)."""
+    q, k, cos, sin = _rotary_inputs(probe.WIDTH // 2, heads_dim, one=False)
+    return q, k, torch.complex(cos, sin)
+
+
+def _packed_inputs(width: int) -> tuple[Tensor, ...]:
+    """q (5, 4, WIDTH) and k (5, 2, WIDTH) without a batch, cos and sin (5, width)."""
+    rotated = (probe.random(5, heads, probe.WIDTH, seed=heads).requires_grad_() for heads in (4, 2))
+    return *rotated, probe.random(5, width, seed=2), probe.random(5, width, seed=7)
 
 
 def _accepts(function: FunctionType, inputs: Callable[[], tuple[Tensor, ...]], keywords: dict[str, Any]) -> bool:

@@ -6,7 +6,11 @@ compute the gradients of hidden and weight.
 On chips with a `logits_tile` in kernels/chips.py, the product of bf16 logits writes exponentials instead, and the pass
 is not needed (kernels/linear_cross_entropy.py). Each row of exponentials still lacks a factor, which is applied to dX,
 and to X before dW's product. It also lacks the label's own term, which is added to both in fp32. Label smoothing, a
-trained bias, entropy and predictions need the pass.
+trained bias, an adapter, entropy and predictions need the pass.
+
+A head's LoRA adapter is a second, thin product: logits = X Wᵀ + U Bᵀ, with U of rank R. It is added to a chunk's logits
+before the pass, so neither W + s·B A nor all logits exist. The gradients of U and B are two thin products of the
+logits' gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from tigon.ops.losses import common
 from tigon.ops.losses.options import LossOptions
 from tigon.ops.signature import SYMBOLIC
 
-# N tokens, C tokens of a chunk, H hidden, V vocabulary.
+# N tokens, C tokens of a chunk, H hidden, V vocabulary, R rank of an adapter.
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
@@ -154,6 +158,12 @@ exp_weight_grad = Primitive(
 )
 
 
+def add_exp_weight_grad(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor, grad_VH: Tensor) -> None:
+    """As `exp_weight_grad`, added to `grad`. No compiler sees it, so it is no operator."""
+    with no_autocast(e_NV):
+        _exp_weight_grad_into(e_NV, x_NH, factors, target, grad_VH, accumulate=True)
+
+
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +179,9 @@ class ChunkTensors:
     token_weight: Tensor | None = None
     grad_scale: Tensor
     """0-dim; the gradients are for an upstream gradient of 1 / grad_scale."""
+    low_NR: Tensor | None = None
+    """What the adapter's first matrix made of the hidden states, scaled; None without an adapter."""
+    lora_b_VR: Tensor | None = None
 
     def part(self, rows: slice) -> ChunkTensors:
         """The tensors of some of the tokens."""
@@ -180,7 +193,15 @@ class ChunkTensors:
             class_weight=self.class_weight,
             token_weight=None if self.token_weight is None else self.token_weight[rows],
             grad_scale=self.grad_scale,
+            low_NR=None if self.low_NR is None else self.low_NR[rows],
+            lora_b_VR=self.lora_b_VR,
         )
+
+    def logits_into(self, logits_CV: Tensor) -> None:
+        """Write the logits of all these tokens."""
+        logits_into(self.hidden_NH, self.weight_VH, self.bias, logits_CV)
+        if self.low_NR is not None and self.lora_b_VR is not None:
+            product_into(self.low_NR, self.lora_b_VR.t(), logits_CV, accumulate=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,10 +219,12 @@ class ChunkOptions:
     want_bias: bool = False
     entropy: bool = False
     predicted: bool = False
+    want_low: bool = False
+    want_lora_b: bool = False
 
     @property
     def want_grad(self) -> bool:
-        return self.want_hidden or self.want_weight or self.want_bias
+        return self.want_hidden or self.want_weight or self.want_bias or self.want_low or self.want_lora_b
 
 
 class ChunkResults(NamedTuple):
@@ -217,12 +240,15 @@ class ChunkResults(NamedTuple):
     kept_NV: Tensor
     factors: Tensor
     """(2, N): the factors of kept_NV's rows and of the label terms that it lacks; empty if it is complete."""
+    dlow_NR: Tensor
+    dlora_b_VR: Tensor
 
 
 def _chunks_outputs(tensors: ChunkTensors, options: ChunkOptions, exp: bool) -> ChunkResults:
     """Uninitialised outputs of the chunk loop; outputs that are not wanted are empty."""
     hidden_NH, weight_VH, keep = tensors.hidden_NH, tensors.weight_VH, options.keep
     (N, H), V = hidden_NH.shape, weight_VH.shape[0]
+    R = 0 if tensors.low_NR is None else tensors.low_NR.shape[1]
     acc = torch.promote_types(hidden_NH.dtype, torch.float32)
     # fp16 sums stay in fp32 until the loss scale is applied.
     dx_dtype = acc if hidden_NH.dtype == torch.float16 else hidden_NH.dtype
@@ -237,22 +263,24 @@ def _chunks_outputs(tensors: ChunkTensors, options: ChunkOptions, exp: bool) -> 
         db_V=hidden_NH.new_empty(V if options.want_bias else 0, dtype=acc),
         kept_NV=logits_buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
         factors=hidden_NH.new_empty((2, N if keep and exp else 0), dtype=acc),
+        dlow_NR=hidden_NH.new_empty((N if options.want_low and not keep else 0, R), dtype=dx_dtype),
+        dlora_b_VR=hidden_NH.new_empty((V if options.want_lora_b and not keep else 0, R), dtype=acc),
     )
 
 
 def _tile_of(tensors: ChunkTensors, options: ChunkOptions) -> LogitsTile | None:
-    other_outputs = options.want_bias or options.entropy or options.predicted
+    other_outputs = options.want_bias or options.entropy or options.predicted or tensors.low_NR is not None
     return _exp_tile(tensors.hidden_NH, tensors.weight_VH, options.loss, other_outputs)
 
 
 def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     tile = _tile_of(tensors, options)
     outputs = _chunks_outputs(tensors, options, tile is not None)
-    hidden_NH, weight_VH, bias = tensors.hidden_NH, tensors.weight_VH, tensors.bias
+    hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
     chunk, keep, want_grad = options.chunk, options.keep, options.want_grad
     want_hidden, want_weight, want_bias = options.want_hidden, options.want_weight, options.want_bias
     entropy, predicted = options.entropy, options.predicted
-    dx_NH, dw_VH, db_V, kept_NV, factors_N = outputs[4:]
+    dx_NH, dw_VH, db_V, kept_NV, factors_N, dlow_NR, dlora_b_VR = outputs[4:]
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
     if tile is not None and (N < _FEWEST_EXP_ROWS or not _starts_aligned(weight_VH)):
         tile = None
@@ -274,7 +302,7 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
                 if want_weight and not keep:
                     _exp_weight_grad_into(logits_CV, x_CH, factors, target, dw_VH, accumulate=number > 0)
                 continue
-            logits_into(x_CH, weight_VH, bias, logits_CV)
+            part.logits_into(logits_CV)
             loss, stats, entropies, argmax = common.rows_with_gradient(
                 common.Rows(logits_CV, target, part.class_weight, part.token_weight, options.loss),
                 entropy, predicted, part.grad_scale, logits_CV if want_grad else None,
@@ -291,8 +319,13 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
                 product_into(logits_CV, weight_VH, dx_NH[rows], accumulate=False)
             if want_weight and not keep:
                 product_into(logits_CV.t(), x_CH, dw_VH, accumulate=number > 0)
+            if part.low_NR is not None and part.lora_b_VR is not None and not keep:
+                if options.want_low:
+                    product_into(logits_CV, part.lora_b_VR, dlow_NR[rows], accumulate=False)
+                if options.want_lora_b:
+                    product_into(logits_CV.t(), part.low_NR, dlora_b_VR, accumulate=number > 0)
     if N == 0:
-        for empty_sum in (dw_VH, db_V):
+        for empty_sum in (dw_VH, db_V, dlora_b_VR):
             empty_sum.zero_()
     return outputs
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tigon.ops import dispatch
@@ -35,6 +36,11 @@ TILE = 128
 # (32768 x 2048 x 128256 in 320 MiB of logits) has an error of 4.8e-3, above the limit of 3.4e-3 (twice the unfused op's
 # error). A sum of 7 stays below it.
 _MOST_16_BIT_ADDENDS = 7
+
+_FULL_RATE_TOKENS = 2048
+"""Products of chunks of this many tokens run at full rate. With 1024 they take 1.1 times as long (H200)."""
+_FEWEST_TOKENS = 512
+"""A limit of memory makes no smaller chunks with an fp32 sum, whose product takes 4 times as long for 256 (H200)."""
 
 Mode = Literal["keep", "stream", "recompute", "loss"]
 
@@ -74,6 +80,54 @@ def make_chunk_plan(
     return Plan("recompute" if per_row else "stream", chunk, fp32_accumulate)
 
 
+def buffer_bytes(
+    plan: Plan, tokens: int, hidden: int, vocab: int, itemsize: int, *, want_weight: bool
+) -> int:  # fmt: skip
+    """Bytes of logits and of the head's gradient that a plan holds at one time."""
+    rows = tokens if plan.mode == "keep" else plan.chunk
+    # A kept gradient of the logits is multiplied once, into the final dtype.
+    wide = plan.mode != "keep" and plan.fp32_accumulate
+    gradient = vocab * hidden * (max(itemsize, 4) if wide else itemsize) if want_weight and plan.mode != "loss" else 0
+    return rows * vocab * itemsize + gradient
+
+
+def plan_within(
+    memory_bytes: int, tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: tuple[int, int],
+    per_row: bool, want_hidden: bool, want_weight: bool, may_sum_in_16_bits: bool,
+) -> Plan:  # fmt: skip
+    """The fastest plan whose buffers fit into `memory_bytes`, or else the plan with the smallest buffers.
+
+    First is the usual plan. Next is an fp32 sum, as long as chunks are large enough for the products' full rate; then a
+    16-bit sum of few chunks; then an fp32 sum of smaller chunks.
+    """
+    usual = make_chunk_plan(
+        tokens, hidden, vocab, itemsize, chunk_bytes=chunk_bytes, per_row=per_row, want_hidden=want_hidden,
+        want_weight=want_weight,
+    )  # fmt: skip
+    row_bytes = vocab * itemsize
+    if usual.mode == "loss":
+        return Plan("loss", even_chunk(tokens, min(memory_bytes, chunk_bytes[1]) // row_bytes))
+    mode: Mode = "recompute" if per_row else "stream"
+
+    def of_sum(fp32: bool, least_rows: int) -> Plan:
+        """A plan with as many tokens per chunk as fit beside the sum, and at least `least_rows`."""
+        sum_bytes = buffer_bytes(Plan(mode, 0, fp32), tokens, hidden, vocab, itemsize, want_weight=want_weight)
+        most = max(min(memory_bytes - sum_bytes, chunk_bytes[1]) // row_bytes, least_rows)
+        most = most if most < TILE else most // TILE * TILE
+        return Plan(mode, even_chunk(tokens, most), fp32)
+
+    plans = [usual, of_sum(True, min(_FULL_RATE_TOKENS, max(tokens, 1)))]
+    if may_sum_in_16_bits and itemsize == 2 and want_weight:
+        fewest = -(-tokens // _MOST_16_BIT_ADDENDS)
+        plans.append(of_sum(False, fewest if fewest < TILE else -(-fewest // TILE) * TILE))
+    plans.append(of_sum(True, _FEWEST_TOKENS))
+
+    def held(plan: Plan) -> int:
+        return buffer_bytes(plan, tokens, hidden, vocab, itemsize, want_weight=want_weight)
+
+    return next((plan for plan in plans if held(plan) <= memory_bytes), min(plans, key=held))
+
+
 def default_chunk_bytes(hidden: Tensor) -> tuple[int, int]:
     """(least, most) bytes of logits alive at once on hidden's device."""
     return DEFAULT_CHUNK_BYTES.get(dispatch.planned_device(hidden), DEFAULT_CHUNK_BYTES["cuda"])
@@ -92,16 +146,26 @@ def even_chunk(tokens: int, most: int) -> int:
 
 def plan_for(
     hidden_NH: Tensor, weight_VH: Tensor, per_row: bool, want: tuple[bool, ...], chunk_bytes: Sequence[int],
-    fp32_accumulate: bool,
+    fp32_accumulate: bool, memory_bytes: int = 0,
 ) -> Plan:  # fmt: skip
-    """The plan of a call. chunk_bytes: (least, most). want: the gradients of hidden, weight and bias."""
+    """The plan of a call.
+
+    chunk_bytes: (least, most). want: the gradients of hidden, weight and bias, and of an adapter's low-rank hidden
+    states and second matrix, whose sum is too small to count. memory_bytes: 0 for no limit.
+    """
     (N, H), V, itemsize = hidden_NH.shape, weight_VH.shape[0], hidden_NH.element_size()
     least, most = chunk_bytes
     if not isinstance(N, int):
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
         return Plan(mode, max(1, least // (V * itemsize)), fp32_accumulate)
+    want_hidden, want_weight = want[0] or any(want[3:]), want[1] or want[2]
+    if memory_bytes:
+        return plan_within(
+            memory_bytes, N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want_hidden,
+            want_weight=want_weight, may_sum_in_16_bits=hidden_NH.dtype == torch.bfloat16,
+        )  # fmt: skip
     return make_chunk_plan(
-        N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0],
-        want_weight=want[1] or want[2], fp32_accumulate=fp32_accumulate,
+        N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want_hidden, want_weight=want_weight,
+        fp32_accumulate=fp32_accumulate,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
 from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, first_order
 from tigon.ops.lm_head import (
     check_head,
@@ -39,6 +40,7 @@ from tigon.ops.losses import common
 from tigon.ops.losses.chunk_loop import (
     ChunkOptions,
     ChunkTensors,
+    add_exp_weight_grad,
     chunk_loop,
     exp_hidden_grad,
     exp_weight_grad,
@@ -51,9 +53,10 @@ from tigon.ops.losses.cross_entropy import (
     cross_entropy_oracle,
     loss_inputs,
 )
+from tigon.ops.losses.head_adapter import check_adapter, low_rank_hidden
 from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_shifts, check_vector
 
-# N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary.
+# N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary, R rank of an adapter.
 
 # Bytes alive at once of an fp32 product that is then scaled and rounded. This has enough tiles for the product's full
 # rate; a whole 128256 x 2048 product would take 1 GiB on top of the kept logits.
@@ -178,6 +181,8 @@ class LinearCrossEntropyCall:
     chunk_bytes: Sequence[int]
     """(least, most)"""
     fp32_accumulate: bool
+    memory_bytes: int
+    """The most bytes of logits and of the weight's gradient; 0 for no limit."""
 
     def gathered(self) -> tuple[Tensor, Tensor | None]:
         """(target, token_weight) of the tokens that count."""
@@ -190,45 +195,52 @@ class LinearCrossEntropyCall:
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, call: LinearCrossEntropyCall,
-        grad_enabled: bool,
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, low_NR: Tensor | None,
+        lora_b_VR: Tensor | None, call: LinearCrossEntropyCall, grad_enabled: bool, leaf: LeafGradient | None,
     ) -> LossResults:  # fmt: skip
-        want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
+        want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:5])
         rows, index, class_weight = hidden_NH.shape[0], call.index, call.class_weight
         if index is not None:
             hidden_NH = hidden_NH.index_select(0, index)
+            low_NR = None if low_NR is None else low_NR.index_select(0, index)
+        b_dtype = None if lora_b_VR is None else lora_b_VR.dtype
+        lora_b_VR = None if lora_b_VR is None else lora_b_VR.to(hidden_NH.dtype)
         target, token_weight = call.gathered()
-        plan = plan_for(hidden_NH, weight_VH, call.per_row, want, call.chunk_bytes, call.fp32_accumulate)
+        plan = plan_for(
+            hidden_NH, weight_VH, call.per_row, want, call.chunk_bytes, call.fp32_accumulate, call.memory_bytes
+        )
         stored, left = common.gradient_scales(
             hidden_NH.dtype, call.inv_denominator, token_weight, class_weight, call.options
         )
         in_forward = plan.mode in ("keep", "stream")
-        want_hidden, want_weight, want_bias = (w and in_forward for w in want)
+        want_hidden, want_weight, want_bias, want_low, want_lora_b = (w and in_forward for w in want)
         chunks = chunk_loop(
             ChunkTensors(
                 hidden_NH=hidden_NH, weight_VH=weight_VH, bias=bias, target=target, class_weight=class_weight,
-                token_weight=token_weight, grad_scale=stored,
+                token_weight=token_weight, grad_scale=stored, low_NR=low_NR, lora_b_VR=lora_b_VR,
             ),
             ChunkOptions(
                 loss=call.options, chunk=plan.chunk, keep=plan.mode == "keep", fp32_accumulate=plan.fp32_accumulate,
                 want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, entropy=call.entropy,
-                predicted=call.predicted,
+                predicted=call.predicted, want_low=want_low, want_lora_b=want_lora_b,
             ),
         )  # fmt: skip
-        ctx.plan, ctx.options, ctx.want, ctx.rows = plan, call.options, want, rows
-        ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
+        ctx.plan, ctx.options, ctx.want, ctx.rows, ctx.leaf = plan, call.options, want, rows, leaf
+        ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype, b_dtype)
         if plan.mode == "keep":
             ctx.save_for_backward(
-                chunks.kept_NV, chunks.factors, hidden_NH, weight_VH, target, chunks.db_V, left, index
-            )
+                chunks.kept_NV, chunks.factors, hidden_NH, weight_VH, target, chunks.db_V, left, index, low_NR,
+                lora_b_VR,
+            )  # fmt: skip
         elif plan.mode == "stream":
             # Not a saved tensor, because a dW in its final dtype is scaled in place and returned.
             ctx.dw = chunks.dw_VH
-            ctx.save_for_backward(chunks.dx_NH, chunks.db_V, left, index)
+            ctx.save_for_backward(chunks.dx_NH, chunks.db_V, left, index, chunks.dlow_NR, chunks.dlora_b_VR)
         elif plan.mode == "recompute":
             ctx.save_for_backward(
-                hidden_NH, weight_VH, bias, target, class_weight, token_weight, call.inv_denominator, index
-            )
+                hidden_NH, weight_VH, bias, target, class_weight, token_weight, call.inv_denominator, index, low_NR,
+                lora_b_VR,
+            )  # fmt: skip
         # Without a reduction, the losses return to their original positions.
         per_row, inverse, stats = call.per_row, call.inv_denominator, chunks.stats
         results = LossResults(
@@ -246,68 +258,102 @@ class LinearCrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         grads = _BACKWARD[ctx.plan.mode](ctx, dloss)
-        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), None, None
+        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), None, None, None
 
 
 def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    g_NV, factors, x_NH, weight_VH, target, db, left, index = ctx.saved_tensors
-    want_hidden, want_weight, want_bias = ctx.want
-    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    g_NV, factors, x_NH, weight_VH, target, db, left, index, low_NR, lora_b_VR = ctx.saved_tensors
+    want_hidden, want_weight, want_bias, want_low, want_lora_b = ctx.want
+    x_dtype, w_dtype, bias_dtype, b_dtype = ctx.dtypes
     scale = dloss if left is None else dloss * left
-    dx = dw = None
+    dx = dw = dlow = dlora_b = None
+    grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
     # dW first, so that the scaled X is freed before dX is allocated.
     if factors.numel():
         factors = factors * scale
-        dw = exp_weight_grad(g_NV, x_NH, factors, target) if want_weight else None
+        if grad_VH is not None:
+            add_exp_weight_grad(g_NV, x_NH, factors, target, grad_VH)
+        elif want_weight:
+            dw = exp_weight_grad(g_NV, x_NH, factors, target)
         dx = exp_hidden_grad(g_NV, weight_VH, factors, target, index, ctx.rows) if want_hidden else None
-        return dx, dw, None
+        return dx, dw, None, None, None
     with no_autocast(g_NV):
-        if want_weight:
+        if grad_VH is not None:
+            _weight_grad_into(g_NV, x_NH, scale, grad_VH, accumulate=True)
+        elif want_weight:
             dw = _weight_grad(g_NV, x_NH, scale, w_dtype)
+        if want_lora_b:
+            dlora_b = _weight_grad(g_NV, low_NR, scale, b_dtype)
+        if want_low:
+            dlow = _hidden_grad(g_NV, lora_b_VR, scale, index, ctx.rows, x_dtype)
         if want_hidden:
-            # An fp16 gradient stays in fp32 until the loss scale is applied.
-            product = x_NH.new_empty(x_NH.shape, dtype=scale.dtype if x_dtype == torch.float16 else x_dtype)
-            product_into(g_NV, weight_VH, product, accumulate=False)
-            dx = common.scale_rows(product, scale, index, ctx.rows, x_dtype)
-    return dx, dw, (db * scale).to(b_dtype) if want_bias else None
+            dx = _hidden_grad(g_NV, weight_VH, scale, index, ctx.rows, x_dtype)
+    return dx, dw, (db * scale).to(bias_dtype) if want_bias else None, dlow, dlora_b
+
+
+def _hidden_grad(
+    g_NV: Tensor, weight_VH: Tensor, scale: Tensor, index: Tensor | None, rows: int, dtype: torch.dtype
+) -> Tensor:
+    """scale · G W in `dtype`, at the positions `index` of `rows` rows."""
+    # An fp16 gradient stays in fp32 until the loss scale is applied.
+    shape = (g_NV.shape[0], weight_VH.shape[1])
+    product = g_NV.new_empty(shape, dtype=scale.dtype if dtype == torch.float16 else dtype)
+    product_into(g_NV, weight_VH, product, accumulate=False)
+    return common.scale_rows(product, scale, index, rows, dtype)  # type: ignore[no-any-return]
 
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale · Gᵀ X in `dtype`.
+    """scale · Gᵀ X in `dtype`."""
+    dw_VH = x_NH.new_empty((g_NV.shape[1], x_NH.shape[1]), dtype=dtype)
+    _weight_grad_into(g_NV, x_NH, scale, dw_VH, accumulate=False)
+    return dw_VH
+
+
+def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor, *, accumulate: bool) -> None:
+    """out (+)= scale · Gᵀ X.
 
     The scale is applied to X, which is V / N times smaller than dW. In fp16 a loss scale on X would overflow, so the
     product is computed in fp32 and scaled, a block of rows at a time.
     """
-    V, H = g_NV.shape[1], x_NH.shape[1]
-    out = x_NH.new_empty((V, H), dtype=dtype)
+    V, H = out_VH.shape
     if x_NH.dtype != torch.float16:
-        product_into(g_NV.t(), common.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
-        return out
+        scaled = common.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype)
+        product_into(g_NV.t(), scaled, out_VH, accumulate=accumulate)
+        return
     most = max(TILE, _PRODUCT_BYTES // (H * scale.element_size()) // TILE * TILE)
     product = x_NH.new_empty((min(most, V), H), dtype=scale.dtype)
     for start in range(0, V, most):
-        rows = out[start : start + most]
+        rows = out_VH[start : start + most]
         product_into(g_NV.t()[start : start + most], x_NH, product[: len(rows)], accumulate=False)
-        torch.mul(product[: len(rows)], scale, out=rows)
-    return out
+        if accumulate:
+            rows.addcmul_(product[: len(rows)], scale)
+        else:
+            torch.mul(product[: len(rows)], scale, out=rows)
 
 
 def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    dx, db, left, index = ctx.saved_tensors  # raises in a second backward of a graph that was not retained
-    want_hidden, want_weight, want_bias = ctx.want
-    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    # Raises in a second backward of a graph that was not retained.
+    dx, db, left, index, dlow, dlora_b = ctx.saved_tensors
+    want_hidden, want_weight, want_bias, want_low, want_lora_b = ctx.want
+    x_dtype, w_dtype, bias_dtype, b_dtype = ctx.dtypes
     scale = dloss if left is None else dloss * left
     dw, once = ctx.dw, not keeps_graph()
     if once:
         ctx.dw = None  # the rest of the model's backward needs its memory
-    if once and dw.dtype == w_dtype and can_bypass_dispatcher((dw,)):
+    grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
+    if grad_VH is not None:
+        grad_VH.addcmul_(dw, scale)  # summed in fp32 and rounded once
+        dw = None
+    elif once and dw.dtype == w_dtype and can_bypass_dispatcher((dw,)):
         dw = _scaled_in_place(dw, scale)
     elif want_weight:
         dw = common.scale_rows(dw, scale, None, dw.shape[0], w_dtype)
     return (
         common.scale_rows(dx, scale, index, ctx.rows, x_dtype) if want_hidden else None,
         dw if want_weight else None,
-        (db * scale).to(b_dtype) if want_bias else None,
+        (db * scale).to(bias_dtype) if want_bias else None,
+        common.scale_rows(dlow, scale, index, ctx.rows, x_dtype) if want_low else None,
+        (dlora_b * scale).to(b_dtype) if want_lora_b else None,
     )
 
 
@@ -320,9 +366,11 @@ def _scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
 
 
 def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    x_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index = ctx.saved_tensors
-    want_hidden, want_weight, want_bias = ctx.want
-    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    (
+        x_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index, low_NR, lora_b_VR,
+    ) = ctx.saved_tensors  # fmt: skip
+    want_hidden, want_weight, want_bias, want_low, want_lora_b = ctx.want
+    x_dtype, w_dtype, bias_dtype, b_dtype = ctx.dtypes
     per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
     if token_weight is not None:
         per_token = per_token * token_weight
@@ -331,28 +379,44 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     results = chunk_loop(
         ChunkTensors(
             hidden_NH=x_NH, weight_VH=weight_VH, bias=bias, target=target, class_weight=class_weight,
-            token_weight=per_token, grad_scale=stored,
+            token_weight=per_token, grad_scale=stored, low_NR=low_NR, lora_b_VR=lora_b_VR,
         ),
         ChunkOptions(
             loss=ctx.options, chunk=ctx.plan.chunk, fp32_accumulate=ctx.plan.fp32_accumulate,
-            want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias,
+            want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, want_low=want_low,
+            want_lora_b=want_lora_b,
         ),
     )  # fmt: skip
     dx, dw, db = results.dx_NH, results.dw_VH, results.db_V
+    grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
+    if grad_VH is not None:
+        grad_VH.addcmul_(dw, left)
     return (
         common.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
-        common.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight else None,
-        (db * left).to(b_dtype) if want_bias else None,
+        common.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight and grad_VH is None else None,
+        (db * left).to(bias_dtype) if want_bias else None,
+        common.scale_rows(results.dlow_NR, left, index, ctx.rows, x_dtype) if want_low else None,
+        (results.dlora_b_VR * left).to(b_dtype) if want_lora_b else None,
     )
 
 
 _BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
 
 
-def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCrossEntropyCall) -> LossResults:
+def _run(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None,
+    call: LinearCrossEntropyCall, leaf: LeafGradient | None,
+) -> LossResults:  # fmt: skip
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     grad_enabled = torch.is_grad_enabled()
-    return LossResults(*LinearCrossEntropy.apply(hidden, weight, bias, call, grad_enabled))
+    return LossResults(*LinearCrossEntropy.apply(hidden, weight, bias, low, lora_b, call, grad_enabled, leaf))
+
+
+def _apply(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None,
+    call: LinearCrossEntropyCall,
+) -> LossResults:  # fmt: skip
+    return _run(hidden, weight, bias, low, lora_b, call, None)
 
 
 _linear_cross_entropy = Differentiable("linear_cross_entropy", _apply)
@@ -375,9 +439,16 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,
     chunk_bytes: int | None = None,
     fp32_accumulate: bool = True,
+    memory_bytes: int | None = None,
+    lora_a: Tensor | None = None,
+    lora_b: Tensor | None = None,
+    scaling: float = 1.0,
+    adapter_hidden: Tensor | None = None,
     outputs: tuple[str, ...] = (),
 ) -> Tensor | LossOutput:
     """Compute `cross_entropy(hidden @ weight.T + bias, target)` without holding all the logits.
+
+    A LoRA adapter of the head adds `scaling * (hidden @ lora_a.T) @ lora_b.T` to the logits.
 
     Args:
         hidden: (..., H), fp16, bf16, fp32 or fp64.
@@ -392,6 +463,13 @@ def linear_cross_entropy(
         fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16. This halves the memory of the largest
             tensor and adds one rounding per chunk. More than 7 chunks are summed in fp32 anyway, because the error
             would grow. Not available for fp16, where the sums would overflow.
+        memory_bytes: the most bytes of logits and of the weight's gradient together, in place of the two options above.
+            The fastest chunks that fit are taken: first the default, then smaller chunks, then bf16 weight gradients
+            of up to 7 chunks summed in bf16. If nothing fits, the smallest are taken. hidden's gradient is not counted.
+        lora_a, lora_b: (R, H) and (V, R), the adapter's matrices, in any of the four dtypes; both or neither. They are
+            cast to the products' dtype; each gradient has its matrix's own dtype.
+        scaling: multiplies the adapter's result; PEFT's `lora_alpha / r`.
+        adapter_hidden: (..., H), what the adapter reads instead of hidden, such as hidden after dropout.
         ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
             as in `cross_entropy`.
 
@@ -400,11 +478,14 @@ def linear_cross_entropy(
         is computed. A frozen weight or hidden skips its product.
 
     Raises:
-        ShapeError: hidden, weight, bias, target, class_weight, token_weight or num_items has the wrong shape; V or H
-            is 0 (a weight with 0 elements is sharded); or the tensors are on several devices.
-        DtypeError: hidden, weight or bias is none of the four floats, or as in `cross_entropy`.
-        OptionError: as in `cross_entropy`; chunk_bytes is not a positive integer; fp32_accumulate=False with fp16; or
-            target was prepared with shifts or another ignore_index.
+        ShapeError: a tensor or num_items has the wrong shape; V or H is 0 (a weight with 0 elements is sharded); or
+            the tensors are on several devices.
+        DtypeError: hidden, weight, bias or a matrix of the adapter is none of the four floats, or as in
+            `cross_entropy`.
+        OptionError: as in `cross_entropy`; chunk_bytes or memory_bytes is not a positive integer; memory_bytes together
+            with chunk_bytes or fp32_accumulate=False; fp32_accumulate=False with fp16; target was prepared with shifts
+            or another ignore_index; lora_a without lora_b or the other way round; adapter_hidden without them; or
+            scaling is not finite.
         LabelError: as in `cross_entropy`.
         DoubleBackwardError: in backward, with create_graph=True.
     """
@@ -422,7 +503,13 @@ def linear_cross_entropy(
     )  # fmt: skip
     _check_linear(hidden, weight, bias, labels, class_weight, token_weight)
     check_chunk_bytes(chunk_bytes)
+    check_chunk_bytes(memory_bytes, "memory_bytes")
+    if memory_bytes is not None and (chunk_bytes is not None or not fp32_accumulate):
+        raise OptionError("memory_bytes chooses the chunks and their sum; leave out chunk_bytes and fp32_accumulate.")
+    check_adapter(hidden, weight, lora_a, lora_b, scaling, adapter_hidden)
+    leaf = LeafGradient.of(weight)
     hidden, weight, bias = settle_dtypes(hidden, weight, bias)
+    low = low_rank_hidden(hidden if adapter_hidden is None else adapter_hidden, lora_a, scaling, hidden.dtype)
     if not fp32_accumulate and hidden.dtype == torch.float16:
         raise OptionError(
             "fp32_accumulate=False is not for float16, whose range sums of gradients leave; use bfloat16."
@@ -446,9 +533,15 @@ def linear_cross_entropy(
         predicted=common.wants_predicted(outputs),
         chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
         fp32_accumulate=fp32_accumulate,
+        memory_bytes=memory_bytes or 0,
     )
-    apply = _linear_cross_entropy if torch.compiler.is_compiling() else _apply
-    results: LossResults = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
+    hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+    compiling = torch.compiler.is_compiling()
+    results: LossResults = (
+        _linear_cross_entropy(hidden_NH, weight, bias, low, lora_b, call)
+        if compiling
+        else _run(hidden_NH, weight, bias, low, lora_b, call, leaf)
+    )
     return results.public(labels, call.per_row, outputs, ignore_index)
 
 
@@ -471,11 +564,21 @@ def _check_linear(
 
 def linear_cross_entropy_oracle(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
-    chunk_bytes: int | None = None, fp32_accumulate: bool = True, **options: Any,
+    chunk_bytes: int | None = None, fp32_accumulate: bool = True, memory_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, scaling: float = 1.0,
+    adapter_hidden: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """The unfused formula: one product, logits in the product's dtype, then the loss in at least fp32."""
+    """The unfused formula: one product, logits in the product's dtype, then the loss in at least fp32.
+
+    An adapter adds the product of its low-rank hidden states to the logits, which are rounded before and after it. PEFT
+    rounds twice more; of two sums of roundings that differ, either may be twice the other by chance.
+    """
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
+    if lora_a is not None and lora_b is not None:
+        low_NR = low_rank_hidden(hidden if adapter_hidden is None else adapter_hidden, lora_a, scaling, dtype)
+        assert low_NR is not None
+        logits = torch.addmm(logits.flatten(0, -2), low_NR, lora_b.to(dtype).t()).view_as(logits)
     return cross_entropy_oracle(logits, target, weight=class_weight, **options)
 
 
@@ -483,12 +586,18 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     *rows, H, V = case.shape
     options = dict(case.options)
     has_bias, weight_dtype = options.pop("bias", False), options.pop("weight_dtype", dtype)
+    rank, adapter_dtype = options.pop("rank", 0), options.pop("adapter_dtype", dtype)
+    scaling, apart = options.pop("scaling", 1.0), options.pop("adapter_hidden", False)
     plain = Case(id=case.id, shape=case.shape, options=options)
     return {
         "hidden": randn(*rows, H, dtype=dtype, device=device),
         "weight": randn(V, H, dtype=weight_dtype, device=device, scale=2.0 / H**0.5),
         "bias": randn(V, dtype=weight_dtype, device=device) if has_bias else None,
         **loss_inputs(plain, tuple(rows), V, device),
+        "lora_a": randn(rank, H, dtype=adapter_dtype, device=device, scale=H**-0.5) if rank else None,
+        "lora_b": randn(V, rank, dtype=adapter_dtype, device=device, scale=2.0 / rank**0.5) if rank else None,
+        "scaling": scaling,
+        "adapter_hidden": randn(*rows, H, dtype=dtype, device=device) if apart else None,
     }
 
 
@@ -503,12 +612,18 @@ def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cos
     )
 
 
+LORA_OPTIONS: dict[str, dict[str, Any]] = {
+    "keep": {"scaling": 2.0, "adapter_dtype": torch.float32},
+    "chunks": {"scaling": 2.0, "adapter_hidden": True, "chunk_bytes": 11 * 100 * 4},
+    "each-token": {"scaling": 0.75, "reduction": "none", "bias": True, "chunk_bytes": 11 * 100 * 4},
+}
+
 LINEAR_CROSS_ENTROPY = Op(
     name="linear_cross_entropy",
     call=linear_cross_entropy,
     oracle=linear_cross_entropy_oracle,
     make=_make,
-    grads=("hidden", "weight", "bias"),
+    grads=("hidden", "weight", "bias", "lora_a", "lora_b", "adapter_hidden"),
     cases=(
         # One chunk, or chunks of 11 tokens (fp32) or 22 with a smaller last one. There are enough tokens that no single
         # rounding of a logit decides the error of a gradient.
@@ -518,8 +633,14 @@ LINEAR_CROSS_ENTROPY = Op(
             for mode, bias, chunk in (("keep", False, 1 << 20), ("chunks-bias", True, 11 * 100 * 4))
         ),
         Case(id="fp32-weight", shape=(2, 21, 24, 100), options={"weight_dtype": torch.float32}),
+        # A head with a LoRA adapter.
+        *(
+            Case(id=f"lora-{mode}", shape=(2, 21, 24, 100), options={"rank": 4, **options})
+            for mode, options in LORA_OPTIONS.items()
+        ),
         Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
         Case(id="nothing-ignored", shape=(12, 16, 64), options={"ignored": 0.0, "chunk_bytes": 500}),
+        Case(id="within-memory", shape=(2, 21, 24, 100), options={"memory_bytes": (24 + 10) * 100 * 2}),
         Case(id="16-chunks", shape=(2048, 64, 4000), options={"chunk_bytes": 1 << 20}, small=False),
         Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
     ),

@@ -152,10 +152,10 @@ def check_vector(name: str, vector: Tensor | None, shape: tuple[int, ...] | torc
         raise OptionError(f"{name} requires a gradient, which the fused loss does not compute. Detach it.")
 
 
-def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    """Raise unless `chunk_bytes` is None or a positive integer."""
+def check_chunk_bytes(chunk_bytes: int | None, name: str = "chunk_bytes") -> None:
+    """Raise unless `chunk_bytes` is None or a positive integer. name: the option's name in the message."""
     if chunk_bytes is None:
         return
-    check_whole("chunk_bytes", chunk_bytes)
+    check_whole(name, chunk_bytes)
     if chunk_bytes <= 0:
-        raise OptionError(f"chunk_bytes={chunk_bytes} must be positive; leave it out for the default.")
+        raise OptionError(f"{name}={chunk_bytes} must be positive; leave it out for the default.")

@@ -88,9 +88,12 @@ def model_weights(request: Request) -> ModelWeights:
     """The weights of a request's model, at its full depth.
 
     The result is cached. Its key is a `TraceKey` in which batch, sequence length, block mask, kernels, attention,
-    checkpointing and MLP tiles have fixed values, because the weights do not depend on them.
+    checkpointing, MLP tiles and accumulation fusion have fixed values, because the weights do not depend on them.
     """
-    choices = replace(request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa")
+    choices = replace(
+        request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa",
+        accumulation_fusion=False, loss_memory_mib=0,
+    )  # fmt: skip
     return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, choices=choices)))
 
 

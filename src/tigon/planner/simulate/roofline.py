@@ -27,6 +27,8 @@ def micro_s(tape: Tape, gpu: Gpu, *, copied_bytes: int = 0, host_calls: int = 0)
     for segment in tape.segments:
         cost.add(segment.cost)
     products_s = cost.flops / (gpu.matmul_flops * PRODUCT_SHARE) + cost.fp32_flops / (gpu.fp32_flops * PRODUCT_SHARE)
+    if cost.fp8_flops:
+        products_s += cost.fp8_flops / (gpu.fp8_flops * PRODUCT_SHARE)
     moved_s = cost.moved_bytes / (gpu.copy_bytes_s * COPY_SHARE)
     return max(products_s + moved_s + cost.launches * LAUNCH_S, cost.host_calls * HOST_S)
 

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from tigon._install import install_command
 from tigon.errors import UsageError
-from tigon.models.patch import patch
 from tigon.models.seams import lora
-from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
@@ -23,6 +21,10 @@ from tigon.techniques.records.technique import RunInfo
 # bitsandbytes 0.50.2 with double quantisation: half a byte per weight, an 8-bit scale per 64 weights, and an fp32 scale
 # per 256 scales. Two tables hold 16 and 256 fp32 values.
 NF4_BLOCK, NF4_OUTER_BLOCK, NF4_TABLE_BYTES = 64, 256, 4 * (16 + 256)
+
+
+Watch = Callable[[int], None]
+"""Gets the bytes that a dequantisation reads and writes."""
 
 
 def nf4_bytes(numel: int) -> tuple[int, ...]:
@@ -36,22 +38,26 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, module: Nf4Linear) -> Tensor:
-        ctx.module, shape = module, (module.out_features, module.in_features)
-        module.multiplied()
-        return x @ x.new_empty(shape).t()
+        ctx.module = module
+        return x @ module.dequantised(x, x.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         module: Nf4Linear = ctx.module
-        module.multiplied()
-        return dy @ dy.new_empty((module.out_features, module.in_features)), None, None
+        return dy @ module.dequantised(dy, dy.dtype), None, None
 
 
 class Nf4Linear(nn.Linear):
     """A frozen linear module whose weight is stored in 4 bits; `model_states` counts the bytes of the stored weight."""
 
-    multiplied: Callable[[], None]
+    watch: Watch
     """Called at each product."""
+
+    def dequantised(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The dense weight of one product, without data."""
+        numel = self.in_features * self.out_features
+        self.watch(sum(nf4_bytes(numel)) + numel * dtype.itemsize)
+        return like.new_empty((self.out_features, self.in_features), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         # bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward: the input is cast to the product's dtype, and the
@@ -64,13 +70,13 @@ class Nf4Linear(nn.Linear):
         return (y if self.bias is None else y + self.bias).to(entered)
 
 
-def quantize(model: Any, multiplied: Callable[[], None] = lambda: None) -> None:
-    """Convert all linear modules except the head to 4 bits, as transformers does. Each product calls `multiplied`."""
+def quantize(model: Any, watch: Watch = lambda moved_bytes: None) -> None:
+    """Convert all linear modules except the head to 4 bits, as transformers does. Each product calls `watch`."""
     head = model.get_output_embeddings()
     for module in model.modules():
         if type(module) is nn.Linear and module is not head:
             module.__class__ = Nf4Linear
-            vars(module)["multiplied"] = multiplied
+            vars(module)["watch"] = watch
 
 
 def _adapted(layer: Any, x: Tensor) -> Tensor:
@@ -97,15 +103,14 @@ def _fused(layer: Any, x: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
 
     def dense() -> Tensor:
-        base.multiplied()
         # Made from the adapter: the op keeps this function until its backward, and x must not live as long.
-        return a.new_empty((base.out_features, base.in_features), dtype=dtype)
+        return base.dequantised(a, dtype)  # type: ignore[no-any-return]
 
     return lora.adapted(layer, x, name, dense).to(x.dtype)
 
 
 def attach(model: Any, choices: Choices, fused: bool) -> None:
-    """Add adapters to `model` in place and freeze its other weights, as the run does.
+    """Add adapters to `model` in place and freeze its other weights, as the run does, before it is patched.
 
     fused: whether the run's kernels are tigon's.
 
@@ -125,5 +130,3 @@ def attach(model: Any, choices: Choices, fused: bool) -> None:
     for module in list(model.modules()):
         if isinstance(getattr(module, "base_layer", None), Nf4Linear):
             module.forward = functools.partial(_fused if fused else _adapted, module)
-    if fused:
-        patch(model, **dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS), False))

@@ -29,7 +29,7 @@ from tigon.planner.request import Request
 from tigon.planner.trace import disk_cache
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, trace
-from tigon.techniques import SETTINGS
+from tigon.techniques import SETTINGS, accumulation
 
 _TRACE_FIELDS = tuple(name for name, setting in SETTINGS.items() if setting.traced)
 _MAX_TRACES = 256
@@ -75,7 +75,10 @@ class StepTapes:
 
 def step_tapes(request: Request, gpu: Gpu, *, evaluating: bool) -> StepTapes:
     """Trace the micro-batches of one step and, if `evaluating`, an evaluation batch."""
-    key = TraceKey(request)
+    choices = request.choices
+    # With one micro-batch the trace is the same, so it is not made twice.
+    choices = dataclasses.replace(choices, accumulation_fusion=accumulation.fuses(choices))
+    key = TraceKey(dataclasses.replace(request, choices=choices))
     first = _cached_trace(key, gpu, evaluating=evaluating)
     later = (_cached_trace(key, gpu, accumulating=True).tape,) if request.choices.accumulate > 1 else ()
     return StepTapes((first.tape, *later), first.eval_tape if evaluating else None)

@@ -19,6 +19,7 @@ from tigon.ops import dispatch
 from tigon.ops.lm_head import worth_gathering
 from tigon.ops.logprobs import blocks, kl_blocks
 from tigon.planner.trace.dispatch_recorder import Scratch, TraceRecorder
+from tigon.techniques.mechanisms import fused_linear
 
 # Imported by name, because the attribute `tigon.ops.linear_cross_entropy` is the function, not a module.
 _LOSS: Any = importlib.import_module("tigon.ops.losses.linear_cross_entropy")
@@ -54,8 +55,8 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     """Context in which tigon's ops plan for a GPU of `arch`. ignored: number of ignored labels in a micro-batch.
 
     It replaces:
-    - functions of the losses, of linear_logprobs and of linear_kl, which depend on values, on the device, or on
-      whether a tensor is fake;
+    - functions of the losses, of linear_logprobs, of linear_kl and of fused linear layers, which depend on values, on
+      the device, or on whether a tensor is fake;
     - dropout, whose mask has the input's dtype on a CPU and one byte per element on CUDA;
     - the product of experts, whose fake rejects fp32, which CUDA multiplies expert by expert.
     """
@@ -96,6 +97,12 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
         # cuBLAS adds a product of 16-bit factors to an fp32 sum without casting the factors.
         recorder.count(flops=2.0 * math.prod(a.shape) * b.shape[1], dtype=a.dtype)
 
+    def add_exp_weight_grad(
+        e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor, grad_VH: Tensor
+    ) -> None:  # fmt: skip
+        torch.empty_like(x_NH)  # the scaled rows
+        recorder.count(moved_bytes=sum(t.nbytes for t in (e_NV, x_NH, factors, target, grad_VH)))
+
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if inplace or not training or not 0 < p < 1:
             return plain_dropout(input, p, training, inplace)
@@ -109,6 +116,8 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
         (_LOSS, "_rows_that_count"): rows_that_count,
         (_LOSS, "product_into"): product_into,
+        (_LOSS, "add_exp_weight_grad"): add_exp_weight_grad,
+        (fused_linear, "product_into"): product_into,
         (_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (_MULTI_HEAD_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (_LOGPROBS, "_rows_that_count"): tokens_that_count,

@@ -22,6 +22,7 @@ ROUND_BYTES = 512
 
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def rounded(nbytes: int) -> int:
@@ -203,7 +204,10 @@ class TraceRecorder(TorchDispatchMode):
             names = (argument.name for argument in func._schema.arguments)
             flops = product(dict(zip(names, args, strict=False)))
             flat = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-            if any(isinstance(t, Tensor) and t.dtype in _HALF for t in flat):
+            dtypes = {t.dtype for t in flat if isinstance(t, Tensor)}
+            if not dtypes.isdisjoint(_FP8):
+                cost.fp8_flops += flops
+            elif not dtypes.isdisjoint(_HALF):
                 cost.flops += flops
             else:
                 cost.fp32_flops += flops
@@ -245,10 +249,18 @@ def _mm(args: Mapping[str, Any]) -> float:
     return float(2 * math.prod(a.shape) * b.shape[-1])
 
 
+def _fp8_product(args: Mapping[str, Any]) -> float:
+    return float(2 * math.prod(args["a_MK"].shape) * args["b_NK"].shape[0])
+
+
 def _chunked_loss(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits, and of the gradients if the forward computes them."""
     made = 0 if args["keep"] else args["want_hidden"] + args["want_weight"]
-    return float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0] * (1 + made))
+    flops = float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0] * (1 + made))
+    if (low_NR := args["low_NR"]) is not None:
+        made = 0 if args["keep"] else args["want_low"] + args["want_lora_b"]
+        flops += 2 * math.prod(low_NR.shape) * args["lora_b_VR"].shape[0] * (1 + made)
+    return flops
 
 
 def _hidden_grad(args: Mapping[str, Any]) -> float:
@@ -308,6 +320,7 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "aten::mm": _mm,
     "aten::bmm": _mm,
     "aten::addmm": _mm,
+    "tigon::fp8_product": _fp8_product,
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
     "tigon::linear_cross_entropy_hidden_grad": _hidden_grad,
     "tigon::linear_logprobs_fwd": _logprobs,

@@ -20,14 +20,20 @@ from tigon.techniques.layer_checkpointing import decoder_layers
 
 @dataclass(frozen=True)
 class Pattern:
-    """Layers that repeat every `period` layers after the first `start` layers."""
+    """Layers that repeat every `period` layers after the first `start` layers, except the last `end` layers."""
 
     start: int
     period: int
+    end: int = 1
 
     def depth(self, layers: int) -> int:
         """How many layers of a model of `layers` layers to trace, at most all."""
-        return min(layers, self.start + unrollable(layers - self.start, self.period))
+        alone = self.start + self.end - 1
+        return min(layers, alone + unrollable(layers - alone, self.period))
+
+    def between(self, count: int) -> Pattern:
+        """The pattern if the first and the last `count` layers differ from the others."""
+        return Pattern(max(self.start, count), self.period, max(self.end, count))
 
 
 def layer_pattern(name: str, config: Any, *, every: int = 1) -> Pattern:

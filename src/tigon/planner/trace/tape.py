@@ -28,7 +28,7 @@ class Where(NamedTuple):
 
 @dataclass
 class SegmentCost:
-    """The work of a segment: 16-bit and fp32 product operations, and bytes of everything else."""
+    """The work of a segment: 16-bit, fp32 and FP8 product operations, and bytes of everything else."""
 
     flops: float = 0.0
     fp32_flops: float = 0.0
@@ -37,6 +37,7 @@ class SegmentCost:
     """Kernels."""
     host_calls: int = 0
     """Operators that the CPU runs, including views."""
+    fp8_flops: float = 0.0
 
     def add(self, other: SegmentCost) -> None:
         for name, value in vars(other).items():

@@ -25,20 +25,23 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tigon.errors import UsageError
+from tigon.models.fp8 import patch_fp8
 from tigon.models.patch import patch
 from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.objectives.base import TracedModels
+from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import checkpointing, head_groups, layer_checkpointing, model_kernels, tiling
+from tigon.techniques import checkpointing, head_groups, layer_checkpointing, loss_memory, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.layer_checkpointing import decoder_layers
 from tigon.techniques.lora import frozen_dtype
+from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
 
@@ -56,6 +59,8 @@ the forward pass and in the recomputation. With 16 tiny layers on a CPU it was 3
 NF4_CALLS = 55
 """CPU time of one product with a 4-bit weight, as a number of operators (bitsandbytes 0.50.2: the Python code of
 MatMul4Bit and its nested scales). It is 0.17 ms, fitted to Llama-3.2-1B's and Qwen3-0.6B's steps on an H200."""
+NF4_KERNELS = 3
+"""Kernels of one dequantisation: the scales, their offset, the weight (bitsandbytes 0.50.2, dequantize_4bit)."""
 AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 
 
@@ -87,11 +92,14 @@ def trace(
     whole: trace every layer instead of repeating a few. evaluating: trace an evaluation batch too.
     Raises UsageError for a model whose forward cannot be traced without data.
     """
-    if layer_checkpointing.is_by_layer(request.choices.checkpointing) and not whole:
-        return _trace_groups(request, gpu, accumulating, evaluating)
     layers = int(text_config(request.config).num_hidden_layers)
+    bf16_layers = request.choices.fp8_bf16_layers if request.choices.precision == "fp8" else 0
+    if layer_checkpointing.is_by_layer(request.choices.checkpointing) and not whole:
+        if bf16_layers:  # the groups' layers are not all of one kind
+            return _trace(request, gpu, layers, accumulating, evaluating)
+        return _trace_groups(request, gpu, accumulating, evaluating)
     every = every_n_layers(request.choices.checkpointing) or 1
-    pattern = layer_pattern(request.model, request.config, every=every)
+    pattern = layer_pattern(request.model, request.config, every=every).between(bf16_layers)
     depth = pattern.depth(layers)
     if whole or depth >= layers:
         return _trace(request, gpu, layers, accumulating, evaluating)
@@ -187,14 +195,26 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         text_config(config)._attn_implementation = "eager"
     model: Any = build(request.model, config)
     if choices.quantized:
-        adapters.quantize(model, functools.partial(recorder.count_host, NF4_CALLS))
-    _patch(model, choices.kernels, recorder)
+        adapters.quantize(model, functools.partial(_count_dequantisation, recorder))
+    fused_lora = choices.kernels in model_kernels.OF_TIGON
     if choices.lora_rank is not None:
-        adapters.attach(model, choices, fused=choices.kernels in model_kernels.OF_TIGON)
+        adapters.attach(model, choices, fused=fused_lora)
+    _patch(model, choices.kernels, recorder, lora=fused_lora)
+    if choices.precision == "fp8":
+        patch_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
     head_groups.check_groups(config, choices.attention_groups)
     if choices.mlp_tile_tokens:
         tiling.tile(model, choices.mlp_tile_tokens)
+    if choices.accumulation_fusion:
+        fuse_linears(model)
+    if choices.loss_memory_mib:
+        loss_memory.limit_loss_memory(model, choices.loss_memory_mib)
     return model
+
+
+def _count_dequantisation(recorder: TraceRecorder, moved_bytes: int) -> None:
+    recorder.count(moved_bytes=moved_bytes, launches=NF4_KERNELS)
+    recorder.count_host(NF4_CALLS - NF4_KERNELS)
 
 
 @dataclass
@@ -254,12 +274,12 @@ def _foreign_code(name: str) -> Iterator[None]:
         log.setLevel(before)
 
 
-def _patch(model: Any, kernels: str, recorder: TraceRecorder) -> None:
+def _patch(model: Any, kernels: str, recorder: TraceRecorder, lora: bool) -> None:
     flags = PATCH_FLAGS[kernels]
     if flags is None:
         return
 
-    patch(model, **flags)
+    patch(model, **flags, lora=None if lora else False)
     if kernels == "no-flce":
         model.loss_function = causal_lm_loss
     if kernels == "liger":
@@ -302,8 +322,9 @@ class _Run:
         model.train()
         self._checkpoint()
         handles = self._watch()
+        fused = self.request.choices.accumulation_fusion
         try:
-            with recorder:
+            with recorder, accumulation_fusion() if fused else contextlib.nullcontext():
                 inputs = self._inputs()
                 loss = self._loss(inputs, recorder)
                 recorder.mark(Where("loss"), "logits")

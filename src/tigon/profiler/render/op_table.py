@@ -104,12 +104,12 @@ def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
                 kernels_seen[event.name] = kernels_seen.get(event.name, 0) + 1
             continue
         if on_cuda:
-            if event.kernels and _is_op(event.name):
+            if event.kernels and is_op(event.name):
                 add(event.name, sum(kernel.duration for kernel in event.kernels), len(event.kernels))
                 for kernel in event.kernels:
                     kernels_us[kernel.name] = kernels_us.get(kernel.name, 0.0) - kernel.duration
                     kernels_seen[kernel.name] = kernels_seen.get(kernel.name, 0) - 1
-        elif _is_op(event.name):
+        elif is_op(event.name):
             add(event.name, event.self_cpu_time_total, 1)
         flops[event.name] = flops.get(event.name, 0.0) + _flops(event)
     if on_cuda:
@@ -125,7 +125,7 @@ def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
     return sorted(rows, key=lambda row: -row.time_ms)
 
 
-def _is_op(name: str) -> bool:
+def is_op(name: str) -> bool:
     """Whether this is an operator or autograd function, not a runtime call, a step's range or engine bookkeeping."""
     return not name.startswith(("cuda", "cu", "hip", "ProfilerStep", "autograd::engine", "Optimizer.", "enumerate("))
 

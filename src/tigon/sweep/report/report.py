@@ -74,11 +74,16 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         fast = max(ok, key=lambda row: float(row["tokens_per_s"]))
         lean = min(ok, key=lambda row: int(row["peak_allocated_bytes"]))
         tiles += [
-            (f"most tokens/s: {fast['id']}", f"{fast['tokens_per_s']:,.0f}"),
-            (f"lowest peak: {lean['id']}", in_bytes(lean["peak_allocated_bytes"])),
+            (f"most tokens/s: {_in_words(fast)}", f"{fast['tokens_per_s']:,.0f}"),
+            (f"lowest peak: {_in_words(lean)}", in_bytes(lean["peak_allocated_bytes"])),
         ]
     tiles.append(("measuring took", clock(sum(row.get("wall_s") or 0 for row in rows))))
     return tiles
+
+
+def _in_words(row: Row) -> str:
+    """The point's variant, and its value on each axis, without keys of the recipe."""
+    return ", ".join([row["variant"], *(f"{axis_words(key)}: {value}" for key, value in row["axes"].items())])
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def make(
     count = train.steps * train.batch_size * train.gradient_accumulation * processes
     flatten = recipe.data.packing and recipe.model.attention.startswith("flash")
     if how == "random":
-        samples, pad_id = _random(count, recipe.data.sequence_length, config.vocab_size), 0
+        samples, pad_id = _random(count, recipe.data.sequence_length, config.get_text_config().vocab_size), 0
         packed = replace(recipe.data, packing=True)
         return SampleDataset(samples), objective.collator(packed, pad_id=pad_id, flatten=flatten)
     if how == "alpaca":
@@ -91,7 +91,7 @@ def _of_recipe(recipe: Recipe, config: Any, objective: Objective) -> tuple[list[
         )  # fmt: skip
     preflight.check_vocabulary(recipe, config, len(tok))
     rendering = chat_template.choose(tok, data.template, data.learn)
-    encoded = tokenizer.encode(read, tok, vocab_size=config.vocab_size, bad=bad, rendering=rendering)
+    encoded = tokenizer.encode(read, tok, vocab_size=config.get_text_config().vocab_size, bad=bad, rendering=rendering)
     packed = objective.samples(encoded, data)
     if not packed.samples:
         raise RecipeError(

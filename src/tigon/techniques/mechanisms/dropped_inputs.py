@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tigon.ops.glu import GLU, glu_fwd
 from tigon.ops.norm import norm_fwd, norm_options
-from tigon.ops.rms_norm import RMSNorm
+from tigon.ops.rms_norm import AddRMSNorm, RMSNorm
 
 
 def _glu(node: Any) -> Tensor:
@@ -28,13 +28,16 @@ def _glu(node: Any) -> Tensor:
 
 
 def _rms_norm(node: Any) -> Tensor:
+    """Both ops save the norm's input, which for `add_rms_norm` is the sum, and return the normalised tensor first."""
     x, weight, _ = node.saved_tensors
     y, *_ = norm_fwd(x, None, weight, None, norm_options(node.eps, node.offset, False, node.fp32_weight))
     return y  # type: ignore[no-any-return]
 
 
 # Autograd function -> its output, computed again from its node.
-_COMPUTE: Mapping[type[torch.autograd.Function], Callable[[Any], Tensor]] = {GLU: _glu, RMSNorm: _rms_norm}
+_COMPUTE: Mapping[type[torch.autograd.Function], Callable[[Any], Tensor]] = {
+    GLU: _glu, RMSNorm: _rms_norm, AddRMSNorm: _rms_norm,
+}  # fmt: skip
 _CAST = "ToCopyBackward0"
 # Nodes of views that keep the order of the elements.
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
@@ -100,7 +103,7 @@ def _unpack(packed: Any) -> Tensor:
 
 def _producer(tensor: Tensor) -> Any:
     """The node that computed the tensor, except for views and at most one cast, if it can run again; else None."""
-    node: Any = tensor.grad_fn
+    node: Any = None if tensor.output_nr else tensor.grad_fn
     casts = 0
     while node is not None:
         if getattr(type(node), "_forward_cls", None) in _COMPUTE:

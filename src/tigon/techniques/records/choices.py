@@ -19,6 +19,8 @@ class Choices:
     """The settings of one run. The defaults are the recipe's, unless the setting has a `recipe_default`."""
 
     precision: str = "amp-bf16"
+    fp8_scaling: str = "tensorwise"
+    fp8_bf16_layers: int = 1
     optimizer: str = "adamw"
     galore_rank: int = 128
     checkpointing: str = "none"
@@ -43,6 +45,8 @@ class Choices:
     reshard: bool = True
     offload: str = "none"
     accumulate: int = 1
+    accumulation_fusion: bool = False
+    loss_memory_mib: int = 0
 
 
 def add_fields(new: Iterable[tuple[str, Any, Any]]) -> None:

@@ -18,6 +18,7 @@ import torch
 import tigon
 from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
+from tigon.ops.fp8 import has_fp8
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
 from tigon.techniques import matrix
@@ -97,6 +98,11 @@ def check_device(recipe: Recipe) -> torch.device:
     precision, attention = recipe.train.precision, recipe.model.attention
     if precision in ("amp-bf16", "bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
         raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use amp-fp16")
+    if precision == "fp8" and device.type == "cuda" and not has_fp8(device):
+        raise RecipeError(
+            f"train.precision is fp8, whose products {torch.cuda.get_device_name()} lacks (NVIDIA's GPUs from Ada, 8.9 "
+            "on have them); use bf16"
+        )
     if attention.startswith("flash_attention"):
         _check_flash(attention, device, resolve_precision(precision, device))
     return device
@@ -170,14 +176,14 @@ def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
 
 def check_vocabulary(recipe: Recipe, config: Any, tokenizer_size: int) -> None:
     """Raise RecipeError if the tokenizer has more tokens than the model's embedding has rows."""
-    if tokenizer_size > config.vocab_size:
+    rows = config.get_text_config().vocab_size  # a config of text and images has it inside
+    if tokenizer_size > rows:
         if recipe.data.tokenizer == "auto":
-            fix = f"set data.vocab_size to {config.vocab_size} or less"
+            fix = f"set data.vocab_size to {rows} or less"
         else:
             fix = f"use the model's own tokenizer, or set model.config.vocab_size to {tokenizer_size} or more"
         raise RecipeError(
-            f"the tokenizer has {tokenizer_size} tokens, but {recipe.model.name} has a vocabulary of "
-            f"{config.vocab_size}; {fix}"
+            f"the tokenizer has {tokenizer_size} tokens, but {recipe.model.name} has a vocabulary of {rows}; {fix}"
         )
 
 

@@ -23,7 +23,7 @@ FLAGS: Mapping[str, str] = {
     "rms_norm": "rms_norm", "layer_norm": "layer_norm", "rope": "rope", "swiglu": "mlp", "geglu": "mlp",
     "cross_entropy": "cross_entropy", "linear_cross_entropy": "linear_cross_entropy",
 }  # fmt: skip
-DTYPES = {"fp32": "fp32", "amp-bf16": "bf16", "bf16": "bf16", "amp-fp16": "fp16"}
+DTYPES = {"fp32": "fp32", "amp-bf16": "bf16", "bf16": "bf16", "fp8": "bf16", "amp-fp16": "fp16"}
 
 
 def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[str, str]:

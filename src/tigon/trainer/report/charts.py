@@ -103,7 +103,8 @@ def _throughput(train: Sequence[Any]) -> str:
     speed.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
     memory.plot(steps, [r["memory_bytes"] / 2**30 for r in train], color=ACCENT, label="now")
     memory.plot(steps, [r["memory_peak_bytes"] / 2**30 for r in train], color=SECOND, ls="--", label="peak so far")
-    memory.set(xlabel="step", ylabel="memory (GiB)", ylim=(0, None))
+    top = 1.15 * max(max(r["memory_bytes"], r["memory_peak_bytes"]) for r in train) / 2**30
+    memory.set(xlabel="step", ylabel="memory (GiB)", ylim=(0, top or None))
     memory.legend(frameon=False)
     return svg(figure, "throughput")
 
@@ -116,7 +117,8 @@ def _comparison(rows: Sequence[Any]) -> str:
     step = [(row["peak_bytes"] - row["at_rest_bytes"]) / 2**20 for row in rows]
     memory.bar(labels, at_rest, color=GRID, label="weights and optimizer")
     bars = memory.bar(labels, step, bottom=at_rest, color=ACCENT, label="step")
-    memory.bar_label(bars, labels=[f"{row['peak_bytes'] / 2**20:,.0f}" for row in rows], padding=2, color=INK)
+    peaks = [row["peak_bytes"] / 2**20 for row in rows]
+    memory.bar_label(bars, labels=[f"{peak:,.{0 if peak >= 100 else 1}f}" for peak in peaks], padding=2, color=INK)
     memory.set(ylabel="peak memory of a step (MiB)", ylim=(0, max(r["peak_bytes"] for r in rows) / 2**20 * 1.3))
     memory.legend(frameon=False, loc="upper right")
     bars = speed.bar(labels, [row["tokens_per_s"] for row in rows], color=SECOND)

@@ -85,7 +85,7 @@ def _of_row(row: PatchSpec) -> str:
 
 
 SIGNATURES: Mapping[str, str] = MappingProxyType(
-    {**{model_type: _of_row(row) for model_type, row in MODELS.items()}, **_LIGER}
+    {**{model_type: _of_row(row) for model_type, row in MODELS.items() if model_type not in _ALSO}, **_LIGER}
 )
 """Family -> the signature of its function."""
 

@@ -52,7 +52,8 @@ def _is_gated_mlp(op: str, packed: bool) -> Callable[[Seam, nn.Module], bool]:
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _filled(size: int, init_fn: str) -> nn.Parameter:
+def initial_weight(size: int, init_fn: str) -> nn.Parameter:
+    """A norm's weight of ones or zeros."""
     if init_fn not in ("ones", "zeros"):
         raise FlagConflict(f"init_fn={init_fn!r} is not known; choose ones or zeros.")
     return nn.Parameter(torch.ones(size) if init_fn == "ones" else torch.zeros(size))
@@ -69,7 +70,7 @@ class LigerRMSNorm(nn.Module, metaclass=_StandsForPatched):
         init_fn: str = "ones", in_place: bool = True, row_mode: bool | None = None, elementwise_affine: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.register_parameter("weight", _filled(hidden_size, init_fn) if elementwise_affine else None)
+        self.register_parameter("weight", initial_weight(hidden_size, init_fn) if elementwise_affine else None)
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
         self.in_place, self.row_mode, self.elementwise_affine = in_place, row_mode, elementwise_affine
 
@@ -90,7 +91,7 @@ class LigerFusedAddRMSNorm(nn.Module):
         init_fn: str = "ones", in_place: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.weight = _filled(hidden_size, init_fn)
+        self.weight = initial_weight(hidden_size, init_fn)
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ class LigerLayerNorm(nn.Module, metaclass=_StandsForPatched):
         super().__init__()
         losses.no_implementation(impl=impl, mode=mode, backend=backend)
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
-        self.weight = _filled(hidden_size, init_fn)
+        self.weight = initial_weight(hidden_size, init_fn)
         self.bias = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -127,12 +128,16 @@ class LigerLayerNorm(nn.Module, metaclass=_StandsForPatched):
 # --- MLPs -------------------------------------------------------------------------------------------------------------
 
 
-def _require_silu(config: Any) -> None:
-    if config.hidden_act not in ("silu", "swish"):
-        raise OptionError(f"hidden_act={config.hidden_act!r}: a SwiGLU MLP needs silu; use LigerGEGLUMLP for gelu.")
+def require_silu(config: Any) -> None:
+    """Refuse a config whose `hidden_act` (`hidden_activation` in some families) is not silu."""
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    if name not in ("silu", "swish"):
+        raise OptionError(f"hidden_act={name!r}: a SwiGLU MLP needs silu; use LigerGEGLUMLP for gelu.")
 
 
-class _LigerMLP(nn.Module, metaclass=_StandsForPatched):
+class LigerMLPBase(nn.Module, metaclass=_StandsForPatched):
+    """The attributes that all of Liger's MLPs have."""
+
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
         self.config = config
@@ -140,14 +145,14 @@ class _LigerMLP(nn.Module, metaclass=_StandsForPatched):
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
 
 
-class LigerSwiGLUMLP(_LigerMLP):
+class LigerSwiGLUMLP(LigerMLPBase):
     """down_proj(silu(gate_proj(x)) · up_proj(x)), without biases."""
 
     stands_for = staticmethod(_is_gated_mlp("swiglu", packed=False))
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__(config, intermediate_size)
-        _require_silu(config)
+        require_silu(config)
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
@@ -167,7 +172,7 @@ _GELUS: dict[str, Approximate] = {
 }
 
 
-class LigerGEGLUMLP(_LigerMLP):
+class LigerGEGLUMLP(LigerMLPBase):
     """down_proj(gelu(gate_proj(x)) · up_proj(x)), without biases, with the form of gelu that the config names.
 
     Liger ignores the config and always computes the tanh form.
@@ -190,14 +195,14 @@ class LigerGEGLUMLP(_LigerMLP):
         return self.down_proj(gated)  # type: ignore[no-any-return]
 
 
-class LigerPhi3SwiGLUMLP(_LigerMLP):
+class LigerPhi3SwiGLUMLP(LigerMLPBase):
     """down_proj(silu(gate) · up) with one projection for both; its halves are read in place."""
 
     stands_for = staticmethod(_is_gated_mlp("swiglu", packed=True))
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        _require_silu(config)
+        require_silu(config)
         self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 

@@ -1,0 +1,196 @@
+"""Gradient accumulation fusion: its errors, then the time and the peak of a step with and without it.
+
+    python -m benchmarks.measure_accumulation_fusion --json RECORD     # on the GPU: about 4 minutes
+    python -m benchmarks.measure_accumulation_fusion --tiny            # a small model on the CPU, to see that it runs
+
+First the gradients of three micro-batches are compared with fp64, with 2 layers of the model. An error above twice the
+usual one ends the script with exit code 1. Then Llama-3.2-1B's shape takes steps of 8 micro-batches of 8 x 1024 tokens,
+with AdamW and `tigon.patch`: in bf16 and under autocast, without and with activation checkpointing. Steps with and
+without fusion take turns, in one model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tigon
+from benchmarks import step_record
+from tigon.ops.accumulation_fusion import accumulation_fusion
+from tigon.planner.estimate import estimate
+from tigon.planner.gpus import row_of
+from tigon.planner.request import Request
+from tigon.techniques.checkpointing import enable
+from tigon.techniques.mechanisms.fused_linear import fuse_linears
+from tigon.techniques.records.choices import Choices
+
+transformers = importlib.import_module("transformers")  # its types are incomplete, and mypy checks this file
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROUNDS, WARM_UP_ROUNDS, MICRO_BATCHES = 4, 1, 8
+# (precision, checkpointing)
+RUNS = (("bf16", "none"), ("bf16", "full"), ("amp-bf16", "none"), ("amp-bf16", "full"))
+SIZES = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+TINY_SIZES = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+MOST_TIMES_THE_USUAL_ERROR = 2.0
+
+
+def config_of(tiny: bool, **changes: Any) -> Any:
+    sizes = {**(TINY_SIZES if tiny else SIZES), **changes}
+    return transformers.LlamaConfig(**sizes, max_position_embeddings=8192, attn_implementation="sdpa", use_cache=False)
+
+
+def model_of(config: Any, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = transformers.LlamaForCausalLM(config)
+    model.to(dtype).train()
+    tigon.patch(model)
+    fuse_linears(model)
+    return model
+
+
+def run_micro_batches(model: Any, batches: list[Tensor], *, fused: bool, autocast: bool) -> float:
+    """The forward and backward passes of one step; returns the last loss."""
+    loss = torch.zeros(())
+    for ids_BT in batches:
+        with accumulation_fusion() if fused else contextlib.nullcontext():
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=ids_BT, labels=ids_BT).loss / len(batches)
+            loss.backward()
+    return float(loss.detach()) * len(batches)
+
+
+def batches_of(config: Any, count: int, batch: int, seq: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randint(0, config.vocab_size, (batch, seq), generator=generator).to(DEVICE) for _ in range(count)
+    ]  # fmt: skip
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def gradients(config: Any, state: dict[str, Tensor], batches: list[Tensor], *, fused: bool, precision: str) -> Any:
+    dtype = {"bf16": torch.bfloat16, "amp-bf16": torch.float32, "fp64": torch.float64}[precision]
+    model = model_of(config, dtype)
+    model.load_state_dict(state)
+    run_micro_batches(model, batches, fused=fused, autocast=precision.startswith("amp"))
+    return {name: p.grad.double().cpu() for name, p in model.named_parameters()}
+
+
+def errors(tiny: bool) -> list[dict[str, Any]]:
+    """For each precision and kind of head the parameter whose error grows most."""
+    lines = []
+    for tied in (True, False):
+        config = config_of(tiny, num_hidden_layers=2, tie_word_embeddings=tied)
+        batches = batches_of(config, 3, 2, 32 if tiny else 512)
+        state = model_of(config, torch.bfloat16).state_dict()
+        exact = gradients(config, state, batches, fused=False, precision="fp64")
+        for precision in ("bf16", "amp-bf16"):
+            found = {
+                fused: gradients(config, state, batches, fused=fused, precision=precision) for fused in (False, True)
+            }
+            ratios = {}
+            for name, want in exact.items():
+                usual, got = (float((found[fused][name] - want).norm() / want.norm()) for fused in (False, True))
+                ratios[name] = (got / max(usual, 1e-9), usual, got)
+            worst = max(ratios, key=lambda name: ratios[name][0])
+            ratio, usual, got = ratios[worst]
+            lines.append({
+                "tied": tied, "precision": precision, "parameter": worst, "times_the_usual_error": round(ratio, 3),
+                "usual_error": usual, "error": got,
+            })  # fmt: skip
+            print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def predicted(config: Any, precision: str, checkpointing: str, batch: int, seq: int, fused: bool) -> dict[str, float]:
+    """The planner's peak and time of such a step; empty without a GPU."""
+    if DEVICE.type != "cuda":
+        return {}
+    properties = torch.cuda.get_device_properties(DEVICE)
+    choices = Choices(
+        precision=precision, checkpointing=checkpointing, accumulate=MICRO_BATCHES, accumulation_fusion=fused
+    )
+    request = Request(model="llama", config=config, batch=batch, seq=seq, choices=choices, clipped=False)
+    plan = estimate(request, gpu=row_of(properties.name, properties.total_memory), evaluation=False)
+    return {
+        "predicted_peak_gib": round(plan.peak_allocated_bytes / 2**30, 2), "predicted_ms": round(plan.step_s * 1e3, 1)
+    }  # fmt: skip
+
+
+def steps(tiny: bool, precision: str, checkpointing: str) -> list[dict[str, Any]]:
+    """The median time of a step and its peak, without and with fusion."""
+    config = config_of(tiny)
+    model = model_of(config, torch.bfloat16 if precision == "bf16" else torch.float32)
+    if checkpointing == "full":
+        enable(model)
+    batch, seq = (2, 32) if tiny else (8, 1024)
+    batches = batches_of(config, MICRO_BATCHES, batch, seq)
+    gpu = DEVICE.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=gpu)
+    times_s: dict[bool, list[float]] = {False: [], True: []}
+    peaks, losses = {False: 0, True: 0}, {False: 0.0, True: 0.0}
+    for number in range(WARM_UP_ROUNDS + ROUNDS):
+        for fused in (False, True):
+            if gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            start_s = time.perf_counter()
+            losses[fused] = run_micro_batches(model, batches, fused=fused, autocast=precision.startswith("amp"))
+            optimizer.step()
+            optimizer.zero_grad()
+            if gpu:
+                torch.cuda.synchronize()
+                peaks[fused] = max(peaks[fused], torch.cuda.max_memory_allocated())
+            if number >= WARM_UP_ROUNDS:
+                times_s[fused].append(time.perf_counter() - start_s)
+    lines = []
+    for fused in (False, True):
+        median_s = sorted(times_s[fused])[ROUNDS // 2]
+        lines.append({
+            "precision": precision, "checkpointing": checkpointing, "fused": fused, "ms": round(median_s * 1e3, 1),
+            "tokens_per_s": round(MICRO_BATCHES * batch * seq / median_s), "loss": losses[fused],
+            "peak_gib": round(peaks[fused] / 2**30, 2),
+            **predicted(config, precision, checkpointing, batch, seq, fused),
+        })  # fmt: skip
+        print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+def main() -> None:
+    given = step_record.options(__doc__)
+    record = step_record.StepRecord("measure_accumulation_fusion", DEVICE)
+    found = errors(given.tiny)
+    if max(line["times_the_usual_error"] for line in found) > MOST_TIMES_THE_USUAL_ERROR:
+        print("the error of a gradient is more than twice the usual one; nothing was timed", file=sys.stderr)
+        raise SystemExit(1)
+    measured = []
+    for precision, checkpointing in RUNS:
+        measured += steps(given.tiny, precision, checkpointing)
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+    record.write(given.json, errors=found, measurements=measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""FP8 on the GPU: errors of the products, times of casts and products, of a layer's linear modules, and of a step.
+
+    python -m benchmarks.measure_fp8 --json RECORD     # on the GPU: about 6 minutes
+    python -m benchmarks.measure_fp8 --tiny            # small shapes, also on the CPU, to see that it runs
+
+Four parts:
+
+errors    `fp8_linear` against fp64 products of the same rounded factors, and against the unrounded formula.
+kernels   amax, the casts in GB/s, and one product in bf16 and in FP8 with each scaling and both ways to sum.
+linears   forward and backward of each linear module of a layer, bf16 and FP8 in turns, and torchao's if installed.
+steps     a training step in bf16 and FP8 in turns, with its peak memory and the planner's prediction.
+
+The proof that training converges alike is two runs of `tigon train`, whose eval losses the reports hold:
+
+    tigon train recipes/quickstart.yaml --set train.steps=1000 --set train.precision=bf16 --set output.name=bf16
+    tigon train recipes/quickstart.yaml --set train.steps=1000 --set train.precision=fp8 --set output.name=fp8
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tigon
+from benchmarks import step_record
+from tigon.ops import OPS
+from tigon.ops.fp8 import SCALINGS, fp8_amax, fp8_cast, fp8_product, operand
+from tigon.planner.estimate import estimate
+from tigon.planner.gpus import find_gpu
+from tigon.planner.request import Request
+from tigon.techniques.records.choices import Choices
+
+transformers = importlib.import_module("transformers")  # its types are incomplete, and mypy checks this file
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDS, STEPS, WARM_UP_STEPS = 2, 5, 2
+# name -> (input width, output width) of Llama-3.1-8B's layer, and of a small one.
+SHAPES = {"qo": (4096, 4096), "kv": (4096, 1024), "gate-up": (4096, 14336), "down": (14336, 4096)}
+TINY_SHAPES = {"qo": (64, 64), "down": (128, 64)}
+# name -> (preset, batch, sequence length, activation checkpointing)
+RUNS = {"1b": ("llama-3.2-1b", 16, 1024, "none"), "8b": ("llama-3.1-8b", 16, 512, "full")}
+
+
+def median_ms(call: Callable[[], Any], repeats: int = 15) -> float:
+    """The median time of a call, with the GPU's own clock."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        if DEVICE == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begin_s = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - begin_s) * 1e3)
+    return float(round(sorted(times)[repeats // 2], 4))
+
+
+def factors(tokens: int, H: int, F_: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and dy in bf16."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, H, device=DEVICE).bfloat16()
+    weight = (torch.randn(F_, H, device=DEVICE) * H**-0.5).bfloat16()
+    return x, weight, torch.randn(tokens, F_, device=DEVICE).bfloat16()
+
+
+def relative_error(got: Tensor, truth: Tensor) -> float:
+    return float((got.double() - truth).norm() / truth.norm())
+
+
+def results(call: Callable[..., Tensor], x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dW."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = call(x, weight)
+    dx, dw = torch.autograd.grad(y, (x, weight), dy.to(y.dtype))
+    return y.detach(), dx, dw
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def errors(shapes: dict[str, tuple[int, int]], tokens: int) -> Iterator[dict[str, Any]]:
+    for name, (H, F_) in shapes.items():
+        x, weight, dy = factors(tokens, H, F_)
+        unrounded = results(F.linear, x.double(), weight.double(), dy.double())
+        plain = results(F.linear, x, weight, dy)
+        for scaling in SCALINGS:
+
+            def rounded(a: Tensor, b: Tensor, scaling: str = scaling) -> Tensor:
+                return OPS["fp8_linear"].oracle(a, b, scaling=scaling)  # type: ignore[no-any-return]
+
+            def fused(a: Tensor, b: Tensor, scaling: str = scaling) -> Tensor:
+                return tigon.fp8_linear(a, b, scaling=scaling)
+
+            truth = results(rounded, x.double(), weight.double(), dy.double())
+            baseline, got = results(rounded, x, weight, dy), results(fused, x, weight, dy)
+            for kind, number in (("y", 0), ("dx", 1), ("dw", 2)):
+                own, of_baseline = (relative_error(r[number], truth[number]) for r in (got, baseline))
+                yield {
+                    "shape": name, "tokens": tokens, "scaling": scaling, "result": kind, "error": own,
+                    "baseline_error": of_baseline, "within_the_rule": own <= 2 * of_baseline,
+                    "error_with_rounding": relative_error(got[number], unrounded[number]),
+                    "error_of_bf16": relative_error(plain[number], unrounded[number]),
+                }  # fmt: skip
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def kernels(shapes: dict[str, tuple[int, int]], tokens: int) -> Iterator[dict[str, Any]]:
+    for name, (H, F_) in shapes.items():
+        x, weight, _ = factors(tokens, H, F_)
+        flops = 2 * tokens * H * F_
+        out = torch.empty(tokens, F_, dtype=torch.bfloat16, device=DEVICE)
+        ms = median_ms(lambda x=x, weight=weight, out=out: torch.mm(x, weight.t(), out=out))  # type: ignore[misc]
+        yield {"shape": name, "kernel": "product bf16", "ms": ms, "tflops": flops / ms / 1e9}
+        for scaling in SCALINGS:
+            rowwise = scaling == "rowwise"
+            amax = fp8_amax(x, rowwise)
+            ms = median_ms(lambda x=x, rowwise=rowwise: fp8_amax(x, rowwise))  # type: ignore[misc]
+            yield {"shape": name, "kernel": f"amax {scaling}", "ms": ms, "gb_s": x.nbytes / ms / 1e6}
+            for rows, columns in ((True, False), (False, True), (True, True)):
+                what = "+".join(word for word, on in (("rows", rows), ("transposed", columns)) if on)
+                ms = median_ms(
+                    lambda x=x, amax=amax, r=rowwise, a=rows, b=columns: fp8_cast(x, amax, r, a, b, False)  # type: ignore[misc]
+                )
+                moved_bytes = x.nbytes + (rows + columns) * x.numel()
+                yield {"shape": name, "kernel": f"cast {scaling} {what}", "ms": ms, "gb_s": moved_bytes / ms / 1e6}
+            a, b = (operand(t, scaling, rows=True, columns=False) for t in (x, weight))
+            for fast in (True, False):
+                ms = median_ms(
+                    lambda a=a, b=b, fast=fast: fp8_product(  # type: ignore[misc]
+                        a.rows, b.rows, a.row_scales, b.row_scales, None, [a.rows.shape[0]], torch.bfloat16, fast
+                    )
+                )
+                word = "fast" if fast else "fp32"
+                yield {"shape": name, "kernel": f"product {scaling} {word}", "ms": ms, "tflops": flops / ms / 1e9}
+
+
+# --- linear modules ---------------------------------------------------------------------------------------------------
+
+
+def torchao_linear(H: int, F_: int, weight: Tensor, recipe: str) -> Callable[[Tensor], Tensor]:
+    """torchao's module, compiled as torchao recommends."""
+    float8 = importlib.import_module("torchao.float8")
+    holder = nn.Sequential(nn.Linear(H, F_, bias=False, device=DEVICE, dtype=torch.bfloat16))
+    holder[0].weight = nn.Parameter(weight)
+    float8.convert_to_float8_training(holder, config=float8.Float8LinearConfig.from_recipe_name(recipe))
+    compiled: Callable[[Tensor], Tensor] = torch.compile(holder)
+    return compiled
+
+
+def linears(shapes: dict[str, tuple[int, int]], tokens: int) -> Iterator[dict[str, Any]]:
+    for name, (H, F_) in shapes.items():
+        x, weight, dy = factors(tokens, H, F_)
+        x.requires_grad_()
+        own = nn.Parameter(weight.clone())
+        calls: dict[str, Callable[[Tensor], Tensor]] = {"bf16": lambda a, w=own: F.linear(a, w)}  # type: ignore[misc]
+        for scaling in SCALINGS:
+            calls[f"fp8 {scaling}"] = lambda a, w=own, s=scaling: tigon.fp8_linear(a, w, scaling=s)  # type: ignore[misc]
+        if importlib.util.find_spec("torchao") is not None and DEVICE == "cuda":
+            for scaling in SCALINGS:
+                calls[f"torchao {scaling}"] = torchao_linear(H, F_, weight.clone(), scaling)
+        for turn in range(ROUNDS):
+            for what, call in calls.items():
+                ms = median_ms(lambda call=call, x=x, dy=dy: call(x).backward(dy))  # type: ignore[misc]
+                yield {"shape": name, "tokens": tokens, "linear": what, "round": turn, "ms": ms}
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def built(preset: str, tiny: bool) -> Any:
+    from tigon.models.loading.presets import PRESETS
+
+    shape = dict(PRESETS["tigon-demo" if tiny else preset])
+    config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    torch.set_default_dtype(torch.float32)
+    tigon.patch(model)
+    return model
+
+
+def timed(model: Any, ids_BT: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    times_s = []
+    for number in range(WARM_UP_STEPS + STEPS):
+        if DEVICE == "cuda" and number == WARM_UP_STEPS:
+            torch.cuda.reset_peak_memory_stats()
+        start_s = time.perf_counter()
+        loss = model(input_ids=ids_BT, labels=ids_BT).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        times_s.append(time.perf_counter() - start_s)
+    median_s = sorted(times_s[WARM_UP_STEPS:])[STEPS // 2]
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
+    return {
+        "ms": median_s * 1e3, "tokens_per_s": ids_BT.numel() / median_s, "peak_gib": peak_gib, "loss": loss.item(),
+    }  # fmt: skip
+
+
+def predicted(preset: str, batch: int, seq: int, choices: Choices) -> dict[str, float]:
+    from tigon.models.loading.presets import PRESETS
+
+    shape = dict(PRESETS[preset])
+    config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+    request = Request(model=preset, config=config, batch=batch, seq=seq, choices=choices, masked=False)
+    plan = estimate(request, gpu=find_gpu("h200"))
+    return {"predicted_ms": plan.step_s * 1e3, "predicted_peak_gib": plan.peak_allocated_bytes / 2**30}
+
+
+def steps(tiny: bool) -> Iterator[dict[str, Any]]:
+    for name, (preset, batch, seq, checkpointing) in RUNS.items():
+        batch, seq = (2, 64) if tiny else (batch, seq)
+        model = built(preset, tiny)
+        if checkpointing == "full":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        ids_BT = torch.randint(0, model.config.vocab_size, (batch, seq), device=DEVICE)
+        # A learning rate of 0: every turn then trains the same weights.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=DEVICE == "cuda")
+        for turn in range(ROUNDS):
+            for precision in ("bf16", *(f"fp8 {scaling}" for scaling in SCALINGS)):
+                kind, _, scaling = precision.partition(" ")
+                report = tigon.patch_fp8(model, scaling=scaling) if scaling else None
+                line = {"run": name, "precision": precision, "round": turn, **timed(model, ids_BT, optimizer)}
+                if turn == 0 and not tiny:
+                    options = {"fp8_scaling": scaling} if scaling else {}
+                    choices = Choices(precision=kind, checkpointing=checkpointing, **options)  # type: ignore[arg-type]
+                    line |= predicted(preset, batch, seq, choices)
+                yield line
+                if report is not None:
+                    report.undo()
+        del model, optimizer
+        gc.collect()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    given = step_record.options(__doc__)
+    packages = ("torchao",) if importlib.util.find_spec("torchao") is not None else ()
+    record = step_record.StepRecord("measure_fp8", torch.device(DEVICE), packages)
+    shapes, tokens = (TINY_SHAPES, 48) if given.tiny else (SHAPES, 8192)
+    parts = {
+        # fp64 products of 8192 tokens take a minute.
+        "errors": errors(shapes, min(tokens, 1024)), "kernels": kernels(shapes, tokens),
+        "linears": linears(shapes, tokens), "steps": steps(given.tiny),
+    }  # fmt: skip
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for part, measurements in parts.items():
+        lines[part] = []
+        for line in measurements:
+            lines[part].append(line)
+            print(part, json.dumps(line), flush=True)
+    record.write(given.json, **lines)
+
+
+if __name__ == "__main__":
+    main()

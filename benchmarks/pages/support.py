@@ -1,0 +1,159 @@
+"""The tables of docs/support.md, from the chips, the workflows and the committed records.
+
+    python -m benchmarks.pages.support
+
+`tools/release_check.sh` leaves a record of each environment that the wheel was used in; `benchmarks/results/installs`
+holds the committed ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tigon.doctor.known_bad import OLDEST, UNTESTED_FROM
+from tigon.kernels.chips import CHIPS
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "support.md"
+RESULTS = ROOT / "benchmarks" / "results"
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+PACKAGES = ("torch", "triton", "transformers", "trl", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao")
+NONE = "–"
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+Row = Mapping[str, Any]
+
+
+@cache
+def targets() -> Mapping[str, Any]:
+    """The chips of tests/kernels/aot.py by name."""
+    place = ROOT / "tests" / "kernels" / "aot.py"
+    spec = importlib.util.spec_from_file_location("aot", place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return dict(module.TARGETS)
+
+
+@cache
+def runs() -> tuple[Row, ...]:
+    """The environments of all records that were measured on a GPU."""
+    found = []
+    for path in sorted(RESULTS.rglob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        environment = record.get("environment") if isinstance(record, dict) else None
+        if environment and environment.get("device"):
+            found.append(environment)
+    return tuple(found)
+
+
+@cache
+def installs() -> tuple[Row, ...]:
+    """The records of `make release-check`, one per Python."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS / "installs").glob("*.json")]
+    return tuple(sorted(found, key=lambda row: _key(row["python"])))
+
+
+def _key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
+
+
+def _versions(package: str) -> list[str]:
+    """The releases of a package in the GPU's records, oldest first."""
+    found = {row["versions"][package] for row in runs() if row["versions"].get(package)}
+    return sorted((version.partition("+")[0] for version in found), key=_key)
+
+
+def _table(titles: str, rows: Iterator[str]) -> str:
+    count = titles.count("|") - 1
+    return "\n".join([titles, "|" + "---|" * count, *rows])
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+def gpus() -> str:
+    """Each chip: is it compiled for in the tests, did a record run on it, and what was tuned on it?"""
+
+    def rows() -> Iterator[str]:
+        for chip in CHIPS:
+            name = chip.arch if isinstance(chip.arch, str) else f"sm_{chip.arch[0]}{chip.arch[1]}"
+            target = targets().get(name)
+            compiled = ", ".join(_SHORT[dtype] for dtype in target.dtypes) if target else "no"
+            ran = sorted({row["device"] for row in runs() if _is_of(row["device"], chip.names)})
+            yield f"| {chip.names} | `{name}` | {compiled} | {', '.join(ran) or 'no'} |"
+
+    return _table("| cards | chip | kernels compiled in the tests | run |", rows())
+
+
+def _is_of(device: str, names: str) -> bool:
+    return any(device.endswith(name) for name in names.split(", "))
+
+
+def packages() -> str:
+    """Each package: the oldest release that is accepted, the workflow's matrix, and the GPU's records."""
+
+    def rows() -> Iterator[str]:
+        for package in PACKAGES:
+            limit = f", below {UNTESTED_FROM[package]}" if package in UNTESTED_FROM else ""
+            oldest = f"{OLDEST[package]}{limit}" if package in OLDEST else NONE
+            matrix = sorted({str(row[package]) for row in _matrix() if package in row}, key=_key)
+            yield f"| {package} | {oldest} | {', '.join(matrix) or NONE} | {', '.join(_versions(package)) or NONE} |"
+
+    return _table("| package | accepted from | matrix of the workflow | with a GPU |", rows())
+
+
+def _matrix() -> list[Row]:
+    import yaml
+
+    flow = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))
+    return list(flow["jobs"]["tests"]["strategy"]["matrix"]["include"])
+
+
+def pythons() -> str:
+    """Each Python: the workflow's matrix, and the environments that the wheel was installed into."""
+
+    def rows() -> Iterator[str]:
+        minors = {".".join(row["python"].split(".")[:2]): row for row in installs()}
+        matrix = {str(row["python"]) for row in _matrix()}
+        measured = {".".join(row["versions"]["python"].split(".")[:2]) for row in runs()}
+        for minor in ("3.10", "3.11", "3.12", "3.13", "3.14"):
+            used = minors.get(minor)
+            wheel = f"{used['python']}, {used['system']}, {used['date']}" if used else "no"
+            yield f"| {minor} | {_yes(minor in matrix)} | {wheel} | {_yes(minor in measured)} |"
+
+    return _table("| Python | in the matrix of the workflow | wheel installed and used | with a GPU |", rows())
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+PARTS: Mapping[str, Callable[[], str]] = {"gpus": gpus, "packages": packages, "pythons": pythons}
+
+
+def written(text: str) -> str:
+    """The page with its tables written again."""
+    for name, part in PARTS.items():
+        between = re.compile(rf"(<!-- support: {name} -->\n).*?(<!-- /support: {name} -->)", re.DOTALL)
+        table = part()
+        text, count = between.subn(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)  # type: ignore[misc]
+        if count != 1:
+            raise SystemExit(f"{DOCUMENT} has {count} regions `support: {name}`; it must have one")
+    return text
+
+
+def main() -> None:
+    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

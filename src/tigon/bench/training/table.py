@@ -1,0 +1,105 @@
+"""A record of training steps as Markdown: one table per case, with a line per variant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tigon.bench.training.record import OVER, CaseRecord, StepMeasurement, TrainRecord
+from tigon.bench.training.time_by_kind import KINDS
+from tigon.bench.training.variants import CODES
+from tigon.units import in_bytes, off_by
+
+REFERENCES = ("liger:full", "hf:full")
+"""Tokens/s are divided by those of the first of these that was measured."""
+EXCEEDS = "‡"
+
+
+def reference_of(case: CaseRecord) -> StepMeasurement | None:
+    """The measurement with which the case's others are compared."""
+    measured = {m.variant: m for m in case.measurements if m.step_ms is not None}
+    return next((measured[name] for name in REFERENCES if name in measured), None)
+
+
+def case_table(case: CaseRecord) -> str:
+    """The table of a case. A variant that was not measured has its reason instead of figures."""
+    reference = reference_of(case)
+    names = [
+        "variant", "micro-batches", "recomputes", "tokens/s",
+        *([f"x {reference.variant}"] if reference else []), "peak, GiB", "% of products",
+        *(f"{kind}, ms" for kind in KINDS), "predicted peak, time",
+    ]  # fmt: skip
+    lines = [_cells(names), _cells(["---"] * len(names))]
+    lines += [_cells(_line(m, case, reference, len(names))) for m in case.measurements]
+    return "\n".join(lines)
+
+
+def _line(m: StepMeasurement, case: CaseRecord, reference: StepMeasurement | None, columns: int) -> list[str]:
+    if m.step_ms is None or m.micro_batch is None or m.tokens_per_s is None:
+        return [m.variant, f"{m.status}: {m.detail}".replace("|", "/"), *[""] * (columns - 2)]
+    ratio = []
+    if reference is not None and reference.tokens_per_s:
+        ratio = [f"{m.tokens_per_s / reference.tokens_per_s:.3f}"]
+    mark = f" {EXCEEDS}" if m.status == OVER else ""
+    return [
+        m.variant + mark, f"{case.batch // m.micro_batch} x {m.micro_batch}", m.recomputed or "-",
+        f"{m.tokens_per_s:,.0f}", *ratio, _gib(m.peak_bytes),
+        "-" if m.products_share is None else f"{100 * m.products_share:.0f} %", *_kinds(m), _predicted(m),
+    ]  # fmt: skip
+
+
+def _gib(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "-"
+    return f"{nbytes / 2**30:.2f}" if nbytes >= 2**30 else f"{nbytes / 2**30:.3g}"
+
+
+def _kinds(m: StepMeasurement) -> list[str]:
+    times_ms = [None if m.kinds_ms is None else m.kinds_ms.get(kind) for kind in KINDS]
+    return ["-" if time_ms is None else f"{time_ms:.3g}" if time_ms < 100 else f"{time_ms:.0f}" for time_ms in times_ms]
+
+
+def _predicted(m: StepMeasurement) -> str:
+    """How far the planner's predictions are from the measured peak and time."""
+    if m.predicted is None or m.peak_bytes is None or m.step_ms is None:
+        return "-"
+    peak, time = off_by(m.predicted["peak_bytes"], m.peak_bytes), off_by(m.predicted["step_ms"], m.step_ms.median)
+    return f"{peak}, {time}"
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def provenance(run: TrainRecord) -> str:
+    """Card, driver, versions, commits and dates of a record, and the ceilings that its last run measured."""
+    env, ceilings = run.environment, run.ceilings
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)
+    commits = list(dict.fromkeys((case.tigon_commit, case.date) for case in run.cases))
+    commits = commits or [(env["tigon_commit"], env["date"])]
+    driver = f", driver {env['driver']}" if env["driver"] else ""
+    return (
+        f"{env['device']}{driver}; {versions}; tigon at commit "
+        f"{' and '.join(f'{commit}, {date}' for commit, date in commits)}. {run.rounds} rounds of {run.steps} steps. "
+        f"In the last run a copy moved {ceilings['copy_gb_per_s']:.0f} GB/s (read plus written) and a product of "
+        f"{ceilings['matmul_size']:.0f}³ made {ceilings['matmul_tflop_per_s']:.3g} TFLOP/s."
+    )
+
+
+def section(run: TrainRecord) -> str:
+    """Provenance, and a heading, the command and a table for each case."""
+    parts = [provenance(run)]
+    for case in run.cases:
+        limit = "" if case.limit_bytes is None else f" The memory limit is {in_bytes(case.limit_bytes)}."
+        over = any(m.status == OVER for m in case.measurements)
+        note = f" {EXCEEDS}: the peak exceeds the limit." if over else ""
+        parts += [
+            f"**{case.id}**: {case.tokens:,} tokens per optimizer step.{limit}{note}", f"`{case.command}`",
+            case_table(case),
+        ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part != "``")
+
+
+def codes() -> str:
+    """The table of the codes with their meanings."""
+    lines = [_cells(("code", "meaning")), _cells(("---", "---"))]
+    return "\n".join([*lines, *(_cells((f"`{code.name}`", code.meaning)) for code in CODES.values())])

@@ -1,0 +1,160 @@
+"""FP8 operands of a matrix product: amax in one pass over x, then one pass that casts x as it is and transposed.
+
+    amax    = max |x| of the whole of x, or of each row and of each column
+    scale   = amax / L                          L: the largest number of the format, 448 (e4m3) or 57344 (e5m2)
+    q       = round(x · (L / amax)) to FP8      x ≈ q · scale
+
+An FP8 product reads both factors along the summed dimension. The forward pass therefore needs x by rows, and the
+weight's gradient needs it transposed. Both come from one read of x. With a scale per row, the transposed matrix has a
+scale per column of x, because a scale must not change along the summed dimension.
+
+amax is the integer maximum of the bits of |x|. It does not depend on the order, so runs repeat bit for bit. It also
+keeps NaN and infinity: either makes every value that shares its scale NaN.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tigon.kernels import chips
+from tigon.kernels._device import cdiv
+from tigon.kernels._launch import launch
+from tigon.kernels._math import INTERPRETED
+
+# M rows, K columns. Tiles of 64 x 128: a transposed store then writes 64 consecutive bytes. Not tuned.
+BLOCK_M, BLOCK_K, WARPS = 64, 128, 8
+
+ALIGNMENT = 16
+"""The summed dimension of an FP8 product is a multiple of this, so transposed rows are filled up with zeros."""
+
+SMALLEST = tl.constexpr(1e-30)
+"""Rows of zeros, and of less than this, get its scale, so that L / amax stays finite."""
+
+
+@triton.jit
+def amax_kernel(X, AMAX, M, K, ROWWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """AMAX: the bits of max |x| as int32, zeroed before; one, or M for the rows and then K for the columns."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (rows < M)[:, None] & (cols < K)[None, :]
+    x = tl.load(X + rows[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    if ROWWISE:
+        tl.atomic_max(AMAX + rows, tl.max(bits, axis=1), mask=rows < M, sem="relaxed")
+        tl.atomic_max(AMAX + M + cols, tl.max(bits, axis=0), mask=cols < K, sem="relaxed")
+    else:
+        tl.atomic_max(AMAX, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _fp8_bits(x, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
+    """The bits of x in FP8, rounded to the nearest, ties to even. |x| is at most the format's largest number, or NaN.
+
+    MANTISSA: 3 (e4m3) or 2 (e5m2). NATIVE: the chip has an instruction for the cast.
+    """
+    if NATIVE:
+        if MANTISSA == 3:
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    # A sum with this power of 2 rounds to the format's subnormal step, and the sum's last bits are the result.
+    MAGIC: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA) << 23
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    magic = tl.full(x.shape, MAGIC, tl.int32)
+    small = (tl.abs(x) + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - MAGIC
+    code = tl.where(size < ((128 - BIAS) << 23), small, normal)
+    code = tl.where(size > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def cast_kernel(
+    X, AMAX, ROWS, COLUMNS, ROW_SCALES, COLUMN_SCALES, M, K, PADDED,
+    ROWWISE: tl.constexpr, WANT_ROWS: tl.constexpr, WANT_COLUMNS: tl.constexpr, MANTISSA: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """ROWS (M, K) and COLUMNS (K, PADDED), both as bytes."""
+    LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (rows < M)[:, None] & (cols < K)[None, :]
+    x = tl.load(X + rows[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if WANT_ROWS:
+        if ROWWISE:
+            amax = tl.load(AMAX + rows, mask=rows < M, other=1.0)
+            amax = tl.where(amax < SMALLEST, SMALLEST, amax)
+            if tl.program_id(1) == 0:
+                tl.store(ROW_SCALES + rows, tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), mask=rows < M)
+            factor = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)[:, None]
+        else:
+            amax = tl.load(AMAX)
+            amax = tl.where(amax < SMALLEST, SMALLEST, amax)
+            if tl.program_id(0) + tl.program_id(1) == 0:
+                tl.store(ROW_SCALES, tl.div_rn(amax, LARGEST))
+            factor = tl.div_rn(LARGEST, amax)
+        tl.store(ROWS + rows[:, None] * K + cols[None, :], _fp8_bits(x * factor, MANTISSA, NATIVE), mask=mask)
+    if WANT_COLUMNS:
+        if ROWWISE:
+            amax = tl.load(AMAX + M + cols, mask=cols < K, other=1.0)
+            amax = tl.where(amax < SMALLEST, SMALLEST, amax)
+            if tl.program_id(0) == 0:
+                tl.store(COLUMN_SCALES + cols, tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), mask=cols < K)
+            factor = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)[None, :]
+        else:
+            amax = tl.load(AMAX)
+            amax = tl.where(amax < SMALLEST, SMALLEST, amax)
+            if tl.program_id(0) + tl.program_id(1) == 0:
+                tl.store(COLUMN_SCALES, tl.div_rn(amax, LARGEST))
+            factor = tl.div_rn(LARGEST, amax)
+        # Rows past M are zeros of x. Infinity as amax makes the factor 0, and NaN must not reach the filling.
+        q = tl.where(mask, _fp8_bits(x * factor, MANTISSA, NATIVE), 0)
+        transposed = (cols < K)[:, None] & (rows < PADDED)[None, :]
+        tl.store(COLUMNS + cols.to(tl.int64)[:, None] * PADDED + rows[None, :], tl.trans(q), mask=transposed)
+
+
+def padded(rows):
+    """`rows`, rounded up to what a summed dimension must be a multiple of."""
+    return cdiv(rows, ALIGNMENT) * ALIGNMENT
+
+
+def fp8_amax(x_MK, rowwise):
+    (M, K), x_MK = x_MK.shape, x_MK.contiguous()
+    amax = torch.zeros(M + K if rowwise else 1, dtype=torch.float32, device=x_MK.device)
+    if x_MK.numel():
+        launch(
+            amax_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)), x_MK, X=x_MK, AMAX=amax.view(torch.int32), M=M, K=K,
+            ROWWISE=rowwise, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=WARPS,
+        )  # fmt: skip
+    return amax
+
+
+def fp8_cast(x_MK, amax, rowwise, want_rows, want_columns, gradient):
+    (M, K), x_MK, device = x_MK.shape, x_MK.contiguous(), x_MK.device
+    P = padded(M)
+    # A tensor's gradient has a wide range, so with one scale it gets the format with more exponent bits.
+    dtype, mantissa = (torch.float8_e5m2, 2) if gradient and not rowwise else (torch.float8_e4m3fn, 3)
+    rows = torch.empty(M, K, dtype=dtype, device=device) if want_rows else None
+    columns = torch.empty(K, P, dtype=dtype, device=device) if want_columns else None
+    row_scales = torch.empty(M if rowwise else 1, dtype=torch.float32, device=device) if want_rows else None
+    column_scales = torch.empty(K if rowwise else 1, dtype=torch.float32, device=device) if want_columns else None
+    if not x_MK.numel():
+        for result in (columns, row_scales, column_scales):
+            if result is not None:
+                result.zero_()
+        return rows, columns, row_scales, column_scales
+    chip = chips.chip(device.index)
+    launch(
+        cast_kernel, (cdiv(P if want_columns else M, BLOCK_M), cdiv(K, BLOCK_K)), x_MK, X=x_MK, AMAX=amax,
+        ROWS=_bytes(rows), COLUMNS=_bytes(columns), ROW_SCALES=row_scales, COLUMN_SCALES=column_scales, M=M, K=K,
+        PADDED=P, ROWWISE=rowwise, WANT_ROWS=want_rows, WANT_COLUMNS=want_columns, MANTISSA=mantissa,
+        NATIVE=not INTERPRETED.value and chip is not None and chip.casts_to_fp8, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K,
+        num_warps=WARPS,
+    )  # fmt: skip
+    return rows, columns, row_scales, column_scales
+
+
+def _bytes(q):
+    return None if q is None else q.view(torch.uint8)

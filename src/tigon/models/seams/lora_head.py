@@ -1,0 +1,65 @@
+"""The seam for an output head with a LoRA adapter: PEFT's layer computes the loss, as a plain head does.
+
+The adapter is a low-rank operand of `linear_cross_entropy`: its product is added to each chunk's logits. Neither all
+logits nor W + s·B A are formed. Where the op cannot compute the adapter (see `lora.py`), PEFT's layer computes the
+logits, with one warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from tigon.models.seams.lora import LoraSeam, after_dropout, dropped, is_plain_linear, plain_adapter
+from tigon.models.seams.loss import deferred, requested_loss, warn_full_logits, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraHeadSeam(LoraSeam):
+    """`peft.tuners.lora`'s layer around the output head."""
+
+    op: ClassVar[str] = "linear_cross_entropy"
+    flag: ClassVar[str] = "linear_cross_entropy"
+
+    lora_linear: bool
+    """Whether logits that are computed come from `lora_linear` instead of PEFT's forward."""
+
+    def objection(self, module: nn.Module) -> str | None:
+        base: Any = getattr(module, "base_layer", None)
+        if not is_plain_linear(base):
+            return f"its layer is a {type(base).__name__}; the fused loss needs torch's Linear"
+        return super().objection(module)
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        attributes = super().namespace(base) if self.lora_linear else {}
+        plain_forward: Callable[..., Tensor] = attributes.get("forward", base.forward)
+
+        def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            call = None if args or kwargs else requested_loss(self)
+            if call is None or not call.fits(x):
+                return plain_forward(self, x, *args, **kwargs)
+            adapter = plain_adapter(self, x)
+            if adapter is None or not whole(self.base_layer):
+                warn_full_logits(self, "PEFT computes the head with its adapter")
+                return plain_forward(self, x)
+            head, entering = self.base_layer, dropped(self, x, adapter)
+            loss = call.answer(
+                x, head.weight, head.bias,
+                lora_a=self.lora_A[adapter].weight, lora_b=self.lora_B[adapter].weight, scaling=self.scaling[adapter],
+                adapter_hidden=None if entering is None else entering.reshape(-1, entering.shape[-1]),
+            )  # fmt: skip
+            if entering is None:
+                return deferred(call, loss, self, plain_forward, x)
+            # Logits that are read later must have the dropout of the loss.
+            logits = partial(_logits, adapter=adapter, entering=entering)
+            return deferred(call, loss, self, logits, x)
+
+        return {**attributes, "forward": forward}
+
+
+def _logits(module: Any, x: Tensor, *, adapter: str, entering: Tensor) -> Tensor:
+    return after_dropout(module, x, adapter, module.base_layer.weight, entering)

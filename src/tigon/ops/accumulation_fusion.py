@@ -1,0 +1,92 @@
+"""Gradient accumulation fusion: a backward adds a weight's gradient to `.grad` within the product that computes it.
+
+Autograd makes each gradient as a new tensor and adds it to `.grad` afterwards. From the second micro-batch on, that is
+a second tensor of the weight's size and a pass over both. A backward that writes to `.grad` itself and returns None
+needs neither. Megatron-LM calls this gradient accumulation fusion.
+
+Only a backward pass that would accumulate may do so. `torch.autograd.grad` must not write to `.grad`, and hooks on the
+weight must see its gradient. `LeafGradient` therefore asks autograd's engine whether the running pass accumulates for
+this weight, and a training step allows the fusion for its own passes alone.
+
+A node that gets None still runs: autograd calls the hooks of the weight's accumulation node afterwards. DDP copies
+`.grad` into its buckets in such a hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
+
+# The planner traces fake tensors. Other subclasses, such as DTensor, accumulate in their own way.
+_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+_steps = 0
+"""Training steps that allow the fusion now. Not per thread: a GPU's backward runs in a thread of autograd."""
+
+
+@contextlib.contextmanager
+def accumulation_fusion() -> Iterator[None]:
+    """Let the backward passes inside add the gradients of weights to `.grad` in place.
+
+    Hold it around the forward and the backward of a micro-batch, on the stream that reads the gradients.
+    """
+    global _steps
+    _steps += 1
+    try:
+        yield
+    finally:
+        _steps -= 1
+
+
+class LeafGradient:
+    """The `.grad` of a weight, for the backward of one call that reads the weight."""
+
+    __slots__ = ("node", "weight")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.node: Any = get_gradient_edge(weight).node
+        """Autograd's node that accumulates into `weight.grad`."""
+
+    @classmethod
+    def of(cls, weight: Tensor) -> LeafGradient | None:
+        """None if a backward must return the gradient of `weight`. Call it in the forward."""
+        if not _steps or not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
+            return None
+        if torch.compiler.is_compiling() or type(weight) not in _TYPES:
+            return None
+        return None if torch._C._functorch.is_functorch_wrapped_tensor(weight) else cls(weight)
+
+    def to_add_to(self) -> Tensor | None:
+        """`.grad` if the running backward pass may add to it, else None. Call it in the backward.
+
+        It is None in the first micro-batch, with hooks on the weight, under `create_graph=True`, in
+        `torch.autograd.grad`, and if `.grad` is not an ordinary tensor of the weight's dtype or fp32.
+        """
+        weight, grad = self.weight, self.weight.grad
+        if grad is None or not _steps or torch.is_grad_enabled():
+            return None
+        hooks: Any = weight._backward_hooks, weight._post_accumulate_grad_hooks
+        if any(hooks) or type(grad) not in _TYPES or grad.dtype not in (weight.dtype, torch.float32):
+            return None
+        if grad.layout != torch.strided or grad.shape != weight.shape or not grad.is_contiguous():
+            return None
+        return grad if self._accumulates() else None
+
+    def _accumulates(self) -> bool:
+        """Whether the running pass accumulates into `.grad`. It does not if it leaves the weight out of its inputs."""
+        try:
+            return bool(torch._C._will_engine_execute_node(self.node))
+        except RuntimeError:  # torch.autograd.grad, which returns the gradient of this weight
+            return False
+
+
+def gradient_to_add_to(leaf: LeafGradient | None) -> Tensor | None:
+    """`leaf.to_add_to()`; None without a leaf."""
+    return None if leaf is None else leaf.to_add_to()

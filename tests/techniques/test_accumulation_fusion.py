@@ -1,0 +1,235 @@
+"""Linear layers with gradient accumulation fusion: the gradients of ordinary layers, in the tensors that exist."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from helpers import relative_error
+from tigon.models.verification.tiny import tiny_batch, tiny_model
+from tigon.ops.accumulation_fusion import LeafGradient, accumulation_fusion
+from tigon.profiler.recording.peak import PeakMeter
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.layer_checkpointing import apply
+from tigon.techniques.mechanisms.fused_linear import fuse_linears, has_fused_linears
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.tiling import tile
+
+pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+
+
+def model_of(dtype: torch.dtype = torch.float32, *, patched: bool = True, **config: Any) -> Any:
+    model = tiny_model("llama", config).train().to(dtype)
+    if patched:
+        tigon.patch(model)
+    return model
+
+
+def micro_batch(number: int) -> dict[str, Tensor]:
+    batch = tiny_batch(CPU)
+    ids = batch["input_ids"].roll(number, dims=1)
+    return {**batch, "input_ids": ids, "labels": batch["labels"].roll(number, dims=1)}
+
+
+def gradients(model: Any, *, fused: bool, autocast: bool = False) -> dict[str, Tensor]:
+    """Gradients of two micro-batches, as fp64."""
+    if fused:
+        fuse_linears(model)
+    for number in range(2):
+        with accumulation_fusion() if fused else torch.enable_grad():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(**micro_batch(number)).loss
+            loss.backward()
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the weights whose gradient was added in place."""
+    shapes: list[tuple[int, ...]] = []
+    plain = LeafGradient.to_add_to
+
+    def watched(self: LeafGradient) -> Tensor | None:
+        grad = plain(self)
+        if grad is not None:
+            shapes.append(tuple(self.weight.shape))
+        return grad
+
+    monkeypatch.setattr(LeafGradient, "to_add_to", watched)
+    return shapes
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "autocast": {"autocast": True},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "tied embeddings in bf16": {"tie_word_embeddings": True, "dtype": torch.bfloat16},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "unpatched": {"patched": False},
+    "unpatched under autocast": {"patched": False, "autocast": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_err_at_most_twice_the_usual_error(case: str, written: list[tuple[int, ...]]) -> None:
+    options = dict(CASES[case])
+    autocast = options.pop("autocast", False)
+    exact = {**options, "dtype": torch.float64}
+    # the weights of the exact model are those that the others have rounded
+    reference = model_of(**exact)
+    reference.load_state_dict(model_of(**options).state_dict())
+    want = gradients(reference, fused=False)
+    usual = gradients(model_of(**options), fused=False, autocast=autocast)
+    assert not written
+    got = gradients(model_of(**options), fused=True, autocast=autocast)
+    assert len(written) == sum(isinstance(m, nn.Linear) for m in model_of(**options).modules())
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        error, before = relative_error(got[name], expected), relative_error(usual[name], expected)
+        assert error <= 2 * before + 1e-7, f"{name}: {error:.2e}, usually {before:.2e}"
+
+
+@pytest.mark.parametrize("states", [("full", "full"), ("elementwise", "mlp")])
+def test_recomputed_layers_keep_their_gradients(states: tuple[str, str], written: list[Any]) -> None:
+    want = gradients(model_of(), fused=False)
+    model = model_of()
+    apply(model, states)
+    got = gradients(model, fused=True)
+    assert written
+    for name, expected in want.items():
+        torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_checkpoint_that_runs_the_backward_of_its_recomputation_keeps_its_gradients(written: list[Any]) -> None:
+    def checkpointed() -> Any:
+        model = model_of()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+        return model
+
+    want, got = gradients(checkpointed(), fused=False), gradients(checkpointed(), fused=True)
+    assert len(written) == sum(isinstance(m, nn.Linear) for m in model_of().modules())
+    for name, expected in want.items():
+        torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_recomputation_does_not_repeat_the_product_of_the_last_layer() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    fuse_linears(nn.ModuleList([layer]))
+    x = torch.ones(2, 4, requires_grad=True)
+    with accumulation_fusion(), torch.profiler.profile() as profile:
+        checkpoint(lambda x: layer(x.tanh()), x, use_reentrant=False).sum().backward()
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::tanh") == 2  # recomputed, because the layer saves it
+    assert names.count("aten::mm") == 3  # y, dx and dW
+
+
+def test_mlps_in_tiles_accumulate_as_before_and_the_rest_is_fused(written: list[tuple[int, ...]]) -> None:
+    want = gradients(model_of(), fused=False)
+    model = model_of()
+    tile(model, 8)
+    got = gradients(model, fused=True)
+    widths = {tuple(m.weight.shape) for layer in model.model.layers for m in (layer.mlp.up_proj, layer.mlp.down_proj)}
+    assert written and not widths & set(written)
+    for name, expected in want.items():
+        torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_layers_and_adapters_are_left_alone(written: list[tuple[int, ...]]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        return get_peft_model(model_of(), LoraConfig(r=4, target_modules="all-linear"))
+
+    want = gradients(adapted(), fused=False)
+    assert fuse_linears(adapted()) == 0
+    got = gradients(adapted(), fused=True)
+    assert not written and got.keys() == want.keys()
+    for name, expected in want.items():
+        torch.testing.assert_close(got[name], expected)
+
+
+def test_partly_frozen_model_fuses_the_layers_that_are_trained(written: list[tuple[int, ...]]) -> None:
+    def partly() -> Any:
+        model = model_of()
+        model.model.layers[0].requires_grad_(False)
+        return model
+
+    want, got = gradients(partly(), fused=False), gradients(partly(), fused=True)
+    assert len(written) == 1 + sum(isinstance(m, nn.Linear) for m in partly().model.layers[1].modules())
+    for name, expected in want.items():
+        torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivatives_are_those_of_the_ordinary_layer() -> None:
+    def penalty(fused: bool) -> Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(5, 3).double()
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        if fused:
+            fuse_linears(nn.ModuleList([layer]))
+        x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+        with accumulation_fusion():
+            (slope,) = torch.autograd.grad(layer(x).tanh().sum(), [x], create_graph=True)
+            slope.square().sum().backward()
+        return layer.weight.grad
+
+    torch.testing.assert_close(penalty(True), penalty(False))
+
+
+def test_dtypes_that_differ_are_refused_as_before() -> None:
+    layer = nn.Linear(4, 4)
+    fuse_linears(nn.ModuleList([layer]))
+    with accumulation_fusion(), pytest.raises(RuntimeError, match="dtype"):
+        layer(torch.ones(2, 4, dtype=torch.bfloat16))
+
+
+def test_copies_and_pickles_of_a_fused_model_use_their_own_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    fuse_linears(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert has_fused_linears(other)
+        with torch.no_grad():
+            other[0].weight.zero_()
+        with accumulation_fusion():
+            assert torch.equal(other(torch.ones(1, 4)), other[0].bias.unsqueeze(0))
+    assert model[0].weight.any()
+
+
+def test_second_micro_batch_makes_no_gradient_of_its_weights() -> None:
+    def step_bytes(fused: bool) -> int:
+        torch.manual_seed(0)
+        layer = nn.Linear(512, 512, bias=False)
+        if fused:
+            fuse_linears(nn.ModuleList([layer]))
+        x = torch.randn(8, 512)
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        meter = PeakMeter(CPU)
+        with accumulation_fusion():
+            meter.start([layer.weight, layer.weight.grad])
+            layer(x).sum().backward()
+            return meter.stop().step_bytes
+
+    whole = 4 * 512 * 512
+    assert step_bytes(False) >= whole > 8 * step_bytes(True)
+
+
+def test_run_with_one_micro_batch_leaves_its_layers_alone() -> None:
+    technique = TECHNIQUES["accumulation-fusion"]
+    assert not technique.used_by(Choices(accumulation_fusion=True))
+    assert technique.used_by(Choices(accumulation_fusion=True, accumulate=2))
+    model = model_of(patched=False)
+    technique.model(model, Choices(accumulation_fusion=True, accumulate=2), RunInfo())
+    assert has_fused_linears(model)
