@@ -221,7 +221,7 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         patch.object(JITFunction, "run", run_for_each),
         patch.object(knobs.runtime, "jit_cache_hook", take),
         patch.object(dispatch, "INTERPRET", True),  # CPU tensors take the kernels
-        patch.object(_device, "_lanes", lambda: lanes),
+        patch.object(_device, "lanes", lambda: lanes),
         patch.object(_device, "shared_bytes", lambda index: shared),
         patch.object(_device, "multiprocessors", lambda index: 1),
         patch.object(chips, "chip", lambda index: chip),

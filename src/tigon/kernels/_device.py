@@ -31,14 +31,14 @@ def shared_bytes(index):
 
 
 @functools.cache
-def _lanes():
+def lanes():
     """Threads of a warp: 64 on AMD's Instinct, 32 on its Radeon and on NVIDIA."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).warp_size if torch.version.hip else 32
 
 
 def clamp_warps(num_warps):
     """`num_warps`, at most 1024 threads. With warps of 64 lanes (AMD Instinct), 32 warps compile but fail at launch."""
-    return min(num_warps, 1024 // _lanes())
+    return min(num_warps, 1024 // lanes())
 
 
 def on_device(x):

@@ -242,6 +242,9 @@ def _tile(x):
     """(rows or left columns, columns, reduction, warps) of a product's tile. Chosen to fit every chip; not measured."""
     if INTERPRETED.value:
         return 16, 16, 16, 4
+    # NVIDIA's Turing and AMD's Radeon spill registers with the large tile.
+    if _device.shared_bytes(x.device.index) <= 64 << 10 and _device.lanes() == 32:
+        return 64, 64, 32, 8
     return (64, 64, 32, 4) if x.dtype is torch.float32 else (128, 128, 64, 8)
 
 
@@ -255,6 +258,11 @@ def _rows(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _dense(x):
+    """x (or None) with its elements one after the other."""
+    return x if x is None else x.contiguous()
+
+
 def grouped_product(x, weight, bias, order, offsets, top_k, gather, scatter):
     """Launch the product; weight is (E, N, K) with any strides. Returns (S, N)."""
     x, S, (E, N, K) = _rows(x), order.shape[0], weight.shape
@@ -265,7 +273,7 @@ def grouped_product(x, weight, bias, order, offsets, top_k, gather, scatter):
         programs = min(most, _device.multiprocessors(x.device.index) * 2)
         launch(
             grouped_product_kernel, (programs,), x, num_warps=warps,
-            X=x, W=weight, Bias=None if bias is None else bias.contiguous(), Order=order, Offsets=offsets, Y=y,
+            X=x, W=weight, Bias=_dense(bias), Order=order, Offsets=offsets, Y=y,
             N=N, K=K, E=E, top_k=top_k, stride_x=x.stride(0), stride_we=weight.stride(0), stride_wn=weight.stride(1),
             stride_wk=weight.stride(2), GATHER=gather, SCATTER=scatter, HAS_BIAS=bias is not None,
             BLOCK_E=_device.next_power_of_2(E), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, PROGRAMS=programs,
@@ -296,7 +304,7 @@ def grouped_sum(x, weights, order, offsets, top_k, gather):
         block = min(_device.next_power_of_2(x.shape[1]), 128)
         launch(
             grouped_sum_kernel, (E * _device.cdiv(x.shape[1], block),), x, num_warps=4,
-            X=x, Weight=weights, Order=order, Offsets=offsets, DB=sums, N=x.shape[1], top_k=top_k,
+            X=x, Weight=_dense(weights), Order=order, Offsets=offsets, DB=sums, N=x.shape[1], top_k=top_k,
             stride_x=x.stride(0), GATHER=gather, WEIGHTED=weights is not None, BLOCK_M=32, BLOCK_N=block,
         )  # fmt: skip
     return sums
@@ -310,7 +318,7 @@ def combine(z, weights, experts, number_of_experts):
         block = min(_device.next_power_of_2(H), ROW_BLOCK)
         launch(
             combine_kernel, (T * _device.cdiv(H, block),), z, num_warps=_warps(block),
-            Z=z, Weight=weights, Expert=experts, Y=y, H=H, E=number_of_experts, top_k=top_k,
+            Z=z, Weight=_dense(weights), Expert=_dense(experts), Y=y, H=H, E=number_of_experts, top_k=top_k,
             WEIGHTED=weights is not None, BLOCK=block,
         )  # fmt: skip
     return y
@@ -342,7 +350,7 @@ def unit_bwd(
         block = min(_device.next_power_of_2(F), ROW_BLOCK)
         launch(
             unit_bwd_kernel, (S,), pre, num_warps=_warps(block),
-            Pre=pre, DA=da, Weight=weights, Order=order, Offsets=offsets, DPre=dpre, WY=wy, DWeight=dweights, F=F,
+            Pre=pre, DA=da, Weight=_dense(weights), Order=order, Offsets=offsets, DPre=dpre, WY=wy, DWeight=dweights, F=F,
             E=offsets.shape[0] - 1, alpha=float(alpha), limit=float(limit), up_offset=float(up_offset),
             WANT_DPRE=want_dpre, WANT_WY=want_wy, WANT_DWEIGHT=want_dweight, ACTIVATION=activation,
             LIMITED=limit != float("inf"), INTERLEAVED=interleaved, BLOCK=block,

@@ -295,7 +295,7 @@ def _numbers(options):
 
 
 def _tile(columns_per_lane, warps, C):
-    return min(columns_per_lane * warps * _device._lanes(), _device.next_power_of_2(C))
+    return min(columns_per_lane * warps * _device.lanes(), _device.next_power_of_2(C))
 
 
 def divergence(logits, rows, options):
