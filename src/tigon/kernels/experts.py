@@ -350,8 +350,8 @@ def unit_bwd(
         block = min(_device.next_power_of_2(F), ROW_BLOCK)
         launch(
             unit_bwd_kernel, (S,), pre, num_warps=_warps(block),
-            Pre=pre, DA=da, Weight=_dense(weights), Order=order, Offsets=offsets, DPre=dpre, WY=wy, DWeight=dweights, F=F,
-            E=offsets.shape[0] - 1, alpha=float(alpha), limit=float(limit), up_offset=float(up_offset),
+            Pre=pre, DA=da, Weight=_dense(weights), Order=order, Offsets=offsets, DPre=dpre, WY=wy, DWeight=dweights,
+            F=F, E=offsets.shape[0] - 1, alpha=float(alpha), limit=float(limit), up_offset=float(up_offset),
             WANT_DPRE=want_dpre, WANT_WY=want_wy, WANT_DWEIGHT=want_dweight, ACTIVATION=activation,
             LIMITED=limit != float("inf"), INTERLEAVED=interleaved, BLOCK=block,
         )  # fmt: skip
