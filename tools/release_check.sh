@@ -62,6 +62,6 @@ step "a typed program against the installed wheel"
 echo '{"typeCheckingMode": "strict"}' >pyrightconfig.json
 cp "$root/tests/release/typed_client.py" .
 "$tools/basedpyright" --pythonpath "$fresh/python" typed_client.py
-# To be committed in benchmarks/results/installs, for docs/support.md.
+# To be committed in benchmarks/installs, for docs/support.md.
 "$fresh/python" "$root/tools/installed_versions.py" >installed.json
 step "tigon $version can be released; $folder/installed.json says with what it was used"

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pages.support
 
-`tools/release_check.sh` leaves a record of each environment that the wheel was used in; `benchmarks/results/installs`
+`tools/release_check.sh` leaves a record of each environment that the wheel was used in; `benchmarks/installs`
 holds the committed ones.
 """
 
@@ -58,7 +58,7 @@ def runs() -> tuple[Row, ...]:
 @cache
 def installs() -> tuple[Row, ...]:
     """The records of `make release-check`, one per Python."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS / "installs").glob("*.json")]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "benchmarks" / "installs").glob("*.json")]
     return tuple(sorted(found, key=lambda row: _key(row["python"])))
 
 

@@ -37,6 +37,7 @@ DIMENSIONS = {
     "geglu": ("tokens", "width"),
     "cross_entropy": ("tokens", "vocabulary"),
     "linear_cross_entropy": ("tokens", "hidden size", "vocabulary"),
+    "experts": ("tokens", "experts per token", "experts", "hidden size"),
     "fp8_linear": ("tokens", "input width", "output width"),
     "logprobs": ("tokens", "vocabulary"),
     "linear_logprobs": ("tokens", "hidden size", "vocabulary"),

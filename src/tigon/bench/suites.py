@@ -225,6 +225,7 @@ SMALL = (
     row("logprobs", 32, 1000),
     _linear_logprobs(64, 32, 1000),
     row("linear_kl", 64, 32, 1000, graph=False),
+    row("experts", 16, 2, 4, 32, options={"inner": 24}),
     row("fp8_linear", 64, 32, 48),
     row("lora_linear", 64, 32, 48, 4, options={"scaling": 2.0}),
     row("multi_head_linear_cross_entropy", 2, 16, 32, 500, graph=False),

@@ -589,13 +589,18 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     rank, adapter_dtype = options.pop("rank", 0), options.pop("adapter_dtype", dtype)
     scaling, apart = options.pop("scaling", 1.0), options.pop("adapter_hidden", False)
     plain = Case(id=case.id, shape=case.shape, options=options)
-    return {
+    inputs = {
         "hidden": randn(*rows, H, dtype=dtype, device=device),
         "weight": randn(V, H, dtype=weight_dtype, device=device, scale=2.0 / H**0.5),
         "bias": randn(V, dtype=weight_dtype, device=device) if has_bias else None,
         **loss_inputs(plain, tuple(rows), V, device),
-        "lora_a": randn(rank, H, dtype=adapter_dtype, device=device, scale=H**-0.5) if rank else None,
-        "lora_b": randn(V, rank, dtype=adapter_dtype, device=device, scale=2.0 / rank**0.5) if rank else None,
+    }
+    if not rank:
+        return inputs
+    return {
+        **inputs,
+        "lora_a": randn(rank, H, dtype=adapter_dtype, device=device, scale=H**-0.5),
+        "lora_b": randn(V, rank, dtype=adapter_dtype, device=device, scale=2.0 / rank**0.5),
         "scaling": scaling,
         "adapter_hidden": randn(*rows, H, dtype=dtype, device=device) if apart else None,
     }
