@@ -379,7 +379,7 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
         ({"seq": 513}, "max_position_embeddings 512"),
         ({"seq": 0}, "seq is 0"),
         ({"kernels": "fast"}, "kernels is 'fast'"),
-        ({"precision": "fp8"}, "precision is 'fp8'"),
+        ({"precision": "fp4"}, "precision is 'fp4'"),
         ({"checkpointing": "every-0"}, "every-N"),
         ({"zero": 4}, "zero is 4"),
         ({"gpus": 0}, "gpus is 0"),

@@ -136,7 +136,7 @@ WRONG = {
     "model": ({"model": "tigon-dmo"}, "neither a file"),
     "batch": ({"batch": 0}, "--batch is 0"),
     "sequence": ({"seq": 4096}, "max_position_embeddings 2048"),
-    "precision": ({"precision": "fp8"}, "--precision is 'fp8'"),
+    "precision": ({"precision": "fp4"}, "--precision is 'fp4'"),
     "optimizer": ({"optimizer": "adam"}, "--optimizer is 'adam'"),
     "checkpointing": ({"checkpointing": "every-0"}, "--checkpointing is 'every-0'"),
     "zero": ({"zero": 4}, "--zero is 4"),

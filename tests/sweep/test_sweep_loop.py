@@ -169,6 +169,7 @@ def test_record_of_a_gpu_can_be_drawn_on_a_machine_without_one(write_sweep, fake
     assert row["status"] == "ok" and row["keys"]["train.learning_rate"] == 0.5
 
 
+@pytest.mark.charts
 def test_point_on_a_gpu_has_a_prediction_and_a_worker_started_ahead(write_sweep, fake_workers, monkeypatch):
     """The GPU is a name here: the planner needs no more, and the workers do not train."""
     monkeypatch.setenv("TIGON_TEST_GPU", "NVIDIA H200")

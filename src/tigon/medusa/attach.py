@@ -32,8 +32,8 @@ from tigon.models.seams.deferred_logits import version_of
 from tigon.models.seams.head_path import observed_logit_map
 from tigon.models.seams.logits import LogitMap
 from tigon.models.seams.loss import HeadSeam
-from tigon.ops.losses.linear_cross_entropy import PreparedTargets
 from tigon.ops.losses.multi_head import MultiHeadOutput
+from tigon.ops.losses.prepared_targets import PreparedTargets
 
 # B batch, T positions, H hidden, K losses.
 

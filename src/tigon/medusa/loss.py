@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tigon import ops
 from tigon.models.seams.logits import LogitMap
-from tigon.ops.losses.linear_cross_entropy import PreparedTargets
 from tigon.ops.losses.multi_head import MultiHeadOutput
+from tigon.ops.losses.prepared_targets import PreparedTargets
 
 # B batch, T positions, H hidden, V vocabulary, K heads.
 

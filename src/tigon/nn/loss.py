@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tigon import ops
 from tigon.ops.losses.common import LossOutput
 from tigon.ops.losses.cross_entropy import Reduction
-from tigon.ops.losses.linear_cross_entropy import PreparedTargets
+from tigon.ops.losses.prepared_targets import PreparedTargets
 
 # H hidden size, V vocabulary size.
 

@@ -19,8 +19,9 @@ from tigon.ops.logprobs.logprobs import logprobs
 from tigon.ops.logprobs.rows import Logprobs
 from tigon.ops.lora_linear import lora_linear
 from tigon.ops.losses.cross_entropy import cross_entropy
-from tigon.ops.losses.linear_cross_entropy import linear_cross_entropy, prepare_targets
+from tigon.ops.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.losses.multi_head import multi_head_linear_cross_entropy
+from tigon.ops.losses.prepared_targets import prepare_targets
 from tigon.ops.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope
 

@@ -14,14 +14,14 @@ torch.compile and CUDA graphs the host cannot wait, so every row is kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.errors import OptionError, ShapeError
+from tigon.errors import OptionError
 from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
@@ -54,7 +54,8 @@ from tigon.ops.losses.cross_entropy import (
     loss_inputs,
 )
 from tigon.ops.losses.head_adapter import check_adapter, low_rank_hidden
-from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_shifts, check_vector
+from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_vector
+from tigon.ops.losses.prepared_targets import PreparedTargets
 
 # N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary, R rank of an adapter.
 
@@ -65,82 +66,6 @@ _PRODUCT_BYTES = 64 * MIB
 # Reading the count on the host leaves the GPU idle for 0.7 ms (H200, 4096 x 2048 x 50264: the time of the step minus
 # that of its kernels, commit a3809ce). Three products with this many operations take about as long.
 _WORTH_A_WAIT_FLOPS = 5 * 10**11
-
-
-@dataclass(frozen=True)
-class PreparedTargets:
-    """Labels, and the count of those that are not ignored, which may still be running; made by `prepare_targets`."""
-
-    target: Tensor
-    """The labels, any shape."""
-    ignore_index: int = -100
-    shifts: tuple[int, ...] = (0,)
-    positions: Tensor | None = None
-    index_N: Tensor | None = None
-    """Flat positions, those that are not ignored first; None if counting is not possible, so that all rows are kept."""
-    count: Tensor | None = None
-    """0-dim int64 on the host, valid once `event` has passed."""
-    event: torch.cuda.Event | None = None
-
-    def rows(self) -> Tensor | None:
-        """Flat positions of the rows that are not ignored, or None to use all rows because few are ignored."""
-        if self.index_N is None or self.count is None:
-            return None
-        if self.event is not None:
-            self.event.synchronize()
-        count = int(self.count)
-        return worth_gathering(self.index_N[:count], self.target.numel())
-
-
-def prepare_targets(
-    target: Tensor, *, ignore_index: int = -100, shifts: Sequence[int] = (0,), positions: Tensor | None = None
-) -> PreparedTargets:
-    """Start counting the labels that are not ignored, so that `linear_cross_entropy` does not wait for the count.
-
-    Call it before the model's forward and pass the result as the loss's target. The copy to the host then finishes
-    before the loss needs it.
-
-    Args:
-        target: (...), int64 or int32.
-        ignore_index: as in the loss.
-        shifts, positions: as in `multi_head_linear_cross_entropy`, for a target (B, T). The count is then that of the
-            rows that at least one head is scored on.
-
-    Returns:
-        `PreparedTargets`, for this target only.
-
-    Raises:
-        ShapeError: target is not (B, T) although shifts are given; or positions differ from target in shape or device.
-        OptionError: shifts is empty, or a shift is negative.
-    """
-    shifts = check_shifts(shifts)
-    _check_prepared(target, shifts, positions)
-    prepared = PreparedTargets(target, ignore_index, tuple(shifts), positions)
-    if not may_wait(target):
-        return prepared
-    if prepared.shifts == (0,):
-        counts_N = (target != ignore_index).reshape(-1)
-    else:
-        counts_N = common.scored(target, positions, shifts, ignore_index)[1]
-    index_N = torch.argsort((~counts_N).to(torch.uint8), stable=True)
-    count = counts_N.sum()
-    if not target.is_cuda:
-        return replace(prepared, index_N=index_N, count=count)
-    on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
-    on_host.copy_(count, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(target.device))
-    return replace(prepared, index_N=index_N, count=on_host, event=event)
-
-
-def _check_prepared(target: Tensor, shifts: Sequence[int], positions: Tensor | None) -> None:
-    if not shifts or min(shifts) < 0:
-        raise OptionError(f"shifts={list(shifts)}; at least one, and none negative.")
-    if tuple(shifts) != (0,) and target.ndim != 2:
-        raise ShapeError(f"target is {tuple(target.shape)}; to be shifted it must be (B, T).")
-    if positions is not None and positions.shape != target.shape:
-        raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(target.shape)}; they must agree.")
-    common.check_devices(target=target, positions=positions)
 
 
 def _rows_that_count(
@@ -464,8 +389,9 @@ def linear_cross_entropy(
             tensor and adds one rounding per chunk. More than 7 chunks are summed in fp32 anyway, because the error
             would grow. Not available for fp16, where the sums would overflow.
         memory_bytes: the most bytes of logits and of the weight's gradient together, in place of the two options above.
-            The fastest chunks that fit are taken: first the default, then smaller chunks, then bf16 weight gradients
-            of up to 7 chunks summed in bf16. If nothing fits, the smallest are taken. hidden's gradient is not counted.
+            The fastest chunks that fit are taken. The default is the fastest, then smaller chunks, then bf16 weight
+            gradients of up to 7 chunks summed in bf16. If nothing fits, the smallest are taken. hidden's gradient is not
+            counted.
         lora_a, lora_b: (R, H) and (V, R), the adapter's matrices, in any of the four dtypes; both or neither. They are
             cast to the products' dtype; each gradient has its matrix's own dtype.
         scaling: multiplies the adapter's result; PEFT's `lora_alpha / r`.

@@ -33,13 +33,10 @@ from tigon.ops.lm_head import keeps_graph, may_wait, product_dtype, worth_gather
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import default_chunk_bytes
 from tigon.ops.losses.cross_entropy import Reduction, make_target
-from tigon.ops.losses.linear_cross_entropy import (
-    PreparedTargets,
-    _scaled_in_place,
-    linear_cross_entropy_oracle,
-)
+from tigon.ops.losses.linear_cross_entropy import _scaled_in_place, linear_cross_entropy_oracle
 from tigon.ops.losses.multi_head_loop import HeadLayout, LoopCall, WantedGradients, multi_head_loop
 from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_shifts, check_vector
+from tigon.ops.losses.prepared_targets import PreparedTargets
 
 # B batch, T positions, N = B·T tokens, H hidden, V vocabulary, K heads.
 
