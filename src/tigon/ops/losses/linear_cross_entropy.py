@@ -390,8 +390,8 @@ def linear_cross_entropy(
             would grow. Not available for fp16, where the sums would overflow.
         memory_bytes: the most bytes of logits and of the weight's gradient together, in place of the two options above.
             The fastest chunks that fit are taken. The default is the fastest, then smaller chunks, then bf16 weight
-            gradients of up to 7 chunks summed in bf16. If nothing fits, the smallest are taken. hidden's gradient is not
-            counted.
+            gradients of up to 7 chunks summed in bf16. If nothing fits, the smallest are taken. hidden's gradient does
+            not count.
         lora_a, lora_b: (R, H) and (V, R), the adapter's matrices, in any of the four dtypes; both or neither. They are
             cast to the products' dtype; each gradient has its matrix's own dtype.
         scaling: multiplies the adapter's result; PEFT's `lora_alpha / r`.
