@@ -29,7 +29,7 @@ from tigon.medusa.spec import HeadsSpec, Objective
 from tigon.models.patch import unwrap
 from tigon.models.seams.base import Change, PatchedModule, Seam, imitate
 from tigon.models.seams.deferred_logits import version_of
-from tigon.models.seams.head_path import observed_logit_map
+from tigon.models.seams.head_path import observed_logit_map, trunk_of
 from tigon.models.seams.logits import LogitMap
 from tigon.models.seams.loss import HeadSeam
 from tigon.ops.losses.multi_head import MultiHeadOutput
@@ -110,7 +110,7 @@ class HeadedSeam(Seam):
         return hasattr(module, "get_output_embeddings") and hasattr(module, "base_model")
 
     def objection(self, module: Any) -> str | None:
-        if not self.candidate(module) or module.base_model is module:
+        if not self.candidate(module) or trunk_of(module) is module:
             return "it is not a causal language model with a separate trunk"
         if isinstance(getattr(module, NAME, None), nn.Module):
             return "it already has heads; detach them first"
@@ -139,7 +139,7 @@ class HeadedSeam(Seam):
         def train(self: Any, mode: bool = True) -> Any:
             base_train(self, mode)
             if seam.objective.stage == 1:
-                self.base_model.eval()  # frozen: no dropout, no activation checkpoints
+                trunk_of(self).eval()  # frozen: no dropout, no activation checkpoints
             return self
 
         imitate(base_forward, forward)
@@ -204,7 +204,7 @@ def _versions(*values: Any) -> tuple[int, ...]:
 
 def trunk(model: Any, inputs: Mapping[str, Any]) -> Any:
     """Call the model without its head, with those `inputs` that the trunk takes."""
-    return model.base_model(**{name: value for name, value in inputs.items() if name not in _NOT_THE_TRUNKS})
+    return trunk_of(model)(**{name: value for name, value in inputs.items() if name not in _NOT_THE_TRUNKS})
 
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache")

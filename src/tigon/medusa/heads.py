@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tigon.errors import PatchError
 from tigon.medusa.spec import HeadsSpec
+from tigon.models.seams.head_path import trunk_of
 
 # B batch, T positions, H hidden, V vocabulary, K heads.
 
@@ -170,14 +171,14 @@ class MtpHeads(nn.Module):
 
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The repeated layers: the longest list of modules in the model's trunk."""
-    return max((list(module) for module in model.base_model.modules() if isinstance(module, nn.ModuleList)), key=len)
+    return max((list(module) for module in trunk_of(model).modules() if isinstance(module, nn.ModuleList)), key=len)
 
 
 def final_norm(model: Any) -> nn.Module:
     """The norm after the last layer: the last norm in the module that holds the list of layers."""
     layers = decoder_layers(model)
     holder = next(
-        m for m in model.base_model.modules()
+        m for m in trunk_of(model).modules()
         if any(isinstance(c, nn.ModuleList) and list(c)[:1] == layers[:1] for c in m.children())
     )  # fmt: skip
     norms = [child for name, child in holder.named_children() if "norm" in name or name == "ln_f"]

@@ -42,8 +42,17 @@ def observed_logit_map(model: Any) -> LogitMap | str:
         return f"its path from trunk to logits cannot be followed ({type(error).__name__}: {probe.first_line(error)})"
 
 
+def trunk_of(model: Any) -> Any:
+    """The module below the head; the model itself if it has no head.
+
+    Llama 4's `base_model_prefix` names no attribute of its text model, so its `base_model` is the model itself.
+    """
+    trunk = model.base_model
+    return getattr(model, "model", model) if trunk is model else trunk
+
+
 def _observe(model: Any) -> LogitMap:
-    head, trunk = model.get_output_embeddings(), model.base_model
+    head, trunk = model.get_output_embeddings(), trunk_of(model)
     # Small integers, which every dtype represents exactly, because the forward may cast them to the weight's dtype.
     hidden_1TH = torch.arange(2 * head.in_features).remainder(13).sub(6).float().view(1, 2, -1)
     scales: list[float] = []
@@ -56,7 +65,7 @@ def _observe(model: Any) -> LogitMap:
         return TracedLogits(hidden_1TH.new_zeros(()), _no_logits, head, given)
 
     # Some trunks only contain the decoder, and the forward calls the decoder directly (Bart, OPT).
-    trunks = {id(trunk): answer, id(model.get_decoder()): answer}
+    trunks = {id(module): answer for module in (trunk, model.get_decoder()) if module is not model}
     double = _with_forwards(model, {**trunks, id(head): look})
     outputs = type(model).forward(double, input_ids=torch.zeros((1, 2), dtype=torch.long))
     logits = outputs[0] if isinstance(outputs, tuple) else outputs.logits
