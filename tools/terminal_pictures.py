@@ -54,7 +54,8 @@ def screen_of(command: str) -> list[Text]:
             Path(folder, name).symlink_to(ROOT / name)
         child = subprocess.Popen(
             [sys.executable, "-m", *words], cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True,
-            env=os.environ | {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS)},
+            # An empty cache, whose path a picture would show.
+            env=os.environ | {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "XDG_CACHE_HOME": f"{folder}/cache"},
         )  # fmt: skip
         os.close(theirs)
         while piece := _read(ours):
