@@ -7,13 +7,12 @@ The picture has colours for light and for dark pages.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import published, what_fits
+from benchmarks.pages import published, regions, what_fits
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "benchmarks" / "results" / "nvidia-h200" / "study"
@@ -145,13 +144,7 @@ PARTS: Mapping[str, Callable[[], str]] = {"measured": measured, "fits": fits}
 
 def written(text: str) -> str:
     """README.md with the parts between their markers written again."""
-    for name, part in PARTS.items():
-        between = re.compile(rf"(<!-- front: {name} -->\n).*?(<!-- /front: {name} -->)", re.DOTALL)
-        table = part()
-        text, count = between.subn(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)  # type: ignore[misc]
-        if count != 1:
-            raise SystemExit(f"{DOCUMENT} has {count} regions `front: {name}`; it must have one")
-    return text
+    return regions.written(text, "front", PARTS, DOCUMENT)
 
 
 def main() -> None:

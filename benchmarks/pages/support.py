@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import regions
 from tigon.doctor.known_bad import OLDEST, UNTESTED_FROM
 from tigon.kernels.chips import CHIPS
 
@@ -142,13 +143,7 @@ PARTS: Mapping[str, Callable[[], str]] = {"gpus": gpus, "packages": packages, "p
 
 def written(text: str) -> str:
     """The page with its tables written again."""
-    for name, part in PARTS.items():
-        between = re.compile(rf"(<!-- support: {name} -->\n).*?(<!-- /support: {name} -->)", re.DOTALL)
-        table = part()
-        text, count = between.subn(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)  # type: ignore[misc]
-        if count != 1:
-            raise SystemExit(f"{DOCUMENT} has {count} regions `support: {name}`; it must have one")
-    return text
+    return regions.written(text, "support", PARTS, DOCUMENT)
 
 
 def main() -> None:

@@ -13,10 +13,11 @@ import torch
 from helpers import Count
 from tigon import patch
 from tigon.errors import RecipeError
+from tigon.models.trunk import decoder_layers
 from tigon.models.verification.tiny import tiny_model
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, matrix
-from tigon.techniques.layer_checkpointing import STATES, apply, decoder_layers, groups_of, states_of, written
+from tigon.techniques.layer_checkpointing import STATES, apply, groups_of, states_of, written
 from tigon.techniques.mechanisms import dropped_inputs
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo

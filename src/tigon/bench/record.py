@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,10 @@ class RunRecord:
     schema: int = SCHEMA
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """The card, the versions, the commit and the date."""
+def environment(device: torch.device, more_packages: Sequence[str] = ()) -> dict[str, Any]:
+    """The card, the versions of packages, the commit and the date."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *more_packages):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

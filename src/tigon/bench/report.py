@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tigon._install import install_command
@@ -12,7 +13,7 @@ from tigon.errors import BenchError
 
 def report(run: RunRecord, folder: Path) -> None:
     """Write table.md and the charts into `folder`. Raises BenchError without matplotlib or if it cannot be written."""
-    drawn = {folder / f"{name}.svg": svg for name, svg in _draw(run).items()}
+    drawn = {folder / f"{name}.svg": svg for name, svg in drawn_charts(lambda: charts.draw(run)).items()}
     write_files({folder / "table.md": table.section(run) + "\n", **drawn})
     print(f"wrote {folder / 'table.md'} and {len(drawn)} charts")
 
@@ -48,8 +49,8 @@ def into_document(run: RunRecord, path: Path, document: Path) -> None:
     for marker, made in (("overview", table.overview), ("implementations", table.implementations)):
         if f"<!-- {marker} -->" in text:
             new = table.replace_section(new, marker, made(runs))
-    beside = document.parent / _chart_folder(name)
-    drawn = {beside / f"{chart}.svg": svg for chart, svg in _draw(run).items()}
+    beside = document.parent / chart_folder(name)
+    drawn = {beside / f"{chart}.svg": svg for chart, svg in drawn_charts(lambda: charts.draw(run)).items()}
     write_files({**drawn, document: new})
     print(f"wrote the section {name} of {document} and {len(drawn)} charts")
 
@@ -62,20 +63,22 @@ def records_of(document: str, results: Path) -> dict[str, RunRecord]:
 
 def section(run: RunRecord, name: str) -> str:
     """The record's section in the docs: table, all figures, charts. Charts of sweeps are shown, bar charts folded."""
-    images = {chart: f"![{chart}]({_chart_folder(name)}/{chart}.svg)" for chart in charts.chart_names(run)}
+    images = {chart: f"![{chart}]({chart_folder(name)}/{chart}.svg)" for chart in charts.chart_names(run)}
     sweeps = [image for chart, image in images.items() if charts.is_sweep(run, chart)]
     bars = [image for chart, image in images.items() if not charts.is_sweep(run, chart)]
     parts = [table.section(run), *([table.folded("Charts", "\n".join(bars))] if bars else []), *sweeps]
     return "\n\n".join(parts)
 
 
-def _chart_folder(name: str) -> str:
+def chart_folder(name: str) -> str:
+    """Where the charts of a record's section lie, seen from the page."""
     return f"img/benchmarks/{name}"
 
 
-def _draw(run: RunRecord) -> dict[str, str]:
+def drawn_charts(draw: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """`draw()`; raises BenchError if matplotlib is not installed."""
     try:
-        return charts.draw(run)
+        return draw()
     except ModuleNotFoundError as error:
         raise BenchError(
             f"charts need {error.name}, which is not installed; run {install_command('train')}, or draw them on "

@@ -20,7 +20,7 @@ import triton.language as tl
 from tigon.kernels import _device
 from tigon.kernels._launch import launch
 from tigon.kernels._math import INTERPRETED
-from tigon.kernels.glu import INV_SQRT_2PI, SQRT_HALF, TANH_CUBIC, TANH_SCALE
+from tigon.kernels.glu import activation
 
 ROW_BLOCK = 1024
 
@@ -173,18 +173,7 @@ def _unit(g, u, alpha, limit, up_offset, ACTIVATION: tl.constexpr, LIMITED: tl.c
         # a comparison keeps NaN, which tl.minimum would drop
         g = tl.where(g > limit, limit, g)
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
-    if ACTIVATION == "silu":
-        s = tl.sigmoid(alpha * g)
-        f = g * s
-        df = s + f * (1.0 - s) * alpha
-    elif ACTIVATION == "gelu":
-        cdf = 0.5 * (1.0 + tl.math.erf(g * SQRT_HALF))
-        f = g * cdf
-        df = cdf + g * INV_SQRT_2PI * tl.exp(-0.5 * g * g)
-    else:
-        s = tl.sigmoid(TANH_SCALE * (g + TANH_CUBIC * g * g * g))
-        f = g * s
-        df = s + f * (1.0 - s) * TANH_SCALE * (1.0 + 3.0 * TANH_CUBIC * g * g)
+    f, df = activation(g, alpha, ACTIVATION)
     return f, tl.where(dg_cut, df, 0.0), u + up_offset, tl.where(du_cut, 1.0, 0.0)
 
 

@@ -35,12 +35,12 @@ TANH_CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _activation(g, ACTIVATION: tl.constexpr):
-    """f(g) and f'(g); the compiler removes the one that is not used."""
+def activation(g, alpha, ACTIVATION: tl.constexpr):
+    """f(g) and f'(g); the compiler removes the one that is not used. alpha: silu is g · σ(alpha · g)."""
     if ACTIVATION == "silu":
-        s = tl.sigmoid(g)
+        s = tl.sigmoid(alpha * g)
         f = g * s
-        df = s + f * (1.0 - s)
+        df = s + f * (1.0 - s) * alpha
     elif ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.math.erf(g * SQRT_HALF))
         f = g * cdf
@@ -64,7 +64,7 @@ def glu_fwd_kernel(
     mask = (rows < M) & (cols < F)
     g = tl.load(G + rows * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(U + rows * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
-    f, _ = _activation(g, ACTIVATION)
+    f, _ = activation(g, 1.0, ACTIVATION)
     tl.store(Y + rows * F + cols, (f * u).to(Y.dtype.element_ty), mask=mask)
 
 
@@ -79,7 +79,7 @@ def glu_bwd_kernel(
     mask = (rows < M) & (cols < F)
     dy = tl.load(DY + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(G + rows * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
-    f, df = _activation(g, ACTIVATION)
+    f, df = activation(g, 1.0, ACTIVATION)
     if WANT_DG:
         u = tl.load(U + rows * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
         tl.store(DG + rows * stride_dg + cols, (dy * u * df).to(DG.dtype.element_ty), mask=mask)

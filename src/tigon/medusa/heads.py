@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tigon.errors import PatchError
 from tigon.medusa.spec import HeadsSpec
-from tigon.models.seams.head_path import trunk_of
+from tigon.models.trunk import decoder_layers, trunk_of
 
 # B batch, T positions, H hidden, V vocabulary, K heads.
 
@@ -167,11 +167,6 @@ class MtpHeads(nn.Module):
             hidden_BTH = module(hidden_BTH, embedded, layer_inputs)
             outputs.append(hidden_BTH)
         return outputs
-
-
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """The repeated layers: the longest list of modules in the model's trunk."""
-    return max((list(module) for module in trunk_of(model).modules() if isinstance(module, nn.ModuleList)), key=len)
 
 
 def final_norm(model: Any) -> nn.Module:

@@ -11,6 +11,7 @@ from tigon.models.patch import unwrap
 from tigon.models.report import LeftAlone, PatchReport, Replaced
 from tigon.models.seams.base import Change, PatchedModule, instance_objection
 from tigon.models.seams.fp8 import Fp8Seam, fp8_scaling, is_router
+from tigon.models.trunk import decoder_stack
 from tigon.ops.dispatch import check_whole
 from tigon.ops.fp8_linear import check_scaling
 
@@ -69,10 +70,7 @@ def patch_fp8(model: nn.Module, *, scaling: str = "tensorwise", bf16_layers: int
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Path and module of each decoder layer: the longest list of modules, outside a vision tower."""
-    trunk: Any = getattr(model, "base_model", model)
-    trunk = getattr(trunk, "language_model", trunk)
-    stacks = [module for module in trunk.modules() if isinstance(module, nn.ModuleList)]
-    stack = max(stacks, key=len, default=nn.ModuleList())
+    stack = decoder_stack(model)
     path = next((path for path, module in model.named_modules() if module is stack), "")
     return [(f"{path}.{number}", layer) for number, layer in enumerate(stack)]
 

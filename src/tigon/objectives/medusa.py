@@ -15,12 +15,13 @@ from tigon import medusa
 from tigon.data.packing import Sample
 from tigon.errors import RecipeError, UsageError
 from tigon.medusa.attach import NAME, check_fits, scoring
-from tigon.medusa.heads import decoder_layers, make_heads
+from tigon.medusa.heads import make_heads
 from tigon.medusa.record import HeadMetrics
 from tigon.medusa.spec import HeadsSpec, scheduled, shares_head
 from tigon.models.loading.config import build_on_meta
 from tigon.models.loading.presets import PRESETS
 from tigon.models.patch import unwrap
+from tigon.models.trunk import decoder_layers
 from tigon.objectives.base import FinalSave, MetricColumn, MetricRow, MetricSection, Phase, Reduce, Step
 from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
 from tigon.objectives.recipe_checks import heads_refusals

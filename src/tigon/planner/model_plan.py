@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from tigon.errors import PatchError, RecipeError, UsageError
 from tigon.models.fp8 import fp8_options
 from tigon.models.patch import flags_of, unwrap
+from tigon.models.trunk import decoder_layers
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
 from tigon.planner.search.checkpointing import choose
 from tigon.planner.search.option import Option
 from tigon.techniques import SETTINGS
-from tigon.techniques.layer_checkpointing import STATES, apply, decoder_layers, groups_of, is_by_layer, states_of
+from tigon.techniques.layer_checkpointing import STATES, apply, groups_of, is_by_layer, states_of
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tigon.errors import RecipeError
+from tigon.models.trunk import decoder_layers
 from tigon.techniques.checkpointing import enable, replace_function
 from tigon.techniques.mechanisms.dropped_inputs import DroppedInputs
 from tigon.techniques.mechanisms.recompute import recomputed
@@ -67,15 +68,6 @@ def written(states: Iterable[str]) -> str:
     if len(groups) == 1 and groups[0][0] in ("none", "full"):
         return groups[0][0]
     return ",".join(f"{state}:{count}" for state, count in groups)
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: the longest list of modules in the trunk. An objective's modules and a vision tower, which
-    may have more layers, are outside."""
-    trunk = getattr(model, "base_model", model)
-    trunk = getattr(trunk, "language_model", trunk)
-    stacks = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
-    return max(stacks, key=len)
 
 
 def apply(model: Any, states: Sequence[str], recompute: Recompute = recomputed) -> Callable[[], None]:

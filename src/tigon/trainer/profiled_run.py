@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from tigon.data.packing import SampleDataset
+from tigon.models.trunk import decoder_layers
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.profiler.recording.cuda import CudaRecorder
 from tigon.profiler.recording.journal import Journal, Recorder, Recording
@@ -19,7 +20,6 @@ from tigon.profiler.recording.watch import PhaseHooks
 from tigon.profiler.render.op_table import OpRow, op_table
 from tigon.profiler.timeline.assemble import assemble
 from tigon.profiler.timeline.timeline import Timeline
-from tigon.techniques.layer_checkpointing import decoder_layers
 from tigon.trainer import engine, post_training
 from tigon.trainer import trainer as trainers
 from tigon.trainer.checkpoint import nvme_swap

@@ -5,7 +5,6 @@ Times are in milliseconds and memory in bytes. `null` means "not measured", and 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,13 +94,7 @@ class TrainRecord:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """That of the kernel benchmark, with the versions of the packages that only training steps use."""
-    found = records.environment(device)
-    for package in _PACKAGES:
-        try:
-            found["versions"][package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found["versions"][package] = None
-    return found
+    return records.environment(device, _PACKAGES)
 
 
 def is_train_record(path: Path) -> bool:

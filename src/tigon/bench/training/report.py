@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tigon._install import install_command
-from tigon.bench.report import record_name, write_files
+from tigon.bench.report import chart_folder, drawn_charts, record_name, write_files
 from tigon.bench.table import replace_section
 from tigon.bench.training import charts, table
 from tigon.bench.training.record import TrainRecord, load
@@ -14,7 +13,7 @@ from tigon.errors import BenchError
 
 def report(run: TrainRecord, folder: Path) -> None:
     """Write table.md and the charts into `folder`. Raises BenchError without matplotlib or if it cannot be written."""
-    drawn = {folder / f"{name}.svg": svg for name, svg in _draw(run).items()}
+    drawn = {folder / f"{name}.svg": svg for name, svg in drawn_charts(lambda: charts.draw(run)).items()}
     write_files({folder / "table.md": table.section(run) + "\n", **drawn})
     print(f"wrote {folder / 'table.md'} and {len(drawn)} charts")
 
@@ -42,27 +41,13 @@ def into_document(run: TrainRecord, path: Path, document: Path) -> None:
     new = replace_section(text, f"training {name}", section(run, name))
     if "<!-- codes -->" in text:
         new = replace_section(new, "codes", table.codes())
-    beside = document.parent / _chart_folder(name)
-    drawn = {beside / f"{chart}.svg": svg for chart, svg in _draw(run).items()}
+    beside = document.parent / chart_folder(name)
+    drawn = {beside / f"{chart}.svg": svg for chart, svg in drawn_charts(lambda: charts.draw(run)).items()}
     write_files({**drawn, document: new})
     print(f"wrote the section {name} of {document} and {len(drawn)} charts")
 
 
 def section(run: TrainRecord, name: str) -> str:
     """The record's section in the docs: tables, then charts."""
-    images = [f"![{chart}]({_chart_folder(name)}/{chart}.svg)" for chart in charts.chart_names(run)]
+    images = [f"![{chart}]({chart_folder(name)}/{chart}.svg)" for chart in charts.chart_names(run)]
     return "\n\n".join([table.section(run), *images])
-
-
-def _chart_folder(name: str) -> str:
-    return f"img/benchmarks/{name}"
-
-
-def _draw(run: TrainRecord) -> dict[str, str]:
-    try:
-        return charts.draw(run)
-    except ModuleNotFoundError as error:
-        raise BenchError(
-            f"charts need {error.name}, which is not installed; run {install_command('train')}, or draw them on "
-            "another machine with `tigon bench report FILE.json --plot DIR`."
-        ) from None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tigon.models.seams.logits import LogitMap
 from tigon.models.seams.traced_logits import TracedLogits
+from tigon.models.trunk import trunk_of
 from tigon.models.verification import probe
 
 # H hidden.
@@ -40,15 +41,6 @@ def observed_logit_map(model: Any) -> LogitMap | str:
         return str(reason)
     except Exception as error:  # a model's forward may raise anything on the stand-ins; report it
         return f"its path from trunk to logits cannot be followed ({type(error).__name__}: {probe.first_line(error)})"
-
-
-def trunk_of(model: Any) -> Any:
-    """The module below the head; the model itself if it has no head.
-
-    Llama 4's `base_model_prefix` names no attribute of its text model, so its `base_model` is the model itself.
-    """
-    trunk = model.base_model
-    return getattr(model, "model", model) if trunk is model else trunk
 
 
 def _observe(model: Any) -> LogitMap:

@@ -263,10 +263,6 @@ def _chunked_loss(args: Mapping[str, Any]) -> float:
     return flops
 
 
-def _hidden_grad(args: Mapping[str, Any]) -> float:
-    return float(2 * math.prod(args["g"].shape) * args["weight"].shape[1])
-
-
 def _logprobs(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits."""
     return float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0])
@@ -322,7 +318,6 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "aten::addmm": _mm,
     "tigon::fp8_product": _fp8_product,
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
-    "tigon::linear_cross_entropy_hidden_grad": _hidden_grad,
     "tigon::linear_logprobs_fwd": _logprobs,
     "tigon::linear_logprobs_bwd": _logprobs_gradients,
     "tigon::linear_kl_fwd": _divergence,

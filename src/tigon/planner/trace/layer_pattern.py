@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from tigon.models.trunk import decoder_layers
 from tigon.planner.request import build, text_config
 from tigon.planner.trace.tape import unrollable
-from tigon.techniques.layer_checkpointing import decoder_layers
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from tigon.models.fp8 import patch_fp8
 from tigon.models.patch import patch
 from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
+from tigon.models.trunk import decoder_layers
 from tigon.objectives.base import TracedModels
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner.gpus import Gpu
@@ -39,7 +40,6 @@ from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, layer_checkpointing, loss_memory, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
-from tigon.techniques.layer_checkpointing import decoder_layers
 from tigon.techniques.lora import frozen_dtype
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES

@@ -9,7 +9,6 @@ Step times are taken between synchronisations. Reading data, evaluation, saving 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -183,12 +182,7 @@ def _outside_bytes(device: torch.device) -> int | None:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Card, memory, driver, versions, commit and date."""
-    machine = record.environment(device)
-    for package in PACKAGES:
-        try:
-            machine["versions"][package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            machine["versions"][package] = None
+    machine = record.environment(device, PACKAGES)
     gpu = device.type == "cuda"
     machine["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory if gpu else None
     machine["gpus"] = torch.cuda.device_count() if gpu else 0

@@ -60,14 +60,8 @@ def apply_tiled_mlp(
 
 
 class LigerFusedMoEFunction:
-    """Experts with SwiGLU, one after the other over their sorted tokens. The host waits once for the experts' sizes."""
+    """Experts with SwiGLU, by `tigon.experts`."""
 
     @staticmethod
     def apply(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        K = top_k_index.shape[-1]
-        expert, order = top_k_index.reshape(-1).long().sort(stable=True)
-        sizes = torch.bincount(expert, minlength=len(gate_up_proj)).tolist()
-        experts = zip(x[order // K].split(sizes), gate_up_proj, down_proj, strict=True)
-        y = torch.cat([F.linear(ops.swiglu(F.linear(rows, gate_up)), down) for rows, gate_up, down in experts])
-        weighted = y[order.argsort()].unflatten(0, (-1, K)) * top_k_weights.reshape(-1, K, 1)
-        return weighted.sum(1).to(x.dtype)  # type: ignore[no-any-return]
+        return ops.experts(x, top_k_index, top_k_weights, gate_up_proj, down_proj)
