@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import tigon
 from benchmarks import step_record
 from tigon.ops import OPS
-from tigon.ops.fp8 import SCALINGS, fp8_amax, fp8_cast, fp8_product, operand
+from tigon.ops.linear.fp8 import SCALINGS, fp8_amax, fp8_cast, fp8_product, operand
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request

@@ -42,7 +42,7 @@ def documented_late_packages() -> set[str]:
 LEVEL = {room: level for level, entry in enumerate(documented_order()) for room in entry}
 LATE = documented_late_packages()
 # Every package may import these. They import no package of tigon.
-LEAVES = {"errors", "_files", "_install", "_quiet", "units"}
+LEAVES = {"errors", "_files", "_install", "_quiet", "_trunk", "units"}
 MAY_IMPORT_TRANSFORMERS = {
     "cli", "doctor", "models", "techniques", "medusa", "data", "planner", "trainer", "sweep", "bench", "compat",
     "integrations", "trained", "callback",

@@ -72,7 +72,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "from the full logits, with one warning. 31 tuners of PEFT are compared.",
             tests=(
                 f"{_HAZARDS}::test_adapter_on_the_head_counts_in_the_loss_or_is_refused",
-                f"{_HEADS}::test_adapter_on_the_head_is_trained_through_full_logits",
+                f"{_HEADS}::test_adapter_on_the_head_is_trained_and_without_logits_if_it_is_lora",
                 f"{_HEADS}::test_modules_to_save_on_the_head_trains_its_copy_with_the_fused_loss",
                 "integration/test_with_trl.py::test_sft_trainer_still_refuses_an_adapter_on_the_head",
             ),

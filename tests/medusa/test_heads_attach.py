@@ -18,8 +18,8 @@ from tigon.medusa.attach import scoring
 from tigon.medusa.spec import scheduled, shares_head
 from tigon.models import MODELS, patch, unpatch
 from tigon.models.seams.base import PatchedModule
-from tigon.models.seams.head_path import observed_logit_map
-from tigon.models.seams.logits import LogitMap
+from tigon.models.seams.head.head_path import observed_logit_map
+from tigon.models.seams.head.logits import LogitMap
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 transformers = pytest.importorskip("transformers")

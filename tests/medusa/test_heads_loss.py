@@ -248,7 +248,7 @@ def test_frozen_trunk_keeps_no_activations() -> None:
 
 def test_decoder_layers_are_those_of_the_trunk_without_mtp_modules() -> None:
     """More modules than the model has layers: they must not be taken for the model's layers."""
-    from tigon.models.trunk import decoder_layers
+    from tigon._trunk import decoder_layers
 
     model = with_heads(dataclasses.replace(MTP, count=4), STAGES[2])
     assert decoder_layers(model) == list(model.model.layers)

@@ -21,7 +21,7 @@ from tigon import ops
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, DeferredLogits, PatchSpec, Verification, patch, unpatch, verify
 from tigon.models.seams.base import PatchedModule
-from tigon.models.seams.logits import LogitAttributes
+from tigon.models.seams.head.logits import LogitAttributes
 from tigon.models.seams.mlp import GatedMlpSeam
 from tigon.models.seams.norm import LayerNormSeam, NormSeam
 from tigon.models.seams.rope import RopeSeam

@@ -110,7 +110,7 @@ def test_recomputation_gives_the_same_gradients() -> None:
 
 
 def test_projections_of_one_input_share_its_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    fp8_linear = importlib.import_module("tigon.ops.fp8_linear")  # `tigon.ops.fp8_linear` is the function
+    fp8_linear = importlib.import_module("tigon.ops.linear.fp8_linear")  # `tigon.ops.linear.fp8_linear` is the function
     model, casts = llama(layers=1), []
     tigon.patch_fp8(model, bf16_layers=0)
     real = fp8_linear.operand

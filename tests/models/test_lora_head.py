@@ -12,7 +12,7 @@ import transformers
 import tigon
 from helpers import assert_within
 from tigon.models.patch import ALL_FLAGS
-from tigon.models.seams.deferred_logits import DeferredLogits
+from tigon.models.seams.head.deferred_logits import DeferredLogits
 from tigon.ops import linear_cross_entropy
 
 peft = pytest.importorskip("peft")

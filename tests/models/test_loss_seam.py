@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tigon import patch
-from tigon.models.seams.deferred_logits import DeferredLogits, MaterializedLogitsWarning
+from tigon.models.seams.head.deferred_logits import DeferredLogits, MaterializedLogitsWarning
 
 Between = Callable[[Any, Tensor, Callable[..., Tensor]], Tensor]
 """Variants of the code after the head: (logits, labels, ask) -> loss, where ask(logits, labels, **options) is the

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from tigon.models.seams.deferred_logits import MaterializedLogitsWarning
-from tigon.models.seams.traced_logits import UncomputedLogits
+from tigon.models.seams.head.deferred_logits import MaterializedLogitsWarning
+from tigon.models.seams.head.traced_logits import UncomputedLogits
 from tigon.models.table import MODELS
 from tigon.models.verification.tiny import tiny_model
 

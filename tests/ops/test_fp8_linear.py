@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from helpers import relative_error
 from tigon.ops import OPS
-from tigon.ops.fp8 import fp8_amax, fp8_cast
-from tigon.ops.fp8_linear import fp8_linear
+from tigon.ops.linear.fp8 import fp8_amax, fp8_cast
+from tigon.ops.linear.fp8_linear import fp8_linear
 
 RECORD = OPS["fp8_linear"].quantisation_errors
 

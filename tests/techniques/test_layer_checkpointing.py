@@ -12,8 +12,8 @@ import torch
 
 from helpers import Count
 from tigon import patch
+from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
-from tigon.models.trunk import decoder_layers
 from tigon.models.verification.tiny import tiny_model
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, matrix

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon import ops
+from tigon._trunk import decoder_layers, trunk_of
 from tigon.errors import PatchError, UsageError
 from tigon.medusa import loss
 from tigon.medusa.heads import MedusaHeads, MtpHeads, Visit, inside, make_heads
@@ -28,11 +29,10 @@ from tigon.medusa.record import HeadMetrics
 from tigon.medusa.spec import HeadsSpec, Objective
 from tigon.models.patch import unwrap
 from tigon.models.seams.base import Change, PatchedModule, Seam, imitate
-from tigon.models.seams.deferred_logits import version_of
-from tigon.models.seams.head_path import observed_logit_map
-from tigon.models.seams.logits import LogitMap
-from tigon.models.seams.loss import HeadSeam
-from tigon.models.trunk import decoder_layers, trunk_of
+from tigon.models.seams.head.deferred_logits import version_of
+from tigon.models.seams.head.head_path import observed_logit_map
+from tigon.models.seams.head.logits import LogitMap
+from tigon.models.seams.head.loss import HeadSeam
 from tigon.ops.losses.multi_head import MultiHeadOutput
 from tigon.ops.losses.prepared_targets import PreparedTargets
 

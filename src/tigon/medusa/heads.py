@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon._trunk import decoder_layers, trunk_of
 from tigon.errors import PatchError
 from tigon.medusa.spec import HeadsSpec
-from tigon.models.trunk import decoder_layers, trunk_of
 
 # B batch, T positions, H hidden, V vocabulary, K heads.
 

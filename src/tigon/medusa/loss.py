@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon import ops
-from tigon.models.seams.logits import LogitMap
+from tigon.models.seams.head.logits import LogitMap
 from tigon.ops.losses.multi_head import MultiHeadOutput
 from tigon.ops.losses.prepared_targets import PreparedTargets
 

@@ -6,7 +6,7 @@ from tigon.models.fp8 import patch_fp8
 from tigon.models.loading.auto import AutoModelForCausalLM
 from tigon.models.patch import patch, unpatch
 from tigon.models.report import PatchReport
-from tigon.models.seams.deferred_logits import DeferredLogits, MaterializedLogitsWarning
+from tigon.models.seams.head.deferred_logits import DeferredLogits, MaterializedLogitsWarning
 from tigon.models.spec import PatchSpec
 from tigon.models.table import MODELS
 from tigon.models.verification.verify import Check, Verification, verify

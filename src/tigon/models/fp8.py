@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
+from tigon._trunk import decoder_stack
 from tigon.errors import OptionError, PatchError
 from tigon.models.patch import unwrap
 from tigon.models.report import LeftAlone, PatchReport, Replaced
 from tigon.models.seams.base import Change, PatchedModule, instance_objection
 from tigon.models.seams.fp8 import Fp8Seam, fp8_scaling, is_router
-from tigon.models.trunk import decoder_stack
 from tigon.ops.dispatch import check_whole
-from tigon.ops.fp8_linear import check_scaling
+from tigon.ops.linear.fp8_linear import check_scaling
 
 
 def patch_fp8(model: nn.Module, *, scaling: str = "tensorwise", bf16_layers: int = 1) -> PatchReport:

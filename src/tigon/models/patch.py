@@ -24,8 +24,8 @@ from tigon.models.seams.base import (
     replaced_by_package_reason,
     vendor,
 )
-from tigon.models.seams.lora_head import LoraHeadSeam
-from tigon.models.seams.loss import CausalLMSeam, HeadSeam, peel
+from tigon.models.seams.head.lora_head import LoraHeadSeam
+from tigon.models.seams.head.loss import CausalLMSeam, HeadSeam, peel
 from tigon.models.seams.norm import NormSeam
 from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
 from tigon.models.spec import (

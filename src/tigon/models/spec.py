@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.models.seams.base import Seam
 from tigon.models.seams.experts import ExpertsOpSeam
-from tigon.models.seams.logits import LogitAttributes
+from tigon.models.seams.head.logits import LogitAttributes
 from tigon.models.seams.lora import LoraSeam
 from tigon.models.seams.rope import RopeSeam
 

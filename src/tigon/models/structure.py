@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from tigon.models.seams.logits import LogitAttributes
+from tigon.models.seams.head.logits import LogitAttributes
 from tigon.models.seams.mlp import ExpertsSeam, GatedMlpSeam
 from tigon.models.seams.norm import GatedNormSeam, LayerNormSeam, NormSeam
 from tigon.models.seams.rope import RopeSeam
 from tigon.models.spec import PatchSpec
-from tigon.ops.rms_norm import Casting
+from tigon.ops.norms.rms_norm import Casting
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _CASTINGS: tuple[tuple[Casting, float], ...] = (("llama", 0.0), ("fp32", 0.0), ("gemma", 1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tigon.models.seams.logits import LogitAttributes
+from tigon.models.seams.head.logits import LogitAttributes
 from tigon.models.seams.mlp import ExpertsSeam, GatedMlpSeam
 from tigon.models.seams.norm import GatedNormSeam, LayerNormSeam, NormSeam
 from tigon.models.seams.rope import RopeSeam

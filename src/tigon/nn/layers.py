@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tigon import ops
 from tigon.ops.glu import Approximate, alone
-from tigon.ops.rms_norm import Casting
+from tigon.ops.norms.rms_norm import Casting
 
 # H hidden size, F intermediate size.
 

@@ -12,7 +12,7 @@ import torch
 
 from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
-from tigon.models.seams.loss import without_logits
+from tigon.models.seams.head.loss import without_logits
 from tigon.objectives.base import (
     FinalSave,
     FrozenModel,

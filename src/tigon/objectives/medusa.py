@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tigon import medusa
+from tigon._trunk import decoder_layers
 from tigon.data.packing import Sample
 from tigon.errors import RecipeError, UsageError
 from tigon.medusa.attach import NAME, check_fits, scoring
@@ -21,7 +22,6 @@ from tigon.medusa.spec import HeadsSpec, scheduled, shares_head
 from tigon.models.loading.config import build_on_meta
 from tigon.models.loading.presets import PRESETS
 from tigon.models.patch import unwrap
-from tigon.models.trunk import decoder_layers
 from tigon.objectives.base import FinalSave, MetricColumn, MetricRow, MetricSection, Phase, Reduce, Step
 from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
 from tigon.objectives.recipe_checks import heads_refusals

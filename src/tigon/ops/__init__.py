@@ -10,19 +10,19 @@ import pkgutil
 
 from tigon.ops._op import Case, Cost, Op
 from tigon.ops.experts import ExpertUnit, experts
-from tigon.ops.fp8_linear import fp8_linear
 from tigon.ops.glu import geglu, swiglu
-from tigon.ops.layer_norm import layer_norm
+from tigon.ops.linear.fp8_linear import fp8_linear
+from tigon.ops.linear.lora_linear import lora_linear
 from tigon.ops.logprobs.linear_kl import linear_kl
 from tigon.ops.logprobs.linear_logprobs import linear_logprobs
 from tigon.ops.logprobs.logprobs import logprobs
 from tigon.ops.logprobs.rows import Logprobs
-from tigon.ops.lora_linear import lora_linear
 from tigon.ops.losses.cross_entropy import cross_entropy
 from tigon.ops.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.losses.multi_head import multi_head_linear_cross_entropy
 from tigon.ops.losses.prepared_targets import prepare_targets
-from tigon.ops.rms_norm import add_rms_norm, rms_norm
+from tigon.ops.norms.layer_norm import layer_norm
+from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope
 
 # The order of tables and pages. Any other op follows these in alphabetical order.

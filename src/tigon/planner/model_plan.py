@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tigon._trunk import decoder_layers
 from tigon.errors import PatchError, RecipeError, UsageError
 from tigon.models.fp8 import fp8_options
 from tigon.models.patch import flags_of, unwrap
-from tigon.models.trunk import decoder_layers
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space

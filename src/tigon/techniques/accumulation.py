@@ -73,7 +73,7 @@ DECLARATION = Declaration(
         Exclusion(
             when=(_FUSED, Condition("lora_rank", "is at least", 1)),
             reason="adapters are small, and their gradients accumulate in the usual way",
-            instead="train.gradient_accumulation_fusion: false", source="tigon.ops.lora_linear",
+            instead="train.gradient_accumulation_fusion: false", source="tigon.ops.linear.lora_linear",
         ),
     ),
 )  # fmt: skip

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
-from tigon.models.trunk import decoder_layers
 from tigon.techniques.checkpointing import enable, replace_function
 from tigon.techniques.mechanisms.dropped_inputs import DroppedInputs
 from tigon.techniques.mechanisms.recompute import recomputed

@@ -21,7 +21,7 @@ def limit_loss_memory(model: Any, memory_mib: int) -> None:
     """Let the head of a patched model compute its loss within `memory_mib`, on this instance only."""
     for layer in model.get_output_embeddings().modules():
         if isinstance(layer, nn.Linear):
-            vars(layer)["loss_memory_bytes"] = memory_mib * MIB  # read by models/seams/loss.py
+            vars(layer)["loss_memory_bytes"] = memory_mib * MIB  # read by models/seams/head/loss.py
 
 
 def _limit(model: Any, choices: Choices, run_info: RunInfo) -> Any:
@@ -56,7 +56,7 @@ DECLARATION = Declaration(
         Exclusion(
             when=(_LIMITED, Condition("kernels", "is one of", ("none", "no-flce", "liger"))),
             reason="only tigon's linear cross entropy has this limit",
-            instead="model.kernels: tigon, or train.loss_memory_mib: 0", source="models/seams/loss.py",
+            instead="model.kernels: tigon, or train.loss_memory_mib: 0", source="models/seams/head/loss.py",
         ),
     ),
     key_exclusions=(

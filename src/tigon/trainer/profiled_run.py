@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from tigon._trunk import decoder_layers
 from tigon.data.packing import SampleDataset
-from tigon.models.trunk import decoder_layers
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.profiler.recording.cuda import CudaRecorder
 from tigon.profiler.recording.journal import Journal, Recorder, Recording

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from tigon import ops
 from tigon.errors import PatchError
 from tigon.models.seams.base import Change, PatchedModule, Seam, is_dtensor, package_of
-from tigon.models.seams.loss import peel
+from tigon.models.seams.head.loss import peel
 
 # N tokens, H hidden, V vocabulary.
 

@@ -21,7 +21,7 @@ from tigon.errors import PatchError
 from tigon.integrations.trl.forward import restore_forward
 from tigon.integrations.trl.head import FusedHead, LogitForm, TokenStatistics
 from tigon.integrations.trl.overrides import Override
-from tigon.models.seams.head_path import observed_logit_map
+from tigon.models.seams.head.head_path import observed_logit_map
 from tigon.models.seams.rebind import owner_of, rebind
 
 FUNCTIONS = ("selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy")

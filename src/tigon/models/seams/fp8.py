@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tigon import ops
 from tigon.models.seams.base import PatchedModule, Seam, is_dtensor
-from tigon.ops.fp8 import ALIGNMENT
+from tigon.ops.linear.fp8 import ALIGNMENT
 
 # A router's scores decide which experts run, and its product is small.
 _ROUTERS = ("gate", "router", "shared_expert_gate")

@@ -21,7 +21,7 @@ from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.verification import probe
 from tigon.ops import dispatch
-from tigon.ops.rms_norm import Casting
+from tigon.ops.norms.rms_norm import Casting
 
 _NOT_OVER_THE_LAST_DIMENSION = re.compile("Batch|Group|Instance|Conv|2d|2D")
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from tigon.errors import OptionError
 from tigon.models.patch import apply_row
 from tigon.models.report import PatchReport
-from tigon.models.seams.deferred_logits import DeferredLogits
+from tigon.models.seams.head.deferred_logits import DeferredLogits
 from tigon.models.spec import PatchSpec
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.models.trunk import decoder_layers
+from tigon._trunk import decoder_layers
 from tigon.planner.request import build, text_config
 from tigon.planner.trace.tape import unrollable
 

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tigon._trunk import decoder_layers
 from tigon.errors import UsageError
 from tigon.models.fp8 import patch_fp8
 from tigon.models.patch import patch
-from tigon.models.seams.loss import causal_lm_loss
+from tigon.models.seams.head.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
-from tigon.models.trunk import decoder_layers
 from tigon.objectives.base import TracedModels
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner.gpus import Gpu

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tigon.ops.glu import GLU, glu_fwd
-from tigon.ops.norm import norm_fwd, norm_options
-from tigon.ops.rms_norm import AddRMSNorm, RMSNorm
+from tigon.ops.norms.norm import norm_fwd, norm_options
+from tigon.ops.norms.rms_norm import AddRMSNorm, RMSNorm
 
 
 def _glu(node: Any) -> Tensor:

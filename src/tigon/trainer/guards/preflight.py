@@ -18,7 +18,7 @@ import torch
 import tigon
 from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
-from tigon.ops.fp8 import has_fp8
+from tigon.ops.linear.fp8 import has_fp8
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
 from tigon.techniques import matrix

@@ -22,7 +22,7 @@ from tigon import ops
 from tigon.compat.liger.ops import losses
 from tigon.compat.liger.ops.losses import Four, Options
 from tigon.errors import OptionError
-from tigon.ops.rms_norm import Casting
+from tigon.ops.norms.rms_norm import Casting
 
 # In Liger, "none" computes in x's dtype throughout. Here its statistics are fp32, which is more accurate.
 CASTINGS: dict[str | int, Casting] = {

@@ -24,7 +24,7 @@ from tigon.compat.liger.ops.losses import Options
 from tigon.errors import ShapeError
 from tigon.kernels.layout import outer_order
 from tigon.ops.glu import glu_bwd, glu_fwd
-from tigon.ops.norm import NormBackwardOptions, NormOptions, norm_bwd, norm_fwd
+from tigon.ops.norms.norm import NormBackwardOptions, NormOptions, norm_bwd, norm_fwd
 from tigon.ops.rope import RopeLayout, rotate
 
 Mode = str | int

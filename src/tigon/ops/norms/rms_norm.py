@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops import norm
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
+from tigon.ops.norms import norm
 
 Casting = Literal["llama", "gemma", "fp32"]
 # casting -> whether the product with the weight is computed in fp32

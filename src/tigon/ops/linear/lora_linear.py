@@ -9,7 +9,7 @@ products alone:
     forward     y = x Wᵀ + b        h = x Aᵀ           y += s · h Bᵀ
     backward    dx = dy W           g = dy B           dx += s · g A        dA = s · gᵀ x        dB = s · dyᵀ h
 
-With `fp8`, the factors of x Wᵀ and dy W are rounded to FP8, as in `ops/fp8_linear.py`. The adapter's products, and the
+With `fp8`, the factors of x Wᵀ and dy W are rounded to FP8, as in `fp8_linear.py`. The adapter's products, and the
 gradient of a weight that is trained beside its adapter, are not.
 
 There is no kernel: every product is the vendor's. Under torch.compile the op is the formula.
@@ -28,8 +28,8 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import check_dtype, check_number, first_order, planned_device
-from tigon.ops.fp8 import operand
-from tigon.ops.fp8_linear import check_scaling, forward_product, fp8_linear, input_gradient
+from tigon.ops.linear.fp8 import operand
+from tigon.ops.linear.fp8_linear import check_scaling, forward_product, fp8_linear, input_gradient
 from tigon.ops.lm_head import no_autocast, product_dtype, product_into
 
 # N tokens, H input width, F output width, R rank.

@@ -36,10 +36,10 @@ from torch.nn.utils import parametrize
 from tigon import ops
 from tigon.errors import OptionError, PatchError, ShapeError
 from tigon.models.seams.base import PatchedModule, Seam, imitate, is_dtensor
-from tigon.models.seams.deferred_logits import DeferredLogits, LogitsSource, version_of
-from tigon.models.seams.logits import LogitAttributes, LogitMap
-from tigon.models.seams.token_metrics import TokenMetrics
-from tigon.models.seams.traced_logits import TracedLogits, UncomputedLogits
+from tigon.models.seams.head.deferred_logits import DeferredLogits, LogitsSource, version_of
+from tigon.models.seams.head.logits import LogitAttributes, LogitMap
+from tigon.models.seams.head.token_metrics import TokenMetrics
+from tigon.models.seams.head.traced_logits import TracedLogits, UncomputedLogits
 
 # Class names of wrappers that pass the input to a descendant and return its output unchanged: PEFT's `modules_to_save`,
 # and FSDP1.

@@ -2,7 +2,7 @@
 
     y  = Q(x) Q(W)ᵀ + b        dx = Q(dy) Q(Wᵀ)ᵀ        dW = Q(dyᵀ) Q(xᵀ)ᵀ        db = Σ dy
 
-Q rounds a factor to FP8 with scales from its own values (`ops/fp8.py`). The backward is the derivative of the products
+Q rounds a factor to FP8 with scales from its own values (`fp8.py`). The backward is the derivative of the products
 as if Q were the identity. The weight keeps its dtype: it is cast again in each pass, because a second copy of all
 weights would take more memory than the casts take time.
 
@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
-from tigon.ops.fp8 import SCALINGS, Operand, fp8_amax, fp8_product, operand
+from tigon.ops.linear.fp8 import SCALINGS, Operand, fp8_amax, fp8_product, operand
 from tigon.ops.lm_head import no_autocast, product_dtype
 
 # N tokens, H input width, F output width.

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from tigon.models.seams.head.loss import deferred, requested_loss, warn_full_logits, whole
 from tigon.models.seams.lora import LoraSeam, after_dropout, dropped, is_plain_linear, plain_adapter
-from tigon.models.seams.loss import deferred, requested_loss, warn_full_logits, whole
 
 
 @dataclass(frozen=True, kw_only=True)

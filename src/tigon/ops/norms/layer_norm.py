@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops import norm
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
+from tigon.ops.norms import norm
 
 
 class LayerNorm(torch.autograd.Function):

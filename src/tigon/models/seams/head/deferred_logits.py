@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tigon.errors import PatchError
-from tigon.models.seams.logits import LogitMap, Step, map_of
+from tigon.models.seams.head.logits import LogitMap, Step, map_of
 
 
 class MaterializedLogitsWarning(UserWarning):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.models.seams.logits import LogitMap
-from tigon.models.seams.traced_logits import TracedLogits
-from tigon.models.trunk import trunk_of
+from tigon._trunk import trunk_of
+from tigon.models.seams.head.logits import LogitMap
+from tigon.models.seams.head.traced_logits import TracedLogits
 from tigon.models.verification import probe
 
 # H hidden.

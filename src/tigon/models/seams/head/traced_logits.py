@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from tigon.errors import PatchError
-from tigon.models.seams.logits import LogitMap, Step, map_of
+from tigon.models.seams.head.logits import LogitMap, Step, map_of
 
 
 class _Memory:
