@@ -199,18 +199,19 @@ def truth_and_baseline(
 
 
 def _in_another_order(op: Op, inputs: Inputs, upstream: Sequence[Tensor], seed: int) -> Result:
-    """The oracle's result if the products of hidden states and heads sum their terms in another order."""
+    """The oracle's result if the products of hidden states and weights sum their terms in another order."""
     generator = torch.Generator().manual_seed(seed)
+    axes = {"gate_up": -2 if inputs.get("transposed") else -1}  # where the hidden width is not the last axis
     orders: dict[str, Tensor] = {}
-    for group in (("hidden", "weight"), ("teacher_hidden", "teacher_weight")):
+    for group in (("hidden", "weight", "gate_up"), ("teacher_hidden", "teacher_weight")):
         if group[0] in inputs:
             order = torch.randperm(inputs[group[0]].shape[-1], generator=generator).to(inputs[group[0]].device)
             orders |= {name: order for name in group if isinstance(inputs.get(name), Tensor)}
-    moved = {n: t[..., orders[n]] if n in orders else t for n, t in inputs.items()}
+    moved = {n: t.index_select(axes.get(n, -1), orders[n]) if n in orders else t for n, t in inputs.items()}
     result = run(op.oracle, op, with_leaves(op, moved), upstream)
     for name, order in orders.items():
         if (gradient := result.grads[name]) is not None:
-            result.grads[name] = gradient[..., order.argsort()]
+            result.grads[name] = gradient.index_select(axes.get(name, -1), order.argsort())
     return result
 
 
