@@ -507,20 +507,21 @@ EXPERTS = Op(
     make=_make,
     grads=("hidden", "top_k_weights", "gate_up", "down", "gate_up_bias", "down_bias"),
     cases=tuple(
-        # The weights' gradient has two numbers a token; one order of summation may err little on so few by luck.
+        # The weights' gradient has two numbers a token: one order of summation may err little on so few by luck. Cases
+        # with biases stay at few tokens, because Triton's interpreter cuts fp32 off to bf16 and a bias sums all of it.
         dataclasses.replace(case, product_orders=8) if case.small else case
         for case in (
-            Case(id="mixture", shape=(9, 2, 4, 24), options={"inner": 20}),
+            Case(id="mixture", shape=(45, 2, 4, 24), options={"inner": 20}),
             Case(
                 id="gpt-oss", shape=(7, 2, 3, 16),
                 options={"inner": 6, "biased": True, "transposed": True, "unit": GPT_OSS_UNIT, "scale": 5.0},
             ),
-            Case(id="no-tokens-for-some", shape=(24, 2, 6, 16), options={"route": "half"}),
-            Case(id="one-expert-has-all", shape=(10, 1, 3, 16), options={"route": "one"}),
+            Case(id="no-tokens-for-some", shape=(48, 2, 6, 16), options={"route": "half"}),
+            Case(id="one-expert-has-all", shape=(70, 1, 3, 16), options={"route": "one"}),
             Case(id="outside", shape=(9, 2, 3, 16), options={"route": "outside", "biased": True}),
-            Case(id="gelu", shape=(6, 2, 3, 16), options={"unit": ExpertUnit(activation="gelu")}),
+            Case(id="gelu", shape=(42, 2, 3, 16), options={"unit": ExpertUnit(activation="gelu")}),
             Case(
-                id="gelu-tanh", shape=(6, 2, 3, 16),
+                id="gelu-tanh", shape=(42, 2, 3, 16),
                 options={"unit": ExpertUnit(activation="gelu_tanh"), "weights_dtype": torch.float32},
             ),
             Case(id="qwen3-30b", shape=(512, 8, 128, 2048), options={"inner": 768}, small=False),
