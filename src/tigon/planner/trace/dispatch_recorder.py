@@ -253,6 +253,11 @@ def _fp8_product(args: Mapping[str, Any]) -> float:
     return float(2 * math.prod(args["a_MK"].shape) * args["b_NK"].shape[0])
 
 
+def _experts(args: Mapping[str, Any]) -> float:
+    """FLOPs of each slot times its expert's weight, (E, outputs, inputs)."""
+    return float(2 * len(args["order"]) * math.prod(args["weight"].shape[1:]))
+
+
 def _chunked_loss(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits, and of the gradients if the forward computes them."""
     made = 0 if args["keep"] else args["want_hidden"] + args["want_weight"]
@@ -317,6 +322,8 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "aten::bmm": _mm,
     "aten::addmm": _mm,
     "tigon::fp8_product": _fp8_product,
+    "tigon::grouped_product": _experts,
+    "tigon::grouped_weight_gradient": _experts,
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
     "tigon::linear_logprobs_fwd": _logprobs,
     "tigon::linear_logprobs_bwd": _logprobs_gradients,
