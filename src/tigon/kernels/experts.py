@@ -5,7 +5,7 @@ rows of expert e are Offsets[e] to Offsets[e + 1]. Order[m] is the slot of sorte
 0 ... E - 1 lie outside all these ranges, and no kernel reads their rows.
 
     grouped product     y_m = W_e x_m + b_e             x gathered by token, or y scattered to its slot
-    weight gradient     dW_e = Σ_m a_m b_mᵀ             one tile of one expert per program, over the expert's rows
+    weight gradient     dW_e = Σ_m a_m b_mᵀ             one tile of one expert per program, over its sorted rows
     bias gradient       db_e = Σ_m w_m x_m
     combine             y_t = Σ_k w_tk z_tk
 
@@ -53,7 +53,7 @@ def grouped_product_kernel(
 ):  # fmt: skip
     """y of sorted row m, from x of its token (GATHER) or x's row m, to the row of its slot (SCATTER) or to row m.
 
-    An expert's tiles are visited in bands of GROUP row tiles, column by column, so that the programs of one moment share
+    Tiles are visited in bands of GROUP row tiles, column by column, so that the programs of one moment share
     their rows of x and their columns of W in L2.
     """
     experts = tl.arange(0, BLOCK_E)
@@ -93,11 +93,14 @@ def grouped_product_kernel(
 
 @triton.jit
 def grouped_weight_gradient_kernel(
-    A, B, Order, Offsets, DW, P, Q, top_k, stride_a, stride_b, stride_e, stride_p, stride_q,
-    GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_M: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    A, B, Offsets, DW, P, Q, stride_a, stride_b, stride_e, stride_p, stride_q,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dW_e; zero for an expert without rows."""
+    """A tile of dW_e; zero for an expert without rows.
+
+    Both factors are sorted rows. Gathering them here would load an address in each step, and the loads that wait for it
+    would wait for every copy that is on its way: half of the rate.
+    """
     p_tiles, q_tiles = tl.cdiv(P, BLOCK_P), tl.cdiv(Q, BLOCK_Q)
     expert = tl.program_id(0) // (p_tiles * q_tiles)
     p_tile, q_tile = _in_bands(tl.program_id(0) % (p_tiles * q_tiles), p_tiles, q_tiles, GROUP)
@@ -107,18 +110,10 @@ def grouped_weight_gradient_kernel(
     acc = tl.zeros([BLOCK_P, BLOCK_Q], dtype=tl.float32)
     for start in tl.range(tl.load(Offsets + expert), end, BLOCK_M, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_M)
-        inside = rows < end
-        rows_a, rows_b = rows.to(tl.int64), rows.to(tl.int64)
-        if GATHER_A or GATHER_B:
-            tokens = tl.load(Order + rows, mask=inside, other=0).to(tl.int64) // top_k
-            if GATHER_A:
-                rows_a = tokens
-            if GATHER_B:
-                rows_b = tokens
-        a_at = A + rows_a[:, None] * stride_a + ps[None, :]
-        a = tl.load(a_at, mask=inside[:, None] & (ps < P)[None, :], other=0.0)
-        b_at = B + rows_b[:, None] * stride_b + qs[None, :]
-        b = tl.load(b_at, mask=inside[:, None] & (qs < Q)[None, :], other=0.0)
+        inside = (rows < end)[:, None]
+        rows = rows.to(tl.int64)[:, None]
+        a = tl.load(A + rows * stride_a + ps[None, :], mask=inside & (ps < P)[None, :], other=0.0)
+        b = tl.load(B + rows * stride_b + qs[None, :], mask=inside & (qs < Q)[None, :], other=0.0)
         acc = _multiply(tl.trans(a), b, acc)
     at = expert.to(tl.int64) * stride_e + ps.to(tl.int64)[:, None] * stride_p + qs.to(tl.int64)[None, :] * stride_q
     tl.store(DW + at, acc.to(DW.dtype.element_ty), mask=(ps < P)[:, None] & (qs < Q)[None, :])
@@ -261,10 +256,15 @@ def _tile(x):
     """The tile of a product with x."""
     if INTERPRETED.value:
         return Tile(16, 16, 16, warps=4, group=2)
-    # NVIDIA's Turing and AMD's Radeon spill registers with the large tile.
-    if _device.shared_bytes(x.device.index) <= 64 << 10 and _device.lanes() == 32:
+    shared_bytes = _device.shared_bytes(x.device.index)
+    # NVIDIA's Turing and AMD's Radeon spill registers with larger tiles.
+    if shared_bytes <= 64 << 10 and _device.lanes() == 32:
         return Tile(64, 64, 32, warps=8)
-    return Tile(64, 64, 32, warps=4) if x.dtype is torch.float32 else Tile(128, 128, 64, warps=8)
+    if x.dtype is torch.float32:
+        return Tile(64, 64, 32, warps=4)
+    # Three stages of the wide tile take 147 KB. It reads a quarter less per FLOP than the square one: 1.2 to 1.5 times
+    # as fast on an H200.
+    return Tile(128, 256, 64, warps=8) if shared_bytes >= 160 << 10 else Tile(128, 128, 64, warps=8)
 
 
 def _warps(block):
@@ -301,7 +301,7 @@ def grouped_product(x, weight, bias, order, offsets, top_k, gather, scatter):
     return y
 
 
-def grouped_weight_gradient(a, b, order, offsets, weight, top_k, gather_a, gather_b):
+def grouped_weight_gradient(a, b, offsets, weight):
     """Launch the weight gradient, in the shape, strides and dtype of `weight`."""
     a, b, dw = _rows(a), _rows(b), torch.empty_like(weight)
     E, P, Q = dw.shape
@@ -310,10 +310,9 @@ def grouped_weight_gradient(a, b, order, offsets, weight, top_k, gather_a, gathe
         tiles = E * _device.cdiv(P, tile.rows) * _device.cdiv(Q, tile.columns)
         launch(
             grouped_weight_gradient_kernel, (tiles,), a, num_warps=tile.warps,
-            A=a, B=b, Order=order, Offsets=offsets, DW=dw, P=P, Q=Q, top_k=top_k, stride_a=a.stride(0),
-            stride_b=b.stride(0), stride_e=dw.stride(0), stride_p=dw.stride(1), stride_q=dw.stride(2),
-            GATHER_A=gather_a, GATHER_B=gather_b, BLOCK_P=tile.rows, BLOCK_Q=tile.columns, BLOCK_M=tile.steps,
-            GROUP=tile.group, STAGES=tile.stages,
+            A=a, B=b, Offsets=offsets, DW=dw, P=P, Q=Q, stride_a=a.stride(0), stride_b=b.stride(0),
+            stride_e=dw.stride(0), stride_p=dw.stride(1), stride_q=dw.stride(2), BLOCK_P=tile.rows,
+            BLOCK_Q=tile.columns, BLOCK_M=tile.steps, GROUP=tile.group, STAGES=tile.stages,
         )  # fmt: skip
     return dw
 
