@@ -80,7 +80,10 @@ def _memory_table(rows: Sequence[Compared]) -> str:
 
 
 def _summary(rows: Sequence[Compared]) -> str:
-    lines = ["| source | runs | median error of the time, without its sign | smallest | largest |", "|---|--:|--:|--:|--:|"]
+    lines = [
+        "| source | runs | median error of the time, without its sign | smallest | largest |",
+        "|---|--:|--:|--:|--:|",
+    ]
     groups: list[tuple[str, list[Compared]]] = [
         (source.name, [row for row in rows if row.run.source is source]) for source in SOURCES
     ]

@@ -13,6 +13,7 @@ from tigon.planner.cluster.compute import Workload, local_tokens
 from tigon.planner.cluster.division import Division
 from tigon.planner.cluster.shape import BF16
 from tigon.planner.cluster.topology import Cluster
+from tigon.planner.engines.deepspeed_host_memory import pinned
 from tigon.planner.gpus import GIB
 
 FP32 = 4
@@ -24,8 +25,8 @@ MAX_LIVE_BYTES = 2 * 10**9
 """DeepSpeed's stage 3 keeps at most 1e9 elements of gathered weights (stage3_max_live_parameters)."""
 WORKSPACE = 0.4
 """Temporaries of a layer's backward pass, per saved byte of one layer, in the trace of Llama-3.1-8B."""
-FRAGMENTATION = 0.05
-"""Assumed share of memory that the caching allocator cannot reuse."""
+FRAGMENTATION = 0.10
+"""Share of memory that the caching allocator cannot reuse; the traced plans of one node have 5 to 25%."""
 LOSS_BYTES = {True: 2.13, False: 12.0}
 """Bytes of logits per token and word that the loss holds in one chunk, by whether it is fused."""
 LOSS_CHUNK_BYTES = int(1.5 * GIB)
@@ -48,9 +49,13 @@ class Memory:
     def device(self) -> int:
         return sum(self.components.values())
 
+    @property
+    def host(self) -> int:
+        return max(self.host_loading, self.host_training)
+
 
 def stage_numel(work: Workload, division: Division) -> float:
-    """Parameters of one GPU's part before sharding: its layers and, in the largest stage, the embeddings or the head."""
+    """Parameters of one GPU's part before sharding: its layers, and in the largest stage the embeddings or the head."""
     shape, stages = work.shape, division.pipeline
     layers = -(-shape.layers // stages) * shape.layer_numel
     outside = shape.outside_numel if stages == 1 else shape.head_numel
@@ -68,25 +73,43 @@ def shard_ranks(division: Division, cluster: Cluster) -> int:
 def memory_of(work: Workload, division: Division, cluster: Cluster) -> Memory:
     """The memory of the fullest GPU, and of a host."""
     parts = _states(work, division, cluster)
-    held = {name: 0.0 if division.offload and name in _offloaded(division) else size for name, size in parts.items()}
-    activations, logits = _activations(work, division), _logits(work, division)
-    update = FP32 * stage_numel(work, division) / shard_ranks(division, cluster)
-    if division.engine != "DeepSpeed" or work.states != "amp-bf16" or division.offload:
-        update = 0.0  # only DeepSpeed's step converts all of its gradients first
-    gathered = _gathered(work, division)
-    passes = activations + logits + gathered
+    offloaded = _offloaded(division) if division.offload else ()
+    held = {name: 0.0 if name in offloaded else size for name, size in parts.items()}
+    held["gradients"] += _whole_gradients(work, division)
+    activations, gathered = _activations(work, division), _gathered(work, division)
+    # The loss ends before the backward pass of the layers begins, so its logits use the memory of their temporaries.
+    logits = max(_logits(work, division) - _temporaries(work, division), 0.0)
+    # Gradients that the only backward pass allocates take the place of the activations that it frees.
+    held["gradients"] = max(held["gradients"] - min(_growing(held["gradients"], division), activations), 0.0)
     held["weights"] += gathered
-    held["optimizer"] += max(update - passes, 0.0)
+    held["optimizer"] += max(_update(work, division, cluster) - activations - logits - gathered, 0.0)
     held |= {"activations": activations, "logits": logits}
     gpu = cluster.gpu
     outside = gpu.context_bytes + gpu.group_bytes + (gpu.deepspeed_bytes if division.engine == "DeepSpeed" else 0)
     components = {name: int(size) for name, size in held.items()}
     components["outside"] = int(outside + gpu.cublas_workspace_bytes + FRAGMENTATION * sum(held.values()))
-    offloaded = sum(parts[name] for name in _offloaded(division)) if division.offload else 0.0
     return Memory(
-        components=components, host_training=int(cluster.gpus_per_node * offloaded),
-        host_loading=_host_loading(work, division, cluster),
+        components=components, host_loading=_host_loading(work, division, cluster),
+        host_training=int(cluster.gpus_per_node * _host_states(work, division, cluster, parts)),
     )  # fmt: skip
+
+
+def _growing(gradients: float, division: Division) -> float:
+    """The bytes of gradients that appear during the backward pass, and not before it."""
+    if division.accumulate > 1 or division.pipeline > 1 or division.sharding == "gradients":
+        return 0.0
+    if division.sharding == "none":
+        return gradients / 2  # DDP's buckets exist from the start
+    if division.sharding == "weights" and division.engine == "DeepSpeed":
+        return 0.0
+    return gradients
+
+
+def _update(work: Workload, division: Division, cluster: Cluster) -> float:
+    """Temporaries of the step. With fp32 states, DeepSpeed first converts all gradients of this GPU's part."""
+    if division.engine != "DeepSpeed" or work.states != "amp-bf16" or division.offload:
+        return 0.0
+    return FP32 * stage_numel(work, division) / shard_ranks(division, cluster)
 
 
 def _states(work: Workload, division: Division, cluster: Cluster) -> dict[str, float]:
@@ -98,19 +121,19 @@ def _states(work: Workload, division: Division, cluster: Cluster) -> dict[str, f
         copies = BF16 if work.states == "amp-bf16" else 0
         return {"weights": (master + copies) * numel, "gradients": 2 * master * numel, "optimizer": moments * numel}
     if division.sharding == "weights" and division.engine == "PyTorch":
-        whole = _whole_gradient_bytes(work, division) * numel
-        return {
-            "weights": master * numel / ranks, "gradients": master * numel / ranks + whole,
-            "optimizer": moments * numel / ranks,
-        }  # fmt: skip
+        # Shards of gradients take the place of the whole gradients that they were reduced from.
+        shards = 0.0 if _whole_gradients(work, division) and not division.offload else master * numel / ranks
+        return {"weights": master * numel / ranks, "gradients": shards, "optimizer": moments * numel / ranks}
     weights = BF16 * numel / (ranks if division.sharding == "weights" else 1)
     gradients = (FP32 if division.pipeline > 1 else BF16) * numel / (1 if division.sharding == "optimizer" else ranks)
     return {"weights": weights, "gradients": gradients, "optimizer": (master + moments) * numel / ranks}
 
 
-def _whole_gradient_bytes(work: Workload, division: Division) -> int:
-    """Bytes per parameter of gradients that FSDP2 keeps whole until the last micro-batch reduces them."""
-    return BF16 if division.accumulate > 1 and not work.reduces_each else 0
+def _whole_gradients(work: Workload, division: Division) -> float:
+    """Bytes of the gradients that FSDP2 keeps whole until the last micro-batch reduces them."""
+    if division.sharding != "weights" or division.engine != "PyTorch" or work.reduces_each:
+        return 0.0
+    return BF16 * stage_numel(work, division) if division.accumulate > 1 else 0.0
 
 
 def _gathered(work: Workload, division: Division) -> float:
@@ -133,12 +156,15 @@ def _activations(work: Workload, division: Division) -> float:
     shape, kept = work.shape, division.kept
     tokens = local_tokens(work, division) / division.tensor
     layers = -(-shape.layers // division.pipeline)
-    one = work.kernels.saved * shape.saved_bytes() * tokens
-    per_layer = kept.kept_bytes(shape) * tokens
-    if division.checkpointing == "none":
-        per_layer *= work.kernels.saved
-    repeated = one if kept.others else 0.0
-    return per_layer * layers * in_flight(division) + repeated + WORKSPACE * one
+    per_layer = kept.kept_bytes(shape) * tokens * (work.kernels.saved if division.checkpointing == "none" else 1.0)
+    return per_layer * layers * in_flight(division) + _temporaries(work, division)
+
+
+def _temporaries(work: Workload, division: Division) -> float:
+    """What the backward pass of one layer needs: the tensors that are computed again, and gradients of tensors."""
+    tokens = local_tokens(work, division) / division.tensor
+    one = work.kernels.saved * work.shape.saved_bytes() * tokens
+    return one * (WORKSPACE + (1.0 if division.kept.others else 0.0))
 
 
 def in_flight(division: Division) -> float:
@@ -165,6 +191,19 @@ def _offloaded(division: Division) -> tuple[str, ...]:
     if division.sharding == "weights":
         return ("weights", "gradients", "optimizer")
     return ("gradients", "optimizer")
+
+
+def _host_states(work: Workload, division: Division, cluster: Cluster, parts: Mapping[str, float]) -> float:
+    """One process's bytes of host memory for offloaded states. DeepSpeed pins buffers, which are powers of two."""
+    if not division.offload:
+        return 0.0
+    if division.engine == "PyTorch":
+        return sum(parts[name] for name in _offloaded(division))
+    numel = int(stage_numel(work, division) / shard_ranks(division, cluster))
+    master, moments = _MASTER[work.states] * numel, _MOMENTS[work.states] * numel
+    if division.sharding == "gradients":
+        return moments + 2 * pinned(master) + pinned(BF16 * numel)
+    return moments + master + pinned(master) + 2 * pinned(BF16 * numel) + BF16 * numel
 
 
 def _host_loading(work: Workload, division: Division, cluster: Cluster) -> int:

@@ -42,7 +42,7 @@ class ClusterPlan:
     work: Workload
     cluster: Cluster
     host_bytes: int | None
-    """Memory of each host that offloaded states may use; None for any amount."""
+    """Memory of each host that loading and offloaded states may use; None for any amount."""
     divisions: tuple[PlannedDivision, ...]
 
 
@@ -71,7 +71,7 @@ def planned_division(
     memory, time = memory_of(work, division, cluster), step_time(work, division, cluster)
     fits = memory.device <= (1 - HEADROOM) * cluster.gpu.memory_bytes
     if host_bytes is not None:
-        fits = fits and memory.host_training <= host_bytes
+        fits = fits and memory.host <= host_bytes
     flops_s = model_flops(work) / time.seconds
     return PlannedDivision(
         division=division, memory=memory, time=time, tokens_per_s=work.tokens / time.seconds,

@@ -21,8 +21,8 @@ ENGINE_CALLS = {"DDP": 0, "FSDP2": 130, "ZeRO": 180, "ZeRO-3": 680}
 """Host time per weight and step of each engine, as a number of operators (planner/engines)."""
 _WEIGHTS_PER_LAYER = 9
 UPDATE_BYTES = {"amp-bf16": 42, "bf16": 20}
-"""Bytes that clipping and AdamW move per parameter: clipping reads the gradient twice and writes it once, AdamW reads it
-and reads and writes weight and moments. With fp32 weights it also writes a 16-bit copy."""
+"""Bytes that clipping and AdamW move per parameter. Clipping reads the gradient twice and writes it once. AdamW reads
+it, and reads and writes weight and moments. With fp32 weights it also writes a 16-bit copy."""
 
 
 @dataclass(frozen=True, kw_only=True)

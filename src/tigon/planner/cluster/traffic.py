@@ -103,13 +103,14 @@ def activation_transfers(work: Workload, division: Division, cluster: Cluster) -
     if division.tensor > 1:
         # two blocks per layer: gathered before, reduced after, in each pass
         group = cluster.group(division.tensor)
-        for collective in ("all-gather", "reduce-scatter"):
-            found.append(
-                Transfer(
-                    what="activations (TP)", collective=collective, nbytes=BF16 * tokens * shape.hidden,  # type: ignore[arg-type]
-                    count=(4 + repeated) * layers, group=group,
-                )
-            )  # fmt: skip
+        both: tuple[Collective, ...] = ("all-gather", "reduce-scatter")
+        found += [
+            Transfer(
+                what="activations (TP)", collective=collective, nbytes=BF16 * tokens * shape.hidden,
+                count=(4 + repeated) * layers, group=group,
+            )
+            for collective in both
+        ]  # fmt: skip
     if division.sequence > 1:
         group = cluster.group(division.sequence, inner=division.tensor)
         # queries, keys and values to the GPUs of their heads, and attention's output back
@@ -121,8 +122,8 @@ def activation_transfers(work: Workload, division: Division, cluster: Cluster) -
             )
         )  # fmt: skip
     if division.pipeline > 1:
-        inner = division.gpus // division.pipeline
-        group = Group(1, 2) if inner >= cluster.gpus_per_node else Group(2, 1)
+        # Where stages are on several nodes, the slowest pair of neighbours is on two.
+        group = Group(1, 2) if division.gpus > cluster.gpus_per_node else Group(2, 1)
         found.append(
             Transfer(
                 what="activations (PP)", collective="send", nbytes=BF16 * tokens * shape.hidden / division.tensor,
