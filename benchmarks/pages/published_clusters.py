@@ -85,16 +85,16 @@ def llama(preset: str) -> ModelShape:
     config = PRESETS[preset]
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelShape(
-        name=preset, layers=config["num_hidden_layers"], hidden=hidden, ffn=config["intermediate_size"], heads=heads,
-        kv_heads=config["num_key_value_heads"], head_width=hidden // heads, vocab=config["vocab_size"],
-        other_layer_numel=2 * hidden, other_numel=hidden,
+        name=preset, layers=config["num_hidden_layers"], hidden=hidden, ffn=config["intermediate_size"],
+        query_heads=heads, kv_heads=config["num_key_value_heads"], head_width=hidden // heads,
+        vocab=config["vocab_size"], other_layer_numel=2 * hidden, other_numel=hidden,
     )  # fmt: skip
 
 
 def gpt(name: str, *, layers: int, hidden: int, heads: int, vocab: int = 51200, dropout: bool = True) -> ModelShape:
     """A GPT: an MLP of four times the width without a gate, and a tied head."""
     return ModelShape(
-        name=name, layers=layers, hidden=hidden, ffn=4 * hidden, heads=heads, kv_heads=heads,
+        name=name, layers=layers, hidden=hidden, ffn=4 * hidden, query_heads=heads, kv_heads=heads,
         head_width=hidden // heads, vocab=vocab, gated=False, tied=True, dropout=dropout,
         other_numel=2048 * hidden, other_layer_numel=13 * hidden,
     )  # fmt: skip

@@ -101,7 +101,7 @@ def layer_time(work: Workload, division: Division, gpu: Gpu) -> LayerTime:
     forward_moved, backward_moved = kernels.forward * saved, kernels.backward * saved + _casts(work, tokens)
     repeated_moved = kept.others * forward_moved
     if not work.flash:
-        scores = tokens * shape.heads * work.seq
+        scores = tokens * shape.query_heads * work.seq
         forward_moved += 0.4 * SCORE_MOVED * scores
         backward_moved += 0.6 * SCORE_MOVED * scores
         repeated_moved += SCORE_REPEATED * scores if kept.attention else 0.0

@@ -20,7 +20,8 @@ FP32 = 4
 STATES = ("amp-bf16", "bf16")
 """Formats of weights and states: fp32 with 16-bit products, or 16 bits throughout."""
 _MOMENTS = {"amp-bf16": 8, "bf16": 4}
-_MASTER = {"amp-bf16": 4, "bf16": 2}
+MASTER_ITEMSIZE = {"amp-bf16": 4, "bf16": 2}
+"""Bytes of an element of the weights that the optimizer updates."""
 MAX_LIVE_BYTES = 2 * 10**9
 """DeepSpeed's stage 3 keeps at most 1e9 elements of gathered weights (stage3_max_live_parameters)."""
 WORKSPACE = 0.4
@@ -115,7 +116,7 @@ def _update(work: Workload, division: Division, cluster: Cluster) -> float:
 def _states(work: Workload, division: Division, cluster: Cluster) -> dict[str, float]:
     """Bytes of one GPU's weights, gradients and optimizer states before offload."""
     numel, ranks = stage_numel(work, division), shard_ranks(division, cluster)
-    master, moments = _MASTER[work.states], _MOMENTS[work.states]
+    master, moments = MASTER_ITEMSIZE[work.states], _MOMENTS[work.states]
     if division.sharding == "none":
         # autocast keeps the 16-bit copies until the backward pass ends, and DDP's buckets are a second copy
         copies = BF16 if work.states == "amp-bf16" else 0
@@ -200,7 +201,7 @@ def _host_states(work: Workload, division: Division, cluster: Cluster, parts: Ma
     if division.engine == "PyTorch":
         return sum(parts[name] for name in _offloaded(division))
     numel = int(stage_numel(work, division) / shard_ranks(division, cluster))
-    master, moments = _MASTER[work.states] * numel, _MOMENTS[work.states] * numel
+    master, moments = MASTER_ITEMSIZE[work.states] * numel, _MOMENTS[work.states] * numel
     if division.sharding == "gradients":
         return moments + 2 * pinned(master) + pinned(BF16 * numel)
     return moments + master + pinned(master) + 2 * pinned(BF16 * numel) + BF16 * numel
@@ -216,5 +217,5 @@ def _host_loading(work: Workload, division: Division, cluster: Cluster) -> int:
     if not division.runs:
         part = stage_numel(work, division) * min(division.tensor, cluster.gpus_per_node)
         return int(BF16 * part)
-    itemsize = _MASTER[work.states] if division.engine == "PyTorch" else BF16
+    itemsize = MASTER_ITEMSIZE[work.states] if division.engine == "PyTorch" else BF16
     return cluster.gpus_per_node * numel * itemsize

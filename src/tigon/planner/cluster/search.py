@@ -59,9 +59,10 @@ def plan_cluster(work: Workload, cluster: Cluster, *, host_bytes: int | None = N
     )
 
 
-def _rank(planned: PlannedDivision) -> tuple[bool, float]:
-    """Those that fit by time; the others by how much memory they need."""
-    return not planned.fits, planned.time.seconds if planned.fits else planned.memory.device
+def _rank(planned: PlannedDivision) -> tuple[bool, float, float]:
+    """Those that fit by time, and of equally fast ones the one with less memory; the others by memory."""
+    seconds, device = round(planned.time.seconds, 3), planned.memory.device
+    return (False, seconds, device) if planned.fits else (True, device, seconds)
 
 
 def planned_division(
@@ -111,7 +112,7 @@ def _families(shape: ModelShape, cluster: Cluster) -> Iterator[Division]:
         sharding = "weights" if pipeline == 1 else "optimizer"
         yield Division(sharding=sharding, data=gpus // (tensor * pipeline), tensor=tensor, pipeline=pipeline)
     for sequence in _sizes(MOST_SEQUENCE, cluster.gpus_per_node):
-        if sequence > 1 and shape.heads % sequence == 0:
+        if sequence > 1 and shape.query_heads % sequence == 0:
             yield Division(sharding="weights", data=gpus // sequence, sequence=sequence)
 
 

@@ -20,7 +20,7 @@ class ModelShape:
     layers: int
     hidden: int
     ffn: int
-    heads: int
+    query_heads: int
     kv_heads: int
     head_width: int
     vocab: int
@@ -38,7 +38,7 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        return self.heads * self.head_width
+        return self.query_heads * self.head_width
 
     @property
     def kv_width(self) -> int:
@@ -76,7 +76,7 @@ class ModelShape:
         elements = 4 * self.hidden + 2 * self.attention_width + 2 * self.kv_width + (3 if self.gated else 2) * self.ffn
         if self.qk_norm:
             elements += self.attention_width + self.kv_width
-        return BF16 * elements + 4 * self.heads + (2 * self.hidden if self.dropout else 0)
+        return BF16 * elements + 4 * self.query_heads + (2 * self.hidden if self.dropout else 0)
 
 
 def shape_of(request: Request) -> ModelShape:
@@ -91,11 +91,11 @@ def shape_of(request: Request) -> ModelShape:
         raise UsageError(f"--nodes plans dense models, and {request.model} has experts; plan one node without --nodes.")
     layer = [weight for weight in weights if weight.layer == 0]
     outside = [weight for weight in weights if weight.layer is None]
-    heads = config.num_attention_heads
+    queries = config.num_attention_heads
     shape = ModelShape(
         name=request.model, layers=config.num_hidden_layers, hidden=config.hidden_size, ffn=config.intermediate_size,
-        heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_width=getattr(config, "head_dim", None) or config.hidden_size // heads, vocab=config.vocab_size,
+        query_heads=queries, kv_heads=getattr(config, "num_key_value_heads", None) or queries,
+        head_width=getattr(config, "head_dim", None) or config.hidden_size // queries, vocab=config.vocab_size,
         gated=sum(len(w.shape) == 2 and config.intermediate_size in w.shape for w in layer) != 2 or _packed(layer),
         tied=bool(config.tie_word_embeddings), qk_norm=any("q_norm" in weight.name for weight in layer),
         other_layer_numel=sum(weight.numel for weight in layer if len(weight.shape) < 2),

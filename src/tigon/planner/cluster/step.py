@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from tigon.planner.cluster.compute import LayerTime, Workload, layer_time
 from tigon.planner.cluster.division import Division
-from tigon.planner.cluster.memory import shard_ranks, stage_numel
+from tigon.planner.cluster.memory import MASTER_ITEMSIZE, shard_ranks, stage_numel
+from tigon.planner.cluster.shape import BF16
 from tigon.planner.cluster.topology import Cluster
 from tigon.planner.cluster.traffic import Transfer, activation_transfers, data_transfers, gradient_reductions
 from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S
@@ -109,6 +110,8 @@ def _update_s(work: Workload, division: Division, cluster: Cluster) -> float:
     numel = stage_numel(work, division) / ranks
     if not division.offload:
         return numel * UPDATE_BYTES[work.states] / (gpu.copy_bytes_s * COPY_SHARE)
-    # Gradients go out and weights come in. With weights on the host, every pass reads them too.
-    passes = 2 * division.accumulate if division.sharding == "weights" else 0
-    return (4 + 2 * passes) * numel / gpu.link_bytes_s + 28 * numel / HOST_BYTES_S
+    # Gradients go out and weights come in. With weights on the host, every pass reads them too. FSDP2 copies its shards
+    # in their own format, DeepSpeed 16-bit ones.
+    copies = 2 + (2 * division.accumulate if division.sharding == "weights" else 0)
+    itemsize = MASTER_ITEMSIZE[work.states] if division.engine == "PyTorch" else BF16
+    return copies * itemsize * numel / gpu.link_bytes_s + 28 * numel / HOST_BYTES_S

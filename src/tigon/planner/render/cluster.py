@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-ARITHMETIC_ONLY = "not by tigon"
-"""The mark of divisions that `tigon train` does not run."""
+RUN_BY = {True: "tigon", False: "others"}
+"""The mark of a division by whether `tigon train` runs it."""
 _SHOWN_OTHERS = 8
 
 
@@ -85,13 +85,13 @@ def _table(rows: list[PlannedDivision], cluster: Cluster) -> Table:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("#", "division", "trained by", "batch", "checkpointing", "GPU GiB", "host GiB", "step", "tokens/s",
-                  "MFU", "GB/step", "over links"):  # fmt: skip
-        table.add_column(title, justify="left" if title in ("division", "trained by", "checkpointing") else "right")
+    for title in ("#", "division", "run by", "batch", "checkpointing", "GPU GiB", "host GiB", "step", "tokens/s",
+                  "MFU", "GB moved", "on links"):  # fmt: skip
+        table.add_column(title, justify="left" if title in ("division", "run by", "checkpointing") else "right")
     for number, one in enumerate(rows, 1):
         division, moved = one.division, traffic(one, cluster)
         table.add_row(
-            str(number), division.family, "tigon" if division.runs else ARITHMETIC_ONLY,
+            str(number), division.family, RUN_BY[division.runs],
             f"{division.micro_batch} x {division.accumulate}", division.checkpointing,
             f"{one.memory.device / GIB:.1f}", f"{one.memory.host / GIB:,.0f}", _seconds(one.time.seconds),
             f"{one.tokens_per_s:,.0f}", f"{one.mfu:.0%}", _gigabytes(sum(row["received_bytes"] for row in moved)),
@@ -117,13 +117,13 @@ def _details(one: PlannedDivision, cluster: Cluster, console: Console) -> None:
 def _notes(plan: ClusterPlan, fitting: list[PlannedDivision], console: Console) -> None:
     found = [
         "Arithmetic, not measured. docs/cluster-plans.md compares it with published runs.",
-        f"{ARITHMETIC_ONLY}: the plan shows what such a division would take; `tigon train` does not run it.",
-        "batch: samples per micro-batch and replica x micro-batches per step. host GiB: the larger of reading a "
-        "checkpoint and keeping offloaded states, per node.",
+        "run by others: `tigon train` does not run this division. The plan shows what it would take.",
+        "batch: samples of a replica's micro-batch x micro-batches per step. host GiB: per node, while a checkpoint is "
+        "read or for offloaded states. GB moved: received by a GPU per step; on links: from other nodes.",
     ]
     first = next((one for one in fitting if one.division.runs), None)
     if first is not None:
-        found.append(f"The fastest that tigon trains: {first.division.family} ({_recipe(first)}).")
+        found.append(f"The fastest that tigon runs: {first.division.family} ({_recipe(first)}).")
     for note in found:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
