@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.pages.published_clusters import RUNS, SOURCES, PublishedRun, Source
+from benchmarks.pages.published_clusters import RUNS, SOURCES, PublishedRun
 from benchmarks.pages.regions import written
 from tigon.planner.cluster.search import PlannedDivision, planned_division
 from tigon.planner.gpus import GIB
@@ -79,6 +79,17 @@ def _memory_table(rows: Sequence[Compared]) -> str:
     return "\n".join(lines)
 
 
+def _not_fitting(rows: Sequence[Compared]) -> str:
+    """The published runs that the plan would call too large for their GPUs."""
+    lines = [
+        f"- {row.run.source.name}, {row.run.name}: {row.planned.memory.device / GIB:.0f} of "
+        f"{row.run.cluster.gpu.memory_bytes / GIB:.0f} GiB"
+        for row in rows
+        if not row.planned.fits
+    ]
+    return "\n".join([f"The plan calls {len(lines)} of the {len(rows)} runs too large, although they ran:", "", *lines])
+
+
 def _summary(rows: Sequence[Compared]) -> str:
     lines = [
         "| source | runs | median error of the time, without its sign | smallest | largest |",
@@ -101,11 +112,12 @@ def _sources() -> str:
 
 
 def _assumptions(rows: Sequence[Compared]) -> str:
-    """Each assumption once, by source, with the number of its runs."""
+    """Each assumption once, by source, with the number of its runs if it is not for all of them."""
     lines = []
     for source in SOURCES:
         members = [row.run for row in rows if row.run.source is source]
-        lines += [f"- {source.name}: {sentence}{_of(count, members, source)}" for sentence, count in _counted(members)]
+        counted = " ".join(f"{sentence[:-1]}{_of(count, members)}." for sentence, count in _counted(members))
+        lines.append(f"- **{source.name}.** {counted}")
     return "\n".join(lines)
 
 
@@ -114,15 +126,15 @@ def _counted(runs: Sequence[PublishedRun]) -> list[tuple[str, int]]:
     return [(sentence, sentences.count(sentence)) for sentence in dict.fromkeys(sentences)]
 
 
-def _of(count: int, runs: Sequence[PublishedRun], source: Source) -> str:
+def _of(count: int, runs: Sequence[PublishedRun]) -> str:
     return "" if count == len(runs) else f" ({count} of {len(runs)} runs)"
 
 
 def parts(rows: Sequence[Compared]) -> dict[str, str]:
     """The generated regions of the page."""
     return {
-        "summary": _summary(rows), "times": _time_table(rows), "memory": _memory_table(rows), "sources": _sources(),
-        "assumptions": _assumptions(rows),
+        "summary": _summary(rows), "times": _time_table(rows), "memory": _memory_table(rows),
+        "not fitting": _not_fitting(rows), "sources": _sources(), "assumptions": _assumptions(rows),
     }  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def _titan_405b(schedule: str, chunks: int, value: float, memory_gib: float) -> 
         cluster=on(HBM2E_H100, 512, "400Gb"), metric="tokens/s per GPU", value=value, memory_gib=memory_gib,
         assumed=(
             "8,192 tokens per sample.", "Micro-batches of one sample.", "Gradients are reduced in fp32.",
-            f"{chunks} group(s) of layers per stage.", "AsyncTP hides nothing.",
+            "AsyncTP hides nothing.", *((f"Interleaved: {chunks} groups of layers per stage.",) if chunks > 1 else ()),
         ),
     )  # fmt: skip
 
@@ -211,8 +211,10 @@ def _megatron(shape: ModelShape, *, gpus: int, tensor: int, pipeline: int, sampl
         cluster=on(_A100, gpus, _SELENE), metric="seconds per step",
         value=_paper_flops(shape, samples, 2048) / (gpus * tflops * 1e12),
         assumed=(
-            f"The seconds follow from the table's {tflops:g} TFLOP/s per GPU and the paper's equation 3.",
-            f"{chunks} group(s) of layers per stage.", f"Micro-batches of {micro_batch}.",
+            "The seconds follow from the table's TFLOP/s per GPU and the paper's equation 3.",
+            "Layers with fused operators, as tigon's.",
+            *((f"Interleaved: {chunks} groups of layers per stage.",) if chunks > 1 else ()),
+            f"Micro-batches of {micro_batch} sample{'s' if micro_batch > 1 else ''}.",
         ),
     )  # fmt: skip
 
@@ -240,6 +242,7 @@ def _recomputation(shape: ModelShape, *, pipeline: int, chunks: int, samples: in
                 micro_batch=micro_batch, accumulate=samples // micro_batch,
             ),
             cluster=on(_A100, gpus, _SELENE), metric="seconds per step", value=value,
+            assumed=("Layers with fused operators, as tigon's.", "200 Gb/s per GPU between nodes, as on Selene."),
         )
         for checkpointing, value in seconds.items()
     )  # fmt: skip
@@ -272,7 +275,10 @@ def _mt_nlg(nodes: int, seconds: float) -> PublishedRun:
             sharding="none", data=data, tensor=8, pipeline=35, checkpointing="full", accumulate=1920 // data
         ),
         cluster=on(_A100, 8 * nodes, _SELENE), metric="seconds per step", value=seconds,
-        assumed=("Micro-batches of one sample.", "1F1B without interleaving.", "Full recomputation."),
+        assumed=(
+            "Micro-batches of one sample.", "1F1B without interleaving.", "Full recomputation.",
+            "Layers with fused operators, as tigon's.",
+        ),
     )  # fmt: skip
 
 
@@ -295,9 +301,10 @@ def _llama3(*, gpus: int, sequence: int, data: int, seq: int, per_replica: int, 
         ),
         cluster=on(GPUS["h100"], gpus, "400Gb"), metric="seconds per step", value=flops / (gpus * tflops * 1e12),
         assumed=(
-            f"The seconds follow from the table's {tflops:g} TFLOP/s per GPU, 6 FLOPs per parameter and token, and "
-            "half of attention's products.",
-            "4 groups of layers per stage.", "No activation checkpointing.", "Micro-batches of one sample.",
+            "The seconds follow from the table's TFLOP/s per GPU, 6 FLOPs per parameter and token, and half of "
+            "attention's products.",
+            "Interleaved: 4 groups of layers per stage.", "No activation checkpointing.",
+            "Micro-batches of one sample.",
             *(("Context parallelism costs as much as all-to-alls of the heads.",) if sequence > 1 else ()),
         ),
     )  # fmt: skip

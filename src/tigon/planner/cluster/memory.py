@@ -1,7 +1,8 @@
 """Bytes per GPU and per host of a division, by component.
 
-The engines' layouts are those of planner/engines, without their buckets. Pipelines keep bf16 weights, fp32 gradients
-and a divided optimizer, as Megatron-LM does, or FSDP2's shards with whole weights and gradients beside them.
+The engines' layouts are those of planner/engines, without their buckets. Tensor and pipeline parallelism without FSDP2
+keep bf16 weights, fp32 gradients and an optimizer that may be divided, as Megatron-LM does. Pipelines with FSDP2 keep
+whole weights and gradients beside the shards.
 """
 
 from __future__ import annotations
@@ -95,9 +96,14 @@ def memory_of(work: Workload, division: Division, cluster: Cluster) -> Memory:
     )  # fmt: skip
 
 
+def _is_megatron(division: Division) -> bool:
+    """Whether weights, gradients and states have Megatron-LM's layout: 2, 4 and 12 bytes per parameter."""
+    return division.sharding in ("none", "optimizer") and division.tensor * division.pipeline > 1
+
+
 def _growing(gradients: float, division: Division) -> float:
     """The bytes of gradients that appear during the backward pass, and not before it."""
-    if division.accumulate > 1 or division.pipeline > 1 or division.sharding == "gradients":
+    if division.accumulate > 1 or division.sharding == "gradients" or _is_megatron(division):
         return 0.0
     if division.sharding == "none":
         return gradients / 2  # DDP's buckets exist from the start
@@ -117,6 +123,9 @@ def _states(work: Workload, division: Division, cluster: Cluster) -> dict[str, f
     """Bytes of one GPU's weights, gradients and optimizer states before offload."""
     numel, ranks = stage_numel(work, division), shard_ranks(division, cluster)
     master, moments = MASTER_ITEMSIZE[work.states], _MOMENTS[work.states]
+    if _is_megatron(division):
+        optimizer = (FP32 + moments) * numel / ranks
+        return {"weights": BF16 * numel, "gradients": FP32 * numel, "optimizer": optimizer}
     if division.sharding == "none":
         # autocast keeps the 16-bit copies until the backward pass ends, and DDP's buckets are a second copy
         copies = BF16 if work.states == "amp-bf16" else 0
@@ -126,7 +135,7 @@ def _states(work: Workload, division: Division, cluster: Cluster) -> dict[str, f
         shards = 0.0 if _whole_gradients(work, division) and not division.offload else master * numel / ranks
         return {"weights": master * numel / ranks, "gradients": shards, "optimizer": moments * numel / ranks}
     weights = BF16 * numel / (ranks if division.sharding == "weights" else 1)
-    gradients = (FP32 if division.pipeline > 1 else BF16) * numel / (1 if division.sharding == "optimizer" else ranks)
+    gradients = BF16 * numel / (1 if division.sharding == "optimizer" else ranks)
     return {"weights": weights, "gradients": gradients, "optimizer": (master + moments) * numel / ranks}
 
 
