@@ -1,7 +1,7 @@
 """Training runs on many GPUs that others published. tigon measured none of them.
 
-The rows were chosen, and what their sources leave open was assumed, before any of them was predicted. Each assumption
-of ours stands in `assumed`.
+The rows were chosen, and what their sources leave open was assumed, before any of them was predicted. Those of DeepSpeed's
+ZeRO-3 were added after the others had been predicted, and before they were. Each assumption of ours stands in `assumed`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ MEGATRON = Source(
     "Megatron-LM, 2021", "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", "table 1",
     "https://arxiv.org/abs/2104.04473",
 )  # fmt: skip
+ZERO_3 = Source(
+    "DeepSpeed ZeRO-3", "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", "table 2",
+    "https://arxiv.org/abs/2104.04473",
+)  # fmt: skip
 RECOMPUTATION = Source(
     "Megatron-LM, 2022", "Reducing Activation Recomputation in Large Transformer Models", "tables 3 and 5",
     "https://arxiv.org/abs/2205.05198",
@@ -74,7 +78,7 @@ MOSAIC = Source(
     "MosaicML", "llm-foundry: MPT training benchmarks", "tables of H100 80GB BF16, A100 80GB and A100 40GB",
     "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md",
 )  # fmt: skip
-SOURCES = (TITAN, TRAINY, MEGATRON, RECOMPUTATION, MT_NLG, LLAMA3, MOSAIC)
+SOURCES = (TITAN, TRAINY, MEGATRON, RECOMPUTATION, MT_NLG, ZERO_3, LLAMA3, MOSAIC)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -285,6 +289,34 @@ def _mt_nlg(nodes: int, seconds: float) -> PublishedRun:
 _MT_NLG = (_mt_nlg(280, 60.1), _mt_nlg(350, 50.2), _mt_nlg(420, 44.4))
 
 
+# --- DeepSpeed's ZeRO-3, as Megatron-LM's authors measured it ----------------------------------------------------------
+
+
+def _zero_3(shape: ModelShape, gpus: int, micro_batch: int, tflops: float) -> PublishedRun:
+    samples = gpus * micro_batch
+    return PublishedRun(
+        name=f"{shape.name}, {gpus} A100, ZeRO-3", source=ZERO_3,
+        work=Workload(shape=shape, seq=2048, samples=samples, flash=False, fused_loss=False),
+        division=Division(
+            sharding="weights", engine="DeepSpeed", data=gpus, checkpointing="full", micro_batch=micro_batch
+        ),
+        cluster=on(_A100, gpus, _SELENE), metric="seconds per step",
+        value=_paper_flops(shape, samples, 2048) / (gpus * tflops * 1e12),
+        assumed=(
+            "The seconds follow from the table's TFLOP/s per GPU and the paper's equation 3.",
+            "Layers with fused operators, as tigon's.", "Full recomputation.",
+        ),
+    )  # fmt: skip
+
+
+_GPT_175B = gpt("GPT 175B", layers=96, hidden=12288, heads=96)
+_GPT_530B = gpt("GPT 530B", layers=105, hidden=20480, heads=128)
+_ZERO_3 = (
+    _zero_3(_GPT_175B, 384, 4, 144), _zero_3(_GPT_175B, 768, 2, 88), _zero_3(_GPT_175B, 1536, 1, 44),
+    _zero_3(_GPT_530B, 640, 4, 138), _zero_3(_GPT_530B, 1120, 2, 98), _zero_3(_GPT_530B, 2240, 1, 48),
+)  # fmt: skip
+
+
 # --- Llama 3 ---------------------------------------------------------------------------------------------------------
 
 
@@ -358,5 +390,5 @@ _MOSAIC = (
 )
 
 RUNS: tuple[PublishedRun, ...] = (
-    *_TORCHTITAN, *_H200, *_MEGATRON, *_RECOMPUTATION, *_MT_NLG, *_LLAMA3, *_MOSAIC,
+    *_TORCHTITAN, *_H200, *_MEGATRON, *_RECOMPUTATION, *_MT_NLG, *_ZERO_3, *_LLAMA3, *_MOSAIC,
 )  # fmt: skip
