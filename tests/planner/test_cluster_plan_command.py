@@ -40,7 +40,7 @@ def test_json_has_memory_traffic_and_time_of_every_division(capsys):
         assert all(row["over_link_bytes"] <= row["received_bytes"] * 1.001 for row in one["traffic"])
     fsdp = next(one for one in answer["divisions"] if one["division"] == "FSDP2")
     moved = sum(row["received_bytes"] for row in fsdp["traffic"])
-    assert fsdp["runs"] and moved == pytest.approx(3 * 2 * answer["parameters"] * 31 / 32)
+    assert fsdp["runs"] and moved == pytest.approx((2 * 2 + 4) * answer["parameters"] * 31 / 32)
 
 
 def test_effective_batch_is_the_samples_of_a_step(capsys):

@@ -16,7 +16,8 @@ from tigon.planner.gpus import GPUS
 
 SHAPE = llama("llama-3.1-8b")
 CLUSTER = Cluster(gpu=GPUS["h100"], gpus_per_node=8, nodes=4, link_bytes_s=50e9)
-WORK = Workload(shape=SHAPE, seq=4096, samples=32)
+WORK = Workload(shape=SHAPE, seq=4096, samples=32, states="bf16")
+FP32_STATES = replace(WORK, states="amp-bf16")
 BYTES = 2 * SHAPE.numel
 """The weights in 16 bits."""
 
@@ -31,6 +32,17 @@ def test_fsdp2_moves_three_times_the_weights():
     found = received(Division(sharding="weights", data=32))
     assert sum(found.values()) == pytest.approx(3 * BYTES * 31 / 32)
     assert found["all-gather", "weights"] == pytest.approx(2 * BYTES * 31 / 32)
+
+
+def test_gradients_are_reduced_in_the_format_of_each_engine():
+    """With fp32 weights DDP and FSDP2 sum in fp32; DeepSpeed reduces 16 bits."""
+    divisions = {
+        "DDP": (Division(data=32), 4), "FSDP2": (Division(sharding="weights", data=32), 4),
+        "ZeRO-2": (Division(sharding="gradients", engine="DeepSpeed", data=32), 2),
+        "ZeRO-3": (Division(sharding="weights", engine="DeepSpeed", data=32), 3),
+    }  # fmt: skip
+    for name, (division, times) in divisions.items():
+        assert sum(received(division, FP32_STATES).values()) == pytest.approx(times * BYTES * 31 / 32), name
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients"])

@@ -60,8 +60,8 @@ class Workload:
     """Whether attention works by blocks and skips masked ones. Otherwise it writes whole score matrices."""
     gather_itemsize: int = 2
     """Bytes per element of gathered weights."""
-    reduce_itemsize: int = 2
-    """Bytes per element of reduced gradients."""
+    reduce_itemsize: int | None = None
+    """Bytes per element of reduced gradients; None: as the engine does it in tigon."""
     reduces_each: bool = False
     """Whether FSDP2 reduces gradients after every micro-batch. Accelerate reduces after the last one."""
 

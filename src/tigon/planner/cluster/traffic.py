@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tigon.planner.cluster.compute import Workload, local_tokens
 from tigon.planner.cluster.division import Division
-from tigon.planner.cluster.memory import shard_ranks, stage_numel
+from tigon.planner.cluster.memory import FP32, shard_ranks, stage_numel
 from tigon.planner.cluster.shape import BF16
 from tigon.planner.cluster.topology import Cluster, Collective, Group
 
@@ -64,15 +64,28 @@ def gradient_reductions(work: Workload, division: Division) -> int:
     return division.accumulate if every or (work.reduces_each and division.sharding == "weights") else 1
 
 
+def reduced_itemsize(work: Workload, division: Division) -> int:
+    """Bytes per element of gradients as they are reduced.
+
+    With fp32 weights, DDP's gradients are fp32 and FSDP2 sums in fp32 (trainer/trainer.py). Megatron-LM's layout keeps
+    fp32 gradients. DeepSpeed reduces 16-bit gradients.
+    """
+    if work.reduce_itemsize is not None:
+        return work.reduce_itemsize
+    if division.engine == "DeepSpeed" or (work.states == "bf16" and division.tensor * division.pipeline == 1):
+        return BF16
+    return BF16 if work.states == "bf16" and division.sharding == "weights" else FP32
+
+
 def data_transfers(work: Workload, division: Division, cluster: Cluster) -> list[Transfer]:
     """Weights and gradients."""
     numel, group = stage_numel(work, division), shard_group(division, cluster)
     units = -(-work.shape.layers // division.pipeline) + 1  # one collective per layer, and one for the rest
-    reductions = gradient_reductions(work, division)
+    reductions, itemsize = gradient_reductions(work, division), reduced_itemsize(work, division)
     gradients: Collective = "all-reduce" if division.sharding == "none" else "reduce-scatter"
     found = [
         Transfer(
-            what="gradients", collective=gradients, nbytes=work.reduce_itemsize * numel / units,
+            what="gradients", collective=gradients, nbytes=itemsize * numel / units,
             count=reductions * units, group=group,
         )
     ]  # fmt: skip
@@ -88,7 +101,7 @@ def data_transfers(work: Workload, division: Division, cluster: Cluster) -> list
         found.append(
             Transfer(
                 what="gradients between nodes", collective="all-reduce",
-                nbytes=work.reduce_itemsize * numel / units / group.size, count=reductions * units,
+                nbytes=itemsize * numel / units / group.size, count=reductions * units,
                 group=cluster.group(copies, inner=division.tensor * group.size),
             )
         )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.planner.cluster.search import ClusterPlan, PlannedDivision
 from tigon.planner.cluster.topology import Cluster
+from tigon.planner.cluster.traffic import shard_group
 from tigon.planner.gpus import GIB
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 RUN_BY = {True: "tigon", False: "others"}
 """The mark of a division by whether `tigon train` runs it."""
+WIDE_NODES = 16
+"""Nodes over which a published run of FSDP was as fast as on one node; more were slower (docs/cluster-plans.md)."""
 _SHOWN_OTHERS = 8
 
 
@@ -121,11 +124,20 @@ def _notes(plan: ClusterPlan, fitting: list[PlannedDivision], console: Console) 
         "batch: samples of a replica's micro-batch x micro-batches per step. host GiB: per node, while a checkpoint is "
         "read or for offloaded states. GB moved: received by a GPU per step; on links: from other nodes.",
     ]
+    if any(_sharded_widely(one, plan.cluster) for one in fitting):
+        found.append(
+            f"Weights sharded over more than {WIDE_NODES} nodes: the published runs of ZeRO-3 on 48 to 280 nodes took "
+            "1.3 to 4 times as long as planned."
+        )
     first = next((one for one in fitting if one.division.runs), None)
     if first is not None:
         found.append(f"The fastest that tigon runs: {first.division.family} ({_recipe(first)}).")
     for note in found:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _sharded_widely(one: PlannedDivision, cluster: Cluster) -> bool:
+    return one.division.sharding == "weights" and shard_group(one.division, cluster).nodes > WIDE_NODES
 
 
 def _recipe(one: PlannedDivision) -> str:
