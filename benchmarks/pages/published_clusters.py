@@ -23,7 +23,7 @@ Metric = Literal["tokens/s per GPU", "seconds per step"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a figure stands."""
+    """A publication, and the place of a figure in it."""
 
     name: str
     title: str
@@ -46,7 +46,7 @@ class PublishedRun:
     memory_gib: float | None = None
     """The published peak of memory per GPU; None if the source does not give one."""
     assumed: tuple[str, ...] = field(default_factory=tuple)
-    """What the source does not say."""
+    """Our assumptions about things that the source leaves open."""
 
 
 TITAN = Source(

@@ -33,7 +33,7 @@ def test_published_run_uses_all_its_gpus_and_samples(run) -> None:
 )  # fmt: skip
 def test_shapes_have_the_published_parameters(name, billions) -> None:
     (numel,) = {run.work.shape.numel for run in RUNS if run.work.shape.name == name}
-    assert numel / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert numel / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
 def test_every_source_names_title_place_and_address_and_has_runs() -> None:

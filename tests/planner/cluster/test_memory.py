@@ -82,6 +82,7 @@ def test_host_holds_what_each_process_reads_or_offloads():
 
 BESIDE_TRACES = {
     "DDP": ("llama-3.2-1b", {"precision": "bf16"}, {"sharding": "none"}),
+    "DDP under autocast": ("llama-3.2-1b", {}, {"sharding": "none"}),
     "ZeRO-1": ("llama-3.2-1b", {"zero": 1}, {"sharding": "optimizer", "engine": "DeepSpeed"}),
     "ZeRO-2": ("llama-3.2-1b", {"zero": 2}, {"sharding": "gradients", "engine": "DeepSpeed"}),
     "FSDP2": ("llama-3.1-8b", {"fsdp": True}, {"sharding": "weights"}),

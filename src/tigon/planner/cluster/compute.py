@@ -17,7 +17,7 @@ from tigon.planner.trace.attention import product_share
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What the trace of Llama-3.1-8B counts with one set of kernels."""
+    """The counts of Llama-3.1-8B's trace with one set of kernels."""
 
     saved: float
     """Saved bytes, relative to `ModelShape.saved_bytes`."""
@@ -32,19 +32,24 @@ class Kernels:
 
 FUSED = Kernels(saved=1.0, forward=1.48, backward=2.41, host_calls=483, repeated_host_calls=183)
 UNFUSED = Kernels(saved=1.46, forward=4.39, backward=9.56, host_calls=666, repeated_host_calls=243)
+_AUTOCAST = {
+    FUSED: Kernels(saved=1.40, forward=3.12, backward=5.17, host_calls=586, repeated_host_calls=235),
+    UNFUSED: Kernels(saved=1.84, forward=5.90, backward=12.9, host_calls=773, repeated_host_calls=301),
+}
+"""The same under autocast, which keeps the inputs of the layers in fp32 and casts the weights."""
 
 LOSS_MOVED = {True: 1.2, False: 47.0}
 """Bytes that the loss moves per token and word of the vocabulary, by whether it is fused."""
 SCORE_MOVED, SCORE_REPEATED = 32.0, 11.0
-"""Bytes that attention with whole score matrices moves per head and pair of tokens in both passes with dropout, and
-that recomputing them adds: scores, softmax, dropout and its mask, in 16 bits."""
+"""Bytes that attention with whole score matrices moves per head and pair of tokens: in both passes, and if they are
+computed again. It reads and writes 16-bit scores, their softmax, and dropout with its mask."""
 FP8_CASTS = 9.0
 """Bytes that casts to FP8 move per element of a product's input or output: read twice, written for both layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained in one step, whatever the division."""
+    """The training of one step, whatever the division."""
 
     shape: ModelShape
     seq: int
@@ -83,6 +88,17 @@ class LayerTime:
     """CPU time of a layer's operators."""
 
 
+def under_autocast(work: Workload, division: Division) -> bool:
+    """Whether the layers run under autocast. Of the engines, only DDP does this; the others compute in 16 bits."""
+    alone = division.tensor * division.pipeline == 1
+    return division.sharding == "none" and alone and work.states == "amp-bf16"
+
+
+def kernels_of(work: Workload, division: Division) -> Kernels:
+    """What the trace counts for the kernels of `work` under this division."""
+    return _AUTOCAST.get(work.kernels, work.kernels) if under_autocast(work, division) else work.kernels
+
+
 def local_tokens(work: Workload, division: Division) -> float:
     """Tokens of a micro-batch on one GPU before tensor parallelism divides them."""
     return division.micro_batch * work.seq / division.sequence
@@ -90,7 +106,7 @@ def local_tokens(work: Workload, division: Division) -> float:
 
 def layer_time(work: Workload, division: Division, gpu: Gpu) -> LayerTime:
     """The time of a layer; `division` divides its work by tensor and sequence."""
-    shape, kept, kernels = work.shape, division.kept, work.kernels
+    shape, kept, kernels = work.shape, division.kept, kernels_of(work, division)
     tokens = local_tokens(work, division) / division.tensor
     linear_s = tokens * 2 * shape.layer_matrix_numel / _linear_rate(work, gpu)
     attention = tokens * 4 * shape.attention_width * work.seq * (0.5 if work.flash else 1.0)

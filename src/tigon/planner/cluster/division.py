@@ -14,7 +14,7 @@ Engine = Literal["PyTorch", "DeepSpeed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """What a layer keeps for its backward pass and what it computes again."""
+    """The tensors that a layer keeps for its backward pass, and the work that it repeats."""
 
     name: str
     kept_bytes: Callable[[ModelShape], float]

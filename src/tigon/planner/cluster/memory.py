@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tigon.planner.cluster.compute import Workload, local_tokens
+from tigon.planner.cluster.compute import Workload, kernels_of, local_tokens, under_autocast
 from tigon.planner.cluster.division import Division
 from tigon.planner.cluster.shape import BF16
 from tigon.planner.cluster.topology import Cluster
@@ -166,14 +166,18 @@ def _activations(work: Workload, division: Division) -> float:
     shape, kept = work.shape, division.kept
     tokens = local_tokens(work, division) / division.tensor
     layers = -(-shape.layers // division.pipeline)
-    per_layer = kept.kept_bytes(shape) * tokens * (work.kernels.saved if division.checkpointing == "none" else 1.0)
+    per_layer = kept.kept_bytes(shape) * tokens
+    if division.checkpointing == "none":
+        per_layer *= kernels_of(work, division).saved
+    elif under_autocast(work, division):
+        per_layer *= FP32 / BF16
     return per_layer * layers * in_flight(division) + _temporaries(work, division)
 
 
 def _temporaries(work: Workload, division: Division) -> float:
-    """What the backward pass of one layer needs: the tensors that are computed again, and gradients of tensors."""
+    """Bytes that the backward pass of one layer needs: tensors that are computed again, and gradients of tensors."""
     tokens = local_tokens(work, division) / division.tensor
-    one = work.kernels.saved * work.shape.saved_bytes() * tokens
+    one = kernels_of(work, division).saved * work.shape.saved_bytes() * tokens
     return one * (WORKSPACE + (1.0 if division.kept.others else 0.0))
 
 

@@ -1,4 +1,4 @@
-"""The time of a step: each layer takes the longer of its computation and of the collectives beside it.
+"""The time of a step: a layer takes as long as its computation or its collectives, whichever is longer.
 
 Collectives of weights and gradients run beside the layers; those of activations wait for the computation and are
 waited for. The first gather and the last reduction have nothing beside them.

@@ -1,7 +1,7 @@
 """The GPUs of a cluster, the links between them, and the time of a collective by the slower of two links.
 
 Every GPU has one link to the GPUs of its node and one to other nodes. A collective over several nodes uses all the
-links of its members at once, so it takes the longer of its time on the two kinds of links, plus its hops.
+links of its members at once. It takes the longer of its times on the two kinds of links, plus the time of its hops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def link_bytes_s(text: str) -> float:
     """Bytes per second of a link such as `400Gb` (bits) or `50GB` (bytes).
 
     Raises:
-        UsageError: `text` is no rate, or a rate below 0.1 Gb/s or above 100 Tb/s.
+        UsageError: `text` is not a rate between 0.1 Gb/s and 100 Tb/s.
     """
     rate = _RATE.fullmatch(text.strip())
     if rate is None:

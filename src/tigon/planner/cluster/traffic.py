@@ -135,7 +135,7 @@ def activation_transfers(work: Workload, division: Division, cluster: Cluster) -
             )
         )  # fmt: skip
     if division.pipeline > 1:
-        # Where stages are on several nodes, the slowest pair of neighbours is on two.
+        # If stages are on several nodes, the slowest pair of neighbours is on two.
         group = Group(1, 2) if division.gpus > cluster.gpus_per_node else Group(2, 1)
         found.append(
             Transfer(
