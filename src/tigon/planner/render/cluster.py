@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 RUN_BY = {True: "tigon", False: "others"}
 """The mark of a division by whether `tigon train` runs it."""
 WIDE_NODES = 16
-"""Nodes over which a published run of FSDP was as fast as on one node; more were slower (docs/cluster-plans.md)."""
+"""On so many nodes a published run of FSDP was 3% slower than on one; ZeRO-3 on more nodes was much slower than planned
+(docs/cluster-plans.md)."""
 _SHOWN_OTHERS = 8
 
 
