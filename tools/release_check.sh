@@ -5,6 +5,7 @@
 set -eu
 folder=$1
 python=${PYTHON:-python3}
+torch="torch==${TORCH:-2.13.0}"
 root=$(pwd)
 step() { echo "release-check: $*"; }
 fail() { echo "release-check: $*" >&2; exit 1; }
@@ -26,7 +27,7 @@ step "install the wheel beside torch, without triton and every other dependency"
 "$python" -m venv "$folder/fresh"
 fresh=$folder/fresh/bin
 pip="$fresh/python -m pip --disable-pip-version-check --quiet"
-$pip install "torch==${TORCH:-2.13.0}"  # as tools/setup_venv.sh
+$pip install "$torch"  # as tools/setup_venv.sh
 $pip uninstall --yes triton  # builds of torch for GPUs bring it
 $pip install --no-deps "$wheel"
 cd "$folder"  # away from the checkout, whose src/ must not be imported
@@ -74,7 +75,7 @@ for extra in deepspeed bnb torchao data trl; do
     step "install [train,$extra] into an environment of its own, and train with it"
     "$python" -m venv "$folder/$extra"
     pip="$folder/$extra/bin/python -m pip --disable-pip-version-check --quiet"
-    $pip install "torch==${TORCH:-2.13.0}"
+    $pip install "$torch"
     $pip install "$wheel[train,$extra]"
     $pip check
     case $extra in

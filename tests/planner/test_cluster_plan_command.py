@@ -16,6 +16,11 @@ from tigon.planner.gpus import find_gpu
 ASKED = {"model": "llama-3.1-8b", "gpus": 8, "nodes": 4, "link": "400Gb", "batch": 1, "seq": 4096}
 
 
+@pytest.fixture(autouse=True)
+def _full_width(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # test processes have it, and tables would wrap
+
+
 def printed(capsys, **changes):
     plan.run(**{**ASKED, **changes})
     return capsys.readouterr().out
