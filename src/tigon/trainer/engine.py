@@ -90,7 +90,7 @@ def build(
     loading: dict[str, Any] = {}
     for technique in used:
         loading |= technique.loading(choices, run_info)
-    if models.is_preset(model.name) and not are_drawn_in_place(choices):
+    if models.is_preset(model.name) and (not are_drawn_in_place(choices) or _has_base(choices, base)):
         with launch.main_process_first():
             model = saved_preset(model, config, seed=seed, folder=base, through=device)
     load = partial(models.build, model, config, dtype=dtype, seed=seed)
@@ -119,6 +119,11 @@ def build(
         adapter_files.name_base(built, model, base)
         adapter_files.keep_initial(built, choices, base.with_name(adapter_files.INITIAL))
     return built, report
+
+
+def _has_base(choices: Choices, base: Path) -> bool:
+    """Whether the adapters of a resumed run belong to saved random weights, which another engine may have rounded."""
+    return choices.lora_rank is not None and launch.broadcast((base / "config.json").exists())
 
 
 def refuse_nonfinite(built: Any, model: ModelConfig) -> None:

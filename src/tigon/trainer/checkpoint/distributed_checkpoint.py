@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -69,12 +70,11 @@ def save(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 def save_configs(model: Any, folder: Path) -> None:
-    """Write the configs that tell what model the weights belong to."""
-    model.config.save_pretrained(folder)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(folder)
-    for config in getattr(model, "peft_config", {}).values():
-        config.save_pretrained(folder)
+    """Write the configs that name the model of the weights: those of transformers, or of PEFT's adapters."""
+    configs = list(getattr(model, "peft_config", {}).values()) or [model.config, model.generation_config]
+    for config in configs:
+        if config is not None:
+            config.save_pretrained(folder)
 
 
 class BackgroundSave:
@@ -145,33 +145,31 @@ def load_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
     set_optimizer_state_dict(model, optimizer, state)
 
 
-def read_weights(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Fill the tensors of `state` from a checkpoint, in one process without a group.
-
-    Returns:
-        The names in `state` that the checkpoint lacks. Their tensors are unchanged.
+def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The whole weights of a checkpoint by name, in host memory. It needs neither a GPU nor other processes.
 
     Raises:
         RunFolderError: The file that lists the tensors is not one of PyTorch's.
+        RuntimeError: A file is missing or damaged.
     """
-    names = weight_names(checkpoint)
-    _load({MODEL: {name: tensor for name, tensor in state.items() if name in names}}, checkpoint)
-    return [name for name in state if name not in names]
-
-
-def weight_names(checkpoint: Path) -> set[str]:
-    """The names of a checkpoint's weights. Raises RunFolderError as `read_weights`."""
     listed = _Reader(checkpoint / FOLDER).read_metadata().state_dict_metadata
-    return {name.removeprefix(f"{MODEL}.") for name in listed if name.startswith(f"{MODEL}.")}
+    state = {
+        name.removeprefix(f"{MODEL}."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in listed.items()
+        if name.startswith(f"{MODEL}.") and isinstance(entry, TensorStorageMetadata)
+    }
+    _load({MODEL: dict(state)}, checkpoint)
+    return state
 
 
 def _model_state(model: Any, select: Select) -> dict[str, Any]:
+    """The weights of this process that a checkpoint holds, each tied weight under one name."""
     state = get_model_state_dict(model, options=_options(model))
     selected = select(model, state)
-    # transformers' name of a tied weight -> the name under which it is stored
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    aliases = set(tied) if isinstance(tied, dict) else set()
-    return {name: tensor for name, tensor in (state if selected is None else selected).items() if name not in aliases}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}  # second name -> the name under which it is stored
+    aliases = tuple(f".{name}" for name in tied)  # PEFT puts a prefix before transformers' names
+    kept = state if selected is None else selected
+    return {name: tensor for name, tensor in kept.items() if not f".{name}".endswith(aliases)}
 
 
 def _options(model: Any, *, strict: bool = True) -> StateDictOptions:
@@ -181,8 +179,10 @@ def _options(model: Any, *, strict: bool = True) -> StateDictOptions:
 
 def _load(state: dict[str, Any], checkpoint: Path) -> None:
     _silence()
+    reader = _Reader(checkpoint / FOLDER)
+    reader.read_metadata()  # `load` would hide its error
     try:
-        load(state, storage_reader=_Reader(checkpoint / FOLDER))
+        load(state, storage_reader=reader)
     except CheckpointException as error:
         raise _first_failure(error) from None
 

@@ -1,10 +1,12 @@
-"""Reads a checkpoint with whole weights and optimizer states, as the Trainer writes it, into a model sharded by FSDP2.
+"""Checkpoints with whole weights: reads them into a model sharded by FSDP2, and makes them of distributed ones.
 
-Only the main process reads the files. PyTorch broadcasts each tensor, and every process keeps its part.
+Only the main process reads the files of a checkpoint as the Trainer writes it. PyTorch broadcasts each tensor, and
+every process keeps its part.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
+from tigon.trainer.checkpoint import distributed_checkpoint
 from tigon.trainer.distributed import launch
 
+ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE, OPTIMIZER_FILE, FSDP_FILE = "adapter_model.safetensors", "optimizer.pt", "pytorch_model_fsdp.bin"
 
 
@@ -57,6 +61,27 @@ def by_name(saved: Mapping[str, Any], optimizer: Any, names: Mapping[Any, str]) 
         "state": {name_of[number]: state for number, state in saved["state"].items()},
         "param_groups": groups,
     }
+
+
+def consolidate(checkpoint: Path, folder: Path) -> None:
+    """Write the weights of a distributed checkpoint to a new folder, in the layout of transformers or PEFT.
+
+    Raises:
+        RunFolderError: The file that lists the tensors is not one of PyTorch's.
+        RuntimeError: A file is missing or damaged.
+    """
+    from huggingface_hub import save_torch_state_dict
+    from safetensors.torch import save_file
+
+    state = distributed_checkpoint.whole_weights(checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in checkpoint.glob("*config.json"):
+        shutil.copy(file, folder)
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        adapters = {_name_in_adapter_file(name): tensor for name, tensor in state.items()}
+        save_file(adapters, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    else:
+        save_torch_state_dict(state, folder)
 
 
 def _weights(model: Any, checkpoint: Path) -> dict[str, torch.Tensor]:
