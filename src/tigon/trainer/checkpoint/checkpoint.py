@@ -123,6 +123,11 @@ def newest_metadata(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def newest_path(folder: Path) -> Path:
+    """The path of the newest checkpoint, for a message; `checkpoint-N` if there is none."""
+    return max(_numbered(folder), default=(0, folder / "checkpoint-N"))[1]
+
+
 def problem_of(path: Path, step: int) -> str | None:
     """How a checkpoint differs from its manifest, as the end of a sentence; None if it does not."""
     if path.is_symlink():

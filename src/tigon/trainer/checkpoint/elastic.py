@@ -24,6 +24,7 @@ from tigon.trainer.distributed import launch
 ENGINE_KEYS = ("sharding.gpus", "sharding.fsdp", "sharding.reshard", "sharding.offload")
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
+ALIKE = ("evaluations_without_progress",)  # counters that are equal in all processes
 
 
 def processes_now(recipe: Recipe) -> int:
@@ -88,9 +89,10 @@ def engine_problem(checkpoints: Path, before: Recipe, now: Recipe) -> str | None
         return None
     had = f"the run had sharding.zero: {was.zero}, sharding.fsdp: {was.fsdp} and {written} processes"
     if was.zero or now.sharding.zero:
+        export = f"`tigon export {checkpoint.newest_path(checkpoints)} FOLDER`"
         return (
-            f"{had}, and DeepSpeed's checkpoints are read only with the same of all three; resume with those, or start "
-            "a new run from the weights that `tigon export` writes"
+            f"{had}, and DeepSpeed's checkpoints are read only with the same of all three; resume with those, or write "
+            f"the weights with {export} and start a new run from them"
         )
     if (was.fsdp or now.sharding.fsdp) and not OPTIMIZERS[now.train.optimizer].has_plain_states:
         return (
@@ -117,26 +119,22 @@ def counted_before(folder: Path, rank: int, processes: int) -> dict[str, Any] | 
 def redistributed(counted: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
     """The counters of another number of processes for the process `rank`, so that the next record is the same.
 
-    The record averages the sums of losses over processes, and adds the sums of heads up.
+    The record averages the sums of losses over processes. It adds up an objective's own sums, so the first process gets
+    their totals and the others get 0.
     """
-    own = dict(counted[0])
+    own = {name: _added([each[name] for each in counted], rank) for name in counted[0]}
     mean = sum(float(each["gate"]["loss_sum"]) for each in counted) / len(counted)
-    own["gate"] = {**own["gate"], "loss_sum": mean}
-    if "heads" in own:
-        own["heads"] = {name: _added([each["heads"][name] for each in counted]) for name in own["heads"]}
-        if rank:
-            own["heads"] = {name: _zeros(part) for name, part in own["heads"].items()}
-    return own
+    alike = {name: counted[0][name] for name in ALIKE if name in counted[0]}
+    return {**own, **alike, "gate": {**counted[0]["gate"], "loss_sum": mean}}
 
 
-def _added(parts: Sequence[Any]) -> Any:
+def _added(parts: Sequence[Any], rank: int) -> Any:
+    """The elementwise sum of nested numbers for the first process, and 0 for the others."""
+    if isinstance(parts[0], Mapping):
+        return {name: _added([part[name] for part in parts], rank) for name in parts[0]}
     if isinstance(parts[0], list):
-        return [_added(each) for each in zip(*parts, strict=True)]
-    return sum(parts)
-
-
-def _zeros(part: Any) -> Any:
-    return [_zeros(each) for each in part] if isinstance(part, list) else 0.0
+        return [_added(each, rank) for each in zip(*parts, strict=True)]
+    return 0.0 if rank else sum(parts)
 
 
 @contextmanager
