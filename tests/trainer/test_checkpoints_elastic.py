@@ -8,6 +8,7 @@ import pickle
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from tigon.errors import RunFolderError
 from tigon.recipe.keys import Recipe, ShardingConfig, TrainConfig
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, whole_files
 from tigon.trainer.run import train
+from tigon.trainer.trainer import TigonTrainer
 
 # --- the samples of a step ---------------------------------------------------------------------------------------
 
@@ -100,7 +102,7 @@ def test_deepspeed_checkpoints_are_refused_by_another_engine_or_number_of_proces
         (zero, run_of(4, 1, 2, zero=3)),
     ):  # fmt: skip
         problem = elastic.engine_problem(tmp_path, before, now)
-        assert problem is not None and "sharding.zero" in problem and "`tigon export`" in problem
+        assert problem is not None and "sharding.zero" in problem and "`tigon export " in problem
 
 
 def test_states_of_a_compiled_optimizer_are_not_moved_between_engines(tmp_path):
@@ -325,6 +327,35 @@ def test_full_disk_in_the_background_ends_the_run_at_its_next_save(tmp_path):
     ):
         trainer.train()
     assert trainer.state.global_step == 4 and not list((tmp_path / "c").iterdir())
+
+
+@forks
+def test_stopped_run_waits_for_its_save_in_the_background(recipe, here):
+    """The message says that the checkpoint is complete."""
+    path = recipe(train={"save_steps": 100, "save_async": True, "steps": 50})
+
+    def act(_: int) -> None:
+        write = distributed_checkpoint.FileSystemWriter.write_data
+
+        def slow(*arguments: object) -> object:
+            time.sleep(1)
+            return write(*arguments)
+
+        def training_step(self: TigonTrainer, *arguments: object, **options: object) -> object:
+            if self.state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(self, *arguments, **options)
+
+        original, TigonTrainer.training_step = TigonTrainer.training_step, training_step
+        distributed_checkpoint.FileSystemWriter.write_data = slow
+        train(path)
+
+    said = here / "said"
+    (status,) = in_forks(act, said=said)
+    assert os.waitstatus_to_exitcode(status) == 143, said.read_text()[-3000:]
+    assert "after step 3; checkpoint-3 is complete" in said.read_text()
+    found = checkpoint.newest(here / "runs" / "r" / "checkpoints")
+    assert found.path.name == "checkpoint-3" and distributed_checkpoint.is_distributed(found.path)
 
 
 def test_metadata_that_names_code_is_refused_and_not_run(tmp_path):

@@ -78,7 +78,7 @@ def save_configs(model: Any, folder: Path) -> None:
 
 
 class BackgroundSave:
-    """A save whose files are written by a thread of every process while training continues."""
+    """A save (`train.save_async`) whose files are written by a thread of every process while training continues."""
 
     def __init__(
         self, step: int, checkpoint: Path, state: dict[str, Any], group: Any, publish: Callable[[], None]
