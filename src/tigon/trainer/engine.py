@@ -90,7 +90,7 @@ def build(
     loading: dict[str, Any] = {}
     for technique in used:
         loading |= technique.loading(choices, run_info)
-    if models.is_preset(model.name) and (not are_drawn_in_place(choices) or _has_base(choices, base)):
+    if models.is_preset(model.name) and not are_drawn_in_place(choices):
         with launch.main_process_first():
             model = saved_preset(model, config, seed=seed, folder=base, through=device)
     load = partial(models.build, model, config, dtype=dtype, seed=seed)
@@ -119,11 +119,6 @@ def build(
         adapter_files.name_base(built, model, base)
         adapter_files.keep_initial(built, choices, base.with_name(adapter_files.INITIAL))
     return built, report
-
-
-def _has_base(choices: Choices, base: Path) -> bool:
-    """Whether the adapters of a resumed run belong to saved random weights, which another engine may have rounded."""
-    return choices.lora_rank is not None and launch.broadcast((base / "config.json").exists())
 
 
 def refuse_nonfinite(built: Any, model: ModelConfig) -> None:
@@ -162,6 +157,16 @@ def _stays_on(device: torch.device, choices: Choices, run_info: RunInfo, dtype: 
     room_bytes = min(free_bytes, int(total_bytes * torch.cuda.get_per_process_memory_fraction(device)))
     sizes = (math.prod(shape) * dtype.itemsize for shape in run_info.shapes.values())
     return choices.offload == "none" and fit_whole(sizes, room_bytes)
+
+
+def kept_base(model: ModelConfig, choices: Choices, base: Path) -> ModelConfig:
+    """The `model` section of a resumed run: its adapters belong to the random weights in `base`.
+
+    The engine that made them may have rounded them, so another engine must not draw them again.
+    """
+    if choices.lora_rank is None or not models.is_preset(model.name) or not (base / "config.json").exists():
+        return model
+    return ModelConfig(name=str(base), kernels=model.kernels, attention=model.attention)
 
 
 def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, through: torch.device) -> ModelConfig:

@@ -252,8 +252,11 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     from tigon.trainer import engine  # loads transformers
 
     recipe, objective = prepared.recipe, prepared.objective
+    section = objective.model(run.path)
+    if run.checkpoint is not None:
+        section = engine.kept_base(section, prepared.choices, run.path / "base")
     built, patched = engine.build(
-        objective.model(run.path), prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
+        section, prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / "base", saves_adapters=recipe.output.save_model,
         ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
