@@ -352,6 +352,35 @@ def test_full_disk_in_the_background_ends_the_run_at_its_next_save(tmp_path):
 
 
 @forks
+@pytest.mark.parametrize("fault", ["full disk", "killed"])
+def test_fault_of_one_process_in_the_background_ends_both_and_keeps_the_last_checkpoint(recipe, here, fault):
+    path = recipe(train={"save_steps": 2, "save_async": True, "steps": 50, "batch_size": 2})
+    write, n_saves = distributed_checkpoint.FileSystemWriter.write_data, 0
+
+    def act(rank: int) -> None:
+        def write_data(*arguments: object) -> object:
+            nonlocal n_saves
+            n_saves += 1
+            if rank == 1 and n_saves == 2:
+                if fault == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(*arguments)
+
+        distributed_checkpoint.FileSystemWriter.write_data = write_data
+        train(path, ["sharding.gpus=2"])
+
+    said = here / "said"
+    survivor, faulty = in_forks(act, 2, said=said)
+    assert os.waitstatus_to_exitcode(survivor) == 1 and faulty != 0
+    message = "the disk is full; free some space" if fault == "full disk" else "process 0 of 2 has lost another process"
+    assert message in said.read_text(), said.read_text()[-3000:]
+    checkpoints = here / "runs" / "r" / "checkpoints"
+    assert [path.name for path in checkpoints.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert checkpoint.newest(checkpoints).path.name == "checkpoint-2"
+
+
+@forks
 def test_stopped_run_waits_for_its_save_in_the_background(recipe, here):
     """The message says that the checkpoint is complete."""
     path = recipe(train={"save_steps": 100, "save_async": True, "steps": 50})

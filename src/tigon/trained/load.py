@@ -90,10 +90,11 @@ def whole(trained: TrainedModel, *, near: Path | None = None) -> Iterator[Traine
             consolidate(trained.checkpoint, Path(folder))
         except (RuntimeError, OSError) as error:
             raise UsageError(f"{trained.checkpoint} cannot be loaded: {weight_files.one_line(error)}") from None
-        if trained.adapter is not None:
-            yield replace(trained, adapter=Path(folder), checkpoint=None)
-        else:
-            yield replace(trained, weights=folder, checkpoint=None)
+        place = {"weights": folder} if trained.adapter is None else {"adapter": Path(folder)}
+        try:
+            yield replace(trained, checkpoint=None, **place)
+        except UsageError as error:
+            raise UsageError(str(error).replace(folder, str(trained.checkpoint))) from None
 
 
 def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") -> Any:
