@@ -44,6 +44,7 @@ from tigon.trainer.distributed.signals import StopRequest, ignore_signals
 from tigon.trainer.guards.nan_guard import NanGuard, first_nonfinite, innermost
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
+SCHEDULER = "scheduler.pt"  # the Trainer's name
 WORKER_TIMEOUT_S = 600  # for one batch from a data loader process, which takes milliseconds to prepare it
 
 
@@ -212,7 +213,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        scheduled = torch.load(folder / "scheduler.pt", map_location="cpu", weights_only=True)
+        scheduled = torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True)
         self.lr_scheduler.load_state_dict(scheduled)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -331,11 +332,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if not self.safeguards.distributed:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
-        self.accelerator.wait_for_everyone()  # the main process has made the folder
-        if not self.safeguards.in_background:
-            distributed_checkpoint.save(Path(output_dir), self._states())
+        if self.args.should_save:  # the states follow, when all processes have written their other files
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _states(self) -> dict[str, Any]:
         return distributed_checkpoint.states(self.model, innermost(self.optimizer), self.objective.checkpoint_state)
@@ -377,23 +375,26 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             checkpoint.clear(folder)
         self.accelerator.wait_for_everyone()
         self._writing = checkpoint.scratch(folder, step)
+        written = self._writing / checkpoint.name_of(step)
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        publish = partial(self._publish, folder, step, best)
         try:
             self._write(partial(super()._save_checkpoint, model, trial))
-            self._name_best(checkpoint.scratch(folder, step) / checkpoint.name_of(step))
-            self._write(partial(self._save_counted, checkpoint.scratch(folder, step) / checkpoint.name_of(step)))
+            self._name_best(written)
+            self._write(partial(self._save_counted, written))
             if self.safeguards.in_background:
-                self._write(partial(self._start_background_save, folder, step))
+                self._write(partial(self._start_background_save, step, written, publish))
             else:
-                self._write(partial(self._publish, folder, step))
+                if self.safeguards.distributed:
+                    self._write(lambda: distributed_checkpoint.save(written, self._states()))
+                self._write(publish)
         finally:
             self._writing = None
         self._saved_step = step
 
-    def _start_background_save(self, folder: Path, step: int) -> None:
+    def _start_background_save(self, step: int, written: Path, publish: Callable[[], None]) -> None:
         if self._background_group is None:
             self._background_group = distributed_checkpoint.background_group()
-        written = checkpoint.scratch(folder, step) / checkpoint.name_of(step)
-        publish = partial(self._publish, folder, step)
         self._pending = BackgroundSave(step, written, self._states(), self._background_group, publish)
 
     def end_background_save(self) -> None:
@@ -429,9 +430,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def _save_counted(self, folder: Path) -> None:
         (folder / self._counted_file).write_text(json.dumps(self.counted()), encoding="utf-8")
 
-    def _publish(self, folder: Path, step: int) -> None:
+    def _publish(self, folder: Path, step: int, best: int | None) -> None:
         if self.is_world_process_zero():
-            best = self.state.best_global_step if self.args.load_best_model_at_end else None
             checkpoint.publish(folder, step, self.safeguards.metadata, keep=self._keep, best=best)
 
     def _write(self, part: Callable[[], None]) -> None:
