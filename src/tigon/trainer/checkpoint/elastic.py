@@ -32,9 +32,14 @@ def processes_now(recipe: Recipe) -> int:
     return launch.world_size() if launch.started_by_launcher() else recipe.sharding.gpus
 
 
+def readers(recipe: Recipe, processes: int) -> int:
+    """The processes, or groups of them that share rows, that read different samples."""
+    return max(1, processes // recipe.sharding.sequence)
+
+
 def samples_per_step(recipe: Recipe, processes: int) -> int:
     """The samples of one optimizer step of all processes."""
-    return recipe.train.batch_size * recipe.train.gradient_accumulation * processes
+    return recipe.train.batch_size * recipe.train.gradient_accumulation * readers(recipe, processes)
 
 
 def processes_before(checkpoints: Path, before: Recipe) -> int:
@@ -71,13 +76,15 @@ def divided(checkpoints: Path, before: Recipe, now: Recipe) -> tuple[str, ...]:
         return ()
     if engine_problem(checkpoints, before, now):
         return ()  # the check of the run folder refuses it
-    if total % processes:
-        counts = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0 and n <= 64)
+    parts = readers(now, processes)
+    if total % parts:
+        most = 64 // now.sharding.sequence
+        counts = ", ".join(str(n * now.sharding.sequence) for n in range(1, most + 1) if total % n == 0)
         raise RunFolderError(
             f"sharding.gpus: the run has {total} samples per step, which {processes} processes cannot share equally; "
             f"resume with one of {counts}"
         )
-    share = total // processes
+    share = total // parts
     batch = max(n for n in range(1, now.train.batch_size + 1) if share % n == 0)
     return tuple(f"{key}={value}" for key, value in zip(BATCH_KEYS, (batch, share // batch), strict=True))
 
