@@ -253,6 +253,10 @@ def check(config: Any, choices: Choices) -> None:
     if others:
         raise RecipeError(f"{KEY}: the model has layers of {', '.join(others)}, which would not see whole rows; "
                           f"set {KEY}: 1")  # fmt: skip
+    window = None if getattr(text, "layer_types", None) else getattr(text, "sliding_window", None)
+    if window is not None:
+        raise RecipeError(f"{KEY}: the model's attention has a sliding window of {window} tokens, which has not been "
+                          f"tried with shards of rows; set {KEY}: 1")  # fmt: skip
     if getattr(text, "output_router_logits", False):
         raise RecipeError(f"{KEY}: the router's loss is not a sum over tokens; set model.config.output_router_logits: "
                           f"false, or {KEY}: 1")  # fmt: skip
@@ -297,11 +301,6 @@ DECLARATION = Declaration(
         ),
     ),
     exclusions=(
-        _not_with(
-            Condition("zero", "is at least", 1),
-            "Accelerate starts no DeepSpeed on several processes without a GPU, so this pair has no test",
-            "sharding.fsdp: true, or sharding.zero: 0", "accelerate 1.15 state.py",
-        ),
         _not_with(
             Condition("attention", "is not", "sdpa"), "the all-to-alls are around the sdpa function",
             "model.attention: sdpa", "tigon.techniques.sequence_parallel",
