@@ -296,7 +296,8 @@ DECLARATION = Declaration(
             saves="Activations and logits: a GPU holds those of its part of each row. Rows can be N times as long.",
             costs="Two all-to-alls per layer and pass, of queries, keys, values and output. N GPUs take one row "
             "together, so a step has an Nth of the samples.",
-            effect_on_result="None for the same samples per step, except for rounding.",
+            effect_on_result="None for the same samples per step, except for rounding. With FP8 each GPU scales its own "
+            "part.",
             recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, source="arXiv 2309.14509",
         ),
     ),
@@ -308,14 +309,6 @@ DECLARATION = Declaration(
         _not_with(
             Condition("attention_groups", "is at least", 2), "each of them replaces the attention function",
             "train.attention_groups: 1", "tigon.techniques.head_groups",
-        ),
-        _not_with(
-            Condition("lora_rank", "is at least", 1), "adapters have not been tried with shards of rows",
-            f"{KEY}: 1", _UNTRIED,
-        ),
-        _not_with(
-            Condition("precision", "is", "fp8"), "FP8's scales would be those of a shard", "train.precision: amp-bf16",
-            _UNTRIED,
         ),
         _not_with(
             Condition("kernels", "is", "liger"), "Liger Kernel has not been tried with shards of rows",
