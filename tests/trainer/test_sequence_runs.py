@@ -41,7 +41,10 @@ def ddp_rank(path: Path, sets: list[str], resume: bool = False) -> None:
 @pytest.mark.parametrize(
     ("start", "sets"),
     [
-        (ddp_rank, ()), (fsdp_rank, ()), (zero_rank, ("sharding.zero=2",)), (zero_rank, ("sharding.zero=3",)),
+        (ddp_rank, ()),
+        (fsdp_rank, ()),
+        (zero_rank, ("sharding.zero=2",)),
+        (zero_rank, ("sharding.zero=3",)),
         (ddp_rank, ("lora.rank=4", "lora.targets=[linear, head]")),
     ],
     ids=["DDP", "FSDP2", "ZeRO-2", "ZeRO-3", "LoRA"],

@@ -77,7 +77,8 @@ def share_rows(model: nn.Module, group: Any) -> None:
     name = f"sdpa_of_{size}_sequence_shards"
     ALL_ATTENTION_FUNCTIONS.register(name, _whole_rows(ALL_ATTENTION_FUNCTIONS["sdpa"]))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in configs.values():
         config._attn_implementation_internal = name
     n_layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
 
@@ -211,7 +212,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def tokens_to_heads(shards: tuple[Tensor, ...], group: Any) -> list[Tensor]:
-    """Each (B, heads, t, D), with all heads -> (B, heads / N, T, D), with all tokens. One all-to-all for all of them."""
+    """Each (B, heads, t, D), with all heads -> (B, heads / N, T, D), with all tokens. They share one all-to-all."""
     size = dist.get_world_size(group)
     parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in shards]  # (N, B, heads / N, t, D)
     sent = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
@@ -296,8 +297,8 @@ DECLARATION = Declaration(
             saves="Activations and logits: a GPU holds those of its part of each row. Rows can be N times as long.",
             costs="Two all-to-alls per layer and pass, of queries, keys, values and output. N GPUs take one row "
             "together, so a step has an Nth of the samples.",
-            effect_on_result="None for the same samples per step, except for rounding. With FP8 each GPU scales its own "
-            "part.",
+            effect_on_result="None for the same samples per step, except for rounding. With FP8 each GPU has scales of "
+            "its own.",
             recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, source="arXiv 2309.14509",
         ),
     ),
