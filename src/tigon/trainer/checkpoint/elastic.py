@@ -1,6 +1,6 @@
 """Resuming on another number of processes, or with FSDP2 instead of DDP: what has to stay, and how it is divided.
 
-An optimizer step keeps its samples: micro-batch size x accumulation x processes stays the same. `divided` finds the
+An optimizer step keeps its samples: micro-batch size x accumulation x readers stays the same. `divided` finds the
 micro-batch and the accumulation for the present number of processes.
 """
 
@@ -21,7 +21,7 @@ from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 
-ENGINE_KEYS = ("sharding.gpus", "sharding.fsdp", "sharding.reshard", "sharding.offload")
+ENGINE_KEYS = ("sharding.gpus", "sharding.sequence", "sharding.fsdp", "sharding.reshard", "sharding.offload")
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
 ALIKE = ("evaluations_without_progress",)  # counters that are equal in all processes
