@@ -75,7 +75,7 @@ def share_rows(model: nn.Module, group: Any) -> None:
 
     size = dist.get_world_size(group)
     name = f"sdpa_of_{size}_sequence_shards"
-    ALL_ATTENTION_FUNCTIONS.register(name, _whole_rows(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+    ALL_ATTENTION_FUNCTIONS.register(name, _of_whole_rows(ALL_ATTENTION_FUNCTIONS["sdpa"]))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
@@ -168,7 +168,7 @@ def document_mask(positions_BT: Tensor) -> Tensor | None:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def _whole_rows(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+def _of_whole_rows(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
     """Returns `attend` for the shards of a row."""
 
     def attend_whole_rows(
@@ -182,9 +182,9 @@ def _whole_rows(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tupl
         shard.layers.add(id(module))
         if "position_ids" in options:
             options["position_ids"] = shard.positions_BT
-        heads = tokens_to_heads((query, key, value), shard.group)
-        out_BThD, _ = attend(module, *heads, shard.mask, **options)
-        return heads_to_tokens(out_BThD, shard.group), None
+        qkv = whole_rows((query, key, value), shard.group)
+        out_BThD, _ = attend(module, *qkv, shard.mask, **options)
+        return own_tokens(out_BThD, shard.group), None
 
     return attend_whole_rows
 
@@ -211,7 +211,7 @@ class _AllToAll(torch.autograd.Function):
         return dx, None
 
 
-def tokens_to_heads(shards: tuple[Tensor, ...], group: Any) -> list[Tensor]:
+def whole_rows(shards: tuple[Tensor, ...], group: Any) -> list[Tensor]:
     """Each (B, heads, t, D), with all heads -> (B, heads / N, T, D), with all tokens. They share one all-to-all."""
     size = dist.get_world_size(group)
     parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in shards]  # (N, B, heads / N, t, D)
@@ -222,7 +222,7 @@ def tokens_to_heads(shards: tuple[Tensor, ...], group: Any) -> list[Tensor]:
     return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in whole]
 
 
-def heads_to_tokens(out_BThD: Tensor, group: Any) -> Tensor:
+def own_tokens(out_BThD: Tensor, group: Any) -> Tensor:
     """(B, T, h / N, D), with all tokens -> (B, t, h, D), with all heads."""
     size = dist.get_world_size(group)
     sent = out_BThD.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # (N, B, t, h / N, D)
@@ -244,11 +244,11 @@ def check(config: Any, choices: Choices) -> None:
             f"{-(-choices.gpus // size) * size}"
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads, keys = int(text.num_attention_heads), key_heads(config)
-    if heads % size or keys % size:
+    n_heads, n_key_heads = int(text.num_attention_heads), key_heads(config)
+    if n_heads % size or n_key_heads % size:
         raise RecipeError(
-            f"{KEY} is {size}, and the model has {heads} heads and {keys} key heads, which are divided over these "
-            f"processes; choose a divisor of both"
+            f"{KEY} is {size}, and the model has {n_heads} heads and {n_key_heads} key heads, which are divided over "
+            "these processes; choose a divisor of both"
         )
     others = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"})
     if others:
