@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import tigon
 import two_ranks
 from tigon.errors import RecipeError
-from tigon.models import DeferredLogits
+from tigon.models import MODELS, DeferredLogits
 from tigon.models.verification.tiny import tiny_config, tiny_model
 from tigon.techniques import sequence_parallel
 from tigon.techniques.layer_checkpointing import apply
@@ -41,9 +41,11 @@ def batch(*, packed: bool) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
 
 
-def fresh(*, patched: bool = True, dtype: torch.dtype = torch.float32) -> Any:
-    model = tiny_model("llama").to(dtype).train()
+def fresh(family: str = "llama", *, patched: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    model = tiny_model(family, MODELS[family].tiny).to(dtype).train()
     model.set_attn_implementation("sdpa")
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # PyTorch's grouped product has no fp64
     if patched:
         tigon.patch(model)
     return model
@@ -54,8 +56,10 @@ def outputs_of(model: nn.Module, rows: dict[str, Tensor]) -> Any:
     return model(**rows, num_items_in_batch=items, use_cache=False)
 
 
-def whole(rows: dict[str, Tensor], *, patched: bool, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    model = fresh(patched=patched, dtype=dtype)
+def whole(
+    family: str, rows: dict[str, Tensor], *, patched: bool, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model = fresh(family, patched=patched, dtype=dtype)
     loss = outputs_of(model, rows).loss
     loss.backward()
     return loss.detach(), gradients_of(model)
@@ -67,16 +71,23 @@ def farthest_from(exact: dict[str, Tensor], grads: dict[str, Tensor]) -> float:
 
 
 def shared(
-    rank: int, mesh: Any, *, packed: bool = True, patched: bool = True, engine: str = "ddp", recompute: bool = False
+    rank: int,
+    mesh: Any,
+    *,
+    family: str = "llama",
+    packed: bool = True,
+    patched: bool = True,
+    engine: str = "ddp",
+    recompute: bool = False,
 ) -> float:
     """The error of the gradients against fp64, as a multiple of the error of one process."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     rows = batch(packed=packed)
-    exact_loss, exact = whole(rows, patched=False, dtype=torch.float64)
-    loss_alone, alone = whole(rows, patched=patched, dtype=torch.float32)
-    model = fresh(patched=patched)
+    exact_loss, exact = whole(family, rows, patched=False, dtype=torch.float64)
+    loss_alone, alone = whole(family, rows, patched=patched, dtype=torch.float32)
+    model = fresh(family, patched=patched)
     share_rows(model, dist.group.WORLD)
     if recompute:
         apply(model, ("full", "mlp"))
@@ -91,7 +102,7 @@ def shared(
     (output.loss * RANKS).backward()
     loss = output.loss.detach().clone()
     dist.all_reduce(loss)
-    rounding = torch.finfo(torch.float32).eps * float(exact_loss)  # of the sum of two losses
+    rounding = RANKS * torch.finfo(torch.float32).eps * float(exact_loss)  # that of each rank's loss
     loss_error = abs(float(loss - exact_loss)) / max(abs(float(loss_alone - exact_loss)), rounding)
     return max(loss_error, farthest_from(exact, gradients_of(model)) / farthest_from(exact, alone))
 
@@ -102,6 +113,8 @@ SCENARIOS: Scenarios = {
     "without tigon's kernels": partial(shared, patched=False),
     "FSDP2": partial(shared, engine="fsdp2"),
     "recomputed layers": partial(shared, recompute=True),
+    "experts": partial(shared, family="mixtral"),
+    "latent attention, whose values are narrower": partial(shared, family="deepseek_v3"),
 }
 
 
@@ -157,13 +170,13 @@ def refused(rank: int, mesh: Any) -> float:
         cut_rows({**rows, "attention_mask": rows["attention_mask"].flip(1)}, dist.group.WORLD)
     with pytest.raises(TypeError, match="not both"):
         cut_rows({**rows, "position_ids": rows["input_ids"]}, dist.group.WORLD)
-    model = fresh()
+    model = fresh("nemotron")  # its attention is not that of transformers' interface
     share_rows(model, dist.group.WORLD)
     with pytest.raises(TypeError, match="1 unnamed"):
         model(rows["input_ids"], labels=rows["labels"])
-    model.model.layers = model.model.layers[:1]  # as if the other had no attention
-    with pytest.raises(RecipeError, match="1 of the model's 2 layers"):
-        outputs_of(model, rows)
+    for packed in (False, True):
+        with pytest.raises(RecipeError, match="0 of the model's 2 layers"):
+            outputs_of(model, batch(packed=packed))
     return 1.0
 
 
@@ -206,6 +219,11 @@ def test_models_whose_rows_cannot_be_shared_are_refused(
     config.update(changes)
     with pytest.raises(RecipeError, match=reason):
         sequence_parallel.check(config, Choices(**{"gpus": 2, "sequence_shards": 2, **choices}))
+
+
+def test_model_of_text_and_images_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"llava takes images or sound too"):
+        sequence_parallel.check(tiny_config("llava", MODELS["llava"].tiny), Choices(gpus=2, sequence_shards=2))
 
 
 def test_other_models_are_accepted() -> None:

@@ -80,26 +80,39 @@ def share_rows(model: nn.Module, group: Any) -> None:
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
         config._attn_implementation_internal = name
-    n_layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    hooks = _Hooks(group, int(model.config.num_hidden_layers))  # type: ignore[union-attr, arg-type]
+    model.register_forward_pre_hook(hooks.cut, with_kwargs=True)
+    model.register_forward_hook(hooks.check_layers, with_kwargs=True)
+    _shared[model] = size
 
-    def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+
+class _Hooks:
+    """Cuts the rows of a model's calls, and refuses a model whose layers do not all exchange tokens."""
+
+    def __init__(self, group: Any, n_layers: int) -> None:
+        self.group, self.n_layers = group, n_layers
+        self.checked = False
+
+    def cut(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         if kwargs.get("labels") is None:
             return args, kwargs
         if args:
             raise TypeError(f"{KEY} cuts named inputs, but the model was called with {len(args)} unnamed ones")
-        return (), cut_rows(kwargs, group)
+        inputs = cut_rows(kwargs, self.group)
+        if not self.checked:  # layers that use the model's own attention have no place for a mask of whole rows
+            inputs["attention_mask"] = None
+        return (), inputs
 
-    def check_layers(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        shard = kwargs.get(SHARD)
-        if shard is not None and len(shard.layers) != n_layers:
+    def check_layers(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        shard: Shard | None = kwargs.get(SHARD)
+        if shard is None:
+            return
+        if len(shard.layers) != self.n_layers:
             raise RecipeError(
-                f"{KEY}: {len(shard.layers)} of the model's {n_layers} layers exchange tokens between processes, and "
-                f"the others would not see the whole row; set {KEY}: 1"
+                f"{KEY}: {len(shard.layers)} of the model's {self.n_layers} layers exchange tokens between processes, "
+                f"and the others would not see the whole row; set {KEY}: 1"
             )
-
-    model.register_forward_pre_hook(cut, with_kwargs=True)
-    model.register_forward_hook(check_layers, with_kwargs=True)
-    _shared[model] = size
+        self.checked = True
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -244,6 +257,10 @@ def check(config: Any, choices: Choices) -> None:
             f"{-(-choices.gpus // size) * size}"
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text is not config:
+        raise RecipeError(
+            f"{KEY} takes models of text, and {config.model_type} takes images or sound too; set {KEY}: 1"
+        )
     n_heads, n_key_heads = int(text.num_attention_heads), key_heads(config)
     if n_heads % size or n_key_heads % size:
         raise RecipeError(
