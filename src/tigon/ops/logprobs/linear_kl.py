@@ -27,7 +27,8 @@ from tigon.ops.logprobs.kl_blocks import (
     linear_kl_fwd,
 )
 from tigon.ops.logprobs.kl_rows import KlOptions, KlUpstream, fp16_scale
-from tigon.ops.logprobs.linear_logprobs import WORTH_A_WAIT_FLOPS, finished
+from tigon.ops.logprobs.linear_logprobs import WORTH_A_WAIT_FLOPS
+from tigon.ops.logprobs.results import finished
 from tigon.ops.logprobs.rows import check_logit_map, check_mask, check_temperature, contiguous
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import MIB, default_chunk_bytes

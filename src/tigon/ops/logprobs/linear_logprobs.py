@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,12 @@ from tigon.ops.logprobs.blocks import (
     linear_logprobs_fwd,
 )
 from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
+from tigon.ops.logprobs.results import Results, finished, public, spread_rows
 from tigon.ops.logprobs.rows import (
     LogprobOptions,
     Logprobs,
     Upstream,
+    backward_ids,
     check_ids,
     check_options,
     contiguous,
@@ -62,17 +64,6 @@ class LinearLogprobsCall:
     """(bytes of a block's logits, most bytes of logits that are kept)"""
 
 
-class Results(NamedTuple):
-    """The results of the operator, one row per token; what is not wanted is empty."""
-
-    logprob_NK: Tensor
-    lse_N: Tensor
-    entropy_N: Tensor
-    predicted_N: Tensor
-    topk_logprob_NJ: Tensor
-    topk_ids_NJ: Tensor
-
-
 class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -89,24 +80,24 @@ class LinearLogprobs(torch.autograd.Function):
         keep = any(ctx.want) and isinstance(N, int) and keeps_logits(N, V, hidden_NH.element_size(), most_kept)
         computed = linear_logprobs_fwd(HeadTensors(hidden_NH, weight_VH, bias), ids_NK, options, keep, block_bytes)
         if any(ctx.want):
-            # The largest logits are ids like the others in the backward.
-            all_ids = torch.cat([ids_NK.long(), computed.topk_ids_NJ], 1) if options.top_k else ids_NK
+            all_ids, options_of_backward = backward_ids(ids_NK, computed.topk_ids_NJ, options)
+            ctx.options = options_of_backward
             kept = computed.kept_NV if keep else None
             ctx.save_for_backward(
                 hidden_NH, weight_VH, bias, all_ids, computed.stats_2N, computed.entropy_N, kept, index
             )  # fmt: skip
-        ctx.options, ctx.lse, ctx.rows, ctx.block_bytes, ctx.ids = options, call.lse, rows, block_bytes, ids_NK.shape[1]
+        ctx.lse, ctx.rows, ctx.block_bytes, ctx.ids = call.lse, rows, block_bytes, ids_NK.shape[1]
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
         lse_N = computed.stats_2N.sum(0) if call.lse else computed.entropy_N.new_empty(0)
         ignored = options.ignore_index
         results = Results(
-            _spread(computed.logprob_NK, index, rows, 0.0),
-            _spread(lse_N, index, rows, 0.0) if call.lse else lse_N,
-            _spread(computed.entropy_N, index, rows, 0.0) if options.entropy else computed.entropy_N,
-            _spread(computed.predicted_N, index, rows, ignored) if options.predicted else computed.predicted_N,
-            _spread(computed.topk_logprob_NJ, index, rows, 0.0),
-            _spread(computed.topk_ids_NJ, index, rows, ignored),
+            spread_rows(computed.logprob_NK, index, rows, 0.0),
+            spread_rows(lse_N, index, rows, 0.0) if call.lse else lse_N,
+            spread_rows(computed.entropy_N, index, rows, 0.0) if options.entropy else computed.entropy_N,
+            spread_rows(computed.predicted_N, index, rows, ignored) if options.predicted else computed.predicted_N,
+            spread_rows(computed.topk_logprob_NJ, index, rows, 0.0),
+            spread_rows(computed.topk_ids_NJ, index, rows, ignored),
         )
         ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
         return results
@@ -149,21 +140,6 @@ class LinearLogprobs(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Tensor:
-    """`values` at their flat positions among `rows`, `fill` elsewhere."""
-    if index is None:
-        return values
-    return values.new_full((rows, *values.shape[1:]), fill).index_copy_(0, index, values)
-
-
-def finished(gradient: Tensor, left: Tensor | None, index: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
-    """A gradient times the factor it lacks, in its own dtype, at its positions."""
-    if left is None and index is None and gradient.dtype == dtype:
-        return gradient
-    left = torch.ones((), dtype=torch.float32, device=gradient.device) if left is None else left
-    return common.scale_rows(gradient, left, index, rows, dtype)  # type: ignore[no-any-return]
 
 
 def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearLogprobsCall) -> Results:
@@ -247,24 +223,6 @@ def linear_logprobs(
     apply = _linear_logprobs if torch.compiler.is_compiling() else _apply
     results: Results = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
     return public(results, ids.shape, rows, options, "lse" in outputs)
-
-
-def public(
-    results: Results, ids_shape: torch.Size, rows: torch.Size, options: LogprobOptions, lse: bool
-) -> Tensor | Logprobs:
-    """The public function's result: the log-probabilities alone, or `Logprobs`."""
-    logprob = results.logprob_NK.view(ids_shape)
-    if not (lse or options.entropy or options.predicted or options.top_k):
-        return logprob
-    top = (*rows, options.top_k)
-    return Logprobs(
-        logprob,
-        lse=results.lse_N.view(rows) if lse else None,
-        entropy=results.entropy_N.view(rows) if options.entropy else None,
-        predicted=results.predicted_N.view(rows) if options.predicted else None,
-        topk_logprob=results.topk_logprob_NJ.view(top) if options.top_k else None,
-        topk_ids=results.topk_ids_NJ.view(top) if options.top_k else None,
-    )
 
 
 def _rows_that_count(ids_NK: Tensor, ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:

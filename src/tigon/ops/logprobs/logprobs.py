@@ -11,8 +11,8 @@ from torch import Tensor
 from tigon.errors import ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
-from tigon.ops.logprobs.linear_logprobs import Results, public
 from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
+from tigon.ops.logprobs.results import Results, public
 from tigon.ops.logprobs.rows import (
     Block,
     LogprobOptions,
@@ -20,6 +20,7 @@ from tigon.ops.logprobs.rows import (
     Rows,
     Upstream,
     add_block,
+    backward_ids,
     check_ids,
     check_options,
     contiguous,
@@ -88,10 +89,9 @@ class LogprobsOfLogits(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, call: LogprobsCall) -> Results:
         options, ids_NK = call.options, call.ids_NK
         computed = logprobs_fwd(logits_NV, ids_NK, options)
-        # The largest logits are ids like the others in the backward.
-        all_ids = torch.cat([ids_NK.long(), computed.topk_ids_NJ], 1) if options.top_k else ids_NK
+        all_ids, ctx.options = backward_ids(ids_NK, computed.topk_ids_NJ, options)
         ctx.save_for_backward(logits_NV, all_ids, computed.stats_2N, computed.entropy_N)
-        ctx.options, ctx.lse, ctx.ids = options, call.lse, ids_NK.shape[1]
+        ctx.lse, ctx.ids = call.lse, ids_NK.shape[1]
         ctx.set_materialize_grads(False)
         lse_N = computed.stats_2N.sum(0) if call.lse else computed.entropy_N.new_empty(0)
         ctx.mark_non_differentiable(computed.predicted_N, computed.topk_ids_NJ)
