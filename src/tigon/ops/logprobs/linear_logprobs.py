@@ -25,6 +25,7 @@ from tigon.ops.logprobs.blocks import (
     linear_logprobs_bwd,
     linear_logprobs_fwd,
 )
+from tigon.ops.logprobs.divided_logprobs import divided_logprobs
 from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
 from tigon.ops.logprobs.results import Results, finished, public, spread_rows
 from tigon.ops.logprobs.rows import (
@@ -42,6 +43,7 @@ from tigon.ops.logprobs.rows import (
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import MIB, default_chunk_bytes
 from tigon.ops.losses.options import check_chunk_bytes
+from tigon.ops.vocab_parallel import DividedHead, VocabParallelOptions, divided_head, replicated
 
 # N tokens, H hidden, V vocabulary, K ids of a token, J largest logits of a token.
 
@@ -164,6 +166,7 @@ def linear_logprobs(
     outputs: tuple[str, ...] = (),
     top_k: int = 0,
     chunk_bytes: int | None = None,
+    vocab_parallel: VocabParallelOptions | None = None,
 ) -> Tensor | Logprobs:
     """Log-probabilities of `ids` under softmax(z), z = softcap(logit_scale · (hidden @ weight.T + bias)) / temperature.
 
@@ -186,6 +189,8 @@ def linear_logprobs(
         chunk_bytes: largest number of bytes of logits alive at once; logits of all tokens that fit are kept for
             backward, which saves a product. The default is blocks of 512 MiB, and up to 1 GiB kept, on GPUs; 16 MiB on
             the CPU.
+        vocab_parallel: the rows of the weight that this process holds, if the head is divided by vocabulary. weight and
+            bias are then these rows. A DTensor of Shard(0) needs no such options: its gradient is a DTensor too.
 
     Returns:
         Log-probabilities of the shape of ids, fp32 (fp64 for fp64 inputs); with `outputs` or `top_k`, a `Logprobs`.
@@ -196,19 +201,29 @@ def linear_logprobs(
             sharded); or the tensors are on several devices.
         DtypeError: hidden, weight or bias is none of the four floats, or ids are neither int64 nor int32.
         OptionError: an option is unknown, is not a number or is outside its range.
+        ShardingError: a DTensor has other placements, vocab_parallel is given without a process group, or the call of a
+            divided head is compiled.
         LabelError: an id is outside [0, V) and is not ignore_index. Checked on the CPU, and on a GPU only with
             TIGON_CHECK=1; otherwise the log-probability on a GPU is NaN.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    check_head(hidden, weight, bias)
+    divided = divided_head(hidden, weight, bias, vocab_parallel)
+    if divided is not None:
+        hidden, ids, mask = divided.hidden, replicated(ids, "ids"), replicated(mask, "mask")
+    else:
+        check_head(hidden, weight, bias)
     common.check_devices(hidden=hidden, weight=weight, bias=bias, ids=ids, mask=mask)
     options = check_options(
         ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature, top_k=top_k,
-        outputs=outputs, vocab=weight.shape[0],
+        outputs=outputs, vocab=_most_top_k(weight, divided),
     )  # fmt: skip
     check_chunk_bytes(chunk_bytes)
     rows = hidden.shape[:-1]
     ids_NK = flat_ids(ids, mask, rows, ignore_index, "hidden")
+    bytes_of_blocks = default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
+    if divided is not None:
+        results = divided_logprobs(divided, ids_NK, options, bytes_of_blocks)
+        return public(results, ids.shape, rows, options, "lse" in outputs)
     hidden, weight, bias = settle_dtypes(hidden, weight, bias)
     if may_wait(ids_NK):
         # Checked here so that the message names the caller's position: tokens are dropped below.
@@ -218,11 +233,18 @@ def linear_logprobs(
         index=_rows_that_count(ids_NK, ignore_index, weight, "ids" if mask is None else "mask"),
         options=options,
         lse="lse" in outputs,
-        chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
+        chunk_bytes=bytes_of_blocks,
     )
     apply = _linear_logprobs if torch.compiler.is_compiling() else _apply
-    results: Results = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
+    results = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
     return public(results, ids.shape, rows, options, "lse" in outputs)
+
+
+def _most_top_k(weight: Tensor, divided: DividedHead | None) -> int:
+    """The whole vocabulary; a bound of it for a divided head whose other parts are unknown."""
+    if divided is None or divided.vocab is not None:
+        return weight.shape[0]
+    return 1 << 31
 
 
 def _rows_that_count(ids_NK: Tensor, ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:
