@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -218,6 +218,16 @@ class DeferredLogits(Tensor):
             self._real = tensor if self.requires_grad else tensor.detach()
             _hand_over_hooks(self, self._real)
         return self._real
+
+    # The hooks of a head that is divided by vocabulary gather a DTensor of logits. There is nothing to gather here.
+    # Logits that are read come from the head and its hooks again (`LogitsSource`).
+    placements: ClassVar[None] = None
+
+    def redistribute(self, *_: Any, **__: Any) -> DeferredLogits:
+        return self
+
+    def to_local(self, **_: Any) -> DeferredLogits:
+        return self
 
     def logit_map(self) -> LogitMap | None:
         """The scaling and capping of the logits since the head, or None if the steps do not form a `LogitMap`."""
