@@ -26,7 +26,7 @@ from helpers import (
     with_leaves,
 )
 from tigon.errors import LabelError, OptionError, ShapeError, ShardingError
-from tigon.ops import OPS, Op, VocabParallelOptions, linear_cross_entropy, linear_logprobs
+from tigon.ops import OPS, Op, VocabParallelOptions, linear_cross_entropy, linear_kl, linear_logprobs
 from two_ranks import Scenarios
 
 REFUSED = ("label_smoothing", "rank")
@@ -117,6 +117,9 @@ def kernels(rank: int, mesh: Any) -> float:
         for dtype, factor in ((torch.float32, 2.0), (torch.bfloat16, 4.0)):
             case = case_of("linear_logprobs", outputs=("lse", "entropy"), ids=3, chunk_bytes=42 * 40 * 4)
             check(OPS["linear_logprobs"], case, dtype, rank, mesh, cut(100, 0.37), factor)
+            for changes in ({}, {"kind": "jsd", "beta": 0.3, "bias": True, "masked": 0.5}):
+                case = case_of("linear_kl", **changes, chunk_bytes=42 * 40 * 4)
+                check(OPS["linear_kl"], case, dtype, rank, mesh, cut(100, 0.37), factor)
     return 0.0
 
 
@@ -128,6 +131,14 @@ def one_process_has_all_labels(rank: int, mesh: Any) -> float:
     truth, baseline = truth_and_baseline(op, inputs, upstream)
     for rows in (cut(100, 0.3), cut(100, 1.0)):  # the second process has no label, then no row at all
         assert_result_within(divided(op, rank, mesh, rows, inputs), truth, baseline, 2.0)
+    return 0.0
+
+
+def divergence_with_one_process_alone(rank: int, mesh: Any) -> float:
+    """The second process holds no row, and the chunks are its own only if the first one's size decides."""
+    for changes in ({}, {"kind": "jsd"}):
+        case = case_of("linear_kl", **changes, chunk_bytes=100 * 8 * 5, bias=True, teacher_bias=True)
+        check(OPS["linear_kl"], case, torch.float32, rank, mesh, cut(100, 1.0))
     return 0.0
 
 
@@ -236,6 +247,9 @@ def refusals(rank: int, mesh: Any) -> float:
         linear_logprobs(hidden, distribute_tensor(whole, mesh, [Shard(0)]), target)
     with pytest.raises(ShardingError, match="bias is not divided"):
         linear_logprobs(torch.randn(4, 4), distribute_tensor(whole, mesh, [Shard(0)]), target, bias=torch.randn(10))
+    with pytest.raises(ShardingError, match="not divided alike"):
+        x, teacher = torch.randn(4, 4), distribute_tensor(whole, mesh, [Shard(0)])
+        linear_kl(x, whole, x, teacher)
     with pytest.raises(OptionError, match="vocab_parallel"):
         linear_logprobs(torch.randn(4, 3), weight, target, vocab_parallel=VocabParallelOptions(5, 0))
     with pytest.raises(LabelError, match="outside"):
@@ -253,15 +267,17 @@ def parts_of_a_vocabulary(rank: int, mesh: Any) -> float:
 SCENARIOS: Scenarios = {
     **{
         f"{name}-{division}-{str(dtype).removeprefix('torch.')}": every_case(name, division, dtype)
-        for name in ("linear_cross_entropy", "linear_logprobs")
+        for name in ("linear_cross_entropy", "linear_logprobs", "linear_kl")
         for division, dtype in (("dtensor", torch.float32), ("uneven", torch.float32), ("uneven", torch.bfloat16))
     },
     "linear_logprobs-uneven-float16": every_case("linear_logprobs", "uneven", torch.float16),
+    "linear_kl-uneven-float16": every_case("linear_kl", "uneven", torch.float16),
     **{
         f.__name__: f
         for f in (
-            kernels, one_process_has_all_labels, outputs_of_the_loss, largest_logits, frozen_head_and_frozen_hidden,
-            second_backward, nothing_counts, refusals, parts_of_a_vocabulary,
+            kernels, one_process_has_all_labels, divergence_with_one_process_alone, outputs_of_the_loss,
+            largest_logits, frozen_head_and_frozen_hidden, second_backward, nothing_counts, refusals,
+            parts_of_a_vocabulary,
         )
     },
 }  # fmt: skip

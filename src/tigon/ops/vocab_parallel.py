@@ -47,16 +47,25 @@ class VocabParallelOptions:
         start = rank * each + min(rank, more)
         return cls(start, start + each + (rank < more), group, reduce_hidden_grad)
 
+    @property
+    def rank(self) -> int:
+        """The place of this process in `all_gather`'s result."""
+        return dist.get_rank(self.group)
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(processes of the group, *shape of `tensor`), in the order of ranks."""
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts)
 
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Add up a tensor over the group, in place."""
+        dist.all_reduce(tensor, group=self.group)
+
     def sum_hidden_grad(self, gradient: Tensor) -> None:
         """Add up the gradient of hidden over the group, in place."""
         if self.reduce_hidden_grad:
-            dist.all_reduce(gradient, group=self.group)
+            self.all_reduce(gradient)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,15 @@ class DividedHead:
     part: VocabParallelOptions
     vocab: int | None
     """Classes of the whole head; None if only this process's part is known."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.hidden, self.weight, self.bias
+
+    def most_rows(self) -> int:
+        """The most rows of the weight that a process of the group holds. All processes call it."""
+        rows = torch.tensor([self.weight.shape[0]], device=self.weight.device)
+        return int(self.part.all_gather(rows).max())
 
 
 def is_dtensor(value: Any) -> bool:
