@@ -258,6 +258,23 @@ def refusals(rank: int, mesh: Any) -> float:
     return 0.0
 
 
+def compiled_around(rank: int, mesh: Any) -> float:
+    """The op runs between two graphs."""
+    rows = cut(10, 0.5)[rank]
+    part = VocabParallelOptions(rows.start, rows.stop)
+    torch.manual_seed(1)
+    hidden, whole, target = torch.randn(8, 4), torch.randn(10, 4), torch.randint(10, (8,))
+
+    def twice(weight: Tensor) -> Tensor:
+        return 2 * linear_cross_entropy(hidden, weight, target, vocab_parallel=part)
+
+    weight = whole[rows].clone().requires_grad_()
+    torch.compile(twice, backend="eager")(weight).backward()
+    expected = whole.clone().requires_grad_()
+    (2 * linear_cross_entropy(hidden, expected, target)).backward()
+    return relative_error(weight.grad, expected.grad[rows])
+
+
 def parts_of_a_vocabulary(rank: int, mesh: Any) -> float:
     part = VocabParallelOptions.for_vocab(7)
     assert (part.start, part.stop) == ((0, 4) if rank == 0 else (4, 7))
@@ -277,7 +294,7 @@ SCENARIOS: Scenarios = {
         for f in (
             kernels, one_process_has_all_labels, divergence_with_one_process_alone, outputs_of_the_loss,
             largest_logits, frozen_head_and_frozen_hidden, second_backward, nothing_counts, refusals,
-            parts_of_a_vocabulary,
+            compiled_around, parts_of_a_vocabulary,
         )
     },
 }  # fmt: skip

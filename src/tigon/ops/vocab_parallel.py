@@ -7,18 +7,22 @@ backward adds it up over the group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from tigon.errors import OptionError, ShapeError, ShardingError
 from tigon.ops.dispatch import check_dtype, check_whole
 from tigon.ops.lm_head import check_head
 
 # N tokens, H hidden, U rows of the weight in this process, V vocabulary.
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,14 @@ class DividedHead:
         return int(self.part.all_gather(rows).max())
 
 
+def outside_graphs(function: _F) -> _F:
+    """Decorate a function that torch.compile must not trace: it runs eagerly, between two graphs.
+
+    `torch.compiler.disable` does the same, but loads Dynamo with the module, which takes seconds.
+    """
+    return cast(_F, _disable_dynamo(function))
+
+
 def is_dtensor(value: Any) -> bool:
     """Whether a tensor is a DTensor. Compared by name, because importing the class takes long."""
     return type(value).__name__ == "DTensor"
@@ -106,13 +118,18 @@ def divided_head(
         prefix: what the arguments' names begin with in the messages.
 
     Raises:
-        ShardingError: a tensor is divided in another way, or the call is compiled.
+        ShardingError: a tensor is divided in another way.
         ShapeError, DtypeError, OptionError: the tensors do not fit each other or `vocab_parallel`.
     """
     if vocab_parallel is None and not is_dtensor(weight):
         return None
-    if torch.compiler.is_compiling():
-        raise ShardingError(f"{prefix}weight is divided by vocabulary, which torch.compile cannot trace.")
+    return _divided_head(hidden, weight, bias, vocab_parallel, prefix)
+
+
+@outside_graphs
+def _divided_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_parallel: VocabParallelOptions | None, prefix: str
+) -> DividedHead:
     if vocab_parallel is None:
         part, vocab = _part_of_dtensor(weight, f"{prefix}weight"), weight.shape[0]
         if bias is not None and (not is_dtensor(bias) or _part_of_dtensor(bias, f"{prefix}bias") != part):

@@ -22,7 +22,7 @@ from tigon.ops.logprobs.kl_backward import kl_gradients, save_for_backward
 from tigon.ops.logprobs.kl_blocks import HeadPair, _Buffers, _kept, _logits_into
 from tigon.ops.logprobs.kl_rows import DivergenceRows, KlOptions, divergence
 from tigon.ops.losses.chunk_plan import even_chunk
-from tigon.ops.vocab_parallel import VocabParallelOptions, exchange
+from tigon.ops.vocab_parallel import VocabParallelOptions, exchange, outside_graphs
 
 # N tokens, U rows of each weight in this process.
 
@@ -104,6 +104,7 @@ def _add_up(rows: DivergenceRows, part: VocabParallelOptions, has_columns: bool)
     rows.stats_8N[4:6] = sums[1:]
 
 
+@outside_graphs
 def divided_kl(sides: tuple[Tensor | None, ...], call: DividedKlCall) -> Tensor:
     """The divergences (N,) of two divided heads; sides: hidden, weight and bias of p and of q."""
     return cast(Tensor, DividedKl.apply(*sides, call, torch.is_grad_enabled()))

@@ -34,7 +34,7 @@ from tigon.ops.logprobs.blocks import (
 from tigon.ops.logprobs.results import Results, finished, spread_rows
 from tigon.ops.logprobs.rows import LogprobOptions, Upstream, contiguous, fp16_scales, joined_upstream
 from tigon.ops.losses import common
-from tigon.ops.vocab_parallel import DividedHead, VocabParallelOptions, exchange
+from tigon.ops.vocab_parallel import DividedHead, VocabParallelOptions, exchange, outside_graphs
 
 # N tokens, H hidden, U rows of the weight in this process, K ids of a token, J largest logits of a token.
 
@@ -280,6 +280,7 @@ def _check_ids(ids_NK: Tensor, unknown_NK: Tensor, like: Tensor) -> None:
         )
 
 
+@outside_graphs
 def divided_logprobs(
     head: DividedHead, ids_NK: Tensor, options: LogprobOptions, chunk_bytes: tuple[int, int]
 ) -> Results:  # fmt: skip

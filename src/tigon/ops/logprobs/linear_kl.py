@@ -148,8 +148,8 @@ def linear_kl(
             (a weight with 0 elements is sharded); or the tensors are on several devices.
         DtypeError: a tensor is none of the four floats.
         OptionError: an option is unknown, is not a number or is outside its range.
-        ShardingError: one head is divided otherwise than the other, a DTensor has other placements, vocab_parallel is
-            given without a process group, or the call of divided heads is compiled.
+        ShardingError: one head is divided otherwise than the other, a DTensor has other placements, or vocab_parallel
+            is given without a process group.
         DoubleBackwardError: in backward, with create_graph=True.
     """
     divided = _divided_pair((hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), vocab_parallel)

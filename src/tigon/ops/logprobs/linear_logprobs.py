@@ -201,8 +201,7 @@ def linear_logprobs(
             sharded); or the tensors are on several devices.
         DtypeError: hidden, weight or bias is none of the four floats, or ids are neither int64 nor int32.
         OptionError: an option is unknown, is not a number or is outside its range.
-        ShardingError: a DTensor has other placements, vocab_parallel is given without a process group, or the call of a
-            divided head is compiled.
+        ShardingError: a DTensor has other placements, or vocab_parallel is given without a process group.
         LabelError: an id is outside [0, V) and is not ignore_index. Checked on the CPU, and on a GPU only with
             TIGON_CHECK=1; otherwise the log-probability on a GPU is NaN.
         DoubleBackwardError: in backward, with create_graph=True.

@@ -19,7 +19,7 @@ from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import default_chunk_bytes
 from tigon.ops.losses.common import LossOutput
 from tigon.ops.losses.options import LossOptions, check_vector
-from tigon.ops.vocab_parallel import DividedHead, replicated
+from tigon.ops.vocab_parallel import DividedHead, outside_graphs, replicated
 
 # N tokens, U rows of the weight in this process.
 
@@ -45,6 +45,7 @@ class DividedLoss:
         return default_chunk_bytes(head.hidden) if most is None else (most, most)
 
 
+@outside_graphs
 def divided_cross_entropy(head: DividedHead, options: LossOptions, loss: DividedLoss) -> Tensor | LossOutput:
     """The public function's result for a divided head and checked options."""
     target, token_weight = replicated(loss.target, "target"), replicated(loss.token_weight, "token_weight")

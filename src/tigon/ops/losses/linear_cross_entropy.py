@@ -418,8 +418,8 @@ def linear_cross_entropy(
             with chunk_bytes or fp32_accumulate=False; fp32_accumulate=False with fp16; target was prepared with shifts
             or another ignore_index; lora_a without lora_b or the other way round; adapter_hidden without them; or
             scaling is not finite.
-        ShardingError: a DTensor has other placements, vocab_parallel is given without a process group, the call of a
-            divided head is compiled, or a divided head has label_smoothing or an adapter.
+        ShardingError: a DTensor has other placements, vocab_parallel is given without a process group, or a divided
+            head has label_smoothing or an adapter.
         LabelError: as in `cross_entropy`.
         DoubleBackwardError: in backward, with create_graph=True.
     """
