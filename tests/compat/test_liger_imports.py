@@ -73,10 +73,6 @@ print(liger_kernel.__version__, importlib.metadata.version("liger-kernel"), impo
     ("statement", "name"),
     [
         ("from liger_kernel.transformers import LigerVocabParallelCrossEntropy", "LigerVocabParallelCrossEntropy"),
-        (
-            "from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp",
-            "functional.liger_fused_linear_scaled_cross_entropy_tp",
-        ),
         ("from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase", "fused_linear_ppo"),
         ("from liger_kernel.transformers.trainer import LigerORPOTrainer", "liger_kernel.transformers.trainer"),
         ("from liger_kernel.ops import jsd_forward", "liger_kernel.ops.jsd_forward"),

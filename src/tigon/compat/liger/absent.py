@@ -17,7 +17,10 @@ class Absent(NamedTuple):
 
 
 _LAUNCHER = "It is half of an op, without autograd, around a Triton kernel of Liger. The op itself is offered."
-_TENSOR_PARALLEL = "It splits the vocabulary over a tensor-parallel group. tigon trains without tensor parallelism."
+_TENSOR_PARALLEL = (
+    "It takes logits that are divided over a tensor-parallel group. `tigon.linear_cross_entropy` takes the divided "
+    "head instead, and computes no logits."
+)
 
 ABSENT = (
     Absent(
@@ -67,12 +70,9 @@ ABSENT = (
     ),
     Absent(
         (
-            "ops.LigerFusedLinearScaledCrossEntropyTPFunction",
-            "ops.fused_linear_scaled_cross_entropy.LigerFusedLinearScaledCrossEntropyTPFunction",
             "ops.LigerVocabParallelCEFunction", "ops.vocab_parallel_cross_entropy.LigerVocabParallelCEFunction",
             "transformers.LigerVocabParallelCrossEntropy",
             "transformers.vocab_parallel_cross_entropy.LigerVocabParallelCrossEntropy",
-            "transformers.functional.liger_fused_linear_scaled_cross_entropy_tp",
         ),
         _TENSOR_PARALLEL,
     ),

@@ -66,7 +66,10 @@ _COMPOSED_OPS = {
     "attn_res": ("attention", ("LigerAttnResFunction",)),
     "dyt": ("norms", ("LigerDyTFunction",)),
     "experimental.embedding": ("activations", ("LigerEmbeddingFunction",)),
-    "fused_linear_scaled_cross_entropy": ("scaled_cross_entropy", ("LigerFusedLinearScaledCrossEntropyFunction",)),
+    "fused_linear_scaled_cross_entropy": (
+        "scaled_cross_entropy",
+        ("LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyTPFunction"),
+    ),
     "fused_moe": ("mlps", ("LigerFusedMoEFunction",)),
     "fused_neighborhood_attention": ("attention", ("LigerFusedNeighborhoodAttentionFunction",)),
     "group_norm": ("norms", ("LigerGroupNormFunction",)),
@@ -139,6 +142,7 @@ _COMPOSED_FUNCTIONAL = {
     ),
     "norms": ("liger_dyt", "liger_group_norm", "liger_modulated_rms_norm", "liger_poly_norm"),
     "rotary": ("liger_qwen2vl_mrope",),
+    "scaled_cross_entropy": ("liger_fused_linear_scaled_cross_entropy_tp",),
 }  # fmt: skip
 
 _UTILS = (
