@@ -26,13 +26,13 @@ from helpers import (
     with_leaves,
 )
 from tigon.errors import LabelError, OptionError, ShapeError, ShardingError
-from tigon.ops import OPS, Op, VocabParallelOptions, linear_cross_entropy, linear_kl, linear_logprobs
+from tigon.ops import OPS, Op, VocabParallelOptions, linear_cross_entropy, linear_kl, linear_logprobs, logprobs
 from two_ranks import Scenarios
 
 REFUSED = ("label_smoothing", "rank")
 """Options of the ops' cases that a divided head does not have."""
 OF_HEADS = {"weight": "bias", "teacher_weight": "teacher_bias"}
-"""The divided tensors of an op: each weight and its bias."""
+"""The divided tensors of an op: each weight and its bias. Of `logprobs`, the logits are, by their last dimension."""
 
 
 def cut(V: int, share: float) -> tuple[slice, slice]:
@@ -275,6 +275,28 @@ def compiled_around(rank: int, mesh: Any) -> float:
     return relative_error(weight.grad, expected.grad[rows])
 
 
+def logits_that_exist(rank: int, mesh: Any) -> float:
+    op, errors = OPS["logprobs"], []
+    for case in (*(case for case in op.cases if case.small), case_of("logprobs", top_k=50, outputs=("predicted",))):
+        # Equal bf16 logits have no order, so two sides may take different ones for the largest.
+        for dtype in (torch.float32,) if "top_k" in case.options else (torch.float32, torch.bfloat16):
+            inputs, at = make(op, case, dtype), cut(case.shape[-1], 0.37)
+            upstream = upstream_for(tensors_of(op.call(**inputs)))
+            truth, baseline = truth_and_baseline(op, inputs, upstream)
+            part = VocabParallelOptions(at[rank].start, at[rank].stop)
+            logits = inputs["logits"][..., at[rank]].clone().requires_grad_()
+            found = logprobs(**inputs | {"logits": logits}, vocab_parallel=part)
+            outputs = tensors_of(found)
+            grads = torch.autograd.grad(
+                outputs, logits, [g.to(t.dtype) for g, t in zip(upstream, outputs, strict=True)]
+            )
+            columns = joined(grads[0].movedim(-1, 0).contiguous(), rank, at).movedim(0, -1)
+            assert_result_within(Result(outputs, {"logits": columns}), truth, baseline, 2.0)
+            if case.options.get("top_k"):
+                errors.append(float((found.predicted != op.call(**inputs).predicted).sum()))
+    return max(errors)
+
+
 def parts_of_a_vocabulary(rank: int, mesh: Any) -> float:
     part = VocabParallelOptions.for_vocab(7)
     assert (part.start, part.stop) == ((0, 4) if rank == 0 else (4, 7))
@@ -294,7 +316,7 @@ SCENARIOS: Scenarios = {
         for f in (
             kernels, one_process_has_all_labels, divergence_with_one_process_alone, outputs_of_the_loss,
             largest_logits, frozen_head_and_frozen_hidden, second_backward, nothing_counts, refusals,
-            compiled_around, parts_of_a_vocabulary,
+            compiled_around, logits_that_exist, parts_of_a_vocabulary,
         )
     },
 }  # fmt: skip

@@ -22,6 +22,9 @@ from tigon.ops.lm_head import check_head
 
 # N tokens, H hidden, U rows of the weight in this process, V vocabulary.
 
+ANY_VOCABULARY = 1 << 31
+"""Bounds `top_k` if a process knows only its own part of the vocabulary."""
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -168,6 +171,16 @@ def _checked(options: Any) -> VocabParallelOptions:
         raise OptionError(f"vocab_parallel=[{options.start}, {options.stop}) must be 0 <= start <= stop.")
     if not (dist.is_available() and dist.is_initialized()):
         raise ShardingError("vocab_parallel needs a process group; call torch.distributed.init_process_group first.")
+    return options
+
+
+def check_columns(options: VocabParallelOptions, columns: int) -> VocabParallelOptions:
+    """The options of logits; raises unless they name as many columns as the logits have."""
+    if _checked(options).stop - options.start != columns:
+        raise ShapeError(
+            f"logits have {columns} columns; vocab_parallel [{options.start}, {options.stop}) names "
+            f"{options.stop - options.start}. Pass this process's columns only."
+        )
     return options
 
 

@@ -11,6 +11,7 @@ id of another process adds to the factor A of `kernels/logprobs.py` alone, as a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,8 +58,8 @@ class DividedLogprobsCall:
     part: VocabParallelOptions
 
 
-class _LocalIds(NamedTuple):
-    """Ids as rows of this process's weight."""
+class LocalIds(NamedTuple):
+    """Ids as columns of this process's logits."""
 
     local_NK: Tensor
     """`_LEFT_OUT` for an id that is left out, 0 for an id of another process."""
@@ -66,9 +67,40 @@ class _LocalIds(NamedTuple):
     """bool"""
 
 
-def _local_ids(ids_NK: Tensor, left_out_NK: Tensor, part: VocabParallelOptions) -> _LocalIds:
+def local_ids(ids_NK: Tensor, left_out_NK: Tensor, part: VocabParallelOptions) -> LocalIds:
     mine_NK = (ids_NK >= part.start) & (ids_NK < part.stop) & ~left_out_NK
-    return _LocalIds(torch.where(mine_NK, ids_NK - part.start, 0).masked_fill_(left_out_NK, _LEFT_OUT), mine_NK)
+    return LocalIds(torch.where(mine_NK, ids_NK - part.start, 0).masked_fill_(left_out_NK, _LEFT_OUT), mine_NK)
+
+
+def local_options(options: LogprobOptions, columns: int) -> LogprobOptions:
+    """The options with which the kernels read `LocalIds`."""
+    return options._replace(ignore_index=_LEFT_OUT, top_k=min(options.top_k, columns))
+
+
+class Parted(NamedTuple):
+    """What a backward needs: the ids with those of the largest logits, and the whole head's statistics."""
+
+    local_NK: Tensor
+    mine_NK: Tensor
+    unknown_NK: Tensor
+    """bool, ids that no process has; without those of the largest logits."""
+    stats_2N: Tensor
+    entropy_N: Tensor
+
+
+def local_upstream(parted: Parted, upstreams: Sequence[Tensor | None], sizes: tuple[int, int]) -> Upstream:
+    """The gradients with which the kernels give this process's logits those of the whole head.
+
+    upstreams: of logprob, lse, entropy and topk_logprob. sizes: (K, J).
+    """
+    dlogprob, dlse, dentropy, dtopk = upstreams
+    local_NK, mine_NK, unknown_NK, stats_2N, entropy_N = parted
+    u_NK = joined_upstream(dlogprob, dtopk, stats_2N, sizes)
+    u_NK = u_NK.masked_fill(unknown_NK.any(1, keepdim=True), float("nan")).masked_fill(local_NK == _LEFT_OUT, 0.0)
+    of_others_N = torch.where(mine_NK, 0.0, u_NK).sum(1)
+    dlse_N = -of_others_N if dlse is None else dlse.to(stats_2N.dtype) - of_others_N
+    u_NK, dentropy_N = torch.where(mine_NK, u_NK, 0.0), contiguous(dentropy, stats_2N.dtype)
+    return Upstream(local_NK, stats_2N, entropy_N, u_NK, dlse_N, dentropy_N, None)
 
 
 class DividedLogprobs(torch.autograd.Function):
@@ -82,24 +114,17 @@ class DividedLogprobs(torch.autograd.Function):
         if index is not None:
             hidden_NH, ids_NK = hidden_NH.index_select(0, index), ids_NK.index_select(0, index)
         tensors = HeadTensors(hidden_NH, weight_UH, bias)
-        left_out_NK = ids_NK == options.ignore_index
-        local = _local_ids(ids_NK, left_out_NK, call.part)
+        local = local_ids(ids_NK, ids_NK == options.ignore_index, call.part)
         block_bytes, most_kept = call.chunk_bytes
         N, U = hidden_NH.shape[0], weight_UH.shape[0]
         keep = any(ctx.want) and keeps_logits(N, U, hidden_NH.element_size(), most_kept)
-        of_local = options._replace(ignore_index=_LEFT_OUT, top_k=min(options.top_k, U))
+        of_local = local_options(options, U)
         computed = _local_forward(tensors, local.local_NK, of_local, keep, block_bytes)
-        results, stats_2N, unknown_NK = _combined(computed, local, left_out_NK, call)
-        _check_ids(ids_NK, unknown_NK, hidden_NH)
+        results, parted = combined(computed, local, options, call.part)
+        check_known(ids_NK, parted.unknown_NK, hidden_NH)
         if any(ctx.want):
-            if options.top_k:
-                top_left_out = left_out_NK.all(1, keepdim=True).expand_as(results.topk_ids_NJ)
-                top = _local_ids(results.topk_ids_NJ, top_left_out, call.part)
-                local = _LocalIds(*(torch.cat(both, 1) for both in zip(local, top, strict=True)))
             kept = computed.kept_NV if keep else None
-            ctx.save_for_backward(
-                hidden_NH, weight_UH, bias, *local, unknown_NK, stats_2N, results.entropy_N, kept, index
-            )
+            ctx.save_for_backward(hidden_NH, weight_UH, bias, *parted, kept, index)
         ctx.options, ctx.rows, ctx.block_bytes, ctx.part = of_local, rows, block_bytes, call.part
         ctx.sizes = (ids_NK.shape[1], options.top_k)
         ctx.set_materialize_grads(False)
@@ -113,20 +138,11 @@ class DividedLogprobs(torch.autograd.Function):
         ctx: Any, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, _dpredicted: Any,
         dtopk: Tensor | None, _dids: Any,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        hidden_NH, weight_UH, bias, local_NK, mine_NK, unknown_NK, stats_2N, entropy_N, kept_NV, index = (
-            ctx.saved_tensors
-        )
-        acc = stats_2N.dtype
-        dlogprob, dlse, dentropy, dtopk = (
+        hidden_NH, weight_UH, bias, *parted, kept_NV, index = ctx.saved_tensors
+        upstreams = tuple(
             g if g is None or index is None else g.index_select(0, index) for g in (dlogprob, dlse, dentropy, dtopk)
         )
-        u_NK = joined_upstream(dlogprob, dtopk, stats_2N, ctx.sizes)
-        u_NK = u_NK.masked_fill(unknown_NK.any(1, keepdim=True), float("nan")).masked_fill(local_NK == _LEFT_OUT, 0.0)
-        of_others_N = torch.where(mine_NK, 0.0, u_NK).sum(1)
-        dlse_N = -of_others_N if dlse is None else dlse.to(acc) - of_others_N
-        upstream = Upstream(
-            local_NK, stats_2N, entropy_N, torch.where(mine_NK, u_NK, 0.0), dlse_N, contiguous(dentropy, acc), None
-        )
+        upstream = local_upstream(Parted(*parted), upstreams, ctx.sizes)
         gradients, left = _local_backward(ctx, HeadTensors(hidden_NH, weight_UH, bias), upstream, kept_NV)
         x_dtype, U = hidden_NH.dtype, weight_UH.shape[0]
         want_hidden, want_weight, want_bias = ctx.want
@@ -200,11 +216,14 @@ def _local_backward(
 # --- the exchange -----------------------------------------------------------------------------------------------------
 
 
-def _combined(
-    computed: ForwardResults, local: _LocalIds, left_out_NK: Tensor, call: DividedLogprobsCall
-) -> tuple[Results, Tensor, Tensor]:
-    """(the whole head's results of the tokens that count, max and log-sum of its logits, the ids in no process)"""
-    options, part, acc = call.options, call.part, computed.stats_2N.dtype
+def combined(
+    computed: Any, local: LocalIds, options: LogprobOptions, part: VocabParallelOptions
+) -> tuple[Results, Parted]:
+    """(the whole head's results of the tokens that count, what the backward needs)
+
+    computed: the results for this process's columns, with the fields of `Results` but `stats_2N` for lse.
+    """
+    left_out_NK, acc = local.local_NK == _LEFT_OUT, computed.stats_2N.dtype
     m_N = computed.stats_2N[0]
     nothing_N1 = (m_N == -torch.inf).unsqueeze(1)  # a softmax of -inf alone has no log-probabilities
     logprob_NK = torch.where(nothing_N1, -torch.inf, computed.logprob_NK).masked_fill_(~local.mine_NK, _NOT_MINE)
@@ -240,7 +259,10 @@ def _combined(
         else left_out_NK.new_empty(0, dtype=torch.int64),
         *_largest(topk + log_share.unsqueeze(2), topk_ids, ignored_N, options),
     )
-    return results, stats_2N, unknown_NK
+    if options.top_k:
+        top = local_ids(results.topk_ids_NJ, ignored_N.unsqueeze(1).expand_as(results.topk_ids_NJ), part)
+        local = LocalIds(*(torch.cat(both, 1) for both in zip(local, top, strict=True)))
+    return results, Parted(*local, unknown_NK, stats_2N, results.entropy_N)
 
 
 def _column(values: Tensor, tokens: int, wanted: bool) -> Tensor:
@@ -271,7 +293,7 @@ def _largest(topk: Tensor, topk_ids: Tensor, ignored_N: Tensor, options: Logprob
     return values.masked_fill(ignored_N1, 0.0), ids.masked_fill(ignored_N1, options.ignore_index)
 
 
-def _check_ids(ids_NK: Tensor, unknown_NK: Tensor, like: Tensor) -> None:
+def check_known(ids_NK: Tensor, unknown_NK: Tensor, like: Tensor) -> None:
     """Raise `LabelError` for an id in no process, where labels are checked at all; all processes raise."""
     if common.wants_label_check(like) and bool(unknown_NK.any()):
         raise LabelError(

@@ -43,7 +43,7 @@ from tigon.ops.logprobs.rows import (
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import MIB, default_chunk_bytes
 from tigon.ops.losses.options import check_chunk_bytes
-from tigon.ops.vocab_parallel import DividedHead, VocabParallelOptions, divided_head, replicated
+from tigon.ops.vocab_parallel import ANY_VOCABULARY, DividedHead, VocabParallelOptions, divided_head, replicated
 
 # N tokens, H hidden, V vocabulary, K ids of a token, J largest logits of a token.
 
@@ -243,7 +243,7 @@ def _most_top_k(weight: Tensor, divided: DividedHead | None) -> int:
     """The whole vocabulary; a bound of it for a divided head whose other parts are unknown."""
     if divided is None or divided.vocab is not None:
         return weight.shape[0]
-    return 1 << 31
+    return ANY_VOCABULARY
 
 
 def _rows_that_count(ids_NK: Tensor, ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:
