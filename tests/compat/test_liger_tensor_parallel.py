@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import two_ranks
 from helpers import relative_error
@@ -13,7 +15,8 @@ from tigon.compat.liger.compositions.scaled_cross_entropy import (
     LigerFusedLinearScaledCrossEntropyTPFunction,
     liger_fused_linear_scaled_cross_entropy_tp,
 )
-from tigon.errors import OptionError, ShardingError
+from tigon.compat.liger.compositions.vocab_parallel import LigerMegatronCrossEntropy, LigerVocabParallelCrossEntropy
+from tigon.errors import OptionError, ShapeError, ShardingError
 
 
 def loss_and_entropy(rank: int, mesh: Any) -> float:
@@ -34,13 +37,59 @@ def loss_and_entropy(rank: int, mesh: Any) -> float:
     return max(relative_error(a, b) for a, b in pairs)
 
 
+def smoothed(logits: Tensor, target: Tensor, smoothing: float, of: slice) -> Tensor:
+    """(1 - α) · nll + α · mean of -log p over the columns `of`; 0 for ignored targets."""
+    minus = -torch.log_softmax(logits, -1)
+    nll = minus.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return ((1 - smoothing) * nll + smoothing * minus[..., of].mean(-1)) * (target != -100)
+
+
+def label_smoothing(rank: int, mesh: Any) -> float:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 2, 12, requires_grad=True)
+    target = torch.tensor([[3, -100], [0, 11], [7, 5]])
+    mine, group, everything = slice(6 * rank, 6 * rank + 6), mesh.get_group(), slice(None)
+    upstream, errors = torch.randn(3, 2), []
+    for loss, share, of in (
+        (LigerVocabParallelCrossEntropy(), 0.0, everything),
+        (LigerVocabParallelCrossEntropy(label_smoothing=0.1), 0.1, everything),
+        (LigerVocabParallelCrossEntropy(-100, 0.1, "none", "megatron"), 0.1 * 12 / 11, everything),
+        (LigerMegatronCrossEntropy(label_smoothing=0.1), 0.1 * 6 / 5, mine),
+    ):
+        part = logits.detach()[..., mine].clone().requires_grad_()
+        got, want = loss(part, target, group), smoothed(logits, target, share, of)
+        (grad,) = torch.autograd.grad(got, part, upstream)
+        (exact,) = torch.autograd.grad(want, logits, upstream)
+        errors += [relative_error(got, want), relative_error(grad, exact[..., mine])]
+    return max(errors)
+
+
+SCENARIOS = {"loss_and_entropy": loss_and_entropy, "label_smoothing": label_smoothing}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return two_ranks.run({"loss_and_entropy": loss_and_entropy}, tmp_path_factory.mktemp("ranks"))
+    return two_ranks.run(SCENARIOS, tmp_path_factory.mktemp("ranks"))
 
 
-def test_scaled_loss_of_a_divided_head_equals_log_softmax_of_the_whole_one(found: list[dict[str, Any]]) -> None:
-    two_ranks.assert_right(found, "loss_and_entropy")
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_divided_loss_equals_log_softmax_of_the_whole(found: list[dict[str, Any]], scenario: str) -> None:
+    two_ranks.assert_right(found, scenario)
+
+
+def test_loss_without_a_group_is_that_of_whole_logits() -> None:
+    logits, target = torch.randn(3, 2, 12), torch.tensor([[3, -100], [0, 11], [7, 5]])
+    found = LigerVocabParallelCrossEntropy(label_smoothing=0.1)(logits, target)
+    want = F.cross_entropy(logits.movedim(-1, 1), target, reduction="none", label_smoothing=0.1)
+    torch.testing.assert_close(found, want)
+
+
+def test_options_that_liger_refuses_are_refused() -> None:
+    for options in ({"reduction": "mean"}, {"label_smoothing": 1.0}, {"label_smoothing_mode": "local"}):
+        with pytest.raises(OptionError, match=next(iter(options))):
+            LigerVocabParallelCrossEntropy(**options)
+    with pytest.raises(ShapeError, match="sequence, batch"):
+        LigerVocabParallelCrossEntropy()(torch.randn(2, 3), torch.zeros(2).long())
 
 
 def test_unknown_tiles_and_a_missing_group_are_refused() -> None:

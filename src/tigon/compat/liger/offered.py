@@ -84,6 +84,7 @@ _COMPOSED_OPS = {
     "softmax": ("activations", ("LigerSoftmaxFunction",)),
     "sparsemax": ("activations", ("LigerSparsemaxFunction",)),
     "tiled_mlp": ("mlps", ("LigerTiledMLPFunction", "apply_tiled_mlp")),
+    "vocab_parallel_cross_entropy": ("vocab_parallel", ("LigerVocabParallelCEFunction",)),
 }
 
 # Module of liger_kernel.transformers -> (file in this package, names that only the module has, names that
@@ -131,6 +132,7 @@ _COMPOSED_MODULES = {
         ),
     ),
     "tiled_mlp": ("transformers.family_mlps", (), ("LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP")),
+    "vocab_parallel_cross_entropy": ("compositions.vocab_parallel", (), ("LigerVocabParallelCrossEntropy",)),
 }  # fmt: skip
 
 # File in `compositions/` -> its names of liger_kernel.transformers.functional.
@@ -237,6 +239,8 @@ def _add_compositions(table: dict[str, dict[str, str]]) -> None:
         table[submodules] |= dict.fromkeys(both, f"{_HERE}.{file}")
     for file, functions in _COMPOSED_FUNCTIONAL.items():
         table[f"{submodules}.functional"] |= dict.fromkeys(functions, f"{_HERE}.compositions.{file}")
+    for module in ("liger_kernel.megatron", "liger_kernel.megatron.cross_entropy"):
+        table[module] = {"LigerMegatronCrossEntropy": f"{_HERE}.compositions.vocab_parallel"}
     table[f"{ops}.experimental"] = {}
     table[f"{submodules}.experimental"] = dict(table[f"{submodules}.experimental.embedding"])
 
