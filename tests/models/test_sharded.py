@@ -136,6 +136,20 @@ def test_tensor_parallel_head_of_dtensors_trains_with_the_fused_loss(mesh, local
     torch.testing.assert_close(logits if local else logits.full_tensor(), original(**INPUTS).logits.detach())
 
 
+def test_logits_of_a_tensor_parallel_head_cannot_be_read_after_an_update(mesh):
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = llama(tie_word_embeddings=False)
+    patch(model)
+    parallelize_module(model.lm_head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    outputs = model(**INPUTS)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(PatchError, match=r"optimizer\.step"):
+        outputs.logits.sum()
+
+
 def test_compiled_tensor_parallel_head_computes_its_own_logits(mesh):
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

@@ -198,6 +198,20 @@ def frozen_head_and_frozen_hidden(rank: int, mesh: Any) -> float:
     return max(errors)
 
 
+def hidden_gradient_that_other_code_adds_up(rank: int, mesh: Any) -> float:
+    op = OPS["linear_cross_entropy"]
+    inputs = make(op, op.cases[0], torch.float32)
+    whole = with_leaves(op, inputs, names=["hidden"])
+    op.call(**whole).backward()
+    rows, hidden = cut(100, 0.37)[rank], inputs["hidden"].clone().requires_grad_()
+    part = VocabParallelOptions(rows.start, rows.stop, reduce_hidden_grad=False)
+    linear_cross_entropy(
+        **inputs | {"hidden": hidden, "weight": inputs["weight"][rows]}, vocab_parallel=part
+    ).backward()
+    dist.all_reduce(hidden.grad)
+    return relative_error(hidden.grad, whole["hidden"].grad)
+
+
 def second_backward(rank: int, mesh: Any) -> float:
     """Kept logits are not overwritten while the graph is kept."""
     inputs = make(OPS["linear_logprobs"], OPS["linear_logprobs"].cases[0], torch.float32)
@@ -315,7 +329,8 @@ SCENARIOS: Scenarios = {
         f.__name__: f
         for f in (
             kernels, one_process_has_all_labels, divergence_with_one_process_alone, outputs_of_the_loss,
-            largest_logits, frozen_head_and_frozen_hidden, second_backward, nothing_counts, refusals,
+            largest_logits, frozen_head_and_frozen_hidden, hidden_gradient_that_other_code_adds_up,
+            second_backward, nothing_counts, refusals,
             compiled_around, logits_that_exist, parts_of_a_vocabulary,
         )
     },
