@@ -92,6 +92,8 @@ class DividedHead:
 
     def most_rows(self) -> int:
         """The most rows of the weight that a process of the group holds. All processes call it."""
+        if self.vocab is not None:  # a DTensor's first part is the largest
+            return -(-self.vocab // dist.get_world_size(self.part.group))
         rows = torch.tensor([self.weight.shape[0]], device=self.weight.device)
         return int(self.part.all_gather(rows).max())
 
