@@ -34,8 +34,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import tigon
 
 WAYS = ("whole", "divided", "gathered")
-KEPT_BYTES = 1 << 30
-"""The most bytes of logits that a divided head keeps for backward on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +121,11 @@ def predicted_ms(shape: Shape, flops: float, link: float) -> dict[str, float]:
     """By the products and the link; link: bytes per second of one direction."""
     ranks = dist.get_world_size()
     product = 2 * shape.tokens * shape.hidden * shape.vocab / flops * 1e3
-    kept = 2 * shape.tokens * shape.vocab // ranks <= KEPT_BYTES
     share = (ranks - 1) / ranks / link * 1e3  # ms per byte that an all-gather leaves on every process
     hidden, logits = shape.tokens * shape.hidden, shape.tokens * shape.vocab
     return {
         "whole": 3 * product,
-        "divided": (3 if kept else 4) * product / ranks + 2 * 4 * hidden * share,
+        "divided": 3 * product / ranks + 2 * 4 * hidden * share,
         "gathered": 3 * product / ranks + (2 * logits + 2 * 2 * hidden) * share,
     }
 

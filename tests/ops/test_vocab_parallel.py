@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import two_ranks
 from backends import kernels_on_the_cpu
 from helpers import (
+    Count,
     Inputs,
     Result,
     assert_result_within,
@@ -222,7 +223,28 @@ def second_backward(rank: int, mesh: Any) -> float:
     ).sum()
     (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
     (second,) = torch.autograd.grad(loss, weight)
-    return relative_error(second, first)
+    inputs = make(OPS["linear_cross_entropy"], OPS["linear_cross_entropy"].cases[0], torch.float32)
+    inputs |= {"weight": weight, "chunk_bytes": 63 * 4 * 11}
+    loss = 3 * linear_cross_entropy(**inputs, vocab_parallel=VocabParallelOptions(rows.start, rows.stop))
+    of_chunks = [torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2)]
+    return max(relative_error(second, first), relative_error(*of_chunks))
+
+
+def chunks_of_tokens_compute_each_product_once(rank: int, mesh: Any) -> float:
+    """Three products in each of several chunks, and none in the backward."""
+    inputs = make(OPS["linear_cross_entropy"], OPS["linear_cross_entropy"].cases[0], torch.float32)
+    rows = cut(100, 0.37)[rank]
+    part = VocabParallelOptions(rows.start, rows.stop)
+    inputs |= {"weight": inputs["weight"][rows].clone().requires_grad_(), "chunk_bytes": 63 * 4 * 11}
+    inputs["hidden"].requires_grad_()
+    with Count() as forward:
+        loss = linear_cross_entropy(**inputs, vocab_parallel=part)
+    with Count() as backward:
+        loss.backward()
+    chunks = forward.n["tigon::linear_logprobs_fwd"]  # a product each
+    assert chunks >= 3 and forward.n["aten::mm"] + forward.n["aten::addmm"] == 2 * chunks, forward.n
+    assert not any(n for name, n in backward.n.items() if name.endswith("mm") or "linear" in name), backward.n
+    return 0.0
 
 
 def nothing_counts(rank: int, mesh: Any) -> float:
@@ -330,7 +352,7 @@ SCENARIOS: Scenarios = {
         for f in (
             kernels, one_process_has_all_labels, divergence_with_one_process_alone, outputs_of_the_loss,
             largest_logits, frozen_head_and_frozen_hidden, hidden_gradient_that_other_code_adds_up,
-            second_backward, nothing_counts, refusals,
+            second_backward, chunks_of_tokens_compute_each_product_once, nothing_counts, refusals,
             compiled_around, logits_that_exist, parts_of_a_vocabulary,
         )
     },

@@ -119,7 +119,7 @@ class DividedLogprobs(torch.autograd.Function):
         N, U = hidden_NH.shape[0], weight_UH.shape[0]
         keep = any(ctx.want) and keeps_logits(N, U, hidden_NH.element_size(), most_kept)
         of_local = local_options(options, U)
-        computed = _local_forward(tensors, local.local_NK, of_local, keep, block_bytes)
+        computed = local_forward(tensors, local.local_NK, of_local, keep, block_bytes)
         results, parted = combined(computed, local, options, call.part)
         check_known(ids_NK, parted.unknown_NK, hidden_NH)
         if any(ctx.want):
@@ -128,7 +128,7 @@ class DividedLogprobs(torch.autograd.Function):
         ctx.options, ctx.rows, ctx.block_bytes, ctx.part = of_local, rows, block_bytes, call.part
         ctx.sizes = (ids_NK.shape[1], options.top_k)
         ctx.set_materialize_grads(False)
-        results = _spread(results, index, rows, options)
+        results = spread_results(results, index, rows, options)
         ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
         return results
 
@@ -160,7 +160,7 @@ class DividedLogprobs(torch.autograd.Function):
         )
 
 
-def _spread(results: Results, index: Tensor | None, rows: int, options: LogprobOptions) -> Results:
+def spread_results(results: Results, index: Tensor | None, rows: int, options: LogprobOptions) -> Results:
     """The results at their flat positions; what is not wanted stays empty."""
     ignored = options.ignore_index
     return Results(
@@ -173,7 +173,7 @@ def _spread(results: Results, index: Tensor | None, rows: int, options: LogprobO
     )
 
 
-def _local_forward(
+def local_forward(
     tensors: HeadTensors, local_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int
 ) -> ForwardResults:
     """The results of a softmax over this process's rows alone."""
@@ -302,6 +302,12 @@ def check_known(ids_NK: Tensor, unknown_NK: Tensor, like: Tensor) -> None:
         )
 
 
+def check_labels(head: DividedHead, ids_NK: Tensor, ignore_index: int) -> None:
+    """Raise `LabelError` for an id outside the vocabulary, if that is known and labels are checked at all."""
+    if head.vocab is not None and may_wait(ids_NK) and common.wants_label_check(head.hidden):
+        common.check_labels(head.vocab, ids_NK, ignore_index)
+
+
 @outside_graphs
 def divided_logprobs(
     head: DividedHead, ids_NK: Tensor, options: LogprobOptions, chunk_bytes: tuple[int, int]
@@ -309,11 +315,10 @@ def divided_logprobs(
     """The results of `linear_logprobs` for ids (N, K) of the whole vocabulary."""
     hidden, weight, bias = settle_dtypes(head.hidden, head.weight, head.bias)
     ids_NK = ids_NK.long()
-    if head.vocab is not None and may_wait(ids_NK) and common.wants_label_check(hidden):
-        common.check_labels(head.vocab, ids_NK, options.ignore_index)
+    check_labels(head, ids_NK, options.ignore_index)
     call = DividedLogprobsCall(
         ids_NK=ids_NK,
-        index=_rows_that_count(ids_NK, options.ignore_index),
+        index=tokens_that_count(ids_NK, options.ignore_index),
         options=options,
         chunk_bytes=chunk_bytes,
         part=head.part,
@@ -322,7 +327,7 @@ def divided_logprobs(
     return Results._make(DividedLogprobs.apply(hidden_NH, weight, bias, call, torch.is_grad_enabled()))
 
 
-def _rows_that_count(ids_NK: Tensor, ignore_index: int) -> Tensor | None:
+def tokens_that_count(ids_NK: Tensor, ignore_index: int) -> Tensor | None:
     """Flat positions of the tokens that count, or None to compute all.
 
     It depends on the ids alone: processes with different numbers of rows must drop the same tokens.

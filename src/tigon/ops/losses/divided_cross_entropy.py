@@ -1,7 +1,10 @@
-"""`linear_cross_entropy` for a head divided by vocabulary: the loss of each token from `divided_logprobs`.
+"""`linear_cross_entropy` for a head divided by vocabulary.
 
 With the label's log-probability and lse of the whole head, a token's loss a · (-w_y · log p(y) + z_loss · lse²) needs
 no other logit. Label smoothing needs the sum of all logits, so a divided head does not have it.
+
+If the logits of all tokens can be kept, or the loss is per token, `divided_logprobs` computes it. Otherwise
+`divided_chunks` computes the gradient in the forward, as a whole head does.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import torch
 from torch import Tensor
 
 from tigon.errors import ShapeError
-from tigon.ops.logprobs.divided_logprobs import divided_logprobs
+from tigon.ops.lm_head import product_dtype
+from tigon.ops.logprobs.divided_logprobs import divided_logprobs, tokens_that_count
 from tigon.ops.logprobs.rows import LogprobOptions
 from tigon.ops.losses import common
-from tigon.ops.losses.chunk_plan import default_chunk_bytes
+from tigon.ops.losses.chunk_plan import default_chunk_bytes, even_chunk
 from tigon.ops.losses.common import LossOutput
+from tigon.ops.losses.divided_chunks import DividedChunksCall, TokenLoss, divided_chunks
 from tigon.ops.losses.options import LossOptions, check_vector
 from tigon.ops.vocab_parallel import DividedHead, outside_graphs, replicated
 
@@ -44,6 +49,15 @@ class DividedLoss:
             most = max(self.memory_bytes - head.weight.nbytes, head.weight.element_size())
         return default_chunk_bytes(head.hidden) if most is None else (most, most)
 
+    def chunk_of(self, head: DividedHead, tokens: int) -> int:
+        """Tokens of a chunk if the gradient is computed in the forward, else 0. Each process decides alike."""
+        trained = any(t is not None and t.requires_grad for t in head.tensors)
+        if not (trained and torch.is_grad_enabled()) or self.reduction == "none" or self.memory_bytes is not None:
+            return 0
+        block_bytes, most_kept = self.bytes_of_blocks(head)
+        token_bytes = head.most_rows() * product_dtype(head.hidden, head.weight).itemsize
+        return 0 if tokens * token_bytes <= most_kept else even_chunk(tokens, block_bytes // token_bytes)
+
 
 @outside_graphs
 def divided_cross_entropy(head: DividedHead, options: LossOptions, loss: DividedLoss) -> Tensor | LossOutput:
@@ -62,26 +76,26 @@ def divided_cross_entropy(head: DividedHead, options: LossOptions, loss: Divided
     inverse = common.inverse_denominator(
         hidden, target_N, class_weight, num_items=loss.num_items, ignore_index=ignored, reduction=loss.reduction
     )
-    predicted = common.wants_predicted(loss.outputs)
-    found = divided_logprobs(
-        head,
-        target_N.unsqueeze(1),
-        LogprobOptions(
-            ignored, options.softcap, options.logit_scale, entropy=common.wants_entropy(loss.outputs),
-            predicted=predicted,
-        ),
-        loss.bytes_of_blocks(head),
+    of_logits = LogprobOptions(
+        ignored, options.softcap, options.logit_scale, entropy=common.wants_entropy(loss.outputs),
+        predicted=common.wants_predicted(loss.outputs),
     )  # fmt: skip
+    tokens = _token_loss(target_N, class_weight, token_weight, options, hidden.dtype)
+    chunk = loss.chunk_of(head, len(target_N))
+    if chunk:
+        scales = common.gradient_scales(
+            product_dtype(hidden, head.weight), inverse, token_weight, class_weight, options
+        )  # fmt: skip
+        call = DividedChunksCall(
+            tokens=tokens, index=tokens_that_count(tokens.ids_N1, ignored), inv_denominator=inverse, scales=scales,
+            options=of_logits, chunk=chunk, part=head.part,
+        )  # fmt: skip
+        value, found = divided_chunks(head, call)
+    else:
+        found = divided_logprobs(head, tokens.ids_N1, of_logits, loss.bytes_of_blocks(head))
+        loss_N = tokens.values(found.logprob_NK.squeeze(1), found.lse_N)
+        value = loss_N.view(target.shape) if loss.reduction == "none" else loss_N.sum() * inverse
     logprob_N = found.logprob_NK.squeeze(1)
-    loss_N = -logprob_N
-    if class_weight is not None:
-        loss_N = loss_N * class_weight.to(loss_N.dtype)[target_N.long().clamp(0, class_weight.shape[0] - 1)]
-    if options.z_loss:
-        loss_N = loss_N + options.z_loss * found.lse_N.square()
-    if token_weight is not None:
-        loss_N = loss_N * token_weight.reshape(-1).to(loss_N.dtype)
-    loss_N = torch.where(target_N == ignored, 0.0, loss_N)
-    value = loss_N.view(target.shape) if loss.reduction == "none" else loss_N.sum() * inverse
     if not loss.outputs:
         return value
     shape, wanted, ids = target.shape, loss.outputs, found.predicted_N
@@ -92,6 +106,22 @@ def divided_cross_entropy(head: DividedHead, options: LossOptions, loss: Divided
         accuracy=common.accuracy(ids.view(shape), target, ignored) if "accuracy" in wanted else None,
         predicted=ids.view(shape) if "predicted" in wanted else None,
     )
+
+
+def _token_loss(
+    target_N: Tensor, class_weight: Tensor | None, token_weight: Tensor | None, options: LossOptions, dtype: torch.dtype
+) -> TokenLoss:
+    """The weights of the tokens' losses; 0 where ignored, whatever the weights are."""
+    ids_N = target_N.long()
+    acc = torch.promote_types(dtype, torch.float32)
+    counts_N = target_N != options.ignore_index
+    weight_N = counts_N.to(acc)
+    if token_weight is not None:
+        weight_N = torch.where(counts_N, token_weight.reshape(-1).to(acc), 0.0)
+    z_weight_N = options.z_loss * weight_N if options.z_loss else None
+    if class_weight is not None:
+        weight_N = weight_N * class_weight.to(acc)[ids_N.clamp(0, class_weight.shape[0] - 1)]
+    return TokenLoss(ids_N1=ids_N.unsqueeze(1), weight_N=weight_N, z_weight_N=z_weight_N)
 
 
 def _check_class_weight(class_weight: Tensor | None, head: DividedHead) -> None:
