@@ -118,6 +118,8 @@ def kernels(rank: int, mesh: Any) -> float:
         for dtype, factor in ((torch.float32, 2.0), (torch.bfloat16, 4.0)):
             case = case_of("linear_logprobs", outputs=("lse", "entropy"), ids=3, chunk_bytes=42 * 40 * 4)
             check(OPS["linear_logprobs"], case, dtype, rank, mesh, cut(100, 0.37), factor)
+            case = case_of("linear_cross_entropy", z_loss=1e-2, bias=True, chunk_bytes=100 * 4 * 11)
+            check(OPS["linear_cross_entropy"], case, dtype, rank, mesh, cut(100, 0.37), factor)
             for changes in ({}, {"kind": "jsd", "beta": 0.3, "bias": True, "masked": 0.5}):
                 case = case_of("linear_kl", **changes, chunk_bytes=42 * 40 * 4)
                 check(OPS["linear_kl"], case, dtype, rank, mesh, cut(100, 0.37), factor)
@@ -131,7 +133,9 @@ def one_process_has_all_labels(rank: int, mesh: Any) -> float:
     upstream = upstream_for(tensors_of(op.call(**inputs)))
     truth, baseline = truth_and_baseline(op, inputs, upstream)
     for rows in (cut(100, 0.3), cut(100, 1.0)):  # the second process has no label, then no row at all
-        assert_result_within(divided(op, rank, mesh, rows, inputs), truth, baseline, 2.0)
+        for chunk_bytes in (1 << 20, 100 * 4 * 11):
+            found = divided(op, rank, mesh, rows, inputs | {"chunk_bytes": chunk_bytes})
+            assert_result_within(found, truth, baseline, 2.0)
     return 0.0
 
 
@@ -345,6 +349,7 @@ SCENARIOS: Scenarios = {
         for name in ("linear_cross_entropy", "linear_logprobs", "linear_kl")
         for division, dtype in (("dtensor", torch.float32), ("uneven", torch.float32), ("uneven", torch.bfloat16))
     },
+    "linear_cross_entropy-uneven-float16": every_case("linear_cross_entropy", "uneven", torch.float16),
     "linear_logprobs-uneven-float16": every_case("linear_logprobs", "uneven", torch.float16),
     "linear_kl-uneven-float16": every_case("linear_kl", "uneven", torch.float16),
     **{
