@@ -33,7 +33,7 @@ from two_ranks import Scenarios
 REFUSED = ("label_smoothing", "rank")
 """Options of the ops' cases that a divided head does not have."""
 OF_HEADS = {"weight": "bias", "teacher_weight": "teacher_bias"}
-"""The divided tensors of an op: each weight and its bias. Of `logprobs`, the logits are, by their last dimension."""
+"""The divided tensors of an op: each weight and its bias."""
 
 
 def cut(V: int, share: float) -> tuple[slice, slice]:

@@ -78,7 +78,7 @@ def local_options(options: LogprobOptions, columns: int) -> LogprobOptions:
 
 
 class Parted(NamedTuple):
-    """What a backward needs: the ids with those of the largest logits, and the whole head's statistics."""
+    """The ids with those of the largest logits, and the whole head's statistics, for the backward."""
 
     local_NK: Tensor
     mine_NK: Tensor
@@ -284,7 +284,7 @@ def _largest(topk: Tensor, topk_ids: Tensor, ignored_N: Tensor, options: Logprob
     """The `top_k` largest log-probabilities of all processes and their ids, (N, J) each."""
     J = options.top_k
     values, ids = topk.permute(1, 0, 2).flatten(1), topk_ids.permute(1, 0, 2).flatten(1).long()
-    # What a process with fewer than J rows has added comes after logits of -inf.
+    # The padding of a process with fewer than J rows comes after logits of -inf.
     real_first = (ids < 0).to(torch.uint8).argsort(dim=1, stable=True)
     values, ids = values.gather(1, real_first), ids.gather(1, real_first)
     values, order = values.sort(dim=1, descending=True, stable=True)
