@@ -73,13 +73,16 @@ def steps(shape: Shape, dtype: torch.dtype, device: str) -> Iterator[tuple[str, 
     def stepped(loss: Any, of: Tensor) -> list[Tensor]:
         return [loss.detach(), *torch.autograd.grad(loss, (hidden, of))]
 
+    def replicated() -> Any:
+        return DTensor.from_local(hidden, mesh, [Replicate()])
+
     def gathered() -> list[Tensor]:
-        logits: Any = F.linear(DTensor.from_local(hidden, mesh, [Replicate()]), rows)
+        logits: Any = F.linear(replicated(), rows)
         logits = logits.redistribute(mesh, [Replicate()])
         return stepped(tigon.cross_entropy(logits.to_local(), target), rows)
 
     yield "whole", lambda: stepped(tigon.linear_cross_entropy(hidden, weight, target), weight)
-    yield "divided", lambda: stepped(tigon.linear_cross_entropy(hidden, rows, target), rows)
+    yield "divided", lambda: stepped(tigon.linear_cross_entropy(replicated(), rows, target), rows)
     yield "gathered", gathered
 
 

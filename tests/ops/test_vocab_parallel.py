@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import two_ranks
 from backends import kernels_on_the_cpu
@@ -52,7 +52,8 @@ def divided(op: Op, rank: int, mesh: Any, rows: Sequence[slice] | None, inputs: 
         mine = inputs | {n: inputs[n][rows[rank]].clone() for n in names}
         options = {"vocab_parallel": VocabParallelOptions(rows[rank].start, rows[rank].stop)}
     leaves = {n: t.requires_grad_() if n in names else t for n, t in with_leaves(op, mine).items()}
-    outputs = tensors_of(op.call(**leaves, **options))
+    given = {n: replicated(t, mesh) if rows is None and n.endswith("hidden") else t for n, t in leaves.items()}
+    outputs = tensors_of(op.call(**given, **options))
     wanted = [n for n in op.grads if isinstance(leaves.get(n), Tensor)]
     upstream = [g.to(t.dtype) for g, t in zip(upstream_for(outputs), outputs, strict=True)]
     grads = torch.autograd.grad(outputs, [leaves[n] for n in wanted], upstream)
@@ -62,6 +63,10 @@ def divided(op: Op, rank: int, mesh: Any, rows: Sequence[slice] | None, inputs: 
             assert isinstance(found[name], DTensor) and found[name].placements == (Shard(0),)
         found[name] = found[name].full_tensor() if rows is None else joined(found[name], rank, rows)
     return Result(outputs, found)
+
+
+def replicated(t: Tensor, mesh: Any) -> DTensor:
+    return DTensor.from_local(t, mesh, [Replicate()])
 
 
 def joined(part: Tensor, rank: int, rows: Sequence[slice]) -> Tensor:
@@ -286,15 +291,18 @@ def refusals(rank: int, mesh: Any) -> float:
         hidden = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
         linear_logprobs(hidden, distribute_tensor(whole, mesh, [Shard(0)]), target)
     with pytest.raises(ShardingError, match="bias is not divided"):
-        linear_logprobs(torch.randn(4, 4), distribute_tensor(whole, mesh, [Shard(0)]), target, bias=torch.randn(10))
+        x, divided_weight = replicated(torch.randn(4, 4), mesh), distribute_tensor(whole, mesh, [Shard(0)])
+        linear_logprobs(x, divided_weight, target, bias=torch.randn(10))
+    with pytest.raises(ShardingError, match=r"FSDP.*from_local"):
+        linear_logprobs(torch.randn(4, 4), divided_weight, target)
     with pytest.raises(ShardingError, match="not divided alike"):
         x, teacher = torch.randn(4, 4), distribute_tensor(whole, mesh, [Shard(0)])
-        linear_kl(x, whole, x, teacher)
+        linear_kl(x, whole, replicated(x, mesh), teacher)
     with pytest.raises(OptionError, match="vocab_parallel"):
         linear_logprobs(torch.randn(4, 3), weight, target, vocab_parallel=VocabParallelOptions(5, 0))
     with pytest.raises(LabelError, match="outside"):
         target[2] = 10
-        linear_logprobs(torch.randn(4, 4), distribute_tensor(whole, mesh, [Shard(0)]), target)
+        linear_logprobs(replicated(torch.randn(4, 4), mesh), divided_weight, target)
     return 0.0
 
 

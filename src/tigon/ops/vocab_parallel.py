@@ -54,6 +54,15 @@ class VocabParallelOptions:
         start = rank * each + min(rank, more)
         return cls(start, start + each + (rank < more), group, reduce_hidden_grad)
 
+    @classmethod
+    def of_dtensor(cls, weight: Tensor) -> VocabParallelOptions:
+        """The rows of this process of a DTensor of Shard(0), for `weight.to_local()`.
+
+        Raises:
+            ShardingError: it has other placements.
+        """
+        return _part_of_dtensor(weight, "weight")
+
     @property
     def rank(self) -> int:
         """The place of this process in `all_gather`'s result."""
@@ -117,7 +126,7 @@ def divided_head(
     """This process's part of a head that is divided by vocabulary; None for a whole head.
 
     Args:
-        hidden: (..., H), the same in each process; a DTensor must be Replicate().
+        hidden: (..., H), the same in each process. Beside a DTensor weight, a DTensor of Replicate() on its mesh.
         weight: (V, H), a DTensor of Shard(0); or (U, H) with `vocab_parallel`.
         bias: divided as the weight, or None.
         prefix: what the arguments' names begin with in the messages.
@@ -137,6 +146,7 @@ def _divided_head(
 ) -> DividedHead:
     if vocab_parallel is None:
         part, vocab = _part_of_dtensor(weight, f"{prefix}weight"), weight.shape[0]
+        _check_same_mesh(hidden, weight, prefix)
         if bias is not None and (not is_dtensor(bias) or _part_of_dtensor(bias, f"{prefix}bias") != part):
             raise ShardingError(f"{prefix}bias is not divided as {prefix}weight is; make it a DTensor of Shard(0) too.")
         weight, bias = _local(weight), None if bias is None else _local(bias)
@@ -152,6 +162,16 @@ def _divided_head(
         )
     _check_local(hidden, weight, bias, prefix)
     return DividedHead(hidden, weight, bias, part, vocab)
+
+
+def _check_same_mesh(hidden: Any, weight: Any, prefix: str) -> None:
+    """Raise unless hidden is a DTensor: FSDP2's shards are like a divided head's, but the processes' tokens differ."""
+    if not is_dtensor(hidden) or hidden.device_mesh != weight.device_mesh:
+        raise ShardingError(
+            f"{prefix}weight is a DTensor, but {prefix}hidden is not one on its mesh. If FSDP has sharded the weight, "
+            "call the head's own module. If all processes have the same hidden states, pass "
+            "DTensor.from_local(hidden, mesh, [Replicate()])."
+        )
 
 
 def _check_local(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str) -> None:

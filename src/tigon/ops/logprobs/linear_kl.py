@@ -136,8 +136,8 @@ def linear_kl(
             token's are the least. Logits of all tokens that fit are kept for backward, which saves two products. The
             default is blocks of 512 MiB, and up to 1 GiB kept, on GPUs; 16 MiB on the CPU.
         vocab_parallel: the rows of both weights that this process holds, if the heads are divided by vocabulary. The
-            weights and biases are then these rows. DTensors of Shard(0) need no such options: their gradients are
-            DTensors too. Both heads must be divided alike.
+            weights and biases are then these rows. Weights that are DTensors of Shard(0) need no such options, and
+            hidden states are DTensors of Replicate(). Both heads must be divided alike.
 
     Returns:
         (...) divergences in nats, fp32 (fp64 if an input is fp64). They are differentiable for any upstream gradient,

@@ -190,7 +190,8 @@ def linear_logprobs(
             backward, which saves a product. The default is blocks of 512 MiB, and up to 1 GiB kept, on GPUs; 16 MiB on
             the CPU.
         vocab_parallel: the rows of the weight that this process holds, if the head is divided by vocabulary. weight and
-            bias are then these rows. A DTensor of Shard(0) needs no such options: its gradient is a DTensor too.
+            bias are then these rows. A weight that is a DTensor of Shard(0) needs no such options, and hidden is a
+            DTensor of Replicate().
 
     Returns:
         Log-probabilities of the shape of ids, fp32 (fp64 for fp64 inputs); with `outputs` or `top_k`, a `Logprobs`.

@@ -400,8 +400,8 @@ def linear_cross_entropy(
         scaling: multiplies the adapter's result; PEFT's `lora_alpha / r`.
         adapter_hidden: (..., H), what the adapter reads instead of hidden, such as hidden after dropout.
         vocab_parallel: the rows of the weight that this process holds, if the head is divided by vocabulary. weight and
-            bias are then these rows, class_weight is still (V,). A DTensor of Shard(0) needs no such options: its
-            gradient is a DTensor too.
+            bias are then these rows, class_weight is still (V,). A weight that is a DTensor of Shard(0) needs no such
+            options, and hidden is a DTensor of Replicate().
         ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
             as in `cross_entropy`.
 

@@ -7,21 +7,38 @@ does what the hooks do. The fused loss needs no logits of another process, so it
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tigon.models.seams.base import is_dtensor
+from tigon.ops import VocabParallelOptions
 
 
-def is_divided(head: nn.Linear, hidden: Tensor) -> bool:
-    """Whether `tigon.linear_cross_entropy` takes this head's DTensors. A compiled graph does not."""
+def is_divided(head: nn.Linear, hidden: Tensor, same_hidden: bool = False) -> bool:
+    """Whether `tigon.linear_cross_entropy` takes this head's DTensors. A compiled graph does not.
+
+    FSDP2's shards are such DTensors too, if nothing gathered them. There the processes have different tokens. So the
+    hidden states must be a DTensor that says they are the same, as ColwiseParallel makes it.
+
+    same_hidden: whether they are known to be the same.
+    """
     if torch.compiler.is_compiling() or not _is_rows(head.weight):
         return False
     if head.bias is not None and not _is_rows(head.bias):
         return False
-    return not is_dtensor(hidden) or _kinds(hidden) == ["Replicate"]
+    if not is_dtensor(hidden):
+        return same_hidden
+    tensors: tuple[Any, Any] = hidden, head.weight
+    return _kinds(hidden) == ["Replicate"] and tensors[0].device_mesh == tensors[1].device_mesh
+
+
+def own_rows(head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabParallelOptions]:
+    """This process's rows of the weight and bias, and which rows they are. Gradients become DTensors again."""
+    weight, bias = cast(Any, head.weight), cast(Any, head.bias)
+    rows = VocabParallelOptions.of_dtensor(weight)
+    return weight.to_local(), None if bias is None else bias.to_local(), rows
 
 
 def has_tensor_parallel_forward(module: nn.Module) -> bool:
