@@ -220,14 +220,17 @@ def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> st
 
 
 def _forms(original: FunctionType) -> Iterator[_Form]:
-    """Every table width and place of the heads, for a function with the parameters of `original`."""
+    """Every table width and place of the heads, for a function with the parameters of `original`.
+
+    Narrow tables rotate a part of the columns: the first ones in the op, and the last ones in DeepSeek V4.
+    """
     if _takes_complex_table(original):
         for heads_dim in (1, 2):
             yield {}, functools.partial(_complex_inputs, heads_dim)
         return
     one = _rotates_one(original)
     has_heads_dim = "unsqueeze_dim" in inspect.signature(original).parameters
-    for width in (probe.WIDTH, probe.WIDTH // 2):
+    for width in (probe.WIDTH, probe.WIDTH // 2, probe.WIDTH // 4):
         for heads_dim in (1, 2) if has_heads_dim else (1,):
             keywords = {"unsqueeze_dim": heads_dim} if has_heads_dim else {}
             yield keywords, functools.partial(_rotary_inputs, width, heads_dim, one)
