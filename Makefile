@@ -9,7 +9,7 @@
 # make pages  write docs/ again: measured parts from the records in benchmarks/results, examples by running them
 # make pictures  draw terminals and take pictures of pages for docs/
 # make site   build the site of docs/ into build/site
-# make notebooks  run examples/notebooks and keep their outputs; make test-notebooks: run them with nbmake
+# make notebooks  run examples/notebooks and keep their outputs; make check-notebooks: run them with nbmake
 # make gpu    run the tests that need a GPU, with $(PYTHON); make sanitize: run kernels under NVIDIA's checkers
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: demo test test-all setup check lint types docs numeric pages site notebooks gpu sanitize format release-check
-.PHONY: workflows clean pictures test-notebooks
+.PHONY: workflows clean pictures check-notebooks
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -97,7 +97,7 @@ notebooks: $(VENV)/.notebooks
 	$(BIN)/python tools/run_notebooks.py examples/notebooks/*.ipynb
 
 # Each notebook in a kernel of its own, as a reader runs it. An error or a failed assertion in a cell fails.
-test-notebooks: $(VENV)/.notebooks
+check-notebooks: $(VENV)/.notebooks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbmake examples/notebooks
 
 $(VENV)/.notebooks: $(VENV)/.ready pyproject.toml

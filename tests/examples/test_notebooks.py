@@ -26,7 +26,7 @@ LAST_OUTPUT = {
 
 
 FAST = "patch_and_train"
-"""The notebook that the tests run too. `make test-notebooks` runs each in a kernel, which takes a minute."""
+"""The notebook that the tests run too. `make check-notebooks` runs each in a kernel, which takes a minute."""
 
 
 def cells(notebook: Path) -> list[dict[str, Any]]:

@@ -109,6 +109,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_model().save_pretrained(place / "model")
     rows = ({"text": " ".join(f"w{(i + j) % WORDS}" for j in range(20))} for i in range(64))
     (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    pairs = (
+        {
+            "messages": [{"role": "user", "content": f"w{i % WORDS} w{(i + 1) % WORDS}"}],
+            "chosen": {"role": "assistant", "content": f"w{(i + 2) % WORDS}"},
+            "rejected": {"role": "assistant", "content": "w5"},
+        }
+        for i in range(64)
+    )
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     return place
 
 
@@ -118,7 +127,19 @@ def test_axolotl_trains_with_the_same_losses_and_ends_unpatched(folder: Path) ->
     assert len(patched["losses"]) == 5 and patched["losses"][-1] < patched["losses"][0]
     # Axolotl rounds what it logs to 4 decimals or fewer.
     assert patched["losses"] == pytest.approx(plain["losses"], abs=2e-3)
-    assert patched["modules"] == ["torch", "transformers"]
+    assert patched["modules"] == ["torch", "transformers"] and patched["fused"] == []
+
+
+def test_axolotl_trains_on_preferences_with_the_fused_head(folder: Path) -> None:
+    pairs = {
+        "path": str(folder / "pairs.jsonl"), "ds_type": "json", "split": "train", "type": "chat_template.default",
+        "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected",
+    }  # fmt: skip
+    keys = {"rl": "dpo", "chat_template": "chatml", "datasets": [pairs]}
+    plain, patched = train(folder, "plain-dpo", **keys), train(folder, "dpo", plugins=[PLUGIN], **keys)
+    assert plain["fused"] == [] and len(patched["fused"]) == 1
+    assert patched["losses"] == pytest.approx(plain["losses"], abs=2e-3)
+    assert patched["losses"][-1] < patched["losses"][0]
 
 
 def test_axolotl_adds_adapters_to_a_patched_model(folder: Path) -> None:
