@@ -62,6 +62,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.freeze()
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Tests in several processes share one GPU, so none keeps what PyTorch's allocator has cached for a large case."""
+    if HAS_GPU and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves some out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     check_and_count(config, items)

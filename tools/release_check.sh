@@ -1,9 +1,11 @@
 #!/bin/sh
-# Build the sdist and the wheel, check both, and use the wheel in a fresh environment: with torch alone, then with the
-# packages of [train]. Called by `make release-check`; $1 is the folder for the environments.
+# Build the sdist and the wheel, check both, and use the wheel in fresh environments: with torch alone, then with the
+# packages of [train], then one environment for every other extra, in which `tigon train` runs what needs the extra.
+# Called by `make release-check`; $1 is the folder for the environments.
 set -eu
 folder=$1
 python=${PYTHON:-python3}
+torch="torch==${TORCH:-2.13.0}"
 root=$(pwd)
 step() { echo "release-check: $*"; }
 fail() { echo "release-check: $*" >&2; exit 1; }
@@ -25,7 +27,7 @@ step "install the wheel beside torch, without triton and every other dependency"
 "$python" -m venv "$folder/fresh"
 fresh=$folder/fresh/bin
 pip="$fresh/python -m pip --disable-pip-version-check --quiet"
-$pip install "torch==${TORCH:-2.13.0}"  # as tools/setup_venv.sh
+$pip install "$torch"  # as tools/setup_venv.sh
 $pip uninstall --yes triton  # builds of torch for GPUs bring it
 $pip install --no-deps "$wheel"
 cd "$folder"  # away from the checkout, whose src/ must not be imported
@@ -62,6 +64,36 @@ step "a typed program against the installed wheel"
 echo '{"typeCheckingMode": "strict"}' >pyrightconfig.json
 cp "$root/tests/release/typed_client.py" .
 "$tools/basedpyright" --pythonpath "$fresh/python" typed_client.py
+
+# train EXTRA RECIPE [--set KEY=VALUE ...]: two steps of a recipe of the checkout, by the wheel of the extra's environment.
+train() {
+    extra=$1; recipe=$2; shift 2
+    "$folder/$extra/bin/tigon" train "$root/recipes/$recipe" --set train.steps=2 --set output.folder="$folder/runs" "$@" \
+        >"$folder/$extra.log" 2>&1 || { tail -n 20 "$folder/$extra.log" >&2; fail "[$extra] cannot train $recipe"; }
+}
+for extra in deepspeed bnb torchao data trl; do
+    step "install [train,$extra] into an environment of its own, and train with it"
+    "$python" -m venv "$folder/$extra"
+    pip="$folder/$extra/bin/python -m pip --disable-pip-version-check --quiet"
+    $pip install "$torch"
+    $pip install "$wheel[train,$extra]"
+    $pip check
+    case $extra in
+        deepspeed) train deepspeed techniques/zero-2.yaml --set sharding.gpus=1 ;;  # on a CPU ZeRO has one process
+        bnb) train bnb techniques/qlora.yaml ;;
+        torchao) train torchao techniques/adamw-torchao-8bit.yaml ;;
+        trl) train trl objectives/dpo.yaml --set post_training.base_steps=2 --set train.warmup_steps=0 ;;
+        data)
+            "$folder/data/bin/python" -c '
+import datasets
+datasets.Dataset.from_dict({"text": ["The quick brown fox jumps over the lazy dog. " * 40] * 40}).to_parquet("rows.parquet")
+'
+            train data quickstart.yaml --set data.source="$folder/rows.parquet" --set comparison.steps=0 \
+                --set data.vocab_size=300 --set train.warmup_steps=0
+            ;;
+    esac
+done
 # To be committed in benchmarks/installs, for docs/support.md.
-"$fresh/python" "$root/tools/installed_versions.py" >installed.json
+"$fresh/python" "$root/tools/installed_versions.py" \
+    "$folder/deepspeed" "$folder/bnb" "$folder/torchao" "$folder/data" "$folder/trl" >installed.json
 step "tigon $version can be released; $folder/installed.json says with what it was used"

@@ -141,11 +141,23 @@ def pythons() -> str:
     return _table("| Python | in the matrix of the workflow | wheel installed and used | with a GPU |", rows())
 
 
+def extras() -> str:
+    """Each extra for users: the release that an environment of its own got, and where."""
+
+    def rows() -> Iterator[str]:
+        for row in installs():
+            for extra, versions in row.get("extras", {}).items():
+                ((package, version),) = versions.items()
+                yield f"| `{extra}` | {package} {version} | {row['python']}, {row['system']}, {row['date']} |"
+
+    return _table("| extra | package | Python, system, date |", rows())
+
+
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"gpus": gpus, "packages": packages, "pythons": pythons}
+PARTS: Mapping[str, Callable[[], str]] = {"gpus": gpus, "packages": packages, "pythons": pythons, "extras": extras}
 
 
 def written(text: str) -> str:

@@ -125,6 +125,7 @@ def fsdp2(rank: int, mesh: Any, *, own_head: bool, order: str) -> float:
     return error_against_one_process(policy, rank)
 
 
+@pytest.mark.second_proof("a partitioned head is tested above, DeepSpeed itself in techniques/test_sharding.py")
 def test_zero3_logs_trls_numbers(tmp_path: Path) -> None:
     """DeepSpeed itself, in one process on the CPU."""
     pytest.importorskip("deepspeed")

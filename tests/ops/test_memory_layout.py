@@ -14,6 +14,7 @@ from backends import HAS_GPU
 from helpers import (
     CONTRACT,
     assert_same,
+    cast,
     contract_cases,
     differentiable,
     in_fork,
@@ -101,8 +102,16 @@ def test_inputs_of_any_strides_give_the_same_result(
     compact = {name: laid_out[name].contiguous() if name in names else t for name, t in inputs.items()}
     with poisoned():
         got = run(op.call, op, with_leaves(op, laid_out, lambda t: t))
-    expected = run(op.call, op, with_leaves(op, compact), upstream_for(got.outputs))
-    assert_same(got, expected, ulps=ULPS)
+    upstream = upstream_for(got.outputs)
+    expected = run(op.call, op, with_leaves(op, compact), upstream).named()
+    truth: dict[str, Tensor] = {}
+    for name, value in got.named().items():
+        difference = relative_error(value, expected[name])
+        if difference > ULPS * torch.finfo(value.dtype).eps:
+            # A divergence's gradient is a small difference of large numbers. A product with other strides may take
+            # another algorithm, with other rounding: the result must still obey the rule of twice the error.
+            truth = truth or run(op.oracle, op, with_leaves(op, cast(laid_out, torch.float64)), upstream).named()
+            assert difference <= 3 * relative_error(expected[name], truth[name]), (name, difference)
 
 
 def _ones(t: Tensor) -> Tensor:

@@ -82,10 +82,8 @@ def problem_of(flags: Flags) -> SearchProblem:
         UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
         RecipeError: The recipe cannot be read or is refused.
     """
-    _check_sizes({"batch": flags.batch, "seq": flags.seq, "effective-batch": flags.effective_batch})
-    given = _with_method(flags.method, flags.given)
-    _check_settings(given)
-    host_bytes = _host_bytes(flags.host_memory)
+    given = check_flags(flags)
+    host_bytes = host_bytes_of(flags.host_memory)
     problem = (_of_recipe if flags.is_recipe else _of_model)(replace(flags, given=given))
     if problem.request.choices.precision == "fp8" and not flags.gpu.has_fp8:
         raise UsageError(f"{flags.gpu} has no FP8 products (NVIDIA's from Ada, 8.9 on have); use --precision bf16.")
@@ -96,12 +94,23 @@ def problem_of(flags: Flags) -> SearchProblem:
     return replace(problem, host_bytes=host_bytes, fallbacks=fallbacks)
 
 
+def check_flags(flags: Flags) -> dict[str, Any]:
+    """Check sizes and settings, each by its own rules. Returns the given settings with those that they imply.
+
+    Raises:
+        UsageError: A value is unknown or out of range, or flags contradict --method.
+    """
+    _check_sizes({"batch": flags.batch, "seq": flags.seq, "effective-batch": flags.effective_batch})
+    given = _with_method(flags.method, flags.given)
+    _check_settings(given)
+    return given
+
+
 # --- from a model ----------------------------------------------------------------------------------------------------
 
 
 def _of_model(flags: Flags) -> SearchProblem:
     given, batch = dict(flags.given), flags.batch
-    _quiet([flags.target])
     chooses = given.get("checkpointing") == layer_checkpointing.AUTO
     if chooses:
         del given["checkpointing"]  # the recommendations choose it too
@@ -111,7 +120,7 @@ def _of_model(flags: Flags) -> SearchProblem:
     if flags.effective_batch is not None:
         batch = _micro_batch(flags.effective_batch, batch, choices.gpus, given.get("accumulate"))
     free = SEARCHED - set(given)
-    config = remembered_config(carried(flags.target) or flags.target)
+    config = config_of(flags.target)
     if flags.medusa is not None:
         planned: PlannedObjective = planned_medusa(flags.target, real_config(config), flags.medusa, flags.stage or 1)
     elif flags.objective == CAUSAL_LM:
@@ -129,6 +138,12 @@ def _of_model(flags: Flags) -> SearchProblem:
     return SearchProblem(
         request=request, free=free | _free_kernels(flags), gpu=flags.gpu, effective_batch=flags.effective_batch
     )
+
+
+def config_of(target: str) -> Any:
+    """The config of a model by its name. Only a hub id that tigon does not carry uses the network."""
+    _quiet([target])
+    return remembered_config(carried(target) or target)
 
 
 def check_objective(
@@ -277,7 +292,8 @@ def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
     return tuple(found)
 
 
-def _host_bytes(text: str | None) -> int | None:
+def host_bytes_of(text: str | None) -> int | None:
+    """The bytes of --host-memory. Raises UsageError if it is no size."""
     if text is None:
         return None
     found = size_bytes(text)

@@ -119,13 +119,10 @@ def _product_reference(
     return y
 
 
-def _weight_gradient_reference(
-    a: Tensor, b: Tensor, order: Tensor, offsets: Tensor, weight: Tensor, top_k: int, gather_a: bool, gather_b: bool
-) -> Tensor:
+def _weight_gradient_reference(a: Tensor, b: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:
     dw = torch.zeros_like(weight)
     for expert, rows in _groups(offsets):
-        tokens = order[rows] // top_k
-        dw[expert] = (a[tokens] if gather_a else a[rows]).t() @ (b[tokens] if gather_b else b[rows])
+        dw[expert] = a[rows].t() @ b[rows]
     return dw
 
 
@@ -230,11 +227,10 @@ grouped_product = Primitive(
 )
 grouped_weight_gradient = Primitive(
     "grouped_weight_gradient",
-    "(Tensor a, Tensor b, Tensor order, Tensor offsets, Tensor weight, int top_k, bool gather_a, bool gather_b)"
-    " -> Tensor",
+    "(Tensor a, Tensor b, Tensor offsets, Tensor weight) -> Tensor",
     reference=_weight_gradient_reference,
     kernel=f"{_KERNELS}:grouped_weight_gradient",
-    fake=lambda a, b, order, offsets, weight, *_: torch.empty_like(weight),
+    fake=lambda a, b, offsets, weight: torch.empty_like(weight),
 )
 grouped_sum = Primitive(
     "grouped_sum",
@@ -321,14 +317,14 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             dweights = dweights + _bias_part(dy, down_bias, experts_TK).to(dweights.dtype)
         dw = dweights.view(ctx.weights_shape).to(ctx.weights_dtype)
     if want_down:
-        d_down = grouped_weight_gradient(dy, wy, order, offsets, down, top_k, True, False)
+        d_down = grouped_weight_gradient(dy[order // top_k], wy, offsets, down)
     del wy
     if want_c:
         dc = grouped_sum(dy, weights, order, offsets, top_k, True)
     if want_b:
         db = grouped_sum(dpre, None, order, offsets, top_k, False)
     if want_gate_up:
-        d_gate_up = grouped_weight_gradient(dpre, hidden, order, offsets, gate_up, top_k, False, True)
+        d_gate_up = grouped_weight_gradient(dpre, hidden[order // top_k], offsets, gate_up)
     if want_x:
         slots = grouped_product(dpre, gate_up.transpose(1, 2), None, order, offsets, top_k, False, True)
         dx = combine_slots(slots, None, experts_TK, gate_up.shape[0])

@@ -55,6 +55,19 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
     },
+    # for plans of clusters (`tigon plan --nodes`)
+    "llama-3.1-70b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
+    },
+    "llama-3.1-405b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,
+        "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
+    },
     "llama-3-8b": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,

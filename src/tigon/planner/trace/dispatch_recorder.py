@@ -253,9 +253,14 @@ def _fp8_product(args: Mapping[str, Any]) -> float:
     return float(2 * math.prod(args["a_MK"].shape) * args["b_NK"].shape[0])
 
 
-def _experts(args: Mapping[str, Any]) -> float:
+def _grouped_product(args: Mapping[str, Any]) -> float:
     """FLOPs of each slot times its expert's weight, (E, outputs, inputs)."""
     return float(2 * len(args["order"]) * math.prod(args["weight"].shape[1:]))
+
+
+def _grouped_weight_gradient(args: Mapping[str, Any]) -> float:
+    """FLOPs of each slot's outer product, (outputs, inputs)."""
+    return float(2 * len(args["a"]) * math.prod(args["weight"].shape[1:]))
 
 
 def _chunked_loss(args: Mapping[str, Any]) -> float:
@@ -322,8 +327,8 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "aten::bmm": _mm,
     "aten::addmm": _mm,
     "tigon::fp8_product": _fp8_product,
-    "tigon::grouped_product": _experts,
-    "tigon::grouped_weight_gradient": _experts,
+    "tigon::grouped_product": _grouped_product,
+    "tigon::grouped_weight_gradient": _grouped_weight_gradient,
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
     "tigon::linear_logprobs_fwd": _logprobs,
     "tigon::linear_logprobs_bwd": _logprobs_gradients,
