@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "support.md"
 RESULTS = ROOT / "benchmarks" / "results"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
-PACKAGES = ("torch", "triton", "transformers", "trl", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao", "kernels")
+PACKAGES = (
+    "torch", "triton", "transformers", "trl", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao", "kernels"
+)  # fmt: skip
 NONE = "–"
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 

@@ -1,7 +1,7 @@
 """Train with Axolotl on the CPU, as `axolotl train` does, and print the losses: `python axolotl_run.py CONFIG.yaml`.
 
-The last line is JSON: the logged losses, the plugins that Axolotl loaded, the trainers whose head was fused, and what the
-model's modules are at the end.
+The last line is JSON: the logged losses, the plugins that Axolotl loaded, the trainers whose head was fused, and the
+packages of the model's modules at the end.
 """
 
 from __future__ import annotations
