@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[1]
+CHECKOUT = Path(__file__).resolve().parents[1]
 RECIPE = "examples/first-run/recipe.yaml"
 CHANGES = ["--set", "model.kernels=none"]  # leave them out to profile the step with tigon's kernels
 
