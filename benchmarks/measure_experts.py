@@ -25,7 +25,7 @@ import transformers
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-import tigon
+from benchmarks import step_record
 from tigon.integrations import experts
 
 IMPLEMENTATIONS = ("tigon", "grouped_mm", "eager")
@@ -143,18 +143,16 @@ def main() -> None:
     experts.register()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16
-    machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "tigon": tigon.__version__}
-    record: dict[str, Any] = {"device": machine, "versions": versions, "errors": errors(device, dtype), "rows": []}
-    print(json.dumps(record["errors"]))
+    record = step_record.StepRecord("measure_experts", torch.device(device))
+    found, rows = errors(device, dtype), []
+    print(json.dumps(found))
     for shape in TINY if args.tiny else SHAPES:
         for tokens in (64,) if args.tiny else (4096, 32768):
             for skewed in (False, True):
                 row = measure(shape, tokens, skewed, device, dtype, args.turns)
-                record["rows"].append(row)
+                rows.append(row)
                 print(json.dumps(row), flush=True)
-                if args.json:
-                    args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                record.write(args.json, errors=found, rows=rows)
 
 
 if __name__ == "__main__":

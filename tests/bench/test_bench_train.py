@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 
 pytest.importorskip("typer")
 
@@ -21,9 +22,9 @@ from tigon.bench import timing
 from tigon.bench.training import table, variants
 from tigon.bench.training.cases import Case
 from tigon.bench.training.measure import CaseRun
-from tigon.bench.training.record import load
+from tigon.bench.training.record import CaseRecord, StepMeasurement, load
 from tigon.bench.training.report import section
-from tigon.bench.training.time_by_kind import KINDS, kind_of
+from tigon.bench.training.time_by_kind import KINDS, kind_of, time_by_kind
 from tigon.bench.training.trainee import Trainee
 from tigon.bench.training.variants import CODES, parse
 from tigon.cli import app
@@ -325,6 +326,31 @@ def test_docs_show_the_figures_of_the_records():
 )
 def test_kind_of_a_kernel(operator, kernel, kind):
     assert kind_of(operator, kernel) == kind
+
+
+@pytest.mark.parametrize(
+    "name", ["Command Buffer Full", "Activity Buffer Request", "Context Sync", "Stream Wait Event"]
+)
+def test_wait_is_no_time_of_a_kernel(name):
+    wait = types.SimpleNamespace(name=name, duration=9000.0)
+    work = types.SimpleNamespace(name="multi_tensor_apply_kernel<...>", duration=2000.0)
+    step = types.SimpleNamespace(device_type=DeviceType.CPU, name="aten::_fused_adamw_", kernels=[wait, work])
+    alone = types.SimpleNamespace(device_type=DeviceType.CUDA, name=name, is_user_annotation=False)
+    times_ms = time_by_kind([step, alone], on_cuda=True, step_ms=3.0)
+    assert times_ms == {**dict.fromkeys(KINDS, 0.0), "optimizer": 2.0, "idle": 1.0}
+
+
+@pytest.mark.parametrize(("optimizer_ms", "shown"), [(400.0, False), (40.0, True)])
+def test_split_that_exceeds_its_step_is_not_shown(optimizer_ms, shown):
+    kinds_ms = {**dict.fromkeys(KINDS, 0.0), "products": 60.0, "optimizer": optimizer_ms}
+    m = StepMeasurement(
+        variant="hf:full", code="hf", micro_batch=4, step_ms=timing.Spread(100.0, 99.0, 101.0), tokens_per_s=640.0,
+        kinds_ms=kinds_ms,
+    )  # fmt: skip
+    case = CaseRecord(
+        id="x", model="x", batch=4, seq=16, precision="bf16", limit_bytes=None, flops=None, measurements=[m]
+    )
+    assert ("| 60 |" in table.case_table(case)) == shown
 
 
 def test_flops_count_the_products_of_a_step_and_half_of_the_attention_matrix(model):

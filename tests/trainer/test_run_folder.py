@@ -83,9 +83,7 @@ def test_resume_accepts_settings_that_change_no_number(cut, tigon):
 def test_resume_in_another_environment_is_refused_or_warned_about(cut, tigon):
     path, run, whole = cut
     found = run / "checkpoints" / "checkpoint-2"
-    reseal(found, processes=2)
-    assert "written with processes 2, and this run has 1" in tigon("train", path, "--resume").error_line()
-    reseal(found, processes=1, precision="amp-bf16")
+    reseal(found, precision="amp-bf16")
     line = tigon("train", path, "--resume").error_line()
     assert "written with train.precision amp-bf16, and this run has fp32" in line
     reseal(found, precision="fp32", versions={"torch": "2.6.0"}, device="cuda")

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.errors import DataError
+
+BLANK = -1  # the index of a sample without labels, in a SampleDataset
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Packed:
 
 
 class SampleDataset(Dataset[Sample]):
-    """Samples as a Dataset for a DataLoader."""
+    """Samples as a Dataset for a DataLoader. The index `BLANK` gives a sample without labels."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
@@ -56,7 +58,30 @@ class SampleDataset(Dataset[Sample]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
+        if index == BLANK:
+            first = self.samples[0]
+            return replace(first, labels_T=torch.full_like(first.labels_T, IGNORE_INDEX))
         return self.samples[index]
+
+
+class BlankPadded(Sampler[int]):
+    """A sampler with `BLANK` added to a multiple of the samples that all processes take in one micro-batch.
+
+    Accelerate would repeat samples at the end of an epoch, so that an epoch would depend on the number of processes.
+    """
+
+    def __init__(self, sampler: Any, multiple: int) -> None:
+        self.sampler, self.multiple = sampler, multiple
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.multiple) * self.multiple
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.sampler
+        yield from [BLANK] * (len(self) - len(self.sampler))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
 
 
 def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_document: bool, too_long: str) -> Packed:

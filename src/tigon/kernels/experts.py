@@ -33,8 +33,8 @@ def _multiply(a, b, acc):
     if INTERPRETED:  # the interpreter multiplies the bits of bf16 as integers
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     if a.dtype == tl.float32:
-        # One sum of thousands of terms had 3 times the error of the vendor's product. The sum of a step is therefore
-        # made by itself. The last argument means nothing here, but without it Triton would join the addition and the dot.
+        # One sum of thousands of terms had 3 times the error of the vendor's product, so each step has its own sum.
+        # The last argument means nothing here, but without it Triton would join the addition and the dot.
         return acc + tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=1)
     return tl.dot(a, b, acc)
 

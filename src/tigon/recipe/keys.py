@@ -239,6 +239,10 @@ class TrainConfig:
     save_steps: int | None = key(
         None, "Steps between checkpoints; none: only the final model.", minimum=1, maximum=MAX_COUNT
     )
+    save_async: bool = key(
+        False, "Write checkpoints in the background, in PyTorch's distributed format, while training continues. Each "
+        "process needs host memory for its part of the weights and optimizer states. Needs `save_steps`."
+    )  # fmt: skip
     keep_checkpoints: int = key(
         2, "How many of the newest checkpoints to keep. With `load_best` the best one is kept too.", minimum=1,
         maximum=MAX_COUNT,

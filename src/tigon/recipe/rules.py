@@ -14,6 +14,7 @@ from tigon.errors import DataError, RecipeError
 from tigon.recipe.keys import NAME_CHARACTERS, RESERVED_NAMES, SECTIONS, Recipe
 from tigon.techniques import KEY_EXCLUSIONS, KEY_SWITCHES, SETTINGS
 from tigon.techniques.matrix import refusals
+from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.records.condition import KeyExclusion, KeySwitch
 
 
@@ -71,6 +72,19 @@ def _holds_parts(recipe: Recipe) -> bool:
     return recipe.sharding.zero == 3 or recipe.sharding.fsdp
 
 
+_CHECKPOINTS = (
+    Rule(
+        lambda r: r.train.save_async and r.sharding.zero > 0,
+        "train.save_async writes PyTorch's distributed format, and DeepSpeed writes its own; set sharding.fsdp: true "
+        "instead of sharding.zero, or train.save_async: false",
+    ),
+    Rule(
+        lambda r: r.train.save_async and not OPTIMIZERS[r.train.optimizer].has_plain_states,
+        "train.save_async takes optimizers with plain states; set train.optimizer: adamw, adamw-foreach, adafactor or "
+        "sgd, or train.save_async: false",
+    ),
+)  # fmt: skip
+
 _EVALUATION = (
     Rule(
         lambda r: watches_eval_loss(r) and r.train.eval_steps is None,
@@ -126,6 +140,7 @@ _RULES = Rules(
             lambda r: bool(r.comparison.steps) and r.lora.rank is not None,
             "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
         ),
+        *_CHECKPOINTS,
         *_EVALUATION,
         Rule(
             lambda r: "none" in r.train.report_to and len(r.train.report_to) > 1,
@@ -133,6 +148,10 @@ _RULES = Rules(
         ),
     ),
     (
+        Switch(
+            ("train.save_async",), "train.save_steps", lambda r: r.train.save_steps is not None or r.train.load_best,
+            "train.save_steps: 100",
+        ),
         Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
         Switch(
             ("output.merge", "output.dtype", "output.max_shard_size"), "output.save_model",

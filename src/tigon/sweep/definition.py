@@ -37,6 +37,7 @@ OWN_KEYS: Mapping[str, str] = {
     "train.log_steps": "nothing: every step is recorded",
     "train.eval_steps": "nothing: a sweep does not evaluate",
     "train.save_steps": "nothing: a sweep saves no checkpoints",
+    "train.save_async": "nothing: a sweep saves no checkpoints",
     "train.load_best": "nothing: a sweep saves no checkpoints",
     "train.early_stopping_patience": "nothing: a sweep does not evaluate",
     "train.report_to": "nothing: a sweep has its own report",

@@ -20,9 +20,9 @@ from tigon.sweep.definition import Sweep, Variant, check_key
 # Points only train: they do not evaluate, save or compare.
 _TRAINING_ALONE: Mapping[str, Any] = {
     "train.epochs": None, "train.log_steps": 1, "train.eval_steps": None, "train.save_steps": None,
-    "train.load_best": False, "train.early_stopping_patience": None, "eval.generate": [], "eval.lm_eval": [],
-    "data.eval_fraction": 0, "data.eval_source": [], "comparison.steps": 0, "output.save_model": False,
-    "output.sample_tokens": 0,
+    "train.save_async": False, "train.load_best": False, "train.early_stopping_patience": None, "eval.generate": [],
+    "eval.lm_eval": [], "data.eval_fraction": 0, "data.eval_source": [], "comparison.steps": 0,
+    "output.save_model": False, "output.sample_tokens": 0,
 }  # fmt: skip
 
 

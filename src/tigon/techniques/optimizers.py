@@ -98,6 +98,11 @@ class Optimizer:
     searched_with: tuple[Condition, ...] = ()
     """As in Technique."""
 
+    @property
+    def has_plain_states(self) -> bool:
+        """Whether its states are plain tensors that belong to one parameter each: PyTorch's and transformers' own."""
+        return self.package is None and self.trainer_name is not None
+
     def state_tensors(self, parameter: Parameter, *, rank: int = 0) -> tuple[StateTensor, ...]:
         """Returns the state of one parameter, tensor by tensor."""
         return self.states(parameter, rank)

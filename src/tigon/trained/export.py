@@ -20,7 +20,7 @@ import torch
 from tigon.errors import OptionError, UsageError
 from tigon.models.loading.config import is_hub_id
 from tigon.trained.find import TrainedModel
-from tigon.trained.load import load_tokenizer_of, load_weights, with_adapter
+from tigon.trained.load import load_tokenizer_of, load_weights, whole, with_adapter
 from tigon.trainer.checkpoint.adapter_files import merged
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,7 +73,7 @@ def export(trained: TrainedModel, wanted: Export) -> list[Path]:
         UsageError: the model cannot be loaded, or the GGUF converter failed.
     """
     wanted.check(trained)
-    with _new_folder(wanted.target) as folder:
+    with _new_folder(wanted.target) as folder, whole(trained, near=folder.parent) as trained:
         if trained.adapter is not None and not wanted.merge:
             shutil.copytree(trained.adapter, folder, dirs_exist_ok=True)
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tigon.errors import RunFolderError, UsageError
@@ -10,6 +11,8 @@ from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import read_json
 from tigon.objectives.recipe_checks import loads_saved
+from tigon.trainer.checkpoint.checkpoint import MANIFEST, problem_of, step_of
+from tigon.trainer.checkpoint.distributed_checkpoint import is_distributed
 
 RECIPE, MODEL, ADAPTERS, HEADS, TOKENIZER = "recipe.yaml", "model", "adapters", "heads", "tokenizer"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -29,6 +32,8 @@ class TrainedModel:
     """Folder of heads that predict several tokens ahead."""
     revision: str | None = None
     """Commit, tag or branch of weights on the hub."""
+    checkpoint: Path | None = None
+    """A checkpoint of a run whose weights or adapters are in PyTorch's distributed format, to be made whole first."""
     trust_remote_code: bool = False
     """Whether to run code that comes with the weights, as the run's recipe allows."""
 
@@ -55,14 +60,30 @@ def find(name: str) -> TrainedModel:
 def _in_folder(folder: Path) -> TrainedModel:
     if (folder / RECIPE).is_file() and not (folder / CONFIG).is_file():
         return _in_run(folder)
+    found: TrainedModel | None = None
     if (folder / ADAPTER_CONFIG).is_file():
-        return _with_adapter(folder)
-    if (folder / CONFIG).is_file():
-        return TrainedModel(weights=str(folder), tokenizer=str(folder))
+        found = _with_adapter(folder)
+    elif (folder / CONFIG).is_file():
+        found = TrainedModel(weights=str(folder), tokenizer=str(folder))
+    if found is not None:
+        return _of_checkpoint(found, folder) if (folder / MANIFEST).is_file() else found
     raise UsageError(
         f"{folder} holds no {RECIPE}, {CONFIG} or {ADAPTER_CONFIG}; give a run folder, a checkpoint or a folder of "
         "adapters."
     )
+
+
+def _of_checkpoint(found: TrainedModel, folder: Path) -> TrainedModel:
+    """The model of a run's checkpoint, after comparing it with its manifest. The run folder has the tokenizer."""
+    if re.fullmatch(r"checkpoint-\d+", folder.name) and (problem := problem_of(folder, step_of(folder))):
+        raise RunFolderError(f"{folder} {problem}; use another checkpoint")
+    run = folder.resolve().parent.parent
+    tokenizer = str(run / TOKENIZER) if (run / TOKENIZER).is_dir() else found.tokenizer
+    recipe = loads_saved(run / RECIPE) if (run / RECIPE).is_file() else None
+    return replace(
+        found, tokenizer=tokenizer, checkpoint=folder if is_distributed(folder) else None,
+        trust_remote_code=recipe is not None and recipe.model.trust_remote_code,
+    )  # fmt: skip
 
 
 def _in_run(run: Path) -> TrainedModel:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,8 @@ from tigon.data.tokenizer import load_tokenizer
 from tigon.errors import OptionError, PatchError, UsageError
 from tigon.models.loading import weight_files
 from tigon.trained.find import TrainedModel
+from tigon.trainer.checkpoint.checkpoint import no_pickles
+from tigon.trainer.checkpoint.whole_files import consolidate
 
 
 @dataclass(frozen=True)
@@ -49,9 +55,10 @@ def load(trained: TrainedModel, *, device: torch.device, dtype: torch.dtype | st
         RecipeError: the tokenizer cannot be loaded.
     """
     tokenizer = load_tokenizer_of(trained)
-    model = load_weights(trained, dtype=dtype)
-    if trained.adapter is not None:
-        model = with_adapter(model, trained)
+    with whole(trained) as trained:
+        model = load_weights(trained, dtype=dtype)
+        if trained.adapter is not None:
+            model = with_adapter(model, trained)
     model = model.to(device).eval()
     if trained.heads is not None:
         _attach_heads(model, trained)
@@ -61,6 +68,33 @@ def load(trained: TrainedModel, *, device: torch.device, dtype: torch.dtype | st
 def load_tokenizer_of(trained: TrainedModel) -> Any:
     """The tokenizer. Raises RecipeError if it cannot be loaded."""
     return load_tokenizer(trained.tokenizer, revision=trained.revision, trust_remote_code=trained.trust_remote_code)
+
+
+@contextmanager
+def whole(trained: TrainedModel, *, near: Path | None = None) -> Iterator[TrainedModel]:
+    """`trained` with whole weights or adapters, which are files in a temporary folder if a checkpoint divides them.
+
+    Args:
+        trained: Where its files are.
+        near: The folder in which the temporary folder is made; None: that of the system.
+
+    Raises:
+        UsageError: The checkpoint cannot be read.
+    """
+    if trained.checkpoint is None:
+        yield trained
+        return
+    no_pickles()
+    with tempfile.TemporaryDirectory(prefix=".whole-", dir=near) as folder:
+        try:
+            consolidate(trained.checkpoint, Path(folder))
+        except (RuntimeError, OSError) as error:
+            raise UsageError(f"{trained.checkpoint} cannot be loaded: {weight_files.one_line(error)}") from None
+        place = {"weights": folder} if trained.adapter is None else {"adapter": Path(folder)}
+        try:
+            yield replace(trained, checkpoint=None, **place)
+        except UsageError as error:
+            raise UsageError(str(error).replace(folder, str(trained.checkpoint))) from None
 
 
 def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") -> Any:

@@ -159,6 +159,16 @@ def _stays_on(device: torch.device, choices: Choices, run_info: RunInfo, dtype: 
     return choices.offload == "none" and fit_whole(sizes, room_bytes)
 
 
+def kept_base(model: ModelConfig, choices: Choices, base: Path) -> ModelConfig:
+    """The `model` section of a resumed run: its adapters belong to the random weights in `base`.
+
+    The engine that made them may have rounded them, so another engine must not draw them again.
+    """
+    if choices.lora_rank is None or not models.is_preset(model.name) or not (base / "config.json").exists():
+        return model
+    return ModelConfig(name=str(base), kernels=model.kernels, attention=model.attention)
+
+
 def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, through: torch.device) -> ModelConfig:
     """Save a preset's random weights as a bf16 checkpoint in `folder`, unless it exists.
 

@@ -28,13 +28,15 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
+from tigon.data.packing import BlankPadded, SampleDataset
 from tigon.errors import RecipeError, RunFolderError
 from tigon.objectives.base import Objective, Step
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.device import used_bytes
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques.mechanisms.fused_linear import has_fused_linears
-from tigon.trainer.checkpoint import checkpoint, nvme_swap
+from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, whole_files
+from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave
 from tigon.trainer.distributed import launch
 from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
 from tigon.trainer.distributed.deepspeed_classes import allow_deepspeed_globals, keep_partition_dtype
@@ -42,6 +44,7 @@ from tigon.trainer.distributed.signals import StopRequest, ignore_signals
 from tigon.trainer.guards.nan_guard import NanGuard, first_nonfinite, innermost
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
+SCHEDULER = "scheduler.pt"  # the Trainer's name
 WORKER_TIMEOUT_S = 600  # for one batch from a data loader process, which takes milliseconds to prepare it
 
 
@@ -55,6 +58,10 @@ class Safeguards:
     """Consecutive skipped steps after which the run ends."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The run's settings that every checkpoint stores. A resumed run compares them with its own."""
+    distributed: bool = False
+    """Whether checkpoints are written in PyTorch's distributed format."""
+    in_background: bool = False
+    """Whether training continues while they are written. It needs `distributed`."""
 
 
 class _NothingLeft(Exception):
@@ -85,6 +92,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self.best_step: int | None = None
         self._saved_step = 0
         self._writing: Path | None = None
+        self._pending: BackgroundSave | None = None
+        self._background_group: Any = None
         for silent in (PrinterCallback, ProgressCallback):
             self.remove_callback(silent)
         self.add_callback(_Boundaries(self))
@@ -96,13 +105,17 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             allow_deepspeed_globals()
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
-            file = Path(resume_from_checkpoint) / self._counted_file
-            if file.exists():  # checkpoints of older versions of tigon lack it
-                self.resume_counting(json.loads(file.read_text(encoding="utf-8")))
+            counted = elastic.counted_before(
+                Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
+            )
+            if counted is not None:
+                self.resume_counting(counted)
         if self.safeguards.stop is not None:
             self.safeguards.stop.listen()
         try:
-            return super().train(resume_from_checkpoint, **kwargs)
+            result = super().train(resume_from_checkpoint, **kwargs)
+            self.end_background_save()
+            return result
         except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
             self._saved_step = self.state.global_step
@@ -154,6 +167,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         Raises:
             RunFolderError: It is damaged.
         """
+        self.end_background_save()
         path, step = Path(self.state.best_model_checkpoint), self.state.best_global_step
         problem = checkpoint.problem_of(path, step)
         if problem is not None:
@@ -161,7 +175,10 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
                 f"{path}: the checkpoint with the lowest eval loss {problem}; continue with the last weights by adding "
                 "--set train.load_best=false --resume"
             )
-        super()._load_best_model()
+        if distributed_checkpoint.is_distributed(path):
+            distributed_checkpoint.load_model(self.model, path, self.objective.checkpoint_state)
+        else:
+            super()._load_best_model()
         self.best_step = step
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -175,9 +192,10 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         return self.safeguards.stop is not None and bool(self.safeguards.stop.signal_in_any_process())
 
     def save_last(self) -> None:
-        """Save a checkpoint of the last step unless one exists."""
+        """Save a checkpoint of the last step unless one exists, and wait until it is complete."""
         if self._saved_step != self.state.global_step:
             self._save_checkpoint(self.model, None)
+        self.end_background_save()
 
     def restart_clock(self) -> None:
         """Restart the measurement of tokens/s, which excludes evaluation and saving."""
@@ -187,7 +205,23 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.is_deepspeed_enabled and checkpoint is not None:
             nvme_swap.restore(self.model_wrapped, Path(checkpoint))
-        super()._load_optimizer_and_scheduler(checkpoint)
+        folder, optimizer = Path(checkpoint or ""), innermost(self.optimizer)
+        if checkpoint is not None and distributed_checkpoint.is_distributed(folder):
+            distributed_checkpoint.load_optimizer(self.model, optimizer, folder)
+        elif checkpoint is not None and self.is_fsdp_enabled and whole_files.has_whole_files(folder):
+            whole_files.load_optimizer(self.model, optimizer, folder)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        scheduled = torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduled)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As in the Trainer; after a resume on another number of processes, from another process's file."""
+        if checkpoint is None:
+            return
+        with elastic.own_random_state(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
+            super()._load_rng_state(str(folder))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is None and self._make_optimizer is not None:
@@ -247,6 +281,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
+        if self.args.world_size > 1 and isinstance(self.train_dataset, SampleDataset):
+            batches = loader.batch_sampler.batch_sampler  # Accelerate's divides the batches of this one
+            batches.sampler = BlankPadded(batches.sampler, batches.batch_size * self.args.world_size)
         if self.args.dataloader_num_workers:
             start = partial(_start_worker, loader.worker_init_fn)
             for each in (loader, getattr(loader, "base_dataloader", loader)):  # Accelerate wraps a loader
@@ -280,13 +317,40 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if self.gate.skipped:
             logs["skipped_steps"] = self.gate.skipped
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in the Trainer; the weights of a distributed checkpoint are saved with its optimizer states."""
+        if self._writing is None or not self.safeguards.distributed:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            distributed_checkpoint.save_configs(self.model, folder)
+            self.objective.save_beside(self.model, folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.safeguards.distributed:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        if self.args.should_save:  # the states follow, when all processes have written their other files
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _states(self) -> dict[str, Any]:
+        return distributed_checkpoint.states(self.model, innermost(self.optimizer), self.objective.checkpoint_state)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         super()._save(output_dir, self.objective.checkpoint_state(self.model, state_dict))
         self.objective.save_beside(self.model, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.objective.load_beside(self.model, Path(resume_from_checkpoint))
+        folder = Path(resume_from_checkpoint)
+        if distributed_checkpoint.is_distributed(folder):
+            distributed_checkpoint.load_model(model or self.model, folder, self.objective.checkpoint_state)
+        elif self.is_fsdp_enabled and whole_files.has_whole_files(folder):
+            whole_files.load_model(model or self.model, folder)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.objective.load_beside(self.model, folder)
 
     def gathered_state(self) -> dict[str, torch.Tensor] | None:
         """The whole weights of a sharded model. Every process calls it; with ZeRO-3 only the main process gets them."""
@@ -298,7 +362,11 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         return str(self._writing) if self._writing is not None else str(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """All processes write into the scratch folder; then the main process renames it to the checkpoint."""
+        """All processes write into the scratch folder; then the main process renames it to the checkpoint.
+
+        In the background, the weights and states are written after this method has returned.
+        """
+        self.end_background_save()
         step, first, folder = self.state.global_step, self.is_world_process_zero(), Path(self.args.output_dir)
         refuse_nonfinite_weights(model, step)
         if not folder.parent.is_dir():  # the run folder was deleted; the Trainer would create it again, incomplete
@@ -307,14 +375,43 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             checkpoint.clear(folder)
         self.accelerator.wait_for_everyone()
         self._writing = checkpoint.scratch(folder, step)
+        written = self._writing / checkpoint.name_of(step)
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        publish = partial(self._publish, folder, step, best)
         try:
             self._write(partial(super()._save_checkpoint, model, trial))
-            self._name_best(checkpoint.scratch(folder, step) / checkpoint.name_of(step))
-            self._write(partial(self._save_counted, checkpoint.scratch(folder, step) / checkpoint.name_of(step)))
-            self._write(partial(self._publish, folder, step))
+            self._name_best(written)
+            self._write(partial(self._save_counted, written))
+            if self.safeguards.in_background:
+                self._write(partial(self._start_background_save, step, written, publish))
+            else:
+                if self.safeguards.distributed:
+                    self._write(lambda: distributed_checkpoint.save(written, self._states()))
+                self._write(publish)
         finally:
             self._writing = None
         self._saved_step = step
+
+    def _start_background_save(self, step: int, written: Path, publish: Callable[[], None]) -> None:
+        if self._background_group is None:
+            self._background_group = distributed_checkpoint.background_group()
+        self._pending = BackgroundSave(step, written, self._states(), self._background_group, publish)
+
+    def end_background_save(self) -> None:
+        """Wait until the save in the background is complete. Every process calls it.
+
+        Raises:
+            OSError: The disk is full in one of the processes.
+            RunFolderError: Another process failed or did not answer.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        self._writing = checkpoint.scratch(Path(self.args.output_dir), pending.step)
+        try:
+            self._write(pending.wait)
+        finally:
+            self._writing = None
 
     def _name_best(self, written: Path | None = None) -> None:
         """Set the path of the best checkpoint, which the Trainer has looked for in the scratch folder of the present.
@@ -333,9 +430,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def _save_counted(self, folder: Path) -> None:
         (folder / self._counted_file).write_text(json.dumps(self.counted()), encoding="utf-8")
 
-    def _publish(self, folder: Path, step: int) -> None:
+    def _publish(self, folder: Path, step: int, best: int | None) -> None:
         if self.is_world_process_zero():
-            best = self.state.best_global_step if self.args.load_best_model_at_end else None
             checkpoint.publish(folder, step, self.safeguards.metadata, keep=self._keep, best=best)
 
     def _write(self, part: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, run_folder
-from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap
+from tigon.trainer.checkpoint import checkpoint, elastic, final_model, nvme_swap
 from tigon.trainer.distributed import launch, signals
 from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
@@ -71,6 +71,9 @@ def train(
     preflight.check_process(recipe.train.workers)
     preflight.check_trackers(recipe.train.report_to)
     _check_data(recipe)
+    if resume and (division := run_folder.division(recipe)):
+        overrides = [*overrides, *division]
+        recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     run = run_folder.find(recipe.output, recipe) if resume else None
     if run is None:
         run_folder.check(recipe.output, command)
@@ -249,8 +252,11 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     from tigon.trainer import engine  # loads transformers
 
     recipe, objective = prepared.recipe, prepared.objective
+    section = objective.model(run.path)
+    if run.checkpoint is not None:
+        section = engine.kept_base(section, prepared.choices, run.path / "base")
     built, patched = engine.build(
-        objective.model(run.path), prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
+        section, prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / "base", saves_adapters=recipe.output.save_model,
         ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
@@ -427,7 +433,8 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
     recipe = prepared.recipe
     safeguards = guarded.Safeguards(
         stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
-        metadata=fault_messages.checkpoint_metadata(prepared),
+        metadata=fault_messages.checkpoint_metadata(prepared), distributed=elastic.writes_distributed(recipe),
+        in_background=recipe.train.save_async,
     )  # fmt: skip
     if prepared.rows is not None:
         from tigon.trainer import post_training  # loads transformers

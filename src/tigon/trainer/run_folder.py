@@ -36,7 +36,7 @@ from tigon.errors import RunFolderError
 from tigon.objectives.recipe_checks import auto_divides_batch, loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
 from tigon.techniques.layer_checkpointing import AUTO
-from tigon.trainer.checkpoint import checkpoint
+from tigon.trainer.checkpoint import checkpoint, elastic
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
     "recipe.yaml", "metrics.jsonl", "summary.json", "data.json", "environment.json"
@@ -44,10 +44,9 @@ RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
 # Keys that a resumed run may change, because they do not affect the losses.
 FREE_TO_CHANGE = (
     "comparison.", "output.", "train.log_steps", "train.eval_steps", "train.save_steps", "train.keep_checkpoints",
-    "train.workers", "train.max_skipped_steps", "train.load_best", "train.report_to", "data.show", "data.cache",
-    "eval.",
+    "train.save_async", "train.workers", "train.max_skipped_steps", "train.load_best", "train.report_to", "data.show",
+    "data.cache", "eval.",
 )  # fmt: skip
-BATCH_SPLIT = ("train.batch_size", "train.gradient_accumulation")  # may change if their product stays
 CHECKPOINTS = "checkpoints"
 # The keys that each record of a measurement must have.
 MEASURED = {"train": ("loss", "tokens_per_s", "memory_bytes", "memory_peak_bytes"), "eval": ("eval_loss",)}
@@ -220,6 +219,20 @@ def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
     return _checked(path, recipe)
 
 
+def division(recipe: Recipe) -> tuple[str, ...]:
+    """The overrides that divide the samples of a step of the run to resume for this run's processes.
+
+    () if nothing has to change, or if there is no such run.
+
+    Raises:
+        RunFolderError: The processes cannot share the samples of a step equally.
+    """
+    path = newest(recipe.output)
+    if path is None or path.is_symlink() or not (path / RECIPE).is_file():
+        return ()
+    return elastic.divided(path / CHECKPOINTS, loads_saved(path / RECIPE), recipe)
+
+
 def _checked(path: Path, recipe: Recipe) -> RunFolder:
     """The run folder at `path`. Raises RunFolderError unless it is an incomplete run of this recipe."""
     if path.is_symlink() or not (path / RECIPE).is_file():
@@ -231,7 +244,10 @@ def _checked(path: Path, recipe: Recipe) -> RunFolder:
         raise _damaged(path / DATA, "the fingerprint of the data is missing")
     before = loads_saved(path / RECIPE)
     changed = _differences(before, recipe)
-    refused = [(name, old, new) for name, old, new in changed if not _only_rounds(name, before, recipe)]
+    if problem := elastic.engine_problem(path / CHECKPOINTS, before, recipe):
+        raise RunFolderError(f"{path}: {problem}")
+    allowed = _rounding_keys(path, before, recipe)
+    refused = [(name, old, new) for name, old, new in changed if name not in allowed]
     if refused:
         differences = "; ".join(f"the run had {name}: {old}, the recipe now has {new}" for name, old, new in refused)
         raise RunFolderError(f"{path}: {differences}; use the run's values, or start a new run without --resume")
@@ -330,7 +346,7 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
     if now.train.checkpointing == AUTO:
         # The run's recipe has the choice that `auto` stood for.
         was, train = before.train, replace(now.train, checkpointing=before.train.checkpointing)
-        if auto_divides_batch(now) and _samples(before) == _samples(now):
+        if auto_divides_batch(now) and _batch_of(before) == _batch_of(now):
             train = replace(train, batch_size=was.batch_size, gradient_accumulation=was.gradient_accumulation)
         now = replace(now, train=train)
     old, new = before.as_mapping(), now.as_mapping()
@@ -342,11 +358,15 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _only_rounds(name: str, before: Recipe, now: Recipe) -> bool:
-    """Whether the new value of this key changes the losses only by rounding."""
-    return name == "train.checkpointing" or (name in BATCH_SPLIT and _samples(before) == _samples(now))
+def _rounding_keys(path: Path, before: Recipe, now: Recipe) -> set[str]:
+    """The keys whose values in `now` change the losses of the run at `path` only by rounding."""
+    keys = {"train.checkpointing"}
+    samples = elastic.samples_per_step(now, elastic.processes_now(now))
+    if samples == elastic.samples_before(path / CHECKPOINTS, before):
+        keys |= {*elastic.BATCH_KEYS, *(elastic.ENGINE_KEYS if elastic.engine_may_change(before, now) else ())}
+    return keys
 
 
-def _samples(recipe: Recipe) -> int:
+def _batch_of(recipe: Recipe) -> int:
     """Samples of one optimizer step in each process."""
     return recipe.train.batch_size * recipe.train.gradient_accumulation

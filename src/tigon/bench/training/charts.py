@@ -42,7 +42,7 @@ def chart_names(run: TrainRecord) -> list[str]:
 def _charted(case: CaseRecord) -> dict[str, list[StepMeasurement]]:
     """The kinds of charts of a case, with the measurements in each."""
     measured = [m for m in case.measurements if m.step_ms is not None]
-    charts = {"speed": measured, "time": [m for m in measured if m.kinds_ms]}
+    charts = {"speed": measured, "time": [m for m in measured if m.split_ms]}
     return {kind: shown for kind, shown in charts.items() if shown}
 
 
@@ -73,7 +73,7 @@ def _time(case: CaseRecord, measured: list[StepMeasurement]) -> str:
     figure, (axes,) = new_figure(1, columns=1, height=1.2 + 0.28 * len(measured))
     left = [0.0] * len(measured)
     for kind in KINDS:
-        values = [(m.kinds_ms or {}).get(kind) or 0.0 for m in measured]
+        values = [(m.split_ms or {}).get(kind) or 0.0 for m in measured]
         if any(values):
             axes.barh(_labels(measured), values, left=left, color=KIND_COLOURS[kind], label=kind,
                       edgecolor=MUTED, lw=0.3)  # fmt: skip

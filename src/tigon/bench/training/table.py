@@ -54,7 +54,7 @@ def _gib(nbytes: int | None) -> str:
 
 
 def _kinds(m: StepMeasurement) -> list[str]:
-    times_ms = [None if m.kinds_ms is None else m.kinds_ms.get(kind) for kind in KINDS]
+    times_ms = [None if m.split_ms is None else m.split_ms.get(kind) for kind in KINDS]
     return ["-" if time_ms is None else f"{time_ms:.3g}" if time_ms < 100 else f"{time_ms:.0f}" for time_ms in times_ms]
 
 

@@ -27,6 +27,11 @@ _PRODUCTS = re.compile(
     r"aten::(mm|bmm|addmm|addmv|baddbmm|mkldnn_linear|_scaled_mm|_grouped_mm)$|gemm|cublas|cutlass|nvjet|splitk",
     re.IGNORECASE,
 )
+# What the profiler also files under the device: waits of the CPU for a full queue or for the GPU, and its own work.
+_NO_KERNEL = re.compile(
+    r"Command Buffer Full|Activity Buffer Request|Lazy Function Loading|Instrumentation|(Context|Stream|Event) Sync"
+    r"|(Stream )?Wait Event"
+)
 # Names of Triton's kernels are identifiers; those of PyTorch's CUDA kernels are C++ signatures.
 _TRITON = re.compile(r"[A-Za-z_]\w*")
 
@@ -37,6 +42,11 @@ def kind_of(operator: str, kernel: str) -> str:
         if pattern.search(operator) or pattern.search(kernel):
             return kind
     return "fused" if operator.startswith("tigon::") or _TRITON.fullmatch(kernel) else "rest"
+
+
+def is_kernel(name: str) -> bool:
+    """Whether the device worked in an event of this name: a kernel or a copy, and not a wait."""
+    return not _NO_KERNEL.match(name)
 
 
 def time_by_kind(events: Iterable[Any], *, on_cuda: bool, step_ms: float) -> dict[str, float | None]:
@@ -51,12 +61,12 @@ def time_by_kind(events: Iterable[Any], *, on_cuda: bool, step_ms: float) -> dic
     unnamed_us: dict[str, float] = {}
     for event in events:
         if event.device_type != DeviceType.CPU:
-            if on_cuda and not event.is_user_annotation:
+            if on_cuda and not event.is_user_annotation and is_kernel(event.name):
                 unnamed_us[event.name] = unnamed_us.get(event.name, 0.0) + event.time_range.elapsed_us()
         elif not is_op(event.name):
             continue
         elif on_cuda:
-            for kernel in event.kernels:
+            for kernel in filter(lambda kernel: is_kernel(kernel.name), event.kernels):
                 total_us[kind_of(event.name, kernel.name)] += kernel.duration
                 unnamed_us[kernel.name] = unnamed_us.get(kernel.name, 0.0) - kernel.duration
         else:

@@ -1,5 +1,8 @@
 """final_model.py writes the trained model: adapters, or whole weights in the dtypes of the checkpoint.
 adapter_files.py writes adapters in PEFT's layout, keeps the weights that they refer to, and merges them on request.
 checkpoint.py writes checkpoints that are complete or absent, and compares them with their manifest before use.
+distributed_checkpoint.py reads and writes weights and optimizer states in PyTorch's distributed format, also in the
+background. whole_files.py reads whole weights and states into a sharded model.
+elastic.py divides the samples of a step for another number of processes, and finds counters and random states for them.
 nvme_swap.py separates DeepSpeed's NVMe swap files from those of other runs, and restores them from a checkpoint.
 """

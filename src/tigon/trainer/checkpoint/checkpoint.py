@@ -110,6 +110,24 @@ def newest(folder: Path) -> ResumePoint:
     raise RunFolderError(f"{folder}: no complete checkpoint to resume from: {why}; start a new run without --resume")
 
 
+def newest_metadata(folder: Path) -> dict[str, Any]:
+    """The metadata of the newest checkpoint with a readable manifest, without a look at its files; {} if there is none.
+
+    All checkpoints of a run agree in what identifies the run.
+    """
+    for _, path in sorted(_numbered(folder), reverse=True):
+        try:
+            return dict(_manifest(path)["facts"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return {}
+
+
+def newest_path(folder: Path) -> Path:
+    """The path of the newest checkpoint, for a message; `checkpoint-N` if there is none."""
+    return max(_numbered(folder), default=(0, folder / "checkpoint-N"))[1]
+
+
 def problem_of(path: Path, step: int) -> str | None:
     """How a checkpoint differs from its manifest, as the end of a sentence; None if it does not."""
     if path.is_symlink():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.errors import ProcessError, RecipeError, RunFolderError, TigonError
 from tigon.trainer import run_folder
-from tigon.trainer.checkpoint import checkpoint
+from tigon.trainer.checkpoint import checkpoint, elastic
 from tigon.trainer.distributed import launch, signals
 from tigon.trainer.guards import prediction, preflight, system_limits
 from tigon.trainer.run_folder import RunFolder
@@ -20,6 +20,7 @@ from tigon.trainer.run_folder import RunFolder
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tigon.recipe.keys import Recipe
     from tigon.trainer.prepare import Prepared
 
 # The error texts of gloo, PyTorch's store and NCCL for a peer that has gone.
@@ -131,12 +132,12 @@ def _smaller_steps(run: RunFolder, prepared: Prepared) -> str:
 
 
 def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None:
-    """Check that a resumed run has the data, number of processes and precision of the run so far.
+    """Check that a resumed run has the data, samples per step and precision of the run so far.
 
     Other differences, and files that had to be repaired, become warnings on the console and in metrics.jsonl.
 
     Raises:
-        RunFolderError: One of the three differs; the message names every difference.
+        RunFolderError: One of the three differs, or DeepSpeed's processes do; the message names every difference.
     """
     assert run.resume_point is not None
     before, then, now = run.read_json(run_folder.DATA), run.resume_point.metadata, checkpoint_metadata(prepared)
@@ -146,9 +147,11 @@ def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None
         refused.append(f"the data changed since the run began ({tokens})")
     refused += [
         f"{run.resume_point.path.name} was written with {title} {then.get(name)}, and this run has {now[name]}"
-        for name, title in (("processes", "processes"), ("precision", "train.precision"))
-        if then.get(name) != now[name]
-    ]
+        for name, title in (
+            (elastic.SAMPLES, "samples per step"), ("processes", "processes"), ("precision", "train.precision")
+        )
+        if then.get(name) != now[name] and not _may_change(name, then, prepared.recipe)
+    ]  # fmt: skip
     if refused:
         raise RunFolderError(
             f"{run.path}: {'; '.join(refused)}; use the run's settings, or start a new run without --resume"
@@ -160,11 +163,23 @@ def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None
         run.append({"event": "resume", "step": checkpoint.step_of(run.resume_point.path), "warnings": warnings})
 
 
+def _may_change(name: str, then: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Whether a difference in this entry is allowed. Checkpoints of older versions lack the samples per step."""
+    if name == elastic.SAMPLES:
+        return name not in then
+    return name == "processes" and recipe.sharding.zero == 0
+
+
 def _changed(run: RunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The allowed differences from the run so far, one sentence each."""
     assert run.resume_point is not None
     changes = [f"checkpoint skipped: {problem}" for problem in run.resume_point.passed_over]
     changes += [f"{name}: {old} before, {new} now; losses may differ in rounding" for name, old, new in run.changed]
+    if then.get("processes") != now["processes"]:
+        changes.append(
+            f"processes: {then.get('processes')} before, {now['processes']} now: each step has the same samples; "
+            "dropout masks other elements"
+        )
     versions = {**then.get("versions", {}), "device": then.get("device")}
     current = {**now["versions"], "device": now["device"]}
     return changes + [
@@ -221,6 +236,7 @@ def checkpoint_metadata(prepared: Prepared) -> dict[str, Any]:
     versions = preflight.environment(prepared.device)["versions"]
     return {
         "processes": launch.world_size(), "precision": prepared.choices.precision, "device": prepared.device.type,
+        elastic.SAMPLES: elastic.samples_per_step(prepared.recipe, launch.world_size()),
         "versions": {name: versions[name] for name in ("torch", "transformers", "accelerate", "tigon")},
     }  # fmt: skip
 

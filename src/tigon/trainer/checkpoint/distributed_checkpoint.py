@@ -1,0 +1,226 @@
+"""Weights and optimizer states in PyTorch's distributed checkpoint format (DCP): each process writes its own part.
+
+`checkpoint-N/distributed/` holds one file per process and `.metadata`, which lists the tensors by name. Names do not
+depend on the engine, so any number of processes of DDP or FSDP2 can read it, and so can one process without a group.
+
+`.metadata` is a pickle. `_Reader` refuses one that names anything but DCP's own records, and PyTorch reads the rest
+with `weights_only=True` (see `checkpoint.no_pickles`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from tigon.errors import RunFolderError
+
+FOLDER, METADATA = "distributed", ".metadata"
+MODEL, OPTIMIZER = "model", "optimizer"
+Select = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
+"""(model, its state by name) -> the part of the state that a checkpoint holds; None: all of it."""
+_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_HARMLESS = {
+    ("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+}  # fmt: skip
+
+
+def is_distributed(checkpoint: Path) -> bool:
+    """Whether a checkpoint folder holds weights in DCP's format."""
+    return (checkpoint / FOLDER / METADATA).is_file()
+
+
+def states(model: Any, optimizer: Any, select: Select) -> dict[str, Any]:
+    """The weights and optimizer states of this process by name, without copying them. Every process calls it."""
+    return {MODEL: _model_state(model, select), OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
+
+
+def save(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write `state` into a checkpoint folder. Every process calls it.
+
+    Raises:
+        RuntimeError: A process could not write; its error is the cause.
+    """
+    _silence()
+    try:
+        save_state(state, storage_writer=FileSystemWriter(checkpoint / FOLDER))
+    except CheckpointException as error:
+        raise _first_failure(error) from None
+
+
+def save_configs(model: Any, folder: Path) -> None:
+    """Write the configs that name the model of the weights: those of transformers, or of PEFT's adapters."""
+    configs = list(getattr(model, "peft_config", {}).values()) or [model.config, model.generation_config]
+    for config in configs:
+        if config is not None:
+            config.save_pretrained(folder)
+
+
+class BackgroundSave:
+    """A save (`train.save_async`) whose files are written by a thread of every process while training continues."""
+
+    def __init__(
+        self, step: int, checkpoint: Path, state: dict[str, Any], group: Any, publish: Callable[[], None]
+    ) -> None:
+        """Copy `state` to host memory and start to write it. Every process calls it.
+
+        Args:
+            step: The optimizer step of the checkpoint.
+            checkpoint: The folder to write into.
+            state: The result of `states`.
+            group: The result of `background_group`.
+            publish: Called in the thread, after every process has written its part.
+        """
+        self.step = step
+        _silence()
+        writer = FileSystemWriter(checkpoint / FOLDER)
+        written = cast("Future[Any]", async_save(state, storage_writer=writer, process_group=group))
+        pool = ThreadPoolExecutor(1, "checkpoint")
+        self._published = pool.submit(_complete, written, publish)
+        pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Wait until this process has written its part; in the main process until the checkpoint is in place.
+
+        Raises:
+            RuntimeError: A process could not write; its error is the cause.
+            OSError: The checkpoint could not be completed.
+        """
+        self._published.result()
+
+
+def _complete(written: Future[Any], publish: Callable[[], None]) -> None:
+    try:
+        written.result()
+    except CheckpointException as error:
+        raise _first_failure(error) from None
+    publish()
+
+
+def background_group() -> Any:
+    """A process group for the threads that write; None for one process without a group. Every process calls it.
+
+    It is separate from that of training, because two threads cannot use one group at a time.
+    """
+    return distributed.new_group(backend="gloo") if distributed.is_initialized() else None
+
+
+def load_model(model: Any, checkpoint: Path, select: Select) -> None:
+    """Read a checkpoint's weights into `model`, sharded or not. Every process calls it.
+
+    Raises:
+        RunFolderError: The file that lists the tensors is not one of PyTorch's.
+        RuntimeError: A tensor is missing or has another shape.
+    """
+    state = _model_state(model, select)
+    _load({MODEL: state}, checkpoint)
+    set_model_state_dict(model, state, options=_options(model, strict=False))
+
+
+def load_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
+    """Read a checkpoint's optimizer states. Every process calls it. Raises as `load_model`."""
+    state = get_optimizer_state_dict(model, optimizer)
+    _load({OPTIMIZER: state}, checkpoint)
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The whole weights of a checkpoint by name, in host memory. It needs neither a GPU nor other processes.
+
+    Raises:
+        RunFolderError: The file that lists the tensors is not one of PyTorch's.
+        RuntimeError: A file is missing or damaged.
+    """
+    listed = _Reader(checkpoint / FOLDER).read_metadata().state_dict_metadata
+    state = {
+        name.removeprefix(f"{MODEL}."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in listed.items()
+        if name.startswith(f"{MODEL}.") and isinstance(entry, TensorStorageMetadata)
+    }
+    _load({MODEL: dict(state)}, checkpoint)
+    return state
+
+
+def _model_state(model: Any, select: Select) -> dict[str, Any]:
+    """The weights of this process that a checkpoint holds, each tied weight under one name."""
+    state = get_model_state_dict(model, options=_options(model))
+    selected = select(model, state)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}  # second name -> the name under which it is stored
+    aliases = tuple(f".{name}" for name in tied)  # PEFT puts a prefix before transformers' names
+    kept = state if selected is None else selected
+    return {name: tensor for name, tensor in kept.items() if not f".{name}".endswith(aliases)}
+
+
+def _options(model: Any, *, strict: bool = True) -> StateDictOptions:
+    """With adapters only the trained weights are saved: the frozen ones are those of the base model."""
+    return StateDictOptions(ignore_frozen_params=hasattr(model, "peft_config"), strict=strict)
+
+
+def _load(state: dict[str, Any], checkpoint: Path) -> None:
+    _silence()
+    reader = _Reader(checkpoint / FOLDER)
+    reader.read_metadata()  # `load` would hide its error
+    try:
+        load(state, storage_reader=reader)
+    except CheckpointException as error:
+        raise _first_failure(error) from None
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        path = Path(str(self.path)) / METADATA
+        with path.open("rb") as handle:
+            try:
+                _MetadataUnpickler(handle).load()
+            except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
+                text = " ".join(str(error).split())[:160]
+                raise RunFolderError(f"{path}: not a list of tensors: {text}; use another checkpoint") from None
+        return super().read_metadata(*args, **kwargs)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the records of DCP's metadata, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "pathlib") else None
+        is_record = module in _RECORDS and isinstance(found, type)
+        if is_record or isinstance(found, torch.dtype) or (module, name) in _HARMLESS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _first_failure(error: CheckpointException) -> Exception:
+    """The first process's error, as an Exception: PyTorch's is a BaseException and does not name it as the cause."""
+    for rank, (cause, _) in sorted(error.failures.items()):
+        if isinstance(cause, RunFolderError):
+            return cause
+        failed = RuntimeError(f"process {rank}: {type(cause).__name__}: {cause}")
+        failed.__cause__ = cause
+        return failed
+    return RuntimeError(str(error))
+
+
+def _silence() -> None:
+    """Hide PyTorch's advice about runs of one process."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
