@@ -148,7 +148,8 @@ def fits() -> str:
     """The planner's table, with the figures that Unsloth publishes for the same rank and batch size."""
     record = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))
     cells = (f"{tokens:,}" for tokens in published.UNSLOTH_QLORA_8B.values())
-    return f"{what_fits.table(record)}\n| *Unsloth publishes*: 8B, QLoRA | {' | '.join(cells)} | |"
+    theirs = f"| [Unsloth publishes]({published.UNSLOTH_PAGE}): 8B, QLoRA | {' | '.join(cells)} | |"
+    return f"{what_fits.table(record)}\n{theirs}"
 
 
 PARTS: Mapping[str, Callable[[], str]] = {"measured": measured, "fits": fits}
