@@ -163,15 +163,29 @@ def _waiting_message() -> Iterator[None]:
         timer.cancel()
 
 
+def has_several_nodes() -> bool:
+    """Whether other processes of the run are on other machines."""
+    return world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """The main process runs the block before the others, so that files in a cache are made once."""
-    if rank() > 0:
+    """The main process runs the block first, then one process of each other node, then all others.
+
+    So the files in a cache are made once per node, or once if the nodes share the cache.
+    """
+    if world_size() == 1:
+        yield
+        return
+    n_turns = 3 if has_several_nodes() else 2
+    first_of_node = n_turns == 3 and int(os.environ.get("LOCAL_RANK", "0")) == 0
+    turn = 0 if rank() == 0 else 1 if first_of_node else n_turns - 1
+    for _ in range(turn):
         distributed.barrier()
     try:
         yield
     finally:  # also if the main process refuses the run, so that the others refuse it too instead of losing a peer
-        if world_size() > 1 and rank() == 0:
+        for _ in range(n_turns - 1 - turn):
             distributed.barrier()
 
 

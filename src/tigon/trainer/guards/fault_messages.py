@@ -14,6 +14,7 @@ from tigon.errors import ProcessError, RecipeError, RunFolderError, TigonError
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch, signals
+from tigon.trainer.distributed.failures import LOST_ANOTHER
 from tigon.trainer.guards import prediction, preflight, system_limits
 from tigon.trainer.run_folder import RunFolder
 
@@ -46,7 +47,7 @@ def to_user_error(error: Exception, run: RunFolder, command: str) -> TigonError 
         )
     if lost := lost_peer_message(error):
         return ProcessError(
-            f"process {launch.rank()} of {launch.world_size()} has lost another process, which ended or cannot be "
+            f"process {launch.rank()} of {launch.world_size()} {LOST_ANOTHER}, which ended or cannot be "
             f"reached ({lost}); fix the cause and continue with `{command} --resume`"
         )
     return None

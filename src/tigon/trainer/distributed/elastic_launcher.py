@@ -1,0 +1,461 @@
+"""Starts the processes of one node of a run, by PyTorch's elastic agent, and reports which process or node failed.
+
+The agent (torch.distributed.elastic) starts the processes, watches them and starts them again. Its rendezvous brings
+the nodes together. This file adds what a user needs to know: which node is still missing, which process failed first on
+which node, and where its log is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from tigon.errors import ProcessError
+from tigon.recipe.keys import OutputConfig
+from tigon.trainer.distributed import launch, launch_folder, signals
+from tigon.trainer.distributed.failures import (
+    NODE,
+    Failure,
+    first_cause,
+    lost_nodes_error,
+    message_of,
+    process_error,
+    sentence,
+    tail_of,
+)
+from tigon.trainer.distributed.node_watch import Member, NodeWatch, as_text, member_from, processes_of
+from tigon.trainer.distributed.nodes import Nodes
+
+RUN_ID = "tigon"
+JOIN_S = 1800  # wait for all nodes, which a cluster may start one after another
+RESOLVE_S = 60  # wait for the host's name, which a cluster may make known late
+STORE_S = 60  # wait of one call of the store
+
+
+@dataclass(frozen=True)
+class NodeLaunch:
+    """The processes to start on this node."""
+
+    nodes: Nodes
+    arguments: Sequence[str]
+    """The words after `python`."""
+    processes: int
+    output: OutputConfig
+    recipe: str
+    """A digest of the recipe, which has to be the same on every node."""
+    options: str = ""
+    """The options of `tigon train` that started this launcher, for the command that continues the run."""
+
+    @property
+    def logs(self) -> Path:
+        """The folder of this node's logs."""
+        return launch_folder.logs(self.output) / f"{socket.gethostname()}-{os.getpid()}"
+
+
+def launch_node(plan: NodeLaunch) -> int:
+    """Start the processes of this node, and restart them together with those of the other nodes.
+
+    Returns:
+        0; or the exit code of the process that failed first and has printed its error; or after a signal 128 plus its
+        number.
+
+    Raises:
+        ProcessError: A process was killed, a node was lost, or the nodes did not meet.
+        RunFolderError: The folder of the logs cannot be written.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // plan.processes)))
+    # The processes report a lost store themselves; PyTorch would add a trace of its C++ code.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ[launch.LAUNCHER] = str(os.getpid())
+    os.environ[NODE] = plan.options
+    sys.stdout.flush()
+    logging.disable(logging.CRITICAL)  # the agent's messages; the errors below say what happened
+    try:
+        with launch_folder.library_messages(plan.logs):
+            with _waiting_message(plan.nodes):
+                store, is_host = _connect(plan.nodes)
+            rendezvous = NodeRendezvous(plan, store, is_host=is_host)
+            code = _run(_agent(plan, rendezvous), rendezvous)
+        if code == 0:
+            launch_folder.remove_empty_logs(plan.logs)
+        return code
+    finally:
+        logging.disable(logging.NOTSET)
+        for name in (launch.LAUNCHER, NODE, launch_folder.LAUNCH):
+            os.environ.pop(name, None)  # other children of this process have no launcher
+
+
+def _run(agent: NodeAgent, rendezvous: NodeRendezvous) -> int:
+    nodes = rendezvous.plan.nodes
+    try:
+        result = agent.run()
+    except SignalException as error:
+        rendezvous.leave()
+        return signals.EXIT_OFFSET + int(error.sigval)
+    except RendezvousTimeoutError:
+        raise ProcessError(
+            f"not all of the {nodes.count} nodes came to {nodes.address} within {JOIN_S} s; start the command on every "
+            "node, with the same --nnodes and --rdzv"
+        ) from None
+    except (RendezvousError, DistError) as error:
+        raise _error_without_rendezvous(rendezvous, error) from None
+    if not result.is_failed():
+        rendezvous.leave()
+        return 0
+    return _conclude(rendezvous, agent.failures(result))
+
+
+def _conclude(rendezvous: NodeRendezvous, own: Sequence[Failure]) -> int:
+    """The exit code after a failure; or raises the error that names the process or the node."""
+    watch = rendezvous.watch
+    assert watch is not None
+    watch.report(own)
+    rendezvous.close()
+    others = watch.failures_of_others()
+    watch.close()
+    _collect(rendezvous.plan.logs, watch, others)
+    first, way_on = first_cause([*own, *others]), launch_folder.way_on(rendezvous.plan.output)
+    assert first is not None
+    if first.lost_peer or (first.is_stop and watch.lost):
+        if watch.lost:
+            raise _lost(watch, way_on)
+        raise process_error(first, len(watch.members), way_on)
+    if first.is_stop:
+        return first.exit_code if first.exit_code > 0 else signals.EXIT_OFFSET - first.exit_code
+    if first in own and first.is_refusal:  # it has printed its line
+        return first.exit_code
+    raise process_error(first, len(watch.members), way_on)
+
+
+def _lost(watch: NodeWatch, way_on: str) -> ProcessError:
+    members = watch.members
+    lost = [(node, members[node].host, processes_of(members, node)) for node in sorted(watch.lost)]
+    return lost_nodes_error(lost, len(members), way_on)
+
+
+def _error_without_rendezvous(rendezvous: NodeRendezvous, error: Exception) -> ProcessError:
+    """The error of a node that cannot meet the others: the node with the store is gone, or the others have ended."""
+    watch, nodes = rendezvous.watch, rendezvous.plan.nodes
+    if watch is None:
+        text = " ".join(str(error).split())[:160]
+        return ProcessError(
+            f"the nodes could not meet at {nodes.address}: {text}; start the command on every node again"
+        )
+    others, way_on = watch.failures_of_others(), launch_folder.way_on(rendezvous.plan.output)
+    watch.close()
+    if watch.lost:
+        return _lost(watch, way_on)
+    if first := first_cause(others):
+        return process_error(first, len(watch.members), way_on)
+    return ProcessError(f"the other nodes have ended the run. {way_on}")
+
+
+def _collect(logs: Path, watch: NodeWatch, failures: Sequence[Failure]) -> None:
+    """On node 0, keep the ends of the logs of processes that failed on other nodes, unless the disk is shared."""
+    if watch.node != 0:
+        return
+    for failure in failures:
+        if failure.tail and not Path(failure.log).exists():
+            with suppress(OSError):
+                target = logs / f"node-{failure.node}-process-{failure.process}.stderr.log"
+                target.write_text(failure.tail, encoding="utf-8")
+
+
+def _say(text: str) -> None:
+    print(f"tigon: {text}", file=sys.stderr, flush=True)
+
+
+class NodeAgent(LocalElasticAgent):
+    """PyTorch's agent, which does not start processes again if another attempt would end in the same way."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self._remaining_restarts > 0:
+            failures = self.failures(result)
+            if (
+                any(failure.is_stop or failure.is_refusal for failure in failures)
+                and not self._rendezvous_of().troubled
+            ):
+                self._remaining_restarts = 0
+            else:
+                self._announce_restart(failures)
+        return result
+
+    def _rendezvous_of(self) -> NodeRendezvous:
+        rendezvous = self._worker_group.spec.rdzv_handler
+        assert isinstance(rendezvous, NodeRendezvous)
+        return rendezvous
+
+    def failures(self, result: RunResult) -> list[Failure]:
+        """The failures of this node's processes."""
+        watch = self._rendezvous_of().watch
+        assert watch is not None
+        entries = []
+        for process, failure in sorted(result.failures.items()):
+            log = self._log(failure.local_rank)
+            entries.append(
+                Failure(
+                    process=int(process),
+                    node=watch.node,
+                    host=watch.members[watch.node].host,
+                    exit_code=int(failure.exitcode),
+                    message=message_of(failure),
+                    log=log,
+                    tail=tail_of(log),
+                )
+            )
+        return entries
+
+    def _log(self, local_rank: int) -> str:
+        """The file of a process's stderr."""
+        path = self._pcontext.stderrs.get(local_rank, "") if self._pcontext is not None else ""
+        return str(Path(path).resolve()) if path else ""
+
+    def _announce_restart(self, failures: Sequence[Failure]) -> None:
+        spec = self._worker_group.spec
+        number = spec.max_restarts - self._remaining_restarts + 1
+        first = first_cause(failures)
+        what = sentence(first, self._rendezvous_of().plan.nodes.count) if first else "a process hangs"
+        _say(f"{what}; restart {number} of {spec.max_restarts} (--max-restarts) from the last checkpoint")
+
+    def pids(self) -> list[int]:
+        """The processes that run now."""
+        if self._worker_group.state != WorkerState.HEALTHY:
+            return []
+        return list(self._pcontext.pids().values()) if self._pcontext is not None else []
+
+
+def _agent(plan: NodeLaunch, rendezvous: NodeRendezvous) -> NodeAgent:
+    spec = WorkerSpec(
+        role=RUN_ID, local_world_size=plan.processes, entrypoint=sys.executable, args=tuple(plan.arguments),
+        rdzv_handler=rendezvous, max_restarts=plan.nodes.max_restarts, monitor_interval=0.1,
+    )  # fmt: skip
+    logs = DefaultLogsSpecs(log_dir=str(plan.logs), tee=Std.ERR)
+    options: dict[str, Any] = {"exit_barrier_timeout": launch.PATIENCE_S, "log_line_prefix_template": "[${rank}] "}
+    if "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters:  # not in PyTorch up to 2.11
+        options["shutdown_timeout"] = launch.SHUTDOWN_S
+    agent = NodeAgent(spec, logs, **options)
+    rendezvous.pids = agent.pids
+    return agent
+
+
+class NodeRendezvous(RendezvousHandler):
+    """PyTorch's rendezvous; it also gives the nodes their numbers, and starts a `NodeWatch`."""
+
+    def __init__(self, plan: NodeLaunch, store: TCPStore, *, is_host: bool) -> None:
+        self.plan = plan
+        self.watch: NodeWatch | None = None
+        self.pids: Any = list
+        self._address = (plan.nodes.host, store.port)
+        self._own = Member(
+            host=socket.gethostname(), is_host=is_host, node_rank=plan.nodes.rank, processes=plan.processes,
+            token=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", recipe=plan.recipe,
+        )  # fmt: skip
+        count = plan.nodes.count
+        self._inner = DynamicRendezvousHandler.from_backend(
+            RUN_ID, store, C10dRendezvousBackend(store, RUN_ID), count, count, local_addr=_own_address(*self._address),
+            timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_S)),
+        )  # fmt: skip
+
+    @property
+    def troubled(self) -> bool:
+        """Whether a node is lost, so that its processes were ended without being asked to."""
+        return self.watch is not None and bool(self.watch.lost)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return bool(self._inner.use_agent_store)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with _waiting_message(self.plan.nodes):
+            info = self._inner.next_rendezvous()
+            if self.watch is not None:
+                self.watch.close()
+            members = _exchange(info.store, info.rank, info.world_size, self._own)
+        order = _numbered(members)
+        node = order.index(info.rank)
+        in_order = [members[place] for place in order]
+        os.environ[launch_folder.LAUNCH] = in_order[0].token
+        round_name = info.store.get("tigon/round").decode() if info.rank else _name_round(info.store)
+        self.watch = NodeWatch(self._address, round_name, node, in_order, lambda: self.pids())
+        return RendezvousInfo(info.store, node, info.world_size, info.bootstrap_store_info)
+
+    def leave(self) -> None:
+        """Tell the other nodes that this one has ended as it should."""
+        if self.watch is not None:
+            self.watch.leave()
+
+    def close(self) -> None:
+        """No other attempt follows, so the others shall not wait for one."""
+        with suppress(RendezvousError, DistError):
+            self._inner.shutdown()
+
+    def get_backend(self) -> str:
+        return str(self._inner.get_backend())
+
+    def is_closed(self) -> bool:
+        return bool(self._inner.is_closed())
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return int(self._inner.num_nodes_waiting())
+
+    def get_run_id(self) -> str:
+        return str(self._inner.get_run_id())
+
+    def shutdown(self) -> bool:
+        return bool(self._inner.shutdown())
+
+
+def _name_round(store: Store) -> str:
+    name = uuid.uuid4().hex
+    store.set("tigon/round", name)
+    return name
+
+
+def _exchange(store: Store, place: int, count: int, own: Member) -> list[Member]:
+    """What every node says of itself, by its place in PyTorch's rendezvous.
+
+    Raises:
+        ProcessError: The nodes have different recipes, or two have the same number.
+    """
+    store.set(f"tigon/member/{place}", as_text(own))
+    members = [member_from(store.get(f"tigon/member/{other}")) for other in range(count)]
+    for member in members:
+        if member.recipe != own.recipe:
+            raise ProcessError(
+                f"the recipe or its --set options on {member.host} differ from those on {own.host}; start the same "
+                "command on every node"
+            )
+    ranks = [member.node_rank for member in members if member.node_rank is not None]
+    twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+    if twice is not None:
+        raise ProcessError(f"two nodes have --node-rank {twice}; give each node a number of its own")
+    return members
+
+
+def _numbered(members: Sequence[Member]) -> list[int]:
+    """The places of the members in PyTorch's rendezvous, in the order of their numbers.
+
+    A node without `--node-rank` gets a free number, the host the lowest.
+    """
+    by_number: dict[int, int] = {
+        member.node_rank: place for place, member in enumerate(members) if member.node_rank is not None
+    }
+    rest = sorted((not member.is_host, place) for place, member in enumerate(members) if member.node_rank is None)
+    free = [number for number in range(len(members)) if number not in by_number]
+    by_number |= {number: place for number, (_, place) in zip(free, rest, strict=True)}
+    return [by_number[number] for number in range(len(members))]
+
+
+def _connect(nodes: Nodes) -> tuple[TCPStore, bool]:
+    """The store of the rendezvous, and whether this node keeps it.
+
+    Node 0 keeps it. Without `--node-rank` it is the first node to which the address belongs.
+
+    Raises:
+        ProcessError: The address cannot be used.
+    """
+    wait = timedelta(seconds=STORE_S)
+    if nodes.count == 1 or nodes.rank == 0 or (nodes.rank is None and _is_own(nodes.host)):
+        try:
+            return TCPStore(nodes.host, nodes.port, is_master=True, wait_for_workers=False, timeout=wait), True
+        except DistError as error:
+            if nodes.rank == 0:
+                text = " ".join(str(error).split())[:160]
+                raise ProcessError(
+                    f"--rdzv {nodes.address}: node 0 cannot listen there: {text}; choose another port"
+                ) from None
+    _wait_for_host(nodes)
+    try:
+        return TCPStore(nodes.host, nodes.port, is_master=False, wait_for_workers=False, timeout=wait), False
+    except DistError as error:
+        text = " ".join(str(error).split())[:160]
+        raise ProcessError(f"--rdzv {nodes.address}: no rendezvous answers there: {text}") from None
+
+
+def _is_own(host: str) -> bool:
+    """Whether an address belongs to this machine."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def _wait_for_host(nodes: Nodes) -> None:
+    """Wait until the host accepts connections, which it may do late.
+
+    Raises:
+        ProcessError: It does not within `JOIN_S`, or its name is unknown for `RESOLVE_S`.
+    """
+    started_s = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((nodes.host, nodes.port), timeout=5).close()
+            return
+        except socket.gaierror as error:
+            if time.monotonic() - started_s > RESOLVE_S:
+                raise ProcessError(
+                    f"--rdzv {nodes.address}: the name {nodes.host} is unknown on this machine: {error.strerror}; give "
+                    "its IP address"
+                ) from None
+        except OSError as error:
+            if time.monotonic() - started_s > JOIN_S:
+                raise ProcessError(
+                    f"--rdzv {nodes.address}: cannot be reached within {JOIN_S} s: {error.strerror or error}; start "
+                    "the command on that machine too, and open the port"
+                ) from None
+        time.sleep(0.5)
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the network of the host. The other nodes may not know its name."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    return socket.getfqdn()
+
+
+@contextmanager
+def _waiting_message(nodes: Nodes) -> Iterator[None]:
+    """Say which nodes are awaited if the block takes longer than `launch.MEETING_S`."""
+    text = f"waiting at {nodes.address} until all {nodes.count} nodes have started"
+    timer = threading.Timer(launch.MEETING_S, _say, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
