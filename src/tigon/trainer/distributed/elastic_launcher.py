@@ -8,16 +8,18 @@ which node, and where its log is.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -55,6 +58,7 @@ from tigon.trainer.distributed.nodes import Nodes
 RUN_ID = "tigon"
 JOIN_S = 1800  # wait for all nodes, which a cluster may start one after another
 RESOLVE_S = 60  # wait for the host's name, which a cluster may make known late
+STOP_S = 5  # from SIGTERM to SIGKILL for processes that have lost a peer
 STORE_S = 60  # wait of one call of the store
 
 
@@ -140,7 +144,7 @@ def _conclude(rendezvous: NodeRendezvous, own: Sequence[Failure]) -> int:
     others = watch.failures_of_others()
     watch.close()
     _collect(rendezvous.plan.logs, watch, others)
-    first, way_on = first_cause([*own, *others]), launch_folder.way_on(rendezvous.plan.output)
+    first, way_on = first_cause([*own, *others]), launch_folder.way_on(rendezvous.plan.output, len(watch.members))
     assert first is not None
     if first.lost_peer or (first.is_stop and watch.lost):
         if watch.lost:
@@ -167,7 +171,7 @@ def _error_without_rendezvous(rendezvous: NodeRendezvous, error: Exception) -> P
         return ProcessError(
             f"the nodes could not meet at {nodes.address}: {text}; start the command on every node again"
         )
-    others, way_on = watch.failures_of_others(), launch_folder.way_on(rendezvous.plan.output)
+    others, way_on = watch.failures_of_others(), launch_folder.way_on(rendezvous.plan.output, len(watch.members))
     watch.close()
     if watch.lost:
         return _lost(watch, way_on)
@@ -198,14 +202,29 @@ class NodeAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self._remaining_restarts > 0:
             failures = self.failures(result)
-            if (
-                any(failure.is_stop or failure.is_refusal for failure in failures)
-                and not self._rendezvous_of().troubled
-            ):
+            in_vain = any(failure.is_stop or failure.is_refusal for failure in failures)
+            if in_vain and not self._rendezvous_of().troubled:
                 self._remaining_restarts = 0
             else:
                 self._announce_restart(failures)
         return result
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        """End the processes before another attempt or after a failure, where they have lost a peer.
+
+        They cannot save anything together, and PyTorch's 30 s are long for one that waits in a collective.
+        """
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, STOP_S)
+        super()._stop_workers(worker_group, *args, **kwargs)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Count restarts for the whole run.
+
+        PyTorch counts each node's own. Its processes would then look for each other under different names in the store.
+        """
+        super()._rendezvous(worker_group)
+        self._remaining_restarts = worker_group.spec.max_restarts - self._rendezvous_of().attempt
 
     def _rendezvous_of(self) -> NodeRendezvous:
         rendezvous = self._worker_group.spec.rdzv_handler
@@ -271,15 +290,19 @@ class NodeRendezvous(RendezvousHandler):
     def __init__(self, plan: NodeLaunch, store: TCPStore, *, is_host: bool) -> None:
         self.plan = plan
         self.watch: NodeWatch | None = None
-        self.pids: Any = list
+        self.pids: Callable[[], Iterable[int]] = list
+        self.attempt = 0
+        """The number of restarts, the same on every node."""
         self._address = (plan.nodes.host, store.port)
         self._own = Member(
             host=socket.gethostname(), is_host=is_host, node_rank=plan.nodes.rank, processes=plan.processes,
             token=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", recipe=plan.recipe,
         )  # fmt: skip
+        self._local = _own_address(*self._address)
+        self._of_processes: TCPStore | None = None
         count = plan.nodes.count
         self._inner = DynamicRendezvousHandler.from_backend(
-            RUN_ID, store, C10dRendezvousBackend(store, RUN_ID), count, count, local_addr=_own_address(*self._address),
+            RUN_ID, store, C10dRendezvousBackend(store, RUN_ID), count, count, local_addr=self._local,
             timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_S)),
         )  # fmt: skip
 
@@ -290,21 +313,41 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return bool(self._inner.use_agent_store)
+        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with _waiting_message(self.plan.nodes):
+        with _waiting_message(self.plan.nodes, self._silent):
             info = self._inner.next_rendezvous()
             if self.watch is not None:
                 self.watch.close()
             members = _exchange(info.store, info.rank, info.world_size, self._own)
+        self.attempt = max(member.next_attempt for member in members)
+        self._own = replace(self._own, next_attempt=self.attempt + 1)
         order = _numbered(members)
         node = order.index(info.rank)
         in_order = [members[place] for place in order]
         os.environ[launch_folder.LAUNCH] = in_order[0].token
-        round_name = info.store.get("tigon/round").decode() if info.rank else _name_round(info.store)
-        self.watch = NodeWatch(self._address, round_name, node, in_order, lambda: self.pids())
-        return RendezvousInfo(info.store, node, info.world_size, info.bootstrap_store_info)
+        if node == 0:
+            self._open_store(info.store)
+        opened = json.loads(info.store.get("tigon/opened"))
+        self.watch = NodeWatch(self._address, opened["round"], node, in_order, lambda: self.pids())
+        address = RendezvousStoreInfo(opened["host"], opened["port"])
+        return RendezvousInfo(info.store, node, info.world_size, address)
+
+    def _open_store(self, store: Store) -> None:
+        """Open a store for the processes of this attempt; an old one has addresses of processes that ended.
+
+        The host is known to the others by the name in `--rdzv`, while it may know itself as 127.0.1.1.
+        """
+        host = self.plan.nodes.host if self._own.is_host else self._local
+        self._of_processes = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        opened = {"round": uuid.uuid4().hex, "host": host, "port": self._of_processes.port}
+        store.set("tigon/opened", json.dumps(opened))
+
+    def _silent(self) -> str:
+        """The nodes without a sign of life since the last rendezvous, as the end of a sentence."""
+        names = self.watch.silent() if self.watch is not None else []
+        return f"; {' and '.join(names)} gives no sign of life" if names else ""
 
     def leave(self) -> None:
         """Tell the other nodes that this one has ended as it should."""
@@ -335,12 +378,6 @@ class NodeRendezvous(RendezvousHandler):
         return bool(self._inner.shutdown())
 
 
-def _name_round(store: Store) -> str:
-    name = uuid.uuid4().hex
-    store.set("tigon/round", name)
-    return name
-
-
 def _exchange(store: Store, place: int, count: int, own: Member) -> list[Member]:
     """What every node says of itself, by its place in PyTorch's rendezvous.
 
@@ -349,17 +386,26 @@ def _exchange(store: Store, place: int, count: int, own: Member) -> list[Member]
     """
     store.set(f"tigon/member/{place}", as_text(own))
     members = [member_from(store.get(f"tigon/member/{other}")) for other in range(count)]
+    store.set(f"tigon/read/{place}", "yes")
+    if problem := _contradiction(members, own):
+        if own.is_host:  # the others need its store to read the same
+            with suppress(DistError):
+                store.wait([f"tigon/read/{other}" for other in range(count)], timedelta(seconds=STORE_S))
+        raise ProcessError(problem)
+    return members
+
+
+def _contradiction(members: Sequence[Member], own: Member) -> str | None:
+    """Why these nodes cannot train together; None if they can."""
     for member in members:
         if member.recipe != own.recipe:
-            raise ProcessError(
+            return (
                 f"the recipe or its --set options on {member.host} differ from those on {own.host}; start the same "
                 "command on every node"
             )
     ranks = [member.node_rank for member in members if member.node_rank is not None]
     twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
-    if twice is not None:
-        raise ProcessError(f"two nodes have --node-rank {twice}; give each node a number of its own")
-    return members
+    return None if twice is None else f"two nodes have --node-rank {twice}; give each node a number of its own"
 
 
 def _numbered(members: Sequence[Member]) -> list[int]:
@@ -449,10 +495,13 @@ def _own_address(host: str, port: int) -> str:
 
 
 @contextmanager
-def _waiting_message(nodes: Nodes) -> Iterator[None]:
-    """Say which nodes are awaited if the block takes longer than `launch.MEETING_S`."""
-    text = f"waiting at {nodes.address} until all {nodes.count} nodes have started"
-    timer = threading.Timer(launch.MEETING_S, _say, (text,))
+def _waiting_message(nodes: Nodes, addition: Callable[[], str] = str) -> Iterator[None]:
+    """Say that nodes are awaited if the block takes longer than `launch.MEETING_S`."""
+
+    def speak() -> None:
+        _say(f"waiting at {nodes.address} until all {nodes.count} nodes have started{addition()}")
+
+    timer = threading.Timer(launch.MEETING_S, speak)
     timer.daemon = True
     timer.start()
     try:

@@ -81,7 +81,12 @@ def sentence(failure: Failure, n_nodes: int) -> str:
 
 
 def process_error(failure: Failure, n_nodes: int, way_on: str) -> ProcessError:
-    """The error of a run that a process ended. way_on: The sentence that says how to continue."""
+    """The error of a run that a process ended. way_on: The sentence that says how to continue.
+
+    The line of a process that refused the run says itself what to do.
+    """
+    if failure.is_refusal and failure.message:
+        return ProcessError(sentence(failure, n_nodes))
     cause = "; the kernel's log names the cause if memory was short" if failure.exit_code == -signal.SIGKILL else ""
     log = f"; its log is {failure.host}:{failure.log}" if failure.log else ""
     return ProcessError(f"{sentence(failure, n_nodes)}, and the others were ended{cause}{log}. {way_on}")

@@ -79,16 +79,17 @@ def options() -> str:
     return f" {text}" if (text := os.environ.get(NODE)) else ""
 
 
-def way_on(output: OutputConfig) -> str:
+def way_on(output: OutputConfig, n_nodes: int) -> str:
     """How to continue the run after it was ended, as a sentence."""
+    where = " on every node" if n_nodes > 1 else ""
     path = run_folder.newest(output)
     steps = [checkpoint.step_of(each) for each in (path / run_folder.CHECKPOINTS).glob("checkpoint-*")] if path else []
     if steps:
         kept = f"{path}/{run_folder.CHECKPOINTS}/{checkpoint.name_of(max(steps))}"
-        return f"{kept} is kept: start the command on every node again with --resume"
+        return f"{kept} is kept: start the command{where} again with --resume"
     if path is not None:
-        return f"There is no checkpoint yet: remove {path} and start the command on every node again"
-    return "Start the command on every node again"
+        return f"There is no checkpoint yet: remove {path} and start the command{where} again"
+    return f"Start the command{where} again"
 
 
 def is_new(nodes: Nodes | None) -> bool:

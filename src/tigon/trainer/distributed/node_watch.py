@@ -43,6 +43,8 @@ class Member:
     """A name of its own."""
     recipe: str
     """A digest of the resolved recipe and the options."""
+    next_attempt: int = 0
+    """How often it has started its processes."""
 
 
 def processes_of(members: Sequence[Member], node: int) -> range:
@@ -117,6 +119,11 @@ class NodeWatch:
         with suppress(RuntimeError):
             self._await_readers()
         return [failure for entries in self.reports.values() for failure in entries]
+
+    def silent(self) -> list[str]:
+        """Names of the nodes without a sign of life for `SILENT_S`."""
+        silent = sorted(self.lost | {other for other in self._open() if self._silence_s(other) > SILENT_S})
+        return [f"node {node} ({self.members[node].host})" for node in silent]
 
     def _open(self) -> set[int]:
         """The other nodes of which it is not known whether they failed, ended or are lost."""
