@@ -202,7 +202,8 @@ class NodeAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self._remaining_restarts > 0:
             failures = self.failures(result)
-            in_vain = any(failure.is_stop or failure.is_refusal for failure in failures)
+            first = first_cause(failures)  # the agent has ended the others by SIGTERM
+            in_vain = first is not None and (first.is_stop or first.is_refusal)
             if in_vain and not self._rendezvous_of().troubled:
                 self._remaining_restarts = 0
             else:
