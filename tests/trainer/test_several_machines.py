@@ -19,11 +19,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from trainer_helpers import records
 
 from forks import forks, in_forks
 from second_proofs import proved_by
 from tigon.errors import ProcessError, TigonError
+from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import OutputConfig
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import failures, launch, launch_folder, node_watch
@@ -31,6 +33,7 @@ from tigon.trainer.distributed.failures import Failure
 from tigon.trainer.distributed.nodes import Nodes, first_host, from_options, nodes_of_run
 from tigon.trainer.run import train
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the tests read and signal processes as on Linux")
 
 # --- options and variables --------------------------------------------------------------------------------------------
@@ -80,6 +83,7 @@ ENVIRONMENTS = {
     "a PyTorchJob": (
         {**POD, "PET_NNODES": "2", "PET_NODE_RANK": "1"}, 8, Nodes(2, "job-master-0", 23456, 1),
     ),
+    "a PyTorchJob with one pod": ({**POD, "RANK": "0", "WORLD_SIZE": "8", "PET_NNODES": "1"}, 8, None),
     "an elastic PyTorchJob": (
         {"PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_MAX_RESTARTS": "3"}, 8,
         Nodes(2, "job-worker-0", 23456, None, 3),
@@ -95,7 +99,8 @@ def test_nodes_follow_from_the_variables_of_a_launcher(name):
     environment = dict(given)
     assert nodes_of_run(None, processes, environment) == expected
     # The processes that this one starts get numbers of their own.
-    assert ("RANK" in environment) == ("RANK" in given and expected is None)
+    is_process = "RANK" in given and "PET_NNODES" not in given and expected is None
+    assert ("RANK" in environment) == is_process
 
 
 def test_task_of_srun_per_gpu_becomes_a_process_of_the_run():
@@ -122,6 +127,7 @@ def test_first_host_of_a_slurm_node_list(node_list, host):
     ("environment", "said"),
     [
         ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4 in the environment, but the number of nodes is fixed"),
+        ({**POD, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"}, "but sharding.gpus is 4; use --gpus 8"),
         ({"PET_NNODES": "2"}, "MASTER_ADDR and PET_RDZV_ENDPOINT are not"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "6"}, "srun started 6 tasks on 2 nodes"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS is 'two' in the environment"),
@@ -224,8 +230,10 @@ class Machines:
             sys.stderr.flush()
             os._exit(code)
 
-    def stand_ins(self, name: str, *, rank: int | None = None, restarts: int = 0, recipe: str = "r") -> int:
-        """Start a launcher whose process is the stand-in."""
+    def stand_ins(
+        self, name: str, *, rank: int | None = None, restarts: int = 0, recipe: str = "r", processes: int = 1
+    ) -> int:
+        """Start a launcher whose processes are the stand-in."""
         (self.folder / "tigon").mkdir(exist_ok=True)
         (self.folder / "tigon" / "__init__.py").touch()  # without it the installed package goes first
         (self.folder / "tigon" / "__main__.py").write_text(STAND_IN)
@@ -235,7 +243,7 @@ class Machines:
 
             os.environ["PYTHONPATH"] = str(self.folder)
             plan = elastic_launcher.NodeLaunch(
-                Nodes(2, "127.0.0.1", self.port, rank, restarts), ["-m", "tigon", "train", str(self.folder)], 1,
+                Nodes(2, "127.0.0.1", self.port, rank, restarts), ["-m", "tigon", "train", str(self.folder)], processes,
                 OutputConfig(folder=f"runs-{name}", name="r"), recipe,
             )  # fmt: skip
             return elastic_launcher.launch_node(plan)
@@ -352,17 +360,19 @@ def test_process_that_fails_is_named_on_every_node_and_its_log_is_collected(mach
 
 @forks
 def test_failure_starts_all_processes_again_with_a_new_store(machines):
-    """Node 1's process is killed; both processes of the second attempt end well."""
-    pids = [machines.stand_ins(f"node-{node}", rank=node, restarts=1) for node in (0, 1)]
-    first = [machines.started(process) for process in (0, 1)]
-    os.kill(first[1]["pid"], signal.SIGKILL)
-    second = [machines.started(process, attempt=1) for process in (0, 1)]
+    """One of two processes of node 1 is killed; the processes of the second attempt end well."""
+    pids = [machines.stand_ins(f"node-{node}", rank=node, restarts=1, processes=1 + node) for node in (0, 1)]
+    first = [machines.started(process) for process in range(3)]
+    os.kill(first[2]["pid"], signal.SIGKILL)
+    second = [machines.started(process, attempt=1) for process in range(3)]
     assert first[0]["MASTER_PORT"] != second[0]["MASTER_PORT"] == second[1]["MASTER_PORT"]
     assert {about["TIGON_LAUNCH"] for about in (*first, *second)} == {first[0]["TIGON_LAUNCH"]}
-    for process in (0, 1):
+    for process in range(3):
         machines.fate(process, 0, attempt=1)
     assert [machines.ended(pid) for pid in pids] == [0, 0], machines.everything_said()
-    assert "was killed (SIGKILL); restart 1 of 1 (--max-restarts) from the last checkpoint" in machines.said("node-1")
+    assert f"process 2 on node 1 ({socket.gethostname()}) was killed (SIGKILL); restart 1 of 1" in machines.said(
+        "node-1"
+    )
 
 
 @forks
@@ -490,3 +500,28 @@ def test_data_is_prepared_by_one_process_of_each_node_first(here):
     before = {rank: set(json.loads((here / f"before-{rank}").read_text())) for rank in range(4)}
     assert before[0] == set() and before[2] == {0}
     assert {0, 2} <= before[1] and {0, 2} <= before[3]
+
+
+# --- what comes with it -----------------------------------------------------------------------------------------------
+
+
+def test_example_files_start_a_command_that_exists():
+    """The script for SLURM, and both kinds of pods of the PyTorchJob, which have the same container."""
+    import typer
+
+    from tigon.cli import app
+
+    folder = ROOT / "examples" / "several-machines"
+    (script,) = [line for line in (folder / "slurm.sbatch").read_text().splitlines() if line.startswith("srun")]
+    replicas = yaml.safe_load((folder / "pytorchjob.yaml").read_text())["spec"]["pytorchReplicaSpecs"]
+    pods = [replica["template"]["spec"]["containers"][0]["command"] for replica in replicas.values()]
+    assert len(pods) == 2 and pods[0] == pods[1]
+    options = {option for parameter in train_parameters(typer.main.get_command(app._app())) for option in parameter}
+    for words in (script.partition("tigon ")[2].split(), pods[0][1:]):
+        assert words[0] == "train" and (ROOT / words[1]).is_file()
+        assert {word for word in words if word.startswith("--")} <= options
+        load(ROOT / words[1], gpu_present=lambda: True)
+
+
+def train_parameters(command):
+    return [parameter.opts for parameter in command.commands["train"].params]

@@ -119,7 +119,7 @@ def nodes_of_run(
     pod = _of_pod(environment, processes)
     if pod is not None:
         _forget_pod(environment)
-        return pod
+        return pod if pod.count > 1 else None
     if "RANK" in environment or _number(environment, "SLURM_STEP_NUM_TASKS", 1) < 2:
         return None
     return _of_slurm_step(environment, processes)
@@ -146,8 +146,12 @@ def _of_pod(environment: Mapping[str, str], processes: int) -> Nodes | None:
             "maxReplicas of the PyTorchJob's elasticPolicy to one number"
         )
     n_nodes = _whole(low, "PET_NNODES" if "PET_NNODES" in environment else "WORLD_SIZE")
-    if n_nodes < 2:
-        return None
+    per_pod = environment.get("PET_NPROC_PER_NODE", "auto")
+    if per_pod not in ("auto", "1", "gpu", "cpu") and per_pod != str(processes):
+        raise ProcessError(
+            f"PET_NPROC_PER_NODE is {per_pod} in the environment (nprocPerNode of the PyTorchJob), but sharding.gpus is "
+            f"{processes}; use --gpus {per_pod}"
+        )
     restarts = _number(environment, "PET_MAX_RESTARTS", 0)
     rank = environment.get("PET_NODE_RANK") or environment.get("RANK")
     if endpoint := environment.get("PET_RDZV_ENDPOINT"):
@@ -155,12 +159,12 @@ def _of_pod(environment: Mapping[str, str], processes: int) -> Nodes | None:
     else:
         host = environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR", "")
         text = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or str(POD_PORT)
-        if not host:
+        if not host and n_nodes > 1:
             raise ProcessError(
                 "PET_NNODES is set in the environment, but MASTER_ADDR and PET_RDZV_ENDPOINT are not; name the "
                 "machines with --nnodes and --rdzv HOST:PORT"
             )
-        host, port = parse_address(f"{host}:{text}", "MASTER_ADDR:MASTER_PORT")
+        host, port = parse_address(f"{host or 'localhost'}:{text}", "MASTER_ADDR:MASTER_PORT")
     return Nodes(n_nodes, host, port, None if rank is None else _whole(rank, "RANK"), restarts)
 
 
