@@ -460,6 +460,25 @@ def children(pid: int) -> list[int]:
     return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def test_attempt_continues_the_run_folder_of_its_own_launch_only(here, monkeypatch):
+    """A folder of this launch without a checkpoint is removed, so that the next attempt starts from the beginning."""
+    output, path = OutputConfig(folder="runs", name="r"), Path("runs/r")
+    path.mkdir(parents=True)
+    assert launch_folder.interrupted(output) is None
+    monkeypatch.setenv(launch_folder.LAUNCH, "another")
+    launch_folder.mark(path)
+    monkeypatch.setenv(launch_folder.LAUNCH, "this")
+    (path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
+    assert launch_folder.interrupted(output) is None and path.exists()
+    launch_folder.mark(path)
+    assert launch_folder.interrupted(output) == path
+    (path / "checkpoints" / "checkpoint-3").rmdir()
+    monkeypatch.setenv("RANK", "1")
+    assert launch_folder.interrupted(output) is None and path.exists()
+    monkeypatch.setenv("RANK", "0")
+    assert launch_folder.interrupted(output) is None and not path.exists()
+
+
 def node_rank_of(rank: int) -> None:
     """Make this fork of two on one machine the only process of its node."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))

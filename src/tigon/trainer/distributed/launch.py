@@ -45,6 +45,7 @@ ASKS = (
 )  # fmt: skip
 ASKS_NOTHING = ("", "0", "1.0", "false", "no", "none", "off")
 MEETING_S = 10  # wait for the other processes before a message about it
+ROLL_CALL_S = 2  # wait for the other survivors of a lost process
 ALONE_S = 60  # wait of a process that has failed, because the others may be blocked in a collective with it
 
 
@@ -260,6 +261,24 @@ def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] 
     except distributed.DistError:
         return None
     return values
+
+
+def silent_processes() -> list[int] | None:
+    """The processes that do not say within `ROLL_CALL_S` that they have lost a peer too; None if the store is gone.
+
+    A process calls it after it has lost a peer.
+    """
+    others = [other for other in range(world_size()) if other != rank()]
+    deadline_s = time.monotonic() + ROLL_CALL_S
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        store.set(f"tigon/survivor/{rank()}", "yes")
+        while others and time.monotonic() < deadline_s:
+            others = [other for other in others if not store.check([f"tigon/survivor/{other}"])]
+            time.sleep(0.05)
+    except (RuntimeError, ValueError):  # ValueError: there is no process group
+        return None
+    return others
 
 
 def _all_gather_by_collective(value: int) -> list[int] | None:

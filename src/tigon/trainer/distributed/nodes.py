@@ -149,8 +149,8 @@ def _of_pod(environment: Mapping[str, str], processes: int) -> Nodes | None:
     per_pod = environment.get("PET_NPROC_PER_NODE", "auto")
     if per_pod not in ("auto", "1", "gpu", "cpu") and per_pod != str(processes):
         raise ProcessError(
-            f"PET_NPROC_PER_NODE is {per_pod} in the environment (nprocPerNode of the PyTorchJob), but sharding.gpus is "
-            f"{processes}; use --gpus {per_pod}"
+            f"PET_NPROC_PER_NODE is {per_pod} in the environment (nprocPerNode of the PyTorchJob), but sharding.gpus "
+            f"is {processes}; use --gpus {per_pod}"
         )
     restarts = _number(environment, "PET_MAX_RESTARTS", 0)
     rank = environment.get("PET_NODE_RANK") or environment.get("RANK")
