@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -59,6 +60,7 @@ RUN_ID = "tigon"
 JOIN_S = 1800  # wait for all nodes, which a cluster may start one after another
 RESOLVE_S = 60  # wait for the host's name, which a cluster may make known late
 STOP_S = 5  # from SIGTERM to SIGKILL for processes that have lost a peer
+SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 STORE_S = 60  # wait of one call of the store
 
 
@@ -105,6 +107,7 @@ def launch_node(plan: NodeLaunch) -> int:
             with _waiting_message(plan.nodes):
                 store, is_host = _connect(plan.nodes)
             rendezvous = NodeRendezvous(plan, store, is_host=is_host)
+            _choose_interface(plan.nodes, rendezvous.local_address)
             code = _run(_agent(plan, rendezvous), rendezvous)
         if code == 0:
             launch_folder.remove_empty_logs(plan.logs)
@@ -113,6 +116,16 @@ def launch_node(plan: NodeLaunch) -> int:
         logging.disable(logging.NOTSET)
         for name in (launch.LAUNCHER, NODE, launch_folder.LAUNCH):
             os.environ.pop(name, None)  # other children of this process have no launcher
+
+
+def _choose_interface(nodes: Nodes, local_address: str) -> None:
+    """Have gloo use the network on which the nodes meet.
+
+    Gloo looks up the machine's own name otherwise, which many systems resolve to 127.0.1.1.
+    """
+    interface = _interface_of(local_address) if nodes.count > 1 else None
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _run(agent: NodeAgent, rendezvous: NodeRendezvous) -> int:
@@ -139,17 +152,16 @@ def _conclude(rendezvous: NodeRendezvous, own: Sequence[Failure]) -> int:
     """The exit code after a failure; or raises the error that names the process or the node."""
     watch = rendezvous.watch
     assert watch is not None
-    watch.report(own)
+    if not watch.may_hang:
+        watch.report(own)
     rendezvous.close()
     others = watch.failures_of_others()
     watch.close()
     _collect(rendezvous.plan.logs, watch, others)
     first, way_on = first_cause([*own, *others]), launch_folder.way_on(rendezvous.plan.output, len(watch.members))
     assert first is not None
-    if first.lost_peer or (first.is_stop and watch.lost):
-        if watch.lost:
-            raise _lost(watch, way_on)
-        raise process_error(first, len(watch.members), way_on)
+    if watch.lost and (first.lost_peer or first.is_stop or watch.has_ended_processes):
+        raise _lost(watch, way_on)
     if first.is_stop:
         return first.exit_code if first.exit_code > 0 else signals.EXIT_OFFSET - first.exit_code
     if first in own and first.is_refusal:  # it has printed its line
@@ -171,6 +183,7 @@ def _error_without_rendezvous(rendezvous: NodeRendezvous, error: Exception) -> P
         return ProcessError(
             f"the nodes could not meet at {nodes.address}: {text}; start the command on every node again"
         )
+    rendezvous.close()
     others, way_on = watch.failures_of_others(), launch_folder.way_on(rendezvous.plan.output, len(watch.members))
     watch.close()
     if watch.lost:
@@ -299,11 +312,11 @@ class NodeRendezvous(RendezvousHandler):
             host=socket.gethostname(), is_host=is_host, node_rank=plan.nodes.rank, processes=plan.processes,
             token=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", recipe=plan.recipe,
         )  # fmt: skip
-        self._local = _own_address(*self._address)
+        self.local_address = _own_address(*self._address)
         self._of_processes: TCPStore | None = None
         count = plan.nodes.count
         self._inner = DynamicRendezvousHandler.from_backend(
-            RUN_ID, store, C10dRendezvousBackend(store, RUN_ID), count, count, local_addr=self._local,
+            RUN_ID, store, C10dRendezvousBackend(store, RUN_ID), count, count, local_addr=self.local_address,
             timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_S)),
         )  # fmt: skip
 
@@ -331,7 +344,9 @@ class NodeRendezvous(RendezvousHandler):
         if node == 0:
             self._open_store(info.store)
         opened = json.loads(info.store.get("tigon/opened"))
-        self.watch = NodeWatch(self._address, opened["round"], node, in_order, lambda: self.pids())
+        self.watch = NodeWatch(
+            self._address, opened["round"], node, in_order, lambda: self.pids(), self._end_at_once
+        )  # fmt: skip
         address = RendezvousStoreInfo(opened["host"], opened["port"])
         return RendezvousInfo(info.store, node, info.world_size, address)
 
@@ -340,7 +355,7 @@ class NodeRendezvous(RendezvousHandler):
 
         The host is known to the others by the name in `--rdzv`, while it may know itself as 127.0.1.1.
         """
-        host = self.plan.nodes.host if self._own.is_host else self._local
+        host = self.plan.nodes.host if self._own.is_host else self.local_address
         self._of_processes = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         opened = {"round": uuid.uuid4().hex, "host": host, "port": self._of_processes.port}
         store.set("tigon/opened", json.dumps(opened))
@@ -350,13 +365,24 @@ class NodeRendezvous(RendezvousHandler):
         names = self.watch.silent() if self.watch is not None else []
         return f"; {' and '.join(names)} gives no sign of life" if names else ""
 
+    def _end_at_once(self, watch: NodeWatch) -> None:
+        """End this process from a thread, because its main thread waits for a store that will not answer."""
+        _say(str(_lost(watch, launch_folder.way_on(self.plan.output, len(watch.members)))))
+        os._exit(2)
+
     def leave(self) -> None:
         """Tell the other nodes that this one has ended as it should."""
+        self.close()
         if self.watch is not None:
             self.watch.leave()
 
     def close(self) -> None:
-        """No other attempt follows, so the others shall not wait for one."""
+        """No other attempt follows, so the others shall not wait for one. It also stops a thread of PyTorch's.
+
+        At the end of Python, that thread would abort the process in a call of the store.
+        """
+        if self.watch is not None and self.watch.may_hang:
+            return
         with suppress(RendezvousError, DistError):
             self._inner.shutdown()
 
@@ -493,6 +519,21 @@ def _own_address(host: str, port: int) -> str:
                 probe.connect(address)  # sends nothing
                 return str(probe.getsockname()[0])
     return socket.getfqdn()
+
+
+def _interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address; None if there is none, or the system does not tell."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 @contextmanager

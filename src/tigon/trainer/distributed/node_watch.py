@@ -26,6 +26,7 @@ SILENT_S = 6.0  # without a sign of life after a failure, a node counts as lost
 LOST_S = 30.0  # without a sign of life while everything works here: the network or the machine may only be slow
 GRACE_S = 3.0  # for processes to notice that a peer has gone, before they are ended
 FORCE_S = 60.0  # from SIGTERM to SIGKILL, for a checkpoint if only the launcher of the other node is gone
+STUCK_S = 10.0  # for the launcher to notice that its processes were killed
 ANSWER_S = 3.0  # for other nodes to read what is in the store that this node keeps
 
 
@@ -54,13 +55,13 @@ def processes_of(members: Sequence[Member], node: int) -> range:
 
 
 class NodeWatch:
-    """A thread that shows and watches signs of life, from one rendezvous to the next."""
+    """Two threads that show and watch signs of life, from one rendezvous to the next."""
 
     def __init__(
         self, address: tuple[str, int], round_name: str, node: int, members: Sequence[Member],
-        pids: Callable[[], Iterable[int]],
+        pids: Callable[[], Iterable[int]], on_stuck: Callable[[NodeWatch], None],
     ) -> None:  # fmt: skip
-        """Start the thread.
+        """Start the threads.
 
         Args:
             address: Host and port of the store.
@@ -68,9 +69,13 @@ class NodeWatch:
             node: The number of this node.
             members: All nodes, by number.
             pids: Gives the processes of this node, which are ended if another node is lost or its processes failed.
+            on_stuck: Called in a thread if the network is gone and nobody has called `close` after the processes were
+                ended: then the main thread waits for an answer of the store, which may take hours.
         """
-        self.node, self.members, self._pids = node, members, pids
+        self.node, self.members, self._pids, self._on_stuck = node, members, pids, on_stuck
         self.lost: set[int] = set()
+        self.has_ended_processes = False
+        """Whether it has sent signals to the processes of this node."""
         self.reports: dict[int, list[Failure]] = {}
         """The failures that other nodes have reported."""
         self._left: set[int] = set()
@@ -81,14 +86,18 @@ class NodeWatch:
         self._trouble_since: float | None = None
         self._n_signals = 0
         self._reading = threading.Lock()
+        self._answered_s = time.monotonic()
+        self._refused = False
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._exchange, self._judge)]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Stop the thread. The node gives no sign of life any more."""
+        """Stop the threads. The node gives no sign of life any more."""
         self._closing.set()
-        self._thread.join(timeout=5)
+        for thread in self._threads:
+            thread.join(timeout=5)
 
     def leave(self) -> None:
         """Tell the others that this node has ended as it should."""
@@ -108,7 +117,7 @@ class NodeWatch:
         Those without a sign of life are in `lost` afterwards.
         """
         deadline_s = time.monotonic() + SILENT_S + 2 * BEAT_S
-        while time.monotonic() < deadline_s and self._open():
+        while time.monotonic() < deadline_s and self._open() and not self.has_lost_host:
             try:
                 self._read()
             except RuntimeError:
@@ -116,9 +125,20 @@ class NodeWatch:
                 break
             self.lost |= {other for other in self._open() if self._silence_s(other) > SILENT_S}
             time.sleep(0.1)
-        with suppress(RuntimeError):
-            self._await_readers()
+        if not self.has_lost_host:
+            with suppress(RuntimeError):
+                self._await_readers()
         return [failure for entries in self.reports.values() for failure in entries]
+
+    @property
+    def has_lost_host(self) -> bool:
+        """Whether the node with the store is lost."""
+        return any(self.members[other].is_host for other in self.lost)
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether a call of the store may never return, because its node is silent instead of gone."""
+        return self.has_lost_host and not self._refused
 
     def silent(self) -> list[str]:
         """Names of the nodes without a sign of life for `SILENT_S`."""
@@ -158,24 +178,39 @@ class NodeWatch:
                 self._store.set(f"read/{other}/{self.node}", "yes")
 
     def _silence_s(self, other: int) -> float:
-        return time.monotonic() - self._seen[other][1]
+        """Time without a sign of life, up to the last answer of the store; without answers nothing can be seen."""
+        if self.members[other].is_host:
+            return time.monotonic() - min(self._seen[other][1], self._answered_s)
+        return self._answered_s - self._seen[other][1]
 
     def _lose_the_host(self) -> None:
-        """The store does not answer, so its node is gone, unless it has said goodbye."""
+        """The connection to the store is closed, so its node is gone, unless it has said goodbye."""
+        self._refused = True
         self.lost |= {other for other in self._open() if self.members[other].is_host}
 
-    def _watch(self) -> None:
+    def _exchange(self) -> None:
+        """The thread that talks to the store. A call may hang if the network is gone."""
         while not self._closing.wait(BEAT_S):
             try:
                 self._exchange_beats()
                 self._read()
+                self._answered_s = time.monotonic()
             except RuntimeError:
-                if self._closing.is_set():
-                    return
-                self._lose_the_host()
+                if not self._closing.is_set():
+                    self._lose_the_host()
+                return
+
+    def _judge(self) -> None:
+        """The thread that finds lost nodes, and ends the processes of this one."""
+        while not self._closing.wait(BEAT_S):
             self.lost |= {other for other in self._open() if self._silence_s(other) > LOST_S}
-            if self.lost or self.reports:
-                self._end_processes()
+            if not self.lost and not self.reports:
+                continue
+            self._trouble_since = self._trouble_since or time.monotonic()
+            trouble_s = time.monotonic() - self._trouble_since
+            self._end_processes(trouble_s)
+            if self.has_lost_host and trouble_s > GRACE_S + FORCE_S + STUCK_S:
+                self._on_stuck(self)
 
     def _exchange_beats(self) -> None:
         self._beat += 1
@@ -186,20 +221,18 @@ class NodeWatch:
                 if beat != self._seen[other][0]:
                     self._seen[other] = (beat, time.monotonic())
 
-    def _end_processes(self) -> None:
+    def _end_processes(self, trouble_s: float) -> None:
         """End the processes of this node, which may hang in a collective with a process that is gone.
 
         They have `GRACE_S` to notice by themselves. If processes elsewhere have failed, nothing can be saved, so a
         second SIGTERM follows, which ends a process at once.
         """
-        now = time.monotonic()
-        self._trouble_since = self._trouble_since or now
-        trouble_s = now - self._trouble_since
         n_signals = int(trouble_s // GRACE_S)
         forced = trouble_s > GRACE_S + FORCE_S
         if not forced and (self._n_signals >= n_signals or self._n_signals >= (2 if self.reports else 1)):
             return
         self._n_signals += 1
+        self.has_ended_processes = True
         for pid in self._pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if forced else signal.SIGTERM)
