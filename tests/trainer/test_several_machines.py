@@ -98,7 +98,7 @@ def test_nodes_follow_from_the_variables_of_a_launcher(name):
     given, processes, expected = ENVIRONMENTS[name]
     environment = dict(given)
     assert nodes_of_run(None, processes, environment) == expected
-    # The processes that this one starts get numbers of their own.
+    # A launcher numbers the processes that it starts.
     is_process = "RANK" in given and "PET_NNODES" not in given and expected is None
     assert ("RANK" in environment) == is_process
 
@@ -198,7 +198,7 @@ sys.exit(code)
 
 @dataclass
 class Machines:
-    """Launchers on this machine, each a fork of this process in a folder of its own."""
+    """Launchers on this machine, each a fork of this process."""
 
     folder: Path
     port: int
@@ -251,7 +251,7 @@ class Machines:
         return self.start(name, act)
 
     def started(self, process: int, attempt: int = 0) -> dict[str, str]:
-        """What a stand-in has written of itself, once it has started."""
+        """Wait for a stand-in to start, and return what it has written."""
         path = self.folder / f"started-{process}-{attempt}"
         deadline_s = time.monotonic() + 60
         while not path.exists():
@@ -486,7 +486,7 @@ def node_rank_of(rank: int) -> None:
 
 @forks
 def test_run_folder_that_a_node_does_not_see_is_refused(recipe, here, monkeypatch):
-    """Each node has a current folder of its own, as without a shared disk."""
+    """The nodes have different current folders, as without a shared disk."""
     monkeypatch.setattr(launch_folder, "SEEN_S", 0.2)
     path = recipe(data={"source": str(here / "text.txt")}).resolve()
 

@@ -64,7 +64,7 @@ class Failure:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that made the others fail: a killed process, else one with an error of its own."""
+    """The failure that made the others fail: a killed process, else one that wrote an error."""
     return min(failures, key=Failure._order, default=None)
 
 

@@ -1,7 +1,7 @@
 """The launchers of the nodes tell each other that they are alive, which processes failed, and that they ended.
 
-They use the store of the rendezvous, through a connection of their own: a call that waits in one connection would hold
-up the others.
+They use the store of the rendezvous, through a second connection, because a call that waits would hold up the others of
+its connection.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Member:
     node_rank: int | None
     processes: int
     token: str
-    """A name of its own."""
+    """A name that no other launcher has."""
     recipe: str
     """A digest of the resolved recipe and the options."""
     next_attempt: int = 0
@@ -94,7 +94,7 @@ class NodeWatch:
             thread.start()
 
     def close(self) -> None:
-        """Stop the threads. The node gives no sign of life any more."""
+        """Stop the threads. The node then gives no more signs of life."""
         self._closing.set()
         for thread in self._threads:
             thread.join(timeout=5)
@@ -112,7 +112,7 @@ class NodeWatch:
             self._store.set(f"failed/{self.node}", json.dumps([asdict(failure) for failure in failures]))
 
     def failures_of_others(self) -> list[Failure]:
-        """What the other nodes report, after each has reported, ended, or given no sign of life.
+        """Wait until each other node has reported, ended, or given no sign of life, and return the failures.
 
         Those without a sign of life are in `lost` afterwards.
         """

@@ -126,7 +126,7 @@ def nodes_of_run(
 
 
 def _forget_pod(environment: MutableMapping[str, str]) -> None:
-    """Remove the variables that number the pods, because this process starts others with numbers of their own."""
+    """Remove the variables that number the pods, because this process starts others and numbers them."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
 
