@@ -8,7 +8,8 @@
 # make numeric  run the numerical tests with the instruction sets of older x86 CPUs
 # make pages  write docs/ again: measured parts from the records in benchmarks/results, examples by running them
 # make pictures  draw terminals and take pictures of pages for docs/
-# make site   build the site of docs/ into build/site; make notebooks: run examples/notebooks and keep their outputs
+# make site   build the site of docs/ into build/site
+# make notebooks  run examples/notebooks and keep their outputs; make check-notebooks: run them with nbmake
 # make gpu    run the tests that need a GPU, with $(PYTHON); make sanitize: run kernels under NVIDIA's checkers
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: demo test test-all setup check lint types docs numeric pages site notebooks gpu sanitize format release-check
-.PHONY: workflows clean pictures
+.PHONY: workflows clean pictures check-notebooks
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -60,7 +61,7 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format $(PYTHON_FOLDERS)
 
 docs: $(VENV)/.ready
-	TIGON_EVERY_NOTEBOOK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs tests/examples
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs tests/examples
 
 pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
@@ -96,7 +97,11 @@ $(VENV)/.site: $(VENV)/.ready
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python tools/run_notebooks.py examples/notebooks/*.ipynb
 
-$(VENV)/.notebooks: $(VENV)/.ready
+# Each notebook in a kernel of its own, as a reader runs it. An error or a failed assertion in a cell fails.
+check-notebooks: $(VENV)/.notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbmake examples/notebooks
+
+$(VENV)/.notebooks: $(VENV)/.ready pyproject.toml
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[notebooks]'
 	touch $@
 

@@ -14,6 +14,7 @@ PUBLIC = [
     "AutoModelForCausalLM",
     "ExpertUnit",
     "PatchReport",
+    "VocabParallelOptions",
     "__version__",
     "add_rms_norm",
     "checkpoint",

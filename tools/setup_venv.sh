@@ -29,6 +29,7 @@ if [ "$(uname -s)" = Linux ]; then
 fi
 $pip install --editable '.[train,dev]' ${TRANSFORMERS:+"transformers==$TRANSFORMERS"}
 if [ -n "${PRERELEASES:-}" ]; then
-    $pip install --pre --upgrade torch transformers accelerate peft tokenizers  # past tigon's own limits, with a warning
+    # Past tigon's own limits, with a warning.
+    $pip install --pre --upgrade torch triton transformers accelerate peft trl tokenizers
 fi
 touch "$venv/.ready"

@@ -23,8 +23,11 @@ MODULES = {
     "errors": "Every error that tigon raises on purpose.",
     "integrations.trl": "TRL's trainers with tigon's head.",
     "integrations.axolotl": "tigon as a plugin of Axolotl.",
-    "integrations.hub_kernels": "tigon's layers for transformers' `use_kernels`.",
+    "integrations.hub_kernels": "tigon's layers for transformers' `set_use_kernels`.",
+    "integrations.experts": "tigon's experts for transformers' `experts_implementation`.",
     "callback": "A callback of the Hugging Face Trainer that patches, plans and measures.",
+    "profiler": "The peak memory of your own code.",
+    "compat.liger": "Liger Kernel's names. [Coming from Liger](../../liger.md) lists them.",
 }
 """Public module -> what it holds. `tigon` itself has a page of its own."""
 

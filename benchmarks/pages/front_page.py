@@ -7,7 +7,7 @@ The picture has colours for light and for dark pages.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -112,18 +112,30 @@ def _group(parts: list[str], y: int, title: str, bars: Sequence[Bar]) -> int:
 
 def measured() -> str:
     """The table of the three, one row per experiment of the records."""
-    rows = ["| on one H200, full fine-tuning | Hugging Face | Liger 0.8.5 | tigon |", "|---|---:|---:|---:|"]
+    rows = [
+        "| on one H200, full fine-tuning | Hugging Face | Liger 0.8.5 | tigon | Unsloth publishes |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for model, name in PAPER_MODELS.items():
         cells = (_peak_and_speed(_paper(model, variant)) for variant in NAMES)
-        rows.append(f"| {name}, 64 x 512 tokens: peak, tokens/s | {' | '.join(cells)} |")
+        rows.append(f"| {name}, 64 x 512 tokens: peak, tokens/s | {' | '.join(cells)} | |")
     batch = [f"{largest('batch', variant, BATCH):,}" for variant in NAMES]
     batch[-1] += f" ({largest('largest-batch', TILED, BATCH):,} with more techniques)"
-    rows.append(f"| 1B, largest batch of 1,024 tokens in 24 GiB | {' | '.join(batch)} |")
+    rows.append(f"| 1B, largest batch of 1,024 tokens in 24 GiB | {' | '.join(batch)} | |")
     sequence = [f"{largest('sequence', variant, SEQUENCE):,}" for variant in NAMES]
-    rows.append(f"| 1B, longest of 4 sequences in 24 GiB | {' | '.join(sequence)} |")
+    rows.append(f"| 1B, longest of 4 sequences in 24 GiB | {' | '.join(sequence)} | |")
     longest = largest("longest-sequence", "layers in pieces", SEQUENCE)
-    rows.append(f"| 1B, longest single sequence in 24 GiB, with more techniques | | | {longest:,} |")
-    return "\n".join(rows)
+    rows.append(f"| 1B, longest single sequence in 24 GiB, with more techniques | | | {longest:,} | |")
+    return "\n".join([*rows, *_published()])
+
+
+def _published() -> Iterator[str]:
+    """The rows of Unsloth's page. tigon was not measured in these tests; the last row is the planner's."""
+    card = "24 GB"
+    planned = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))["tokens"]["8B, QLoRA"][card]
+    theirs, unpatched = published.UNSLOTH_QLORA_8B[card], published.UNSLOTH_HUGGING_FACE_8B
+    yield f"| *Unsloth's test*: 8B, QLoRA, 80 GB | 1x | | not measured | {published.UNSLOTH_SPEED_8B} |"
+    yield f"| *Unsloth's test*: 8B, QLoRA, longest in {card} | {unpatched:,} | | {planned:,} (planned) | {theirs:,} |"
 
 
 def _peak_and_speed(point: Point) -> str:
@@ -135,8 +147,9 @@ def _peak_and_speed(point: Point) -> str:
 def fits() -> str:
     """The planner's table, with the figures that Unsloth publishes for the same rank and batch size."""
     record = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))
-    cells = (f"{tokens:,}" if tokens else "–" for tokens in published.UNSLOTH_QLORA_8B.values())
-    return f"{what_fits.table(record)}\n| *Unsloth publishes*: 8B, QLoRA | {' | '.join(cells)} |"
+    cells = (f"{tokens:,}" for tokens in published.UNSLOTH_QLORA_8B.values())
+    theirs = f"| [Unsloth publishes]({published.UNSLOTH_PAGE}): 8B, QLoRA | {' | '.join(cells)} | |"
+    return f"{what_fits.table(record)}\n{theirs}"
 
 
 PARTS: Mapping[str, Callable[[], str]] = {"measured": measured, "fits": fits}

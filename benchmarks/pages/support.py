@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "support.md"
 RESULTS = ROOT / "benchmarks" / "results"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
-PACKAGES = ("torch", "triton", "transformers", "trl", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao")
+PACKAGES = (
+    "torch", "triton", "transformers", "trl", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao", "kernels"
+)  # fmt: skip
 NONE = "–"
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -105,11 +107,18 @@ def packages() -> str:
     def rows() -> Iterator[str]:
         for package in PACKAGES:
             limit = f", below {UNTESTED_FROM[package]}" if package in UNTESTED_FROM else ""
-            oldest = f"{OLDEST[package]}{limit}" if package in OLDEST else NONE
+            oldest = f"{OLDEST.get(package) or _bound(package)}{limit}"
             matrix = sorted({str(row[package]) for row in _matrix() if package in row}, key=_key)
             yield f"| {package} | {oldest} | {', '.join(matrix) or NONE} | {', '.join(_versions(package)) or NONE} |"
 
     return _table("| package | accepted from | matrix of the workflow | with a GPU |", rows())
+
+
+def _bound(package: str) -> str:
+    """The oldest release of a package that pyproject.toml accepts."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(rf'"{package}>=([\d.]+)', text)
+    return found[1] if found else NONE
 
 
 def _matrix() -> list[Row]:

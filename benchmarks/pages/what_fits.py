@@ -1,55 +1,88 @@
 """The longest sequence that the planner predicts to fit on common cards: the record and the table of the front page.
 
-    python -m benchmarks.pages.what_fits        # plans again and writes the record; takes some minutes
+    python -m benchmarks.pages.what_fits        # plans again and writes the record; takes half a minute
 
-`python -m benchmarks.pages.front_page` writes the table from the record. Nothing here is measured.
+`python -m benchmarks.pages.front_page` writes the table from the record. Each cell is what `tigon plan` prints for
+`recipes/what-fits.yaml`. No cell is measured; the last column has the nearest run that was.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tigon.models.loading.config import load_config
+from tigon.cli.plan_request import Flags, problem_of
 from tigon.planner.gpus import GIB, find_gpu
-from tigon.planner.request import Request
 from tigon.planner.search.largest_batch import longest_sequence
-from tigon.techniques.records.choices import Choices
+from tigon.planner.search.space import with_headroom
 
-RECORD = Path(__file__).parents[1] / "results" / "planned" / "what-fits.json"
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "what-fits.yaml"
+RECORD = ROOT / "benchmarks" / "results" / "planned" / "what-fits.json"
+MEASURED = ROOT / "benchmarks" / "results" / "nvidia-h200"
 CARDS: Mapping[str, str] = {
     "8 GB": "8GB", "16 GB": "rtx-4080", "24 GB": "rtx-4090", "48 GB": "rtx-6000-ada", "80 GB": "h100",
 }  # fmt: skip
 """Size on the box -> a card of `tigon plan --gpu`."""
-ROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "1B, full fine-tuning in bf16": ("llama-3.2-1b", {"precision": "bf16"}),
-    "1B, LoRA": ("llama-3.2-1b", {"lora_rank": 16}),
-    "8B, QLoRA": ("llama-3.1-8b", {"lora_rank": 32, "quantized": True}),
-    "8B, LoRA": ("llama-3.1-8b", {"lora_rank": 16}),
-    "8B, full fine-tuning in bf16": ("llama-3.1-8b", {"precision": "bf16"}),
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    changes: Sequence[str] = ()
+    """Assignments of `--set` that change the recipe."""
+    nearest: str | None = None
+    """The case of `planner/runs.json`, or the variant of `study/techniques-8b.json`, that is most like the row."""
+
+
+FULL = ("lora.rank=null", "lora.quantize=false", "train.precision=bf16")
+LORA = ("lora.quantize=false",)
+SMALL = "model.name=llama-3.2-1b"
+ROWS: Mapping[str, Row] = {
+    "1B, full fine-tuning in bf16": Row(changes=(SMALL, *FULL), nearest="llama-3.2-1b b16 s2048 ckpt-offload"),
+    "1B, LoRA": Row(changes=(SMALL, *LORA)),
+    "8B, QLoRA": Row(nearest="QLoRA"),
+    "8B, LoRA": Row(changes=LORA, nearest="llama-3.1-8b b4 s4096 bf16 ckpt-full lora16"),
+    "8B, full fine-tuning in bf16": Row(changes=FULL, nearest="llama-3.1-8b b2 s8192 bf16 ckpt-offload"),
 }
-"""Name of a row -> preset and choices. Every row keeps the inputs of the layers on the host."""
-STEP = 128
 
 
 def planned(row: str, card: str) -> int:
-    """Tokens of one sample that fit, or 0."""
-    model, choices = ROWS[row]
-    request = Request(
-        model=model, config=load_config(model), batch=1, seq=8192, choices=Choices(checkpointing="offload", **choices)
-    )
-    return longest_sequence(request, find_gpu(CARDS[card]))
+    """Tokens of one sample that fit, or 0: the longest sequence "as asked" of `tigon plan`."""
+    flags = Flags(target=str(RECIPE), gpu=find_gpu(CARDS[card]), assignments=ROWS[row].changes)
+    return longest_sequence(problem_of(flags).request, with_headroom(flags.gpu))
+
+
+def nearest(row: str) -> str:
+    """Planned and measured peak, in GiB, of the measured run that is most like the row."""
+    name = ROWS[row].nearest
+    runs = {case["id"]: case for case in _read("planner/runs.json")["cases"]}
+    if name is None:
+        return "–"
+    if name in runs:
+        both = _read("planner/runs-predicted.json")["cases"][name]["allocated"], runs[name]["allocated_bytes"]
+    else:
+        (point,) = (one for one in _read("study/techniques-8b.json")["points"] if one["variant"] == name)
+        both = point["predicted_allocated_bytes"], point["peak_allocated_bytes"]
+    return " / ".join(f"{size / GIB:.2f}" for size in both)
+
+
+def _read(name: str) -> Any:
+    return json.loads((MEASURED / name).read_text(encoding="utf-8"))
 
 
 def table(record: Mapping[str, Any]) -> str:
     """The record as Markdown."""
-    lines = ["| one sample | " + " | ".join(CARDS) + " |", "|---|" + "---:|" * len(CARDS)]
+    lines = ["| one sample | " + " | ".join(CARDS) + " | nearest run, GiB |", "|---|" + "---:|" * (len(CARDS) + 1)]
     for row in ROWS:
         cells = (record["tokens"][row][card] for card in CARDS)
-        lines.append(f"| {row} | " + " | ".join(f"{tokens:,}" if tokens else "–" for tokens in cells) + " |")
+        shown = " | ".join(f"{tokens:,}" if tokens else "–" for tokens in cells)
+        lines.append(f"| {row} | {shown} | {nearest(row)} |")
     return "\n".join(lines)
 
 

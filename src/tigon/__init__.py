@@ -11,6 +11,7 @@ from tigon import errors, losses, nn
 from tigon.models import AutoModelForCausalLM, PatchReport, patch, patch_fp8
 from tigon.ops import (
     ExpertUnit,
+    VocabParallelOptions,
     add_rms_norm,
     cross_entropy,
     experts,
@@ -38,6 +39,7 @@ __all__ = [
     "AutoModelForCausalLM",
     "ExpertUnit",
     "PatchReport",
+    "VocabParallelOptions",
     "__version__",
     "add_rms_norm",
     "checkpoint",

@@ -5,6 +5,7 @@
         + ShapeError          tensor shapes that do not match
         + DtypeError          a dtype for which the op has no defined result
         + OptionError         an option value, or a combination of options, that is not valid
+        + ShardingError       a tensor divided among processes in a way that the op does not support
         + LabelError          a label outside [0, vocab) that is not ignore_index         (also an IndexError)
       x RecipeError           a recipe that cannot be run
         + DataError           a data file, named with its line
@@ -39,6 +40,10 @@ class DtypeError(UsageError):
 
 class OptionError(UsageError):
     """An option value, or a combination of options, that is not valid."""
+
+
+class ShardingError(UsageError):
+    """A tensor divided among processes in a way that the op does not support, or an option that needs whole tensors."""
 
 
 class LabelError(UsageError, IndexError):

@@ -72,15 +72,11 @@ print(liger_kernel.__version__, importlib.metadata.version("liger-kernel"), impo
 @pytest.mark.parametrize(
     ("statement", "name"),
     [
-        ("from liger_kernel.transformers import LigerVocabParallelCrossEntropy", "LigerVocabParallelCrossEntropy"),
-        (
-            "from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp",
-            "functional.liger_fused_linear_scaled_cross_entropy_tp",
-        ),
+        ("from liger_kernel.megatron import LigerMegatronRMSNorm", "megatron.LigerMegatronRMSNorm"),
         ("from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase", "fused_linear_ppo"),
         ("from liger_kernel.transformers.trainer import LigerORPOTrainer", "liger_kernel.transformers.trainer"),
         ("from liger_kernel.ops import jsd_forward", "liger_kernel.ops.jsd_forward"),
-        ("import liger_kernel.megatron", "liger_kernel.megatron"),
+        ("import liger_kernel.megatron.swiglu", "liger_kernel.megatron.swiglu"),
         ("from liger_kernel.ops.rms_norm import _rms_norm_forward_kernel", "rms_norm._rms_norm_forward_kernel"),
     ],
 )
@@ -103,7 +99,7 @@ from tigon.compat import liger
 liger.install()
 import liger_kernel.transformers as transformers
 assert not hasattr(transformers, "LigerORPOTrainer")
-assert getattr(transformers, "LigerVocabParallelCrossEntropy", None) is None
+assert getattr(transformers, "LigerCausalLMOutputWithPast", None) is None
 try:
     transformers.LigerORPOTrainer
 except AttributeError as error:

@@ -49,7 +49,7 @@ def test_each_reason_has_at_least_one_name() -> None:
 def test_refusal_of_a_name_gives_the_reason() -> None:
     message = missing("liger_kernel.megatron.rms_norm.LigerMegatronRMSNorm")
     assert "Megatron-LM" in message and "docs/liger.md" in message
-    assert "Megatron-LM" in missing("liger_kernel.megatron")
+    assert "Megatron-LM" in missing("liger_kernel.megatron.monkey_patch.apply_liger_kernel_to_megatron")
     assert "no counterpart of liger_kernel.nonsense" in missing("liger_kernel.nonsense")
 
 

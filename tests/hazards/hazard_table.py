@@ -138,15 +138,17 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
                 f"{LIGER}/pull/674",
             ),
             here="Inside the head's forward the weight is whole. If nothing gathered it, an error or a warning names "
-            "`lm_head.weight`. Tensor-parallel heads compute their own logits. Gradients on two ranks are compared "
-            "with those on one.",
+            "`lm_head.weight`. The loss of a tensor-parallel head of DTensors reads each rank's rows as what they are. "
+            "Gradients on two ranks are compared with those on one.",
             tests=(
                 "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_those_of_one",
                 f"{_SHARDED}::test_fsdp2_trains_with_the_fused_loss",
                 f"{_SHARDED}::test_fsdp1_trains_with_the_fused_loss",
                 f"{_SHARDED}::test_head_partitioned_outside_its_own_forward_trains_as_whole",
                 f"{_SHARDED}::test_head_that_nobody_gathered_is_refused_by_name",
-                f"{_SHARDED}::test_tensor_parallel_head_of_dtensors_computes_its_own_logits",
+                f"{_SHARDED}::test_tensor_parallel_head_of_dtensors_trains_with_the_fused_loss",
+                "models/test_tensor_parallel.py::"
+                "test_model_with_a_divided_head_has_loss_gradients_and_logits_of_the_whole_one",
                 "ops/test_linear_cross_entropy.py::test_sharded_or_mismatched_weight_is_refused",
             ),
             cases=("P05",),

@@ -1,6 +1,7 @@
 """The plugin for Axolotl against Axolotl's published interface: its manager calls these hooks in this order.
 
-Interface: src/axolotl/integrations/base.py, read at commit 002a637c86. Axolotl itself is not needed.
+Interface: src/axolotl/integrations/base.py, read at commit 002a637c86. Axolotl itself is not needed;
+test_axolotl_run.py runs it.
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-kernels = pytest.importorskip("kernels", reason="kernels is not installed (pip install kernels)")
+NEEDED = "kernels is not installed (pip install -e '.[hub-kernels]')"
+kernels = pytest.importorskip("kernels", reason=NEEDED)
 if not hasattr(kernels, "LocalLayerRepository"):  # without the package, the name is the folder tests/kernels
-    pytest.skip("kernels is not installed (pip install kernels)", allow_module_level=True)
+    pytest.skip(NEEDED, allow_module_level=True)
 transformers = pytest.importorskip("transformers")
 
 from transformers.models.llama import modeling_llama  # noqa: E402
+from transformers.utils import is_kernels_available, kernel_config  # noqa: E402
 from transformers.utils.kernel_config import KernelConfig  # noqa: E402
 
 from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping  # noqa: E402
@@ -21,6 +23,9 @@ from tigon.errors import UsageError  # noqa: E402
 from tigon.integrations import hub_kernels  # noqa: E402
 
 TRAINING = Mode.TRAINING | Mode.TORCH_COMPILE
+SIZES = transformers.LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+)
 
 
 @pytest.fixture
@@ -31,16 +36,13 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
         kernels.replace_kernel_forward_from_hub(registered, "RMSNorm")
         monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", registered)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    return transformers.LlamaForCausalLM(config).train()
+    return transformers.LlamaForCausalLM(SIZES).train()
 
 
 def kernelized(model: Any, folder: Path, *, mode: Mode = TRAINING) -> Any:
     repository = LocalLayerRepository(repo_path=hub_kernels.write_repository(folder), layer_name="RMSNorm")
     with use_kernel_mapping({"RMSNorm": {"cpu": {mode: repository}}}, inherit_mapping=False):
-        return kernelize(model, mode=mode, device="cpu", use_fallback=False)
+        return kernelize(model, mode=mode, device="cpu")  # layers without an entry keep their own code
 
 
 def loss_and_gradients(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -87,6 +89,23 @@ def test_mapping_is_one_that_transformers_accepts(model: Any, tmp_path: Path) ->
     config = KernelConfig({"RMSNorm": mapping["RMSNorm"]}, use_local_kernel=True)
     config.sanitize_kernel_mapping(model)
     assert config.registered_layer_names["model.norm"] == "RMSNorm"
+
+
+@pytest.mark.skipif(
+    not is_kernels_available(),
+    reason=f"transformers {transformers.__version__} refuses kernels {kernels.__version__}",
+)
+def test_set_use_kernels_of_transformers_takes_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(SIZES).train()
+    before = loss_and_gradients(model)
+    supported = [*kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES, "cpu"]  # transformers offers kernels on GPUs only
+    monkeypatch.setattr(kernel_config, "KERNELS_SUPPORTED_DEVICE_TYPES", supported)
+    mapping = hub_kernels.mapping(hub_kernels.write_repository(tmp_path / "repository"))
+    model.set_use_kernels(True, KernelConfig(mapping, use_local_kernel=True, inherit_mapping=False))
+    assert ours(model) == 5
+    torch.testing.assert_close(loss_and_gradients(model), before, rtol=1e-5, atol=1e-6)
+    assert hub_kernels.undo(model) >= 5
+    torch.testing.assert_close(loss_and_gradients(model), before, rtol=0, atol=0)
 
 
 def test_repository_is_not_written_into_a_folder_with_other_files(tmp_path: Path) -> None:

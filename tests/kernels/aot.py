@@ -38,9 +38,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -48,7 +50,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tigon.kernels import chips
-from tigon.ops import OPS, Case, Op, dispatch, lm_head
+from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, lm_head
 
 ALL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -109,6 +111,15 @@ MORE_CASES = {
         Case(id="inplace", shape=(16, 128256), options={"inplace": True}),
         Case(id="outputs", shape=(16, 128256), options={"outputs": ("entropy", "predicted")}),
         Case(id="one-row", shape=(1, 128256), options={"inplace": True}),
+    ),
+    # Its kernel runs twice, with an exchange between processes in between.
+    "linear_kl": tuple(
+        Case(
+            id=f"divided-{kind}",
+            shape=(16, 64, V),
+            options={"kind": kind, "vocab_parallel": VocabParallelOptions(0, V)},
+        )
+        for kind, V in (("forward", 32000), ("jsd", 4099))
     ),
 }
 
@@ -232,6 +243,16 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         yield
 
 
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """A group of this process alone. It has no threads, which this process's forks would not have."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def backward(op: Op, inputs: dict[str, Any], wanted: Iterable[str]) -> None:
     """The op's forward, and its backward towards `wanted`."""
     leaves = {name: t.detach() if isinstance(t, Tensor) else t for name, t in inputs.items()}
@@ -259,7 +280,8 @@ def record(op: Op, case: Case, dtype: str, targets: list[str]) -> Iterator[Launc
     # Then each gradient alone: frozen parameters, and inputs that need none. Flags again, for which rows of a model do.
     for wanted in (named, *([name] for name in named if is_aligned(case) and len(named) > 1)):
         found: list[dict[str, Any]] = []
-        with recording(targets, found):
+        group = process_group() if "vocab_parallel" in case.options else contextlib.nullcontext()
+        with group, recording(targets, found):
             backward(op, inputs, wanted)
         for launch in found:
             yield Launch(op.name, case.id, dtype, aligned=is_aligned(case), whole=wanted is named, **launch)

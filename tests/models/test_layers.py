@@ -28,6 +28,19 @@ class InterleavedAttention(nn.Module):
         return apply_rotary_pos_emb(q, k, cos, sin)
 
 
+def apply_rotary_to_last_columns(x, cos, sin, unsqueeze_dim=1):
+    """As DeepSeek V4's: tables of half the pairs' width rotate the last columns, and the op rotates the first."""
+    cos, sin = (table.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim) for table in (cos, sin))
+    kept, x = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :]
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return torch.cat((kept, x * cos + turned * sin), dim=-1)
+
+
+class LastColumnsAttention(nn.Module):
+    def forward(self, x, cos, sin):
+        return apply_rotary_to_last_columns(x, cos, sin)
+
+
 class SwappedMLP(type(llama().model.layers[0].mlp)):
     def forward(self, x):
         return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
@@ -130,6 +143,10 @@ def apply_rotary_pos_emb_vision(q, k, cos, sin):
 class PackedAttention(nn.Module):
     def forward(self, q, k, cos, sin):
         return apply_rotary_pos_emb_vision(q, k, cos, sin)
+
+
+def test_rotary_function_of_the_last_columns_is_refused():
+    assert "the op's output 0 differs" in RopeSeam().objection(LastColumnsAttention())
 
 
 def test_rotary_function_of_queries_without_a_batch_is_replaced():

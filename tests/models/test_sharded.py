@@ -110,7 +110,7 @@ def mesh(tmp_path_factory):
 
 @each_head
 @pytest.mark.parametrize("local", [True, False], ids=["logits-local", "logits-DTensor"])
-def test_tensor_parallel_head_of_dtensors_computes_its_own_logits(mesh, local, family):
+def test_tensor_parallel_head_of_dtensors_trains_with_the_fused_loss(mesh, local, family):
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -122,10 +122,45 @@ def test_tensor_parallel_head_of_dtensors_computes_its_own_logits(mesh, local, f
     targets = nn.functional.pad(INPUTS["labels"], (0, 1), value=-100)[..., 1:].contiguous()
     want = loss_and_gradients(original, call(**INPUTS))
     shift_labels = targets if local else distribute_tensor(targets, mesh, [Replicate()])
-    with pytest.warns(UserWarning, match="full logits.*shard"):
-        got = loss_and_gradients(patched, call(**INPUTS, shift_labels=shift_labels))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = patched(**INPUTS, shift_labels=shift_labels)
+        assert type(outputs.logits) is DeferredLogits
+        outputs.loss.backward()
+    got = {"loss": outputs.loss.detach(), **{n: p.grad for n, p in patched.named_parameters()}}
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in got.items()}
     assert_close(whole, want)
+    with pytest.warns(MaterializedLogitsWarning):  # in the layout that the hooks give logits
+        logits = outputs.logits.detach() + 0
+    assert isinstance(logits, DTensor) is not local
+    torch.testing.assert_close(logits if local else logits.full_tensor(), original(**INPUTS).logits.detach())
+
+
+def test_logits_of_a_tensor_parallel_head_cannot_be_read_after_an_update(mesh):
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = llama(tie_word_embeddings=False)
+    patch(model)
+    parallelize_module(model.lm_head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    outputs = model(**INPUTS)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(PatchError, match=r"optimizer\.step"):
+        outputs.logits.sum()
+
+
+def test_compiled_tensor_parallel_head_computes_its_own_logits(mesh):
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch._dynamo.reset()
+    patched, original = twins(tie_word_embeddings=False)
+    patch(patched)
+    parallelize_module(patched.lm_head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    loss = torch.compile(patched, backend="eager")(**INPUTS, use_cache=False).loss
+    torch._dynamo.reset()
+    torch.testing.assert_close(loss, original(**INPUTS).loss)
 
 
 @each_head

@@ -618,3 +618,22 @@ def test_products_get_whole_lines_of_an_odd_vocabulary(products: Products) -> No
     columns = [product[2] for product in products.products if product[:2] == (N, H)]
     assert sum(columns) == 2 * V and max(columns) * N * 4 <= BLOCKS
     assert lm_head.product_into is not blocks.product_into
+
+
+@pytest.mark.parametrize("of_logits", [False, True], ids=["linear", "logits"])
+def test_largest_logit_whose_id_is_ignore_index_keeps_its_gradient(of_logits: bool, backend: Any) -> None:
+    """A padding token's id is often 0 or the vocabulary's last; the model may still predict it."""
+    hidden, weight, ids = head(backend.device)
+    ignore_index = int(torch.mode((hidden @ weight.t()).argmax(1)).values)
+    ids[0] = ignore_index  # a token that is left out beside those that are not
+    options: dict[str, Any] = {"top_k": 3, "ignore_index": ignore_index}
+    if not of_logits:
+        found, _ = assert_like_oracle(hidden, weight, ids, **options)
+    else:
+        logits = (hidden @ weight.t()).detach().requires_grad_()
+        exact_logits = logits.detach().double().requires_grad_()
+        found = logprobs(logits, ids, **options)
+        exact = logprobs_oracle(exact_logits, ids, **options)
+        (got,), (want,) = gradients(found, [logits]), gradients(exact, [exact_logits])
+        assert relative_error(got, want) < 4e-6
+    assert bool((found.topk_ids[1:] == ignore_index).any())

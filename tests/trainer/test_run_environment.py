@@ -298,11 +298,11 @@ def test_every_difference_of_a_resumed_run_is_named_at_once(resumable, tigon, he
     from test_run_folder import reseal
 
     path, run, _ = resumable
-    reseal(run / "checkpoints" / "checkpoint-2", processes=2, precision="amp-bf16")
+    reseal(run / "checkpoints" / "checkpoint-2", precision="amp-bf16")
     text = here / "text.txt"
     text.write_text(text.read_text(encoding="utf-8")[:-100], encoding="utf-8")
     line = tigon("train", path, "--resume").error_line()
-    for part in ("the data changed", "with processes 2, and this run has 1", "amp-bf16, and this run has fp32"):
+    for part in ("the data changed", "amp-bf16, and this run has fp32"):
         assert part in line, line
 
 

@@ -105,7 +105,9 @@ def test_two_processes_keep_their_checkpoint_after_a_kill_or_a_signal(recipe, he
     other, killed = in_forks(lambda rank: killed_in_step(6, rank, path), 2, said=here / "said")
     assert os.WTERMSIG(killed) == signal.SIGKILL and other != 0, (here / "said").read_text()[-3000:]
     survivor = (here / "said").read_text()
-    assert "ProcessError: process 0 of 2 has lost another" in survivor and "--resume" in survivor
+    assert (
+        "ProcessError: process 0 of 2 has lost another process (1), which ended" in survivor and "--resume" in survivor
+    )
     found = checkpoint.newest(run / "checkpoints")
     assert found.path.name == "checkpoint-3" and not found.passed_over
 

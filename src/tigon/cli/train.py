@@ -26,12 +26,31 @@ def command(
         bool,
         typer.Option("--auto", help="Set the keys that the recipe leaves out to the fastest options that fit the GPU."),
     ] = False,
+    nnodes: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Number of machines. Start the command on each; --gpus is per machine."),
+    ] = None,
+    rdzv: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="With --nnodes: one of the machines, where all of them meet."),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(metavar="R", help="Number of this machine. HOST is number 0. Default: given when they meet."),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Continue from the last checkpoint after a failure, at most K times."),
+    ] = None,
 ) -> None:
     """Train a model as a recipe says, with a report at the end."""
+    from tigon.trainer.distributed import failures, nodes  # not for --help
     from tigon.trainer.run import train  # not for --help
 
-    with console.survive_broken_streams():
-        train(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume, auto=auto)
+    with console.survive_broken_streams(), failures.recorded():
+        machines = nodes.from_options(nnodes, rdzv, node_rank, max_restarts)
+        overrides = [*(assignments or ()), *gpus_as_override(gpus)]
+        train(recipe, overrides, resume=resume, auto=auto, nodes=machines)
 
 
 COMMAND = Command(command, place=1)

@@ -2,7 +2,10 @@
 
     folder = tigon.integrations.hub_kernels.write_repository("tigon-kernels")
     config = KernelConfig(tigon.integrations.hub_kernels.mapping(folder), use_local_kernel=True)
-    model = AutoModelForCausalLM.from_pretrained("path/to/model", use_kernels=True, kernel_config=config)
+    model = AutoModelForCausalLM.from_pretrained("path/to/model")
+    model.train().set_use_kernels(True, config)
+
+`from_pretrained(..., use_kernels=True)` of transformers 5.22 to 5.24 cannot read a local repository.
 
 `kernels` replaces layers by their registered name. It has no name for the MLP and the loss, so `tigon.patch` does more.
 It also compares each replaced module with the original, which `kernels` does not.

@@ -148,9 +148,13 @@ def divergence_kernel(
     RP, RQ, Counts, Value, Stats, Peaks,
     C, stride_p, stride_q, stride_stats, beta, softcap_p, scale_p, softcap_q, scale_q, outer,
     HAS_SOFTCAP_P: tl.constexpr, HAS_SCALE_P: tl.constexpr, HAS_SOFTCAP_Q: tl.constexpr, HAS_SCALE_Q: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, IS_JSD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, IS_JSD: tl.constexpr, STATISTICS: tl.constexpr, TERMS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes the divergence of a row into Value (N,). One program per row, which reads both rows twice.
+
+    STATISTICS: it computes max and log-sum; else it reads them from Stats. TERMS: it computes Value and the means. A
+    row whose other columns another process has needs two launches, with the exchange of the statistics in between.
 
     Stats (8, N) gets max and log-sum of z_p, those of z_q, the means for dz_p and dz_q, z_q in the column of the
     largest z_p, and z_p in that of the largest z_q. Peaks (2, N) gets these two columns.
@@ -170,49 +174,61 @@ def divergence_kernel(
     else:
         RP += row * stride_p
         RQ += row * stride_q
-        m_p, log_p, peak_p = _statistics(RP, C, scale_p, softcap_p, outer, HAS_SOFTCAP_P, HAS_SCALE_P, BLOCK, STAGES)
-        m_q, log_q, peak_q = _statistics(RQ, C, scale_q, softcap_q, outer, HAS_SOFTCAP_Q, HAS_SCALE_Q, BLOCK, STAGES)
-        tl.store(Peaks + row, peak_p)
-        tl.store(Peaks + stride_stats + row, peak_q)
-        # The slopes have names of their own: the loops below assign _ a tile, and a variable of a loop keeps its type.
-        raw_q, raw_p = tl.load(RQ + peak_p).to(tl.float32), tl.load(RP + peak_q).to(tl.float32)
-        other_q, _slope_q = _squash(raw_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
-        other_p, _slope_p = _squash(raw_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
-        tl.store(Stats + 6 * stride_stats + row, other_q)
-        tl.store(Stats + 7 * stride_stats + row, other_p)
-        offs = tl.arange(0, BLOCK)
-        lane_value = tl.zeros([BLOCK], dtype=tl.float32)
-        lane_p = tl.zeros([BLOCK], dtype=tl.float32)
-        lane_q = tl.zeros([BLOCK], dtype=tl.float32)
-        whole = C // BLOCK * BLOCK
-        for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
-            cols = start + offs
-            r_p = tl.load(RP + cols).to(tl.float32)
-            r_q = tl.load(RQ + cols).to(tl.float32)
-            z_p, _ = _squash(r_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
-            z_q, _ = _squash(r_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
-            value, mean_p, mean_q = _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD)
-            lane_value += value
-            lane_p += mean_p
-            lane_q += mean_q
-        if whole < C:
-            cols = whole + offs
-            inside = cols < C
-            r_p = tl.load(RP + cols, mask=inside, other=0.0).to(tl.float32)
-            r_q = tl.load(RQ + cols, mask=inside, other=0.0).to(tl.float32)
-            z_p, _ = _squash(r_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
-            z_q, _ = _squash(r_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
-            value, mean_p, mean_q = _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD)
-            lane_value += tl.where(inside, value, 0.0)
-            lane_p += tl.where(inside, mean_p, 0.0)
-            lane_q += tl.where(inside, mean_q, 0.0)
-        tl.store(Value + row, tl.sum(lane_value, axis=0))
-        tl.store(Stats + row, m_p)
-        tl.store(Stats + stride_stats + row, log_p)
-        tl.store(Stats + 2 * stride_stats + row, m_q)
-        tl.store(Stats + 3 * stride_stats + row, log_q)
-        tl.store(Stats + 4 * stride_stats + row, tl.sum(lane_p, axis=0))
-        tl.store(Stats + 5 * stride_stats + row, tl.sum(lane_q, axis=0))
+        if STATISTICS:
+            m_p, log_p, peak_p = _statistics(
+                RP, C, scale_p, softcap_p, outer, HAS_SOFTCAP_P, HAS_SCALE_P, BLOCK, STAGES
+            )
+            m_q, log_q, peak_q = _statistics(
+                RQ, C, scale_q, softcap_q, outer, HAS_SOFTCAP_Q, HAS_SCALE_Q, BLOCK, STAGES
+            )
+            tl.store(Peaks + row, peak_p)
+            tl.store(Peaks + stride_stats + row, peak_q)
+            # The slopes have other names: the loops below assign _ a tile, and a variable of a loop keeps its
+            # type.
+            raw_q, raw_p = tl.load(RQ + peak_p).to(tl.float32), tl.load(RP + peak_q).to(tl.float32)
+            other_q, _slope_q = _squash(raw_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
+            other_p, _slope_p = _squash(raw_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
+            tl.store(Stats + 6 * stride_stats + row, other_q)
+            tl.store(Stats + 7 * stride_stats + row, other_p)
+            tl.store(Stats + row, m_p)
+            tl.store(Stats + stride_stats + row, log_p)
+            tl.store(Stats + 2 * stride_stats + row, m_q)
+            tl.store(Stats + 3 * stride_stats + row, log_q)
+        else:
+            m_p = tl.load(Stats + row)
+            log_p = tl.load(Stats + stride_stats + row)
+            m_q = tl.load(Stats + 2 * stride_stats + row)
+            log_q = tl.load(Stats + 3 * stride_stats + row)
+        if TERMS:
+            offs = tl.arange(0, BLOCK)
+            lane_value = tl.zeros([BLOCK], dtype=tl.float32)
+            lane_p = tl.zeros([BLOCK], dtype=tl.float32)
+            lane_q = tl.zeros([BLOCK], dtype=tl.float32)
+            whole = C // BLOCK * BLOCK
+            for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+                cols = start + offs
+                r_p = tl.load(RP + cols).to(tl.float32)
+                r_q = tl.load(RQ + cols).to(tl.float32)
+                z_p, _ = _squash(r_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
+                z_q, _ = _squash(r_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
+                value, mean_p, mean_q = _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD)
+                lane_value += value
+                lane_p += mean_p
+                lane_q += mean_q
+            if whole < C:
+                cols = whole + offs
+                inside = cols < C
+                r_p = tl.load(RP + cols, mask=inside, other=0.0).to(tl.float32)
+                r_q = tl.load(RQ + cols, mask=inside, other=0.0).to(tl.float32)
+                z_p, _ = _squash(r_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
+                z_q, _ = _squash(r_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
+                value, mean_p, mean_q = _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD)
+                lane_value += tl.where(inside, value, 0.0)
+                lane_p += tl.where(inside, mean_p, 0.0)
+                lane_q += tl.where(inside, mean_q, 0.0)
+            tl.store(Value + row, tl.sum(lane_value, axis=0))
+            tl.store(Stats + 4 * stride_stats + row, tl.sum(lane_p, axis=0))
+            tl.store(Stats + 5 * stride_stats + row, tl.sum(lane_q, axis=0))
 
 
 @triton.jit
@@ -298,7 +314,7 @@ def _tile(columns_per_lane, warps, C):
     return min(columns_per_lane * warps * _device.lanes(), _device.next_power_of_2(C))
 
 
-def divergence(logits, rows, options):
+def divergence(logits, rows, options, statistics=True, terms=True):
     """Launch the divergence of rows of logits (`LogitPair`, `DivergenceRows` in ops/logprobs/kl_rows.py)."""
     p_NC, q_NC = logits.p_NC, logits.q_NC
     N, C = p_NC.shape
@@ -310,7 +326,7 @@ def divergence(logits, rows, options):
         RP=p_NC, RQ=q_NC, Counts=rows.counts_N, Value=rows.value_N, Stats=rows.stats_8N, Peaks=rows.peaks_2N,
         C=C, stride_p=p_NC.stride(0), stride_q=q_NC.stride(0), stride_stats=rows.stats_8N.stride(0),
         **_numbers(options), HAS_COUNTS=rows.counts_N is not None, IS_JSD=options.is_jsd,
-        BLOCK=_tile(columns, warps, C), STAGES=stages, num_warps=warps,
+        STATISTICS=statistics, TERMS=terms, BLOCK=_tile(columns, warps, C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 

@@ -263,7 +263,7 @@ def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Deci
     """Give the module the first seam without an objection; if all object, record the last objection."""
     reason = instance_objection(module)
     for seam in candidates:
-        objection = reason or seam.objection(module)
+        objection = (None if seam.goes_around(module) else reason) or seam.objection(module)
         if objection is None:
             decision.changes.append(Change(path, module, seam))
             return True

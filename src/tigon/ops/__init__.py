@@ -24,6 +24,7 @@ from tigon.ops.losses.prepared_targets import prepare_targets
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.vocab_parallel import VocabParallelOptions
 
 # The order of tables and pages. Any other op follows these in alphabetical order.
 _ORDER = ("rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "cross_entropy", "linear_cross_entropy")
@@ -48,6 +49,7 @@ __all__ = [
     "ExpertUnit",
     "Logprobs",
     "Op",
+    "VocabParallelOptions",
     "add_rms_norm",
     "cross_entropy",
     "experts",

@@ -5,6 +5,7 @@ Everything up to `prepare` only reads. The run folder is created after the last 
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import shutil
 import sys
@@ -27,7 +28,8 @@ from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, run_folder
 from tigon.trainer.checkpoint import checkpoint, elastic, final_model, nvme_swap
-from tigon.trainer.distributed import launch, signals
+from tigon.trainer.distributed import launch, launch_folder, signals
+from tigon.trainer.distributed.nodes import Nodes, nodes_of_run
 from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
 from tigon.trainer.guards.prediction import comparison_line
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 def train(
     path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False,
-    require: Callable[[Path, Recipe], None] | None = None,
+    require: Callable[[Path, Recipe], None] | None = None, nodes: Nodes | None = None,
 ) -> Path:  # fmt: skip
     """Train as the recipe at `path` says.
 
@@ -54,6 +56,7 @@ def train(
         resume: Continue the newest unfinished run of this recipe.
         auto: Change the recipe to the planner's recommendation for this GPU before training.
         require: Called with the path and the recipe; it raises if the caller's command cannot run this recipe.
+        nodes: The machines of the run. None: one machine, or those of a SLURM step or PyTorchJob.
 
     Returns:
         The run folder.
@@ -64,18 +67,20 @@ def train(
         SystemExit: A signal stopped the run, or a process of a run on several GPUs failed.
     """
     preflight.check_packages()
-    command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
+    command = _command(path, overrides)
     recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     if require is not None:
         require(path, recipe)
+    nodes = nodes_of_run(nodes, recipe.sharding.gpus)
     preflight.check_process(recipe.train.workers)
     preflight.check_trackers(recipe.train.report_to)
     _check_data(recipe)
-    if resume and (division := run_folder.division(recipe)):
+    resume = resume or launch_folder.interrupted(recipe.output) is not None
+    if resume and (division := run_folder.division(_of_all_nodes(recipe, nodes))):
         overrides = [*overrides, *division]
         recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
-    run = run_folder.find(recipe.output, recipe) if resume else None
-    if run is None:
+    run = run_folder.find(recipe.output, _of_all_nodes(recipe, nodes)) if resume else None
+    if run is None and launch_folder.is_new(nodes):
         run_folder.check(recipe.output, command)
     quiet_libraries(recipe)
     checkpoint.no_pickles()
@@ -83,9 +88,12 @@ def train(
     if auto:
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
         recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
-    if recipe.sharding.gpus > 1 and not launch.started_by_launcher():
-        preflight.check_techniques(recipe, device)
-        code = launch.launch(path, overrides, recipe.sharding.gpus, resume=resume)
+    if nodes is not None or (recipe.sharding.gpus > 1 and not launch.started_by_launcher()):
+        preflight.check_techniques(recipe, device, n_nodes=nodes.count if nodes is not None else 1)
+        if nodes is None:
+            code = launch.launch(path, overrides, recipe.sharding.gpus, resume=resume)
+        else:
+            code = _launch_node(nodes, path, overrides, recipe, resume=resume)
         if code:
             raise SystemExit(code)
         return _newest_folder(recipe, run)
@@ -95,6 +103,19 @@ def train(
             held.enter_context(run_folder.locked(run.path))
             run = run_folder.with_checkpoint(run, recipe)
         return _train_alone_or_joined(recipe, device, run, path, overrides, held)
+
+
+def _of_all_nodes(recipe: Recipe, nodes: Nodes | None) -> Recipe:
+    """The recipe as if one machine had the processes of all nodes, for what depends on their number."""
+    if nodes is None:
+        return recipe
+    return replace(recipe, sharding=replace(recipe.sharding, gpus=recipe.sharding.gpus * nodes.count))
+
+
+def _command(path: Path, overrides: Sequence[str]) -> str:
+    """The command of this run, without --resume."""
+    words = [word for text in overrides for word in ("--set", text)]
+    return shlex.join(["tigon", "train", str(path), *words]) + launch_folder.options()
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -116,13 +137,15 @@ def _train_alone_or_joined(
     console = Console(highlight=False, quiet=launch.rank() > 0)
     prepared = prepare(recipe, device)
     held.enter_context(nvme_swap.own_files(recipe.sharding.nvme_folder))
-    command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
+    command = _command(path, overrides)
     if run is None:
         run = _create(prepared, command)
         if launch.rank() == 0:
             held.enter_context(run_folder.locked(run.path))
     else:
         run = launch.broadcast(run)  # only the main process has looked for the checkpoint
+        if launch.rank() == 0:
+            launch_folder.mark(run.path)
         fault_messages.check_same_run(run, prepared, console)
     _announce(console, run, prepared)
     prepared = _predict(console, prepared, path, overrides)
@@ -149,6 +172,20 @@ def _train_alone_or_joined(
     return run.path
 
 
+def _launch_node(nodes: Nodes, path: Path, overrides: Sequence[str], recipe: Recipe, *, resume: bool) -> int:
+    """Run this node's processes. Returns the exit code."""
+    from tigon.trainer.distributed import elastic_launcher  # loads torch.distributed.elastic
+
+    words = [word for text in overrides for word in ("--set", text)]
+    arguments = ["-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
+    text = repr((recipe.as_mapping(), resume))
+    plan = elastic_launcher.NodeLaunch(
+        nodes, arguments, recipe.sharding.gpus, recipe.output, recipe=hashlib.sha256(text.encode()).hexdigest()[:16],
+        options=nodes.options(),
+    )  # fmt: skip
+    return elastic_launcher.launch_node(plan)
+
+
 def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
     """The run folder that the started processes have written."""
     path = resumed.path if resumed is not None else run_folder.newest(recipe.output)
@@ -170,13 +207,16 @@ def _create(prepared: Prepared, command: str) -> RunFolder:
                 raise RunFolderError(f"{run.path}: cannot be written: {reason}; then start the run again") from None
             raise
         folder = str(run.path)
-    return RunFolder(Path(launch.broadcast(folder)))
+    path = Path(launch.broadcast(folder))
+    launch_folder.check_shared(path)
+    return RunFolder(path)
 
 
 def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
     import yaml
 
     text = yaml.safe_dump(prepared.recipe.as_mapping(), sort_keys=False, allow_unicode=True)
+    launch_folder.mark(run.path)
     run.write_text(run_folder.RECIPE, "# The resolved recipe of this run.\n" + text)
     run.write_json(run_folder.ENVIRONMENT, preflight.environment(prepared.device))
     run.write_json(run_folder.DATA, prepared.data)
@@ -234,8 +274,7 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
 
 def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequence[str]) -> Prepared:
     """Print the planner's prediction of the run, and add it to `prepared`."""
-    words = (word for text in overrides for word in ("--set", text))
-    command = shlex.join(["tigon", "train", str(path), *words])
+    command = _command(path, overrides)
     predicted = None
     if launch.rank() == 0:
         predicted, lines = prediction.announce(

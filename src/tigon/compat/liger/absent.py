@@ -17,8 +17,6 @@ class Absent(NamedTuple):
 
 
 _LAUNCHER = "It is half of an op, without autograd, around a Triton kernel of Liger. The op itself is offered."
-_TENSOR_PARALLEL = "It splits the vocabulary over a tensor-parallel group. tigon trains without tensor parallelism."
-
 ABSENT = (
     Absent(
         ("chunked_loss.fused_linear_*.LigerFusedLinear*Base",),
@@ -66,17 +64,6 @@ ABSENT = (
         "A product with 2-bit weights that has no backward, so it does not train.",
     ),
     Absent(
-        (
-            "ops.LigerFusedLinearScaledCrossEntropyTPFunction",
-            "ops.fused_linear_scaled_cross_entropy.LigerFusedLinearScaledCrossEntropyTPFunction",
-            "ops.LigerVocabParallelCEFunction", "ops.vocab_parallel_cross_entropy.LigerVocabParallelCEFunction",
-            "transformers.LigerVocabParallelCrossEntropy",
-            "transformers.vocab_parallel_cross_entropy.LigerVocabParallelCrossEntropy",
-            "transformers.functional.liger_fused_linear_scaled_cross_entropy_tp",
-        ),
-        _TENSOR_PARALLEL,
-    ),
-    Absent(
         ("transformers.moe.LigerExpertParallelFusedMoe",),
         "It sends tokens between GPUs with NVSHMEM kernels of a separate package. tigon trains without expert "
         "parallelism.",
@@ -97,7 +84,7 @@ ABSENT = (
         "work.",
     ),
     Absent(
-        ("megatron.*",),
+        ("megatron.*RMSNorm", "megatron.*SwiGLU", "megatron.*apply_liger_kernel_to_megatron"),
         "It patches Megatron-LM, which tigon does not support.",
     ),
     Absent(
@@ -128,7 +115,7 @@ def reason_for(name: str) -> str | None:
     """Why tigon lacks a dotted name under `liger_kernel`, or None if no row has it."""
     relative = name.removeprefix("liger_kernel.")
     for absent in ABSENT:
-        # `megatron.*` has the module `megatron` too.
+        # `triton.*` has the module `triton` too.
         if any(fnmatchcase(relative, pattern) or pattern == f"{relative}.*" for pattern in absent.names):
             return absent.reason
     return None

@@ -66,7 +66,10 @@ _COMPOSED_OPS = {
     "attn_res": ("attention", ("LigerAttnResFunction",)),
     "dyt": ("norms", ("LigerDyTFunction",)),
     "experimental.embedding": ("activations", ("LigerEmbeddingFunction",)),
-    "fused_linear_scaled_cross_entropy": ("scaled_cross_entropy", ("LigerFusedLinearScaledCrossEntropyFunction",)),
+    "fused_linear_scaled_cross_entropy": (
+        "scaled_cross_entropy",
+        ("LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyTPFunction"),
+    ),
     "fused_moe": ("mlps", ("LigerFusedMoEFunction",)),
     "fused_neighborhood_attention": ("attention", ("LigerFusedNeighborhoodAttentionFunction",)),
     "group_norm": ("norms", ("LigerGroupNormFunction",)),
@@ -81,6 +84,7 @@ _COMPOSED_OPS = {
     "softmax": ("activations", ("LigerSoftmaxFunction",)),
     "sparsemax": ("activations", ("LigerSparsemaxFunction",)),
     "tiled_mlp": ("mlps", ("LigerTiledMLPFunction", "apply_tiled_mlp")),
+    "vocab_parallel_cross_entropy": ("vocab_parallel", ("LigerVocabParallelCEFunction",)),
 }
 
 # Module of liger_kernel.transformers -> (file in this package, names that only the module has, names that
@@ -128,6 +132,7 @@ _COMPOSED_MODULES = {
         ),
     ),
     "tiled_mlp": ("transformers.family_mlps", (), ("LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP")),
+    "vocab_parallel_cross_entropy": ("compositions.vocab_parallel", (), ("LigerVocabParallelCrossEntropy",)),
 }  # fmt: skip
 
 # File in `compositions/` -> its names of liger_kernel.transformers.functional.
@@ -139,6 +144,7 @@ _COMPOSED_FUNCTIONAL = {
     ),
     "norms": ("liger_dyt", "liger_group_norm", "liger_modulated_rms_norm", "liger_poly_norm"),
     "rotary": ("liger_qwen2vl_mrope",),
+    "scaled_cross_entropy": ("liger_fused_linear_scaled_cross_entropy_tp",),
 }  # fmt: skip
 
 _UTILS = (
@@ -233,6 +239,8 @@ def _add_compositions(table: dict[str, dict[str, str]]) -> None:
         table[submodules] |= dict.fromkeys(both, f"{_HERE}.{file}")
     for file, functions in _COMPOSED_FUNCTIONAL.items():
         table[f"{submodules}.functional"] |= dict.fromkeys(functions, f"{_HERE}.compositions.{file}")
+    for module in ("liger_kernel.megatron", "liger_kernel.megatron.cross_entropy"):
+        table[module] = {"LigerMegatronCrossEntropy": f"{_HERE}.compositions.vocab_parallel"}
     table[f"{ops}.experimental"] = {}
     table[f"{submodules}.experimental"] = dict(table[f"{submodules}.experimental.embedding"])
 

@@ -53,6 +53,10 @@ class Seam(ABC):
     def objection(self, module: nn.Module) -> str | None:
         """Why this candidate must stay unchanged, or None. Compares results on a tiny stand-in, not on the weights."""
 
+    def goes_around(self, module: nn.Module) -> bool:
+        """Whether the seam replaces a forward that is set on the instance; its class then has `_tigon_around`."""
+        return False
+
     def code(self, module: nn.Module) -> Callable[..., Any]:
         """The function that the op would replace; it shows which package's code the module runs."""
         return vars(module).get("forward", type(module).forward)  # type: ignore[no-any-return]
@@ -100,6 +104,16 @@ def _patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
     methods = seam.namespace(base)
     bases = (base,) if issubclass(base, PatchedModule) else (PatchedModule, base)  # a second seam subclasses the first
     return type(base.__name__, bases, {**identity, **methods, "_tigon_base": base, "_tigon_seam": seam})
+
+
+class Around:
+    """A forward on the instance that calls the class's `_tigon_around(inner, ...)` with the forward it replaces."""
+
+    def __init__(self, module: nn.Module, inner: Callable[..., Any]) -> None:
+        self.module, self.inner = module, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module._tigon_around(self.inner, *args, **kwargs)  # type: ignore[operator]
 
 
 def imitate(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -190,3 +204,9 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
         raise PatchError(f"{type(module).__name__} cannot change its class: {error}. Nothing was changed.") from error
     if hooked:
         vars(module)["_old_forward"] = MethodType(cls.forward, module)
+    forward = vars(module).get("forward")
+    if isinstance(forward, Around):
+        vars(module)["forward"] = forward = forward.inner
+    seam = getattr(cls, "_tigon_seam", None)
+    if forward is not None and seam is not None and seam.goes_around(module):
+        vars(module)["forward"] = Around(module, forward)

@@ -220,27 +220,31 @@ def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> st
 
 
 def _forms(original: FunctionType) -> Iterator[_Form]:
-    """Every table width and place of the heads, for a function with the parameters of `original`."""
+    """Every table width and place of the heads, for a function with the parameters of `original`.
+
+    Narrow tables rotate a part of the columns: the first ones in the op, and the last ones in DeepSeek V4. They have 4
+    columns, because half of 2 would be broadcast.
+    """
     if _takes_complex_table(original):
         for heads_dim in (1, 2):
             yield {}, functools.partial(_complex_inputs, heads_dim)
         return
     one = _rotates_one(original)
     has_heads_dim = "unsqueeze_dim" in inspect.signature(original).parameters
-    for width in (probe.WIDTH, probe.WIDTH // 2):
+    for columns, width in ((probe.WIDTH, probe.WIDTH), (probe.WIDTH, probe.WIDTH // 2), (2 * probe.WIDTH, 4)):
         for heads_dim in (1, 2) if has_heads_dim else (1,):
             keywords = {"unsqueeze_dim": heads_dim} if has_heads_dim else {}
-            yield keywords, functools.partial(_rotary_inputs, width, heads_dim, one)
-        if not one:
+            yield keywords, functools.partial(_rotary_inputs, width, heads_dim, one, columns)
+        if not one and columns == probe.WIDTH:
             yield {}, functools.partial(_packed_inputs, width)
 
 
-def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
-    """q (2, 4, 5, WIDTH), k (2, 2, 5, WIDTH) unless `one`, cos and sin (2, 5, width).
+def _rotary_inputs(width: int, heads_dim: int, one: bool, columns: int = probe.WIDTH) -> tuple[Tensor, ...]:
+    """q (2, 4, 5, columns), k (2, 2, 5, columns) unless `one`, cos and sin (2, 5, width).
 
     With heads_dim 2, heads and tokens of q and k are swapped.
     """
-    rotated = [probe.random(2, heads, 5, probe.WIDTH, seed=heads) for heads in ((4,) if one else (4, 2))]
+    rotated = [probe.random(2, heads, 5, columns, seed=heads) for heads in ((4,) if one else (4, 2))]
     if heads_dim == 2:
         rotated = [x.transpose(1, 2) for x in rotated]
     cos, sin = probe.random(2, 5, width, seed=2), probe.random(2, 5, width, seed=7)

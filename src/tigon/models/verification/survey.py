@@ -12,7 +12,7 @@ from tigon.errors import PatchError
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
 from tigon.models.verification.tiny import tiny_batch, tiny_model
-from tigon.models.verification.verify import Verification, short, verify
+from tigon.models.verification.verify import NO_LOGITS, Verification, short, verify
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Surveyed:
 
     model_type: str
     outcome: str
-    """"verified", "differs", "left alone" (nothing matched), or "not built" (no small model could be built)."""
+    """"verified", "with logits" (equal, but its loss needs all logits), "differs", "left alone" (nothing matched), or
+    "not built" (no small model could be built)."""
     reason: str = ""
     verification: Verification | None = None
 
@@ -91,5 +92,7 @@ def surveyed(model_type: str) -> Surveyed:
         return Surveyed(model_type, "left alone", str(error))
     if verification.passed:
         return Surveyed(model_type, "verified", verification=verification)
+    if all(check.name == NO_LOGITS for check in verification.failures):
+        return Surveyed(model_type, "with logits", "its results are equal; its loss needs all logits", verification)
     failed = "; ".join(f"{check.name}: {check.note or check.error}" for check in verification.failures)
     return Surveyed(model_type, "differs", failed, verification)

@@ -334,9 +334,13 @@ def short(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
+NO_LOGITS = "no logits in training"
+"""The check that fails if the results are right and no memory is saved."""
+
+
 def _head_is_fused(twins: _Twins, batch: dict[str, Tensor]) -> Check:
     """Check that the first training step computed no logits."""
-    name = "no logits in training"
+    name = NO_LOGITS
     if "linear_cross_entropy" not in twins.counts:
         return Check(name, passed=True, note="does not apply: the head is left alone")
     try:

@@ -96,7 +96,7 @@ class HeadTensors:
 
 
 class ForwardResults(NamedTuple):
-    """What the forward returns; what is not wanted is empty."""
+    """The forward's results; those that are not wanted are empty."""
 
     logprob_NK: Tensor
     stats_2N: Tensor
@@ -184,6 +184,8 @@ class BackwardOptions:
     want_weight: bool
     want_bias: bool
     block_bytes: int
+    fp32_hidden: bool = False
+    """Whether the gradient of hidden is at least fp32, because other processes' parts are added to it."""
 
 
 class Gradients(NamedTuple):
@@ -209,8 +211,9 @@ def empty_gradients(tensors: HeadTensors, options: BackwardOptions, plan: BlockP
     hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
     (N, H), V = hidden_NH.shape, weight_VH.shape[0]
     dw_dtype, acc = _sum_dtype(weight_VH, plan.tokens < N), torch.promote_types(hidden_NH.dtype, torch.float32)
+    dx_dtype = _sum_dtype(hidden_NH, options.fp32_hidden)
     return Gradients(
-        dx_NH=hidden_NH.new_empty((N if options.want_hidden else 0, H), dtype=_sum_dtype(hidden_NH, False)),
+        dx_NH=hidden_NH.new_empty((N if options.want_hidden else 0, H), dtype=dx_dtype),
         dw_VH=hidden_NH.new_empty((V if options.want_weight else 0, H), dtype=dw_dtype),
         db_V=hidden_NH.new_empty(V if options.want_bias else 0, dtype=acc),
     )

@@ -53,6 +53,11 @@ class HeadPair:
     q_weight_VH: Tensor
     q_bias: Tensor | None
 
+    def tokens_at(self, index: Tensor) -> HeadPair:
+        """The same heads with some of the tokens."""
+        p_hidden_NG, q_hidden_NH = (x.index_select(0, index) for x in (self.p_hidden_NG, self.q_hidden_NH))
+        return HeadPair(p_hidden_NG, self.p_weight_VG, self.p_bias, q_hidden_NH, self.q_weight_VH, self.q_bias)
+
     @property
     def p(self) -> HeadTensors:
         return HeadTensors(self.p_hidden_NG, self.p_weight_VG, self.p_bias)
@@ -175,17 +180,19 @@ class KlBackwardOptions(NamedTuple):
     want_q_weight: bool
     want_q_bias: bool
     block_bytes: int
+    fp32_hidden: bool = False
+    """As in `BackwardOptions`."""
 
     @property
     def p(self) -> BackwardOptions | None:
         """The gradients of p's head; None if it is frozen."""
         wanted = self[:3]
-        return BackwardOptions(*wanted, self.block_bytes) if any(wanted) else None
+        return BackwardOptions(*wanted, self.block_bytes, self.fp32_hidden) if any(wanted) else None
 
     @property
     def q(self) -> BackwardOptions | None:
         wanted = self[3:6]
-        return BackwardOptions(*wanted, self.block_bytes) if any(wanted) else None
+        return BackwardOptions(*wanted, self.block_bytes, self.fp32_hidden) if any(wanted) else None
 
 
 class KlGradients(NamedTuple):

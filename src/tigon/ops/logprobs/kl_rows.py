@@ -116,16 +116,22 @@ def fp16_scale(dvalue_N: Tensor, logits: LogprobOptions, is_difference: bool) ->
     return FP16_SCALE / size, size / FP16_SCALE
 
 
-def divergence(logits: LogitPair, rows: DivergenceRows, options: KlOptions) -> None:
-    """Write the divergence of rows, whose logits are of the whole vocabulary, and their statistics into `rows`."""
+def divergence(
+    logits: LogitPair, rows: DivergenceRows, options: KlOptions, *, statistics: bool = True, terms: bool = True
+) -> None:
+    """Write the divergence of rows, whose logits are of the whole vocabulary, and their statistics into `rows`.
+
+    For logits of a part of the vocabulary, call it with `statistics` alone, write the whole's into `rows`, and call it
+    with `terms` alone. The divergence and the two means are then sums over the parts.
+    """
     if logits.use_kernel:
         from tigon.kernels.kl import divergence as divergence_of_rows
 
-        divergence_of_rows(logits, rows, options)
+        divergence_of_rows(logits, rows, options, statistics, terms)
         return
     N, C = logits.p_NC.shape
     for at in _slices(N, 2 * C):
-        _divergence_reference(logits.part(at), rows.part(at), options)
+        _divergence_reference(logits.part(at), rows.part(at), options, statistics, terms)
 
 
 def divergence_gradient(
@@ -196,16 +202,30 @@ def _left_out(counts_N: Tensor) -> Tensor:
     return counts_N == 0
 
 
-def _divergence_reference(logits: LogitPair, rows: DivergenceRows, options: KlOptions) -> None:
+def _divergence_reference(
+    logits: LogitPair, rows: DivergenceRows, options: KlOptions, statistics: bool, terms: bool
+) -> None:
     acc, stats_8N = rows.value_N.dtype, rows.stats_8N
     z_p, _ = squashed(logits.p_NC.to(acc, copy=True), options.p)
     z_q, _ = squashed(logits.q_NC.to(acc, copy=True), options.q)
-    stats_8N[0], stats_8N[1] = _statistics(z_p)
-    stats_8N[2], stats_8N[3] = _statistics(z_q)
-    peaks_N2 = torch.stack((z_p.argmax(1), z_q.argmax(1)), 1)
-    rows.peaks_2N.copy_(peaks_N2.t())
-    stats_8N[6] = z_q.gather(1, peaks_N2[:, :1]).squeeze(1)
-    stats_8N[7] = z_p.gather(1, peaks_N2[:, 1:]).squeeze(1)
+    if statistics:
+        stats_8N[0], stats_8N[1] = _statistics(z_p)
+        stats_8N[2], stats_8N[3] = _statistics(z_q)
+        peaks_N2 = torch.stack((z_p.argmax(1), z_q.argmax(1)), 1)
+        rows.peaks_2N.copy_(peaks_N2.t())
+        stats_8N[6] = z_q.gather(1, peaks_N2[:, :1]).squeeze(1)
+        stats_8N[7] = z_p.gather(1, peaks_N2[:, 1:]).squeeze(1)
+    if terms:
+        _terms_reference(z_p, z_q, rows, options)
+    if rows.counts_N is not None:
+        left_out = _left_out(rows.counts_N)
+        rows.value_N.masked_fill_(left_out, 0.0)
+        stats_8N.masked_fill_(left_out, 0.0)
+        rows.peaks_2N.masked_fill_(left_out, 0)
+
+
+def _terms_reference(z_p: Tensor, z_q: Tensor, rows: DivergenceRows, options: KlOptions) -> None:
+    stats_8N = rows.stats_8N
     p, q, d = _compare(z_p, z_q, stats_8N)
     if options.is_jsd:
         u, v = _over_mixture(d, options.beta)
@@ -219,11 +239,6 @@ def _divergence_reference(logits: LogitPair, rows: DivergenceRows, options: KlOp
         terms = torch.where(near, p * _rest_of_exp(d), of_p + of_q)
         stats_8N[4], stats_8N[5] = of_p.sum(1), of_q.sum(1)
     rows.value_N.copy_(terms.sum(1))
-    if rows.counts_N is not None:
-        left_out = _left_out(rows.counts_N)
-        rows.value_N.masked_fill_(left_out, 0.0)
-        stats_8N.masked_fill_(left_out, 0.0)
-        rows.peaks_2N.masked_fill_(left_out, 0)
 
 
 def _gradient_reference(

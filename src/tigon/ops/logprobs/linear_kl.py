@@ -14,24 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.errors import OptionError, ShapeError
+from tigon.errors import OptionError, ShapeError, ShardingError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, check_number, first_order
-from tigon.ops.lm_head import check_head, keeps_graph, may_wait, settle_dtypes, spread, worth_gathering
-from tigon.ops.logprobs.kl_blocks import (
-    HeadPair,
-    KlBackwardOptions,
-    backward_in_place,
-    keeps_logits,
-    linear_kl_bwd,
-    linear_kl_fwd,
-)
-from tigon.ops.logprobs.kl_rows import KlOptions, KlUpstream, fp16_scale
-from tigon.ops.logprobs.linear_logprobs import WORTH_A_WAIT_FLOPS, finished
-from tigon.ops.logprobs.rows import check_logit_map, check_mask, check_temperature, contiguous
+from tigon.ops.dispatch import Differentiable, check_number, first_order
+from tigon.ops.lm_head import check_head, may_wait, settle_dtypes, spread, worth_gathering
+from tigon.ops.logprobs.divided_kl import DividedKlCall, divided_kl
+from tigon.ops.logprobs.kl_backward import kl_gradients, save_for_backward
+from tigon.ops.logprobs.kl_blocks import HeadPair, keeps_logits, linear_kl_fwd
+from tigon.ops.logprobs.kl_rows import DivergenceRows, KlOptions
+from tigon.ops.logprobs.linear_logprobs import WORTH_A_WAIT_FLOPS
+from tigon.ops.logprobs.rows import check_logit_map, check_mask, check_temperature
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import MIB, default_chunk_bytes
 from tigon.ops.losses.options import check_chunk_bytes
+from tigon.ops.vocab_parallel import DividedHead, VocabParallelOptions, divided_head, replicated
 
 # N tokens, H hidden, V vocabulary.
 
@@ -57,55 +53,22 @@ class LinearKl(torch.autograd.Function):
         *tensors, call, grad_enabled = args
         pair, index, rows = HeadPair(*tensors), call.index, tensors[0].shape[0]
         ctx.want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:6])
-        if index is not None:
-            p_hidden_NG, q_hidden_NH = (x.index_select(0, index) for x in (pair.p_hidden_NG, pair.q_hidden_NH))
-            pair = HeadPair(p_hidden_NG, pair.p_weight_VG, pair.p_bias, q_hidden_NH, pair.q_weight_VH, pair.q_bias)
+        pair = pair if index is None else pair.tokens_at(index)
         block_bytes, most_kept = call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         keep = any(ctx.want) and isinstance(pair.tokens, int) and keeps_logits(pair, most_kept)
         computed = linear_kl_fwd(pair, call.counts_N, call.options, keep, block_bytes)
         if any(ctx.want):
-            kept = (computed.p_kept_NV, computed.q_kept_NV) if keep else (None, None)
-            ctx.save_for_backward(
-                *vars(pair).values(), call.counts_N, index, computed.stats_8N, computed.peaks_2N, *kept
-            )
+            rows_of_results = DivergenceRows(call.counts_N, computed.value_N, computed.stats_8N, computed.peaks_2N)
+            kept = (computed.p_kept_NV, computed.q_kept_NV) if keep else None
+            save_for_backward(ctx, pair, call.counts_N, index, rows_of_results, kept)
         ctx.options, ctx.rows, ctx.block_bytes = call.options, rows, block_bytes
         return spread(computed.value_N, index, rows, 0.0)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, counts_N, index, stats_8N, peaks_2N, p_kept_NV, q_kept_NV = ctx.saved_tensors
-        pair, options = HeadPair(*tensors), ctx.options
-        dvalue_N = contiguous(dvalue_N if index is None else dvalue_N.index_select(0, index), stats_8N.dtype)
-        p_scale = p_left = q_scale = q_left = None
-        if pair.tokens and pair.p_hidden_NG.dtype == torch.float16:
-            p_scale, p_left = fp16_scale(dvalue_N, options.p, is_difference=options.is_jsd)
-        if pair.tokens and pair.q_hidden_NH.dtype == torch.float16:
-            q_scale, q_left = fp16_scale(dvalue_N, options.q, is_difference=True)
-        reuse = p_kept_NV is not None and not keeps_graph() and can_bypass_dispatcher((p_kept_NV, q_kept_NV))
-        backward: Any = backward_in_place if reuse else linear_kl_bwd
-        gradients = backward(
-            pair,
-            KlUpstream(counts_N, stats_8N, peaks_2N, dvalue_N, p_scale, q_scale),
-            p_kept_NV,
-            q_kept_NV,
-            options,
-            KlBackwardOptions._make((*ctx.want, ctx.block_bytes)),
-        )
-        V = pair.vocab
-        forms = ((p_left, index, ctx.rows), (p_left, None, V), (q_left, index, ctx.rows), (q_left, None, V))
-        dtypes = pair.p_hidden_NG.dtype, pair.q_hidden_NH.dtype
-        results: list[Tensor | None] = []
-        for side, (hidden, weight) in enumerate((forms[:2], forms[2:])):
-            dx, dw, db = gradients[3 * side : 3 * side + 3]
-            want_hidden, want_weight, want_bias = ctx.want[3 * side : 3 * side + 3]
-            results += [
-                finished(dx, *hidden, dtypes[side]) if want_hidden else None,
-                finished(dw, *weight, dtypes[side]) if want_weight else None,
-                finished(db.unsqueeze(1), *weight, dtypes[side]).squeeze(1) if want_bias else None,
-            ]
-        return (*results, None, None)
+        return (*kl_gradients(ctx, dvalue_N, None), None, None)
 
 
 def _apply(
@@ -137,6 +100,7 @@ def linear_kl(
     teacher_logit_scale: float = 1.0,
     mask: Tensor | None = None,
     chunk_bytes: int | None = None,
+    vocab_parallel: VocabParallelOptions | None = None,
 ) -> Tensor:
     """Divergence per token between a student's distribution p_s and a teacher's p_t, over one vocabulary.
 
@@ -171,6 +135,9 @@ def linear_kl(
         chunk_bytes: largest number of bytes of logits, the student's and the teacher's together, alive at once. One
             token's are the least. Logits of all tokens that fit are kept for backward, which saves two products. The
             default is blocks of 512 MiB, and up to 1 GiB kept, on GPUs; 16 MiB on the CPU.
+        vocab_parallel: the rows of both weights that this process holds, if the heads are divided by vocabulary. The
+            weights and biases are then these rows. Weights that are DTensors of Shard(0) need no such options, and
+            hidden states are DTensors of Replicate(). Both heads must be divided alike.
 
     Returns:
         (...) divergences in nats, fp32 (fp64 if an input is fp64). They are differentiable for any upstream gradient,
@@ -181,10 +148,17 @@ def linear_kl(
             (a weight with 0 elements is sharded); or the tensors are on several devices.
         DtypeError: a tensor is none of the four floats.
         OptionError: an option is unknown, is not a number or is outside its range.
+        ShardingError: one head is divided otherwise than the other, a DTensor has other placements, or vocab_parallel
+            is given without a process group.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    check_head(hidden, weight, bias)
-    check_head(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
+    divided = _divided_pair((hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), vocab_parallel)
+    if divided is None:
+        check_head(hidden, weight, bias)
+        check_head(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
+    else:
+        (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = (head.tensors for head in divided)
+        mask = replicated(mask, "mask")
     common.check_devices(
         hidden=hidden, weight=weight, bias=bias, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight,
         teacher_bias=teacher_bias, mask=mask,
@@ -208,17 +182,40 @@ def linear_kl(
     student_first, share = _direction(kind, beta)
     student = _flat_head(hidden, weight, bias)
     teacher = _flat_head(teacher_hidden, teacher_weight, teacher_bias)
-    index = None if mask is None else _rows_that_count(mask.reshape(-1), weight, teacher_weight)
+    index = None if mask is None else _rows_that_count(mask.reshape(-1), weight, teacher_weight, divided is not None)
     maps = (*student_map, *teacher_map) if student_first else (*teacher_map, *student_map)
-    call = LinearKlCall(
-        counts_N=None if mask is None or index is not None else mask.reshape(-1).to(torch.uint8),
-        index=index,
-        options=KlOptions(share, temperature, *maps),
-        chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
-    )
-    apply = _linear_kl if torch.compiler.is_compiling() else _apply
     sides = (*student, *teacher) if student_first else (*teacher, *student)
+    counts_N = None if mask is None or index is not None else mask.reshape(-1).to(torch.uint8)
+    options = KlOptions(share, temperature, *maps)
+    block_bytes = default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
+    if divided is not None:
+        of_parts = DividedKlCall(
+            counts_N=counts_N, index=index, options=options, chunk_bytes=block_bytes, part=divided[0].part,
+            most_rows=divided[0].most_rows(),
+        )  # fmt: skip
+        return divided_kl(sides, of_parts).view(rows)
+    call = LinearKlCall(counts_N=counts_N, index=index, options=options, chunk_bytes=block_bytes)
+    apply = _linear_kl if torch.compiler.is_compiling() else _apply
     return apply(*sides, call).view(rows)
+
+
+_Head = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _divided_pair(
+    student: _Head, teacher: _Head, vocab_parallel: VocabParallelOptions | None
+) -> tuple[DividedHead, DividedHead] | None:
+    """This process's parts of two heads that are divided alike; None for whole heads."""
+    student_part = divided_head(*student, vocab_parallel)
+    teacher_part = divided_head(*teacher, vocab_parallel, "teacher_")
+    if student_part is None and teacher_part is None:
+        return None
+    if student_part is None or teacher_part is None or student_part.part != teacher_part.part:
+        raise ShardingError(
+            "weight and teacher_weight are not divided alike by vocabulary. Divide both over the same processes, into "
+            "the same rows."
+        )
+    return student_part, teacher_part
 
 
 def _direction(kind: str, beta: float) -> tuple[bool, float]:
@@ -238,11 +235,14 @@ def _flat_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
     return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
 
-def _rows_that_count(mask_N: Tensor, weight_VH: Tensor, teacher_weight_VG: Tensor) -> Tensor | None:
-    """Flat positions of the tokens that count, or None to compute all (see `linear_logprobs`)."""
+def _rows_that_count(mask_N: Tensor, weight_VH: Tensor, teacher_weight_VG: Tensor, divided: bool) -> Tensor | None:
+    """Flat positions of the tokens that count, or None to compute all (see `linear_logprobs`).
+
+    divided: the mask alone decides, because processes with different numbers of rows must drop the same tokens.
+    """
     # Two products in the forward, and in the backward again; two more for the student's gradients.
     flops = mask_N.numel() * (8 * weight_VH.numel() + 4 * teacher_weight_VG.numel())
-    if not may_wait(mask_N) or (mask_N.is_cuda and flops < WORTH_A_WAIT_FLOPS["mask"]):
+    if not may_wait(mask_N) or (mask_N.is_cuda and not divided and flops < WORTH_A_WAIT_FLOPS["mask"]):
         return None
     return worth_gathering(mask_N.nonzero().squeeze(1), mask_N.numel())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,14 @@ from tigon.ops.logprobs.blocks import (
     linear_logprobs_bwd,
     linear_logprobs_fwd,
 )
+from tigon.ops.logprobs.divided_logprobs import divided_logprobs
 from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
+from tigon.ops.logprobs.results import Results, finished, public, spread_rows
 from tigon.ops.logprobs.rows import (
     LogprobOptions,
     Logprobs,
     Upstream,
+    backward_ids,
     check_ids,
     check_options,
     contiguous,
@@ -40,6 +43,7 @@ from tigon.ops.logprobs.rows import (
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import MIB, default_chunk_bytes
 from tigon.ops.losses.options import check_chunk_bytes
+from tigon.ops.vocab_parallel import ANY_VOCABULARY, DividedHead, VocabParallelOptions, divided_head, replicated
 
 # N tokens, H hidden, V vocabulary, K ids of a token, J largest logits of a token.
 
@@ -62,17 +66,6 @@ class LinearLogprobsCall:
     """(bytes of a block's logits, most bytes of logits that are kept)"""
 
 
-class Results(NamedTuple):
-    """The results of the operator, one row per token; what is not wanted is empty."""
-
-    logprob_NK: Tensor
-    lse_N: Tensor
-    entropy_N: Tensor
-    predicted_N: Tensor
-    topk_logprob_NJ: Tensor
-    topk_ids_NJ: Tensor
-
-
 class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -89,24 +82,24 @@ class LinearLogprobs(torch.autograd.Function):
         keep = any(ctx.want) and isinstance(N, int) and keeps_logits(N, V, hidden_NH.element_size(), most_kept)
         computed = linear_logprobs_fwd(HeadTensors(hidden_NH, weight_VH, bias), ids_NK, options, keep, block_bytes)
         if any(ctx.want):
-            # The largest logits are ids like the others in the backward.
-            all_ids = torch.cat([ids_NK.long(), computed.topk_ids_NJ], 1) if options.top_k else ids_NK
+            all_ids, options_of_backward = backward_ids(ids_NK, computed.topk_ids_NJ, options)
+            ctx.options = options_of_backward
             kept = computed.kept_NV if keep else None
             ctx.save_for_backward(
                 hidden_NH, weight_VH, bias, all_ids, computed.stats_2N, computed.entropy_N, kept, index
             )  # fmt: skip
-        ctx.options, ctx.lse, ctx.rows, ctx.block_bytes, ctx.ids = options, call.lse, rows, block_bytes, ids_NK.shape[1]
+        ctx.lse, ctx.rows, ctx.block_bytes, ctx.ids = call.lse, rows, block_bytes, ids_NK.shape[1]
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
         lse_N = computed.stats_2N.sum(0) if call.lse else computed.entropy_N.new_empty(0)
         ignored = options.ignore_index
         results = Results(
-            _spread(computed.logprob_NK, index, rows, 0.0),
-            _spread(lse_N, index, rows, 0.0) if call.lse else lse_N,
-            _spread(computed.entropy_N, index, rows, 0.0) if options.entropy else computed.entropy_N,
-            _spread(computed.predicted_N, index, rows, ignored) if options.predicted else computed.predicted_N,
-            _spread(computed.topk_logprob_NJ, index, rows, 0.0),
-            _spread(computed.topk_ids_NJ, index, rows, ignored),
+            spread_rows(computed.logprob_NK, index, rows, 0.0),
+            spread_rows(lse_N, index, rows, 0.0) if call.lse else lse_N,
+            spread_rows(computed.entropy_N, index, rows, 0.0) if options.entropy else computed.entropy_N,
+            spread_rows(computed.predicted_N, index, rows, ignored) if options.predicted else computed.predicted_N,
+            spread_rows(computed.topk_logprob_NJ, index, rows, 0.0),
+            spread_rows(computed.topk_ids_NJ, index, rows, ignored),
         )
         ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
         return results
@@ -151,21 +144,6 @@ class LinearLogprobs(torch.autograd.Function):
         )
 
 
-def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Tensor:
-    """`values` at their flat positions among `rows`, `fill` elsewhere."""
-    if index is None:
-        return values
-    return values.new_full((rows, *values.shape[1:]), fill).index_copy_(0, index, values)
-
-
-def finished(gradient: Tensor, left: Tensor | None, index: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
-    """A gradient times the factor it lacks, in its own dtype, at its positions."""
-    if left is None and index is None and gradient.dtype == dtype:
-        return gradient
-    left = torch.ones((), dtype=torch.float32, device=gradient.device) if left is None else left
-    return common.scale_rows(gradient, left, index, rows, dtype)  # type: ignore[no-any-return]
-
-
 def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearLogprobsCall) -> Results:
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     return Results(*LinearLogprobs.apply(hidden, weight, bias, call, torch.is_grad_enabled()))
@@ -188,6 +166,7 @@ def linear_logprobs(
     outputs: tuple[str, ...] = (),
     top_k: int = 0,
     chunk_bytes: int | None = None,
+    vocab_parallel: VocabParallelOptions | None = None,
 ) -> Tensor | Logprobs:
     """Log-probabilities of `ids` under softmax(z), z = softcap(logit_scale · (hidden @ weight.T + bias)) / temperature.
 
@@ -210,6 +189,9 @@ def linear_logprobs(
         chunk_bytes: largest number of bytes of logits alive at once; logits of all tokens that fit are kept for
             backward, which saves a product. The default is blocks of 512 MiB, and up to 1 GiB kept, on GPUs; 16 MiB on
             the CPU.
+        vocab_parallel: the rows of the weight that this process holds, if the head is divided by vocabulary. weight and
+            bias are then these rows. A weight that is a DTensor of Shard(0) needs no such options, and hidden is a
+            DTensor of Replicate().
 
     Returns:
         Log-probabilities of the shape of ids, fp32 (fp64 for fp64 inputs); with `outputs` or `top_k`, a `Logprobs`.
@@ -220,19 +202,28 @@ def linear_logprobs(
             sharded); or the tensors are on several devices.
         DtypeError: hidden, weight or bias is none of the four floats, or ids are neither int64 nor int32.
         OptionError: an option is unknown, is not a number or is outside its range.
+        ShardingError: a DTensor has other placements, or vocab_parallel is given without a process group.
         LabelError: an id is outside [0, V) and is not ignore_index. Checked on the CPU, and on a GPU only with
             TIGON_CHECK=1; otherwise the log-probability on a GPU is NaN.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    check_head(hidden, weight, bias)
+    divided = divided_head(hidden, weight, bias, vocab_parallel)
+    if divided is not None:
+        hidden, ids, mask = divided.hidden, replicated(ids, "ids"), replicated(mask, "mask")
+    else:
+        check_head(hidden, weight, bias)
     common.check_devices(hidden=hidden, weight=weight, bias=bias, ids=ids, mask=mask)
     options = check_options(
         ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature, top_k=top_k,
-        outputs=outputs, vocab=weight.shape[0],
+        outputs=outputs, vocab=_most_top_k(weight, divided),
     )  # fmt: skip
     check_chunk_bytes(chunk_bytes)
     rows = hidden.shape[:-1]
     ids_NK = flat_ids(ids, mask, rows, ignore_index, "hidden")
+    bytes_of_blocks = default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
+    if divided is not None:
+        results = divided_logprobs(divided, ids_NK, options, bytes_of_blocks)
+        return public(results, ids.shape, rows, options, "lse" in outputs)
     hidden, weight, bias = settle_dtypes(hidden, weight, bias)
     if may_wait(ids_NK):
         # Checked here so that the message names the caller's position: tokens are dropped below.
@@ -242,29 +233,18 @@ def linear_logprobs(
         index=_rows_that_count(ids_NK, ignore_index, weight, "ids" if mask is None else "mask"),
         options=options,
         lse="lse" in outputs,
-        chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
+        chunk_bytes=bytes_of_blocks,
     )
     apply = _linear_logprobs if torch.compiler.is_compiling() else _apply
-    results: Results = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
+    results = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
     return public(results, ids.shape, rows, options, "lse" in outputs)
 
 
-def public(
-    results: Results, ids_shape: torch.Size, rows: torch.Size, options: LogprobOptions, lse: bool
-) -> Tensor | Logprobs:
-    """The public function's result: the log-probabilities alone, or `Logprobs`."""
-    logprob = results.logprob_NK.view(ids_shape)
-    if not (lse or options.entropy or options.predicted or options.top_k):
-        return logprob
-    top = (*rows, options.top_k)
-    return Logprobs(
-        logprob,
-        lse=results.lse_N.view(rows) if lse else None,
-        entropy=results.entropy_N.view(rows) if options.entropy else None,
-        predicted=results.predicted_N.view(rows) if options.predicted else None,
-        topk_logprob=results.topk_logprob_NJ.view(top) if options.top_k else None,
-        topk_ids=results.topk_ids_NJ.view(top) if options.top_k else None,
-    )
+def _most_top_k(weight: Tensor, divided: DividedHead | None) -> int:
+    """The whole vocabulary; a bound of it for a divided head whose other parts are unknown."""
+    if divided is None or divided.vocab is not None:
+        return weight.shape[0]
+    return ANY_VOCABULARY
 
 
 def _rows_that_count(ids_NK: Tensor, ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:

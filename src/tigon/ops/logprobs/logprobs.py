@@ -11,8 +11,16 @@ from torch import Tensor
 from tigon.errors import ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
-from tigon.ops.logprobs.linear_logprobs import Results, public
+from tigon.ops.logprobs.divided_logprobs import (
+    Parted,
+    check_known,
+    combined,
+    local_ids,
+    local_options,
+    local_upstream,
+)
 from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
+from tigon.ops.logprobs.results import Results, public
 from tigon.ops.logprobs.rows import (
     Block,
     LogprobOptions,
@@ -20,6 +28,7 @@ from tigon.ops.logprobs.rows import (
     Rows,
     Upstream,
     add_block,
+    backward_ids,
     check_ids,
     check_options,
     contiguous,
@@ -28,12 +37,13 @@ from tigon.ops.logprobs.rows import (
     joined_upstream,
 )
 from tigon.ops.losses import common
+from tigon.ops.vocab_parallel import ANY_VOCABULARY, VocabParallelOptions, check_columns, outside_graphs
 
-# N rows (tokens), V vocabulary, K ids of a row, J largest logits of a row.
+# N rows (tokens), V vocabulary, U columns of the logits in this process, K ids of a row, J largest logits of a row.
 
 
 class RowResults(NamedTuple):
-    """What the forward returns; what is not wanted is empty."""
+    """The forward's results; those that are not wanted are empty."""
 
     logprob_NK: Tensor
     stats_2N: Tensor
@@ -88,10 +98,9 @@ class LogprobsOfLogits(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, call: LogprobsCall) -> Results:
         options, ids_NK = call.options, call.ids_NK
         computed = logprobs_fwd(logits_NV, ids_NK, options)
-        # The largest logits are ids like the others in the backward.
-        all_ids = torch.cat([ids_NK.long(), computed.topk_ids_NJ], 1) if options.top_k else ids_NK
+        all_ids, ctx.options = backward_ids(ids_NK, computed.topk_ids_NJ, options)
         ctx.save_for_backward(logits_NV, all_ids, computed.stats_2N, computed.entropy_N)
-        ctx.options, ctx.lse, ctx.ids = options, call.lse, ids_NK.shape[1]
+        ctx.lse, ctx.ids = call.lse, ids_NK.shape[1]
         ctx.set_materialize_grads(False)
         lse_N = computed.stats_2N.sum(0) if call.lse else computed.entropy_N.new_empty(0)
         ctx.mark_non_differentiable(computed.predicted_N, computed.topk_ids_NJ)
@@ -121,6 +130,42 @@ class LogprobsOfLogits(torch.autograd.Function):
         return logprobs_bwd(logits_NV, upstream, ctx.options), None
 
 
+class DividedLogits(torch.autograd.Function):
+    """For logits whose columns are divided among processes; see `divided_logprobs.py`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NU: Tensor, ids_NK: Tensor, options: LogprobOptions, part: VocabParallelOptions
+    ) -> Results:
+        local = local_ids(ids_NK, ids_NK == options.ignore_index, part)
+        of_local = local_options(options, logits_NU.shape[1])
+        results, parted = combined(logprobs_fwd(logits_NU, local.local_NK, of_local), local, options, part)
+        check_known(ids_NK, parted.unknown_NK, logits_NU)
+        ctx.save_for_backward(logits_NU, *parted)
+        ctx.options, ctx.sizes = of_local, (ids_NK.shape[1], options.top_k)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
+        return results
+
+    @staticmethod
+    @first_order
+    def backward(
+        ctx: Any, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, _dpredicted: Any,
+        dtopk: Tensor | None, _dids: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        logits_NU, *parted = ctx.saved_tensors
+        upstream = local_upstream(Parted(*parted), (dlogprob, dlse, dentropy, dtopk), ctx.sizes)
+        return logprobs_bwd(logits_NU, upstream, ctx.options), None, None, None
+
+
+@outside_graphs
+def divided_logits(
+    logits_NU: Tensor, ids_NK: Tensor, options: LogprobOptions, part: VocabParallelOptions
+) -> Results:  # fmt: skip
+    """The results of `logprobs` for ids (N, K) of the whole vocabulary and this process's logits."""
+    return Results._make(DividedLogits.apply(logits_NU, ids_NK.long(), options, part))
+
+
 def _apply(logits: Tensor, call: LogprobsCall) -> Results:
     return Results(*LogprobsOfLogits.apply(logits, call))
 
@@ -139,18 +184,22 @@ def logprobs(
     mask: Tensor | None = None,
     outputs: tuple[str, ...] = (),
     top_k: int = 0,
+    vocab_parallel: VocabParallelOptions | None = None,
 ) -> Tensor | Logprobs:
     """Log-probabilities of `ids` under softmax(z), z = softcap(logit_scale · logits) / temperature.
 
     Args:
         logits: (..., V), fp16, bf16, fp32 or fp64, any strides; never written to.
         ids, temperature, softcap, logit_scale, ignore_index, mask, outputs, top_k: as in `linear_logprobs`.
+        vocab_parallel: the columns of the logits that this process has, if they are divided by vocabulary. logits are
+            then (..., U), these columns.
 
     Returns:
         As `linear_logprobs`.
 
     Raises:
         ShapeError: logits are 0-dim or V is 0; ids or mask has the wrong shape; or the tensors are on several devices.
+        ShardingError: vocab_parallel is given without a process group.
         DtypeError, OptionError, LabelError, DoubleBackwardError: as in `linear_logprobs`.
     """
     check_dtype(logits)
@@ -161,12 +210,15 @@ def logprobs(
     common.check_devices(logits=logits, ids=ids, mask=mask)
     options = check_options(
         ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature, top_k=top_k,
-        outputs=outputs, vocab=V,
+        outputs=outputs, vocab=V if vocab_parallel is None else ANY_VOCABULARY,
     )  # fmt: skip
     ids_NK = flat_ids(ids, mask, rows, ignore_index, "logits")
     logits_NV = logits.reshape(-1, V)
     if logits_NV.stride(1) != 1 and V > 1:
         logits_NV = logits_NV.contiguous()
+    if vocab_parallel is not None:
+        divided = divided_logits(logits_NV, ids_NK, options, check_columns(vocab_parallel, V))
+        return public(divided, ids.shape, rows, options, "lse" in outputs)
     apply = _logprobs if torch.compiler.is_compiling() else _apply
     results: Results = apply(logits_NV, LogprobsCall(ids_NK=ids_NK, options=options, lse="lse" in outputs))
     return public(results, ids.shape, rows, options, "lse" in outputs)

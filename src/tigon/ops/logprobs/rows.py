@@ -24,12 +24,14 @@ from tigon.ops.losses.common import FP16_SCALE, check_labels, wants_label_check
 OUTPUTS = ("lse", "entropy", "predicted")
 _BLOCK_ELEMENTS = 1 << 19
 """Elements of the rows that the reference computes at once: 2 MiB of fp32, which stay in cache."""
+NO_ID = -(1 << 31)
+"""The `ignore_index` of ids that tigon has written."""
 _LARGEST_LOGPROB = 16.0
 """|log p| of the tokens that matter to an entropy's gradient p · (log p + entropy), for fp16's range."""
 
 
 class Logprobs(NamedTuple):
-    """The result of `logprobs` and `linear_logprobs` with `outputs` or `top_k`. What was not asked for is None.
+    """The result of `logprobs` and `linear_logprobs` with `outputs` or `top_k`. Results not asked for are None.
 
     All are 0 (ids: ignore_index) where a token is left out. All but `predicted` and `topk_ids` are differentiable.
 
@@ -50,7 +52,7 @@ class Logprobs(NamedTuple):
 
 
 class LogprobOptions(NamedTuple):
-    """What a call computes."""
+    """The results that a call computes."""
 
     ignore_index: int = -100
     softcap: float | None = None
@@ -365,6 +367,21 @@ def _gradient_reference(block: Block, upstream: Upstream, options: LogprobOption
     if upstream.scale is not None:
         dz.mul_(upstream.scale)
     grad_NC.copy_(dz.masked_fill_(~counts.any(1).unsqueeze(1), 0.0))
+
+
+def backward_ids(ids_NK: Tensor, topk_ids_NJ: Tensor, options: LogprobOptions) -> tuple[Tensor, LogprobOptions]:
+    """(the ids whose log-probabilities have gradients, (N, K + J), and the options that the backward reads them with)
+
+    The largest logits are ids like the others. One of them may equal `ignore_index`, such as a padding token's, so ids
+    that are left out get a number that no vocabulary has.
+    """
+    if not options.top_k:
+        return ids_NK, options
+    ids_NK = ids_NK.long()
+    left_out = ids_NK == options.ignore_index
+    of_row = left_out.all(1, keepdim=True)
+    all_ids = torch.cat([torch.where(left_out, NO_ID, ids_NK), torch.where(of_row, NO_ID, topk_ids_NJ)], 1)
+    return all_ids, options._replace(ignore_index=NO_ID)
 
 
 def joined_upstream(

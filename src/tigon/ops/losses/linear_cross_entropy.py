@@ -53,9 +53,11 @@ from tigon.ops.losses.cross_entropy import (
     cross_entropy_oracle,
     loss_inputs,
 )
+from tigon.ops.losses.divided_cross_entropy import DividedLoss, divided_cross_entropy
 from tigon.ops.losses.head_adapter import check_adapter, low_rank_hidden
 from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_vector
 from tigon.ops.losses.prepared_targets import PreparedTargets
+from tigon.ops.vocab_parallel import VocabParallelOptions, divided_head, refuse_options
 
 # N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary, R rank of an adapter.
 
@@ -370,6 +372,7 @@ def linear_cross_entropy(
     scaling: float = 1.0,
     adapter_hidden: Tensor | None = None,
     outputs: tuple[str, ...] = (),
+    vocab_parallel: VocabParallelOptions | None = None,
 ) -> Tensor | LossOutput:
     """Compute `cross_entropy(hidden @ weight.T + bias, target)` without holding all the logits.
 
@@ -396,6 +399,9 @@ def linear_cross_entropy(
             cast to the products' dtype; each gradient has its matrix's own dtype.
         scaling: multiplies the adapter's result; PEFT's `lora_alpha / r`.
         adapter_hidden: (..., H), what the adapter reads instead of hidden, such as hidden after dropout.
+        vocab_parallel: the rows of the weight that this process holds, if the head is divided by vocabulary. weight and
+            bias are then these rows, class_weight is still (V,). A weight that is a DTensor of Shard(0) needs no such
+            options, and hidden is a DTensor of Replicate().
         ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
             as in `cross_entropy`.
 
@@ -412,6 +418,8 @@ def linear_cross_entropy(
             with chunk_bytes or fp32_accumulate=False; fp32_accumulate=False with fp16; target was prepared with shifts
             or another ignore_index; lora_a without lora_b or the other way round; adapter_hidden without them; or
             scaling is not finite.
+        ShardingError: a DTensor has other placements, vocab_parallel is given without a process group, or a divided
+            head has label_smoothing or an adapter.
         LabelError: as in `cross_entropy`.
         DoubleBackwardError: in backward, with create_graph=True.
     """
@@ -427,11 +435,19 @@ def linear_cross_entropy(
         LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
         reduction=reduction, num_items=num_items, outputs=outputs,
     )  # fmt: skip
-    _check_linear(hidden, weight, bias, labels, class_weight, token_weight)
     check_chunk_bytes(chunk_bytes)
     check_chunk_bytes(memory_bytes, "memory_bytes")
     if memory_bytes is not None and (chunk_bytes is not None or not fp32_accumulate):
         raise OptionError("memory_bytes chooses the chunks and their sum; leave out chunk_bytes and fp32_accumulate.")
+    divided = divided_head(hidden, weight, bias, vocab_parallel)
+    if divided is not None:
+        refuse_options(label_smoothing=bool(label_smoothing), lora_a=lora_a is not None, lora_b=lora_b is not None)
+        loss = DividedLoss(
+            target=labels, class_weight=class_weight, token_weight=token_weight, num_items=num_items,
+            reduction=reduction, outputs=outputs, chunk_bytes=chunk_bytes, memory_bytes=memory_bytes,
+        )  # fmt: skip
+        return divided_cross_entropy(divided, options, loss)
+    _check_linear(hidden, weight, bias, labels, class_weight, token_weight)
     check_adapter(hidden, weight, lora_a, lora_b, scaling, adapter_hidden)
     leaf = LeafGradient.of(weight)
     hidden, weight, bias = settle_dtypes(hidden, weight, bias)

@@ -24,7 +24,7 @@ from tigon.techniques.mechanisms import fused_linear
 # Imported by name, because the attribute `tigon.ops.linear_cross_entropy` is the function, not a module.
 _LOSS: Any = importlib.import_module("tigon.ops.losses.linear_cross_entropy")
 _MULTI_HEAD_LOSS: Any = importlib.import_module("tigon.ops.losses.multi_head")
-_KL: Any = importlib.import_module("tigon.ops.logprobs.linear_kl")
+_KL: Any = importlib.import_module("tigon.ops.logprobs.kl_backward")
 _LOGPROBS: Any = importlib.import_module("tigon.ops.logprobs.linear_logprobs")
 
 

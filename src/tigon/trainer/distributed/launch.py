@@ -45,6 +45,7 @@ ASKS = (
 )  # fmt: skip
 ASKS_NOTHING = ("", "0", "1.0", "false", "no", "none", "off")
 MEETING_S = 10  # wait for the other processes before a message about it
+ROLL_CALL_S = 2  # wait for the other survivors of a lost process
 ALONE_S = 60  # wait of a process that has failed, because the others may be blocked in a collective with it
 
 
@@ -163,15 +164,29 @@ def _waiting_message() -> Iterator[None]:
         timer.cancel()
 
 
+def has_several_nodes() -> bool:
+    """Whether other processes of the run are on other machines."""
+    return world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """The main process runs the block before the others, so that files in a cache are made once."""
-    if rank() > 0:
+    """The main process runs the block first, then one process of each other node, then all others.
+
+    So the files in a cache are made once per node, or once if the nodes share the cache.
+    """
+    if world_size() == 1:
+        yield
+        return
+    n_turns = 3 if has_several_nodes() else 2
+    first_of_node = n_turns == 3 and int(os.environ.get("LOCAL_RANK", "0")) == 0
+    turn = 0 if rank() == 0 else 1 if first_of_node else n_turns - 1
+    for _ in range(turn):
         distributed.barrier()
     try:
         yield
     finally:  # also if the main process refuses the run, so that the others refuse it too instead of losing a peer
-        if world_size() > 1 and rank() == 0:
+        for _ in range(n_turns - 1 - turn):
             distributed.barrier()
 
 
@@ -246,6 +261,24 @@ def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] 
     except distributed.DistError:
         return None
     return values
+
+
+def silent_processes() -> list[int] | None:
+    """The processes that do not say within `ROLL_CALL_S` that they have lost a peer too; None if the store is gone.
+
+    A process calls it after it has lost a peer.
+    """
+    others = [other for other in range(world_size()) if other != rank()]
+    deadline_s = time.monotonic() + ROLL_CALL_S
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        store.set(f"tigon/survivor/{rank()}", "yes")
+        while others and time.monotonic() < deadline_s:
+            others = [other for other in others if not store.check([f"tigon/survivor/{other}"])]
+            time.sleep(0.05)
+    except (RuntimeError, ValueError):  # ValueError: there is no process group
+        return None
+    return others
 
 
 def _all_gather_by_collective(value: int) -> list[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from tigon.errors import ProcessError, RecipeError, RunFolderError, TigonError
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint, elastic
 from tigon.trainer.distributed import launch, signals
+from tigon.trainer.distributed.failures import LOST_ANOTHER, NODE
 from tigon.trainer.guards import prediction, preflight, system_limits
 from tigon.trainer.run_folder import RunFolder
 
@@ -47,10 +49,20 @@ def to_user_error(error: Exception, run: RunFolder, command: str) -> TigonError 
         )
     if lost := lost_peer_message(error):
         return ProcessError(
-            f"process {launch.rank()} of {launch.world_size()} has lost another process, which ended or cannot be "
-            f"reached ({lost}); fix the cause and continue with `{command} --resume`"
+            f"process {launch.rank()} of {launch.world_size()} {LOST_ANOTHER}{_who_is_lost()}, which ended or cannot "
+            f"be reached ({lost}); fix the cause and continue with `{command} --resume`"
         )
     return None
+
+
+def _who_is_lost() -> str:
+    """The processes that do not answer, in parentheses, unless `tigon train` on this node finds out."""
+    if NODE in os.environ:
+        return ""
+    silent = launch.silent_processes()
+    if silent is None:
+        return f" (the store at {os.environ.get('MASTER_ADDR')} is gone)"
+    return f" ({', '.join(map(str, silent))})" if silent else ""
 
 
 def is_no_checkpoints_fault(error: Exception, run: RunFolder) -> bool:

@@ -1,14 +1,18 @@
-"""The loss per token of a head with a temperature, for policy training, through `tigon.linear_logprobs`."""
+"""The loss per token of a head with a temperature, for policy training, through `tigon.linear_logprobs`.
+
+The head may be whole, or divided by vocabulary over a tensor-parallel group.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tigon import ops
-from tigon.errors import OptionError
+from tigon.errors import OptionError, ShardingError
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
@@ -37,3 +41,40 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         if selected_token_ids is not None:
             results.append(logprob[:, 1:])
         return results[0] if len(results) == 1 else tuple(results)
+
+
+class LigerFusedLinearScaledCrossEntropyTPFunction:
+    """-log p(target), and the entropy if requested, of a head that is divided evenly by vocabulary over `tp_group`.
+
+    The gradient of `_input` is summed over the group, that of `weight` is of this process's rows. `tiles_per_reduce`
+    has no effect: the statistics of all tokens are exchanged at once. Unlike Liger's, it also runs on the CPU.
+    """
+
+    @staticmethod
+    def apply(
+        _input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0,
+        ignore_index: int = -100, tiles_per_reduce: int = 1, return_entropy: bool = False,
+    ) -> Any:  # fmt: skip
+        if isinstance(tiles_per_reduce, bool) or tiles_per_reduce not in (1, 2, 4):
+            raise OptionError(f"tiles_per_reduce={tiles_per_reduce!r} must be 1, 2 or 4.")
+        if not isinstance(return_entropy, bool):
+            raise OptionError(f"return_entropy={return_entropy!r} must be True or False.")
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ShardingError("tp_group needs a process group; call torch.distributed.init_process_group first.")
+        start = dist.get_rank(tp_group) * weight.shape[0]
+        found = ops.linear_logprobs(
+            _input, weight, target, temperature=temperature, ignore_index=ignore_index,
+            outputs=("entropy",) if return_entropy else (),
+            vocab_parallel=ops.VocabParallelOptions(start, start + weight.shape[0], tp_group),
+        )  # fmt: skip
+        return -found if isinstance(found, Tensor) else (-found.logprob, found.entropy)
+
+
+def liger_fused_linear_scaled_cross_entropy_tp(
+    input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0, ignore_index: int = -100,
+    tiles_per_reduce: int = 1, return_entropy: bool = False,
+) -> Any:  # fmt: skip
+    """As `LigerFusedLinearScaledCrossEntropyTPFunction.apply`."""
+    return LigerFusedLinearScaledCrossEntropyTPFunction.apply(
+        input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
+    )

@@ -23,13 +23,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tigon.errors import PatchError
+from tigon.models.seams.base import is_dtensor
 from tigon.models.seams.head.logits import LogitMap, Step, map_of
 
 
@@ -56,6 +57,8 @@ class LogitsSource:
             self._autocast = partial(torch.autocast, device_type, dtype=dtype, enabled=on)
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
         self._weight_shape, self._versions = weight.shape, self._versions_now()
+        self._divided = weight if is_dtensor(weight) else None
+        """The weight of a head that is divided by vocabulary, which no framework replaces by a shard of it."""
         self._grad_enabled = torch.is_grad_enabled()
         self.touched = False
         """Whether other code holds the computed logits. A write to them may be invisible (`.data`, numpy), so from then
@@ -80,14 +83,19 @@ class LogitsSource:
         weight = self.head.weight
         assert isinstance(weight, Tensor)
         whole = type(weight) in (Tensor, nn.Parameter) and weight.shape == self._weight_shape
+        if weight is self._divided:
+            self._check_versions()
         if not (whole and weight.untyped_storage().nbytes() > 0):
             return self._forward_sharded()
+        self._check_versions()
+        return self.plain_forward(self.head, self.hidden)
+
+    def _check_versions(self) -> None:
         if self._versions_now() != self._versions:
             raise PatchError(
                 "outputs.logits was first read after lm_head.weight (or the hidden states) had changed, so the logits "
                 "of that forward are gone. Read them before optimizer.step(), or patch with linear_cross_entropy=False."
             )
-        return self.plain_forward(self.head, self.hidden)
 
     def _forward_sharded(self) -> Tensor:
         # FSDP or ZeRO-3 has sharded the weight since the forward. Only a call of the module, with hooks, gathers it.
@@ -218,6 +226,16 @@ class DeferredLogits(Tensor):
             self._real = tensor if self.requires_grad else tensor.detach()
             _hand_over_hooks(self, self._real)
         return self._real
+
+    # The hooks of a head that is divided by vocabulary gather a DTensor of logits. There is nothing to gather here.
+    # Logits that are read come from the head and its hooks again (`LogitsSource`).
+    placements: ClassVar[None] = None
+
+    def redistribute(self, *_: Any, **__: Any) -> DeferredLogits:
+        return self
+
+    def to_local(self, **_: Any) -> DeferredLogits:
+        return self
 
     def logit_map(self) -> LogitMap | None:
         """The scaling and capping of the logits since the head, or None if the steps do not form a `LogitMap`."""

@@ -37,6 +37,7 @@ from tigon import ops
 from tigon.errors import OptionError, PatchError, ShapeError
 from tigon.models.seams.base import PatchedModule, Seam, imitate, is_dtensor
 from tigon.models.seams.head.deferred_logits import DeferredLogits, LogitsSource, version_of
+from tigon.models.seams.head.divided_head import has_tensor_parallel_forward, is_divided, own_rows
 from tigon.models.seams.head.logits import LogitAttributes, LogitMap
 from tigon.models.seams.head.token_metrics import TokenMetrics
 from tigon.models.seams.head.traced_logits import TracedLogits, UncomputedLogits
@@ -137,7 +138,8 @@ class LossCall:
     ) -> Tensor:
         """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as in transformers' ForCausalLMLoss.
 
-        adapter: the keywords of `ops.linear_cross_entropy` for the head's LoRA adapter, for hidden (N, H).
+        adapter: more keywords of `ops.linear_cross_entropy`: of the head's LoRA adapter, for hidden (N, H), or of a
+            divided head's rows.
         """
         self.vocab_size = weight.shape[0]
         if torch.compiler.is_compiling() or not self._unwritten(self._read_at, self.target):
@@ -279,19 +281,37 @@ class HeadSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain_forward = base.forward
 
-        def forward(self: Any, input: Tensor) -> Any:
+        def fused(self: Any, input: Tensor, same_hidden: bool = False) -> Any:
+            """The loss in place of logits, or None if logits are wanted. same_hidden: as in `is_divided`."""
             call = requested_loss(self)
             if call is None:
-                return plain_forward(self, input)
-            if not whole(self):
+                return None
+            if not (whole(self) or is_divided(self, input, same_hidden)):
                 warn_full_logits(self, "lm_head.weight is a shard (tensor parallel)")
-                return plain_forward(self, input)
+                return None
             if not call.fits(input):
-                return plain_forward(self, input)
-            loss = call.answer(input, self.weight, self.bias, vars(self).get("loss_memory_bytes"))
+                return None
+            memory_bytes = vars(self).get("loss_memory_bytes")
+            if is_dtensor(self.weight) and not is_dtensor(input):
+                weight, bias, part = own_rows(self)
+                loss = call.answer(input, weight, bias, memory_bytes, vocab_parallel=part)
+            else:
+                loss = call.answer(input, self.weight, self.bias, memory_bytes)
+            call.vocab_size = self.weight.shape[0]
             return deferred(call, loss, self, plain_forward, input)
 
-        return {"forward": forward}
+        def forward(self: Any, input: Tensor) -> Any:
+            output = fused(self, input)
+            return plain_forward(self, input) if output is None else output
+
+        def around(self: Any, inner: Callable[..., Any], input: Tensor) -> Any:
+            output = fused(self, input, same_hidden=not is_dtensor(input))
+            return inner(input) if output is None else output
+
+        return {"forward": forward, "_tigon_around": around}
+
+    def goes_around(self, module: nn.Module) -> bool:
+        return has_tensor_parallel_forward(module)
 
 
 def requested_loss(head: nn.Module) -> LossCall | None:
@@ -438,14 +458,11 @@ class CausalLMSeam(Seam):
             return None
         head = self.find_head(model)
         if head is not None and any(isinstance(m, PatchedModule) for m in peel(head)):
-            if getattr(model, "_tp_size", None) in (None, 1):
-                return head
-            reason = "the model is tensor parallel"
-        else:
-            reason = (
-                f"{self.head} became a {type(head).__module__}.{type(head).__name__} after the patch; "
-                "call tigon.patch(model) again to patch it"
-            )
+            return head
+        reason = (
+            f"{self.head} became a {type(head).__module__}.{type(head).__name__} after the patch; "
+            "call tigon.patch(model) again to patch it"
+        )
         warn_full_logits(model, reason)
         return None
 

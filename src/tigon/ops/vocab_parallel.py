@@ -1,0 +1,257 @@
+"""A head divided by vocabulary (tensor parallelism): which rows of its weight a process holds, and the group's sums.
+
+Each process computes its own rows' logits and their statistics per token. One all-gather per call exchanges the
+statistics. Nothing of the vocabulary's width leaves a process. The gradient of hidden is a sum over all rows, so the
+backward adds it up over the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from tigon.errors import OptionError, ShapeError, ShardingError
+from tigon.ops.dispatch import check_dtype, check_whole
+from tigon.ops.lm_head import check_head
+
+# N tokens, H hidden, U rows of the weight in this process, V vocabulary.
+
+ANY_VOCABULARY = 1 << 31
+"""Bounds `top_k` if a process knows only its own part of the vocabulary."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class VocabParallelOptions:
+    """The rows of a divided head's weight that this process holds.
+
+    start, stop: they are the rows [start, stop) of the whole weight. The processes' rows must not overlap.
+    group: the process group that holds the whole weight; None for the default group.
+    reduce_hidden_grad: whether backward sums the gradient of hidden over the group. False if other code does.
+
+    Every process of the group makes the same calls with the same hidden states, labels and options, and weighs the
+    result alike. Otherwise gradients are wrong, or the processes wait for each other.
+    """
+
+    start: int
+    stop: int
+    group: Any = None
+    reduce_hidden_grad: bool = True
+
+    @classmethod
+    def for_vocab(cls, vocab_size: int, group: Any = None, *, reduce_hidden_grad: bool = True) -> VocabParallelOptions:
+        """The rows of this process if the first processes of the group hold one row more than the others."""
+        check_whole("vocab_size", vocab_size)
+        each, more = divmod(vocab_size, dist.get_world_size(group))
+        rank = dist.get_rank(group)
+        start = rank * each + min(rank, more)
+        return cls(start, start + each + (rank < more), group, reduce_hidden_grad)
+
+    @classmethod
+    def of_dtensor(cls, weight: Tensor) -> VocabParallelOptions:
+        """The rows of this process of a DTensor of Shard(0), for `weight.to_local()`.
+
+        Raises:
+            ShardingError: it has other placements.
+        """
+        return _part_of_dtensor(weight, "weight")
+
+    @property
+    def rank(self) -> int:
+        """The place of this process in `all_gather`'s result."""
+        return dist.get_rank(self.group)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """(processes of the group, *shape of `tensor`), in the order of ranks."""
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Add up a tensor over the group, in place."""
+        dist.all_reduce(tensor, group=self.group)
+
+    def sum_hidden_grad(self, gradient: Tensor) -> None:
+        """Add up the gradient of hidden over the group, in place."""
+        if self.reduce_hidden_grad:
+            self.all_reduce(gradient)
+
+
+@dataclass(frozen=True)
+class DividedHead:
+    """Hidden states and this process's part of a divided head, as ordinary tensors."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    part: VocabParallelOptions
+    vocab: int | None
+    """Classes of the whole head; None if only this process's part is known."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.hidden, self.weight, self.bias
+
+    def most_rows(self) -> int:
+        """The most rows of the weight that a process of the group holds. All processes call it."""
+        if self.vocab is not None:  # a DTensor's first part is the largest
+            return -(-self.vocab // dist.get_world_size(self.part.group))
+        rows = torch.tensor([self.weight.shape[0]], device=self.weight.device)
+        return int(self.part.all_gather(rows).max())
+
+
+def outside_graphs(function: _F) -> _F:
+    """Decorate a function that torch.compile must not trace: it runs eagerly, between two graphs.
+
+    `torch.compiler.disable` does the same, but loads Dynamo with the module, which takes seconds.
+    """
+    return cast(_F, _disable_dynamo(function))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a tensor is a DTensor. Compared by name, because importing the class takes long."""
+    return type(value).__name__ == "DTensor"
+
+
+def divided_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_parallel: VocabParallelOptions | None, prefix: str = ""
+) -> DividedHead | None:
+    """This process's part of a head that is divided by vocabulary; None for a whole head.
+
+    Args:
+        hidden: (..., H), the same in each process. Beside a DTensor weight, a DTensor of Replicate() on its mesh.
+        weight: (V, H), a DTensor of Shard(0); or (U, H) with `vocab_parallel`.
+        bias: divided as the weight, or None.
+        prefix: what the arguments' names begin with in the messages.
+
+    Raises:
+        ShardingError: a tensor is divided in another way.
+        ShapeError, DtypeError, OptionError: the tensors do not fit each other or `vocab_parallel`.
+    """
+    if vocab_parallel is None and not is_dtensor(weight):
+        return None
+    return _divided_head(hidden, weight, bias, vocab_parallel, prefix)
+
+
+@outside_graphs
+def _divided_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_parallel: VocabParallelOptions | None, prefix: str
+) -> DividedHead:
+    if vocab_parallel is None:
+        part, vocab = _part_of_dtensor(weight, f"{prefix}weight"), weight.shape[0]
+        _check_same_mesh(hidden, weight, prefix)
+        if bias is not None and (not is_dtensor(bias) or _part_of_dtensor(bias, f"{prefix}bias") != part):
+            raise ShardingError(f"{prefix}bias is not divided as {prefix}weight is; make it a DTensor of Shard(0) too.")
+        weight, bias = _local(weight), None if bias is None else _local(bias)
+    else:
+        if is_dtensor(weight) or is_dtensor(bias):
+            raise ShardingError(f"vocab_parallel is for ordinary tensors, but {prefix}weight or bias is a DTensor.")
+        part, vocab = _checked(vocab_parallel), None
+    hidden = replicated(hidden, f"{prefix}hidden")
+    if weight.shape[0] != part.stop - part.start:
+        raise ShapeError(
+            f"{prefix}weight has {weight.shape[0]} rows; vocab_parallel [{part.start}, {part.stop}) names "
+            f"{part.stop - part.start}. Pass this process's rows only."
+        )
+    _check_local(hidden, weight, bias, prefix)
+    return DividedHead(hidden, weight, bias, part, vocab)
+
+
+def _check_same_mesh(hidden: Any, weight: Any, prefix: str) -> None:
+    """Raise unless hidden is a DTensor: FSDP2's shards are like a divided head's, but the processes' tokens differ."""
+    if not is_dtensor(hidden) or hidden.device_mesh != weight.device_mesh:
+        raise ShardingError(
+            f"{prefix}weight is a DTensor, but {prefix}hidden is not one on its mesh. If FSDP has sharded the weight, "
+            "call the head's own module. If all processes have the same hidden states, pass "
+            "DTensor.from_local(hidden, mesh, [Replicate()])."
+        )
+
+
+def _check_local(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str) -> None:
+    if weight.shape[0]:
+        check_head(hidden, weight, bias, prefix)
+        return
+    # A process may hold no row, such as the last of 4 that divide 5 rows.
+    check_dtype(hidden, weight, bias)
+    if weight.ndim != 2 or hidden.ndim == 0 or weight.shape[1] != hidden.shape[-1]:
+        raise ShapeError(f"{prefix}hidden is {tuple(hidden.shape)}, {prefix}weight is {tuple(weight.shape)}.")
+
+
+def _checked(options: Any) -> VocabParallelOptions:
+    if not isinstance(options, VocabParallelOptions):
+        raise OptionError(f"vocab_parallel={options!r} must be tigon.VocabParallelOptions, or None for a whole head.")
+    check_whole("vocab_parallel.start", options.start)
+    check_whole("vocab_parallel.stop", options.stop)
+    if not 0 <= options.start <= options.stop:
+        raise OptionError(f"vocab_parallel=[{options.start}, {options.stop}) must be 0 <= start <= stop.")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ShardingError("vocab_parallel needs a process group; call torch.distributed.init_process_group first.")
+    return options
+
+
+def check_columns(options: VocabParallelOptions, columns: int) -> VocabParallelOptions:
+    """The options of logits; raises unless they name as many columns as the logits have."""
+    if _checked(options).stop - options.start != columns:
+        raise ShapeError(
+            f"logits have {columns} columns; vocab_parallel [{options.start}, {options.stop}) names "
+            f"{options.stop - options.start}. Pass this process's columns only."
+        )
+    return options
+
+
+def _part_of_dtensor(tensor: Any, name: str) -> VocabParallelOptions:
+    """The rows of a DTensor that this process holds; Shard(0) gives each rank ceil(V / ranks) rows, the last fewer."""
+    placements, mesh = tensor.placements, tensor.device_mesh
+    kinds = [type(placement).__name__ for placement in placements]
+    if kinds != ["Shard"] or placements[0].dim % tensor.ndim != 0:
+        raise ShardingError(
+            f"{name} has the placements {tuple(placements)}; a divided head must be Shard(0) on a mesh of one "
+            "dimension. Redistribute it, or call full_tensor() for a whole head."
+        )
+    rows = tensor.shape[0]
+    each = -(-rows // mesh.size())
+    start = min(mesh.get_local_rank() * each, rows)
+    return VocabParallelOptions(start, min(start + each, rows), mesh.get_group())
+
+
+def _local(tensor: Any) -> Tensor:
+    """This process's part; its gradient becomes a DTensor of the same placement."""
+    return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def replicated(tensor: Any, name: str) -> Any:
+    """A tensor that is the same in each process, as an ordinary one.
+
+    Raises:
+        ShardingError: it is a DTensor that is not Replicate().
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    if any(type(placement).__name__ != "Replicate" for placement in tensor.placements):
+        raise ShardingError(
+            f"{name} has the placements {tuple(tensor.placements)}; a divided head needs Replicate(). Redistribute it."
+        )
+    return tensor.to_local()
+
+
+def refuse_options(**given: bool) -> None:
+    """Raise `ShardingError` for the first option that is given and that a divided head does not have."""
+    for name, is_given in given.items():
+        if is_given:
+            raise ShardingError(f"{name} is not available for a head divided by vocabulary. Leave it out.")
+
+
+def exchange(part: VocabParallelOptions, columns: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Each process's columns, (processes, N, K) each, by one all-gather.
+
+    columns: (N, K), the same sizes in each process. Ids are exact in fp32 up to 2^24.
+    """
+    gathered = part.all_gather(torch.cat([column.to(dtype) for column in columns], 1))
+    return list(gathered.split([column.shape[1] for column in columns], 2))
