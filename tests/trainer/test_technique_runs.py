@@ -576,7 +576,10 @@ def test_every_technique_has_a_recipe():
 
 SMALLER = ("train.device=cpu", "train.steps=3", "train.warmup_steps=1", "data.max_text_mib=0.1", "data.vocab_size=400",
            "data.sequence_length=32", "model.config.num_hidden_layers=1", "output.sample_tokens=0")  # fmt: skip
-IN_TWO = {"ddp": train, "zero-1": zero_rank, "zero-2": zero_rank, "zero-3": zero_rank, "fsdp2": fsdp_rank}
+IN_TWO = {
+    "ddp": train, "zero-1": zero_rank, "zero-2": zero_rank, "zero-3": zero_rank, "fsdp2": fsdp_rank,
+    "sequence-parallel": train,
+}  # fmt: skip
 # DeepSpeed compiles its CPU optimizer for two minutes.
 ELSEWHERE = ("zero-offload-cpu", "zero-offload-nvme", *IN_TWO)
 
