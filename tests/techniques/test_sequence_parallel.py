@@ -204,7 +204,7 @@ def test_mask_separates_documents_and_is_absent_for_one_document() -> None:
 @pytest.mark.parametrize(
     ("changes", "choices", "reason"),
     [
-        ({}, {"gpus": 3}, r"sharding.gpus 3 is no multiple of it; set sharding.gpus to 4"),
+        ({}, {"gpus": 3}, r"sharding.gpus 3 is not a multiple of it; set sharding.gpus to 4"),
         ({}, {"gpus": 4, "sequence_shards": 4}, r"4 heads and 2 key heads.*choose a divisor of both"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, {}, r"6 heads and 3 key heads"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, {}, r"layers of sliding_attention"),

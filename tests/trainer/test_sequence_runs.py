@@ -72,7 +72,7 @@ def test_run_with_shared_rows_trains_as_one_process_and_resumes(recipe, tigon, h
 
 @forks
 def test_fp8_of_shared_rows_is_as_close_to_fp32_as_that_of_one_process(recipe, tigon, here):
-    """Each process has scales of its own, so the losses are not those of one process."""
+    """Each process scales its own tokens, so its losses differ from those of one process."""
     path = recipe(model=MODEL, train={"steps": 6})
     fp8 = ["train.precision=fp8", "train.fp8_bf16_layers=0"]
     for name, sets in (("exact", ["train.precision=fp32"]), ("one", fp8)):

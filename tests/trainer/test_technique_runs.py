@@ -250,7 +250,10 @@ REFUSED = {
     "clipping of what is gone": (("train.optimizer=galore-layerwise",), r"set train\.max_grad_norm: 0"),
     "files without a folder": (("sharding.zero=3", "sharding.offload=nvme"), r"sharding\.nvme_folder"),
     "ZeRO with processes on the CPU": (("sharding.zero=2", "sharding.gpus=2"), r"one process in fp32|needs deepspeed"),
-    "shared rows in one process": (("sharding.sequence=2",), r"gpus 1 is no multiple of it; set sharding\.gpus to 2"),
+    "shared rows in one process": (
+        ("sharding.sequence=2",),
+        r"gpus 1 is not a multiple of it; set sharding\.gpus to 2",
+    ),
     "shared rows and eager attention": (
         ("sharding.sequence=2", "sharding.gpus=2", "model.attention=eager"),
         r"use model\.attention: sdpa",

@@ -64,7 +64,7 @@ class Shard:
 def share_rows(model: nn.Module, group: Any) -> None:
     """Let this model compute, for calls with labels, only this process's shard of the rows that it is called with.
 
-    The model's attention has to be `sdpa`, of which it gets a version of its own.
+    The model's attention has to be `sdpa`. This function replaces it by a version for shards.
 
     Args:
         model: A causal language model of transformers.
@@ -99,7 +99,7 @@ class _Hooks:
         if args:
             raise TypeError(f"{KEY} cuts named inputs, but the model was called with {len(args)} unnamed ones")
         inputs = cut_rows(kwargs, self.group)
-        if not self.checked:  # layers that use the model's own attention have no place for a mask of whole rows
+        if not self.checked:  # layers with another attention would fail at a mask of whole rows
             inputs["attention_mask"] = None
         return (), inputs
 
@@ -124,8 +124,8 @@ def cut_rows(inputs: Mapping[str, Any], group: Any) -> dict[str, Any]:
     Rows are padded at the right to a multiple of the group's size. No token sees the padding, which follows them all.
 
     Args:
-        inputs: Whole rows: input_ids and labels (B, T); position_ids (B, T), or an attention_mask (B, T) with zeros
-            only at the right; other values stay.
+        inputs: Whole rows: input_ids and labels (B, T), and position_ids (B, T) or an attention_mask (B, T), whose
+            zeros are at the right. Other values stay.
         group: The processes that share the rows.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -253,7 +253,7 @@ def check(config: Any, choices: Choices) -> None:
         return
     if choices.gpus % size:
         raise RecipeError(
-            f"{KEY} is {size}, and sharding.gpus {choices.gpus} is no multiple of it; set sharding.gpus to "
+            f"{KEY} is {size}, and sharding.gpus {choices.gpus} is not a multiple of it; set sharding.gpus to "
             f"{-(-choices.gpus // size) * size}"
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -314,8 +314,8 @@ DECLARATION = Declaration(
             saves="Activations and logits: a GPU holds those of its part of each row. Rows can be N times as long.",
             costs="Two all-to-alls per layer and pass, of queries, keys, values and output. N GPUs take one row "
             "together, so a step has an Nth of the samples.",
-            effect_on_result="None for the same samples per step, except for rounding. With FP8 each GPU has scales of "
-            "its own.",
+            effect_on_result="None for the same samples per step, except for rounding. With FP8 every GPU scales "
+            "its own tokens.",
             recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, source="arXiv 2309.14509",
         ),
     ),
