@@ -88,7 +88,7 @@ pictures: $(VENV)/.ready
 
 # The site in build/site. Every link and anchor is checked.
 site: $(VENV)/.site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/.site: $(VENV)/.ready
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[docs]'

@@ -113,7 +113,7 @@ def _group(parts: list[str], y: int, title: str, bars: Sequence[Bar]) -> int:
 def measured() -> str:
     """The table of the three, one row per experiment of the records."""
     rows = [
-        "| on one H200, full fine-tuning | Hugging Face | Liger 0.8.5 | tigon | Unsloth publishes |",
+        "| full fine-tuning on one H200, if not named | Hugging Face | Liger 0.8.5 | tigon | Unsloth publishes |",
         "|---|---:|---:|---:|---:|",
     ]
     for model, name in PAPER_MODELS.items():
@@ -134,7 +134,7 @@ def _published() -> Iterator[str]:
     card = "24 GB"
     planned = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))["tokens"]["8B, QLoRA"][card]
     theirs, unpatched = published.UNSLOTH_QLORA_8B[card], published.UNSLOTH_HUGGING_FACE_8B
-    yield f"| *Unsloth's test*: 8B, QLoRA, 80 GB | 1x | | not measured | {published.UNSLOTH_SPEED_8B} |"
+    yield f"| *Unsloth's test*: speed of 8B, QLoRA, 80 GB | 1x | | not measured | {published.UNSLOTH_SPEED_8B} |"
     yield f"| *Unsloth's test*: 8B, QLoRA, longest in {card} | {unpatched:,} | | {planned:,} (planned) | {theirs:,} |"
 
 

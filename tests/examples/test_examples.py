@@ -36,6 +36,7 @@ PRINTED = {
     "profile_a_recipe.py": r"the peak is \d+ MiB in loss\nthe largest part of it is logits with \d+ MiB",
     "trl_dpo.py": r"fused \['model', 'ref_model'\], not fused \{\}\nreward margin 0\.000 -> 0\.[1-9]",
     "trl_grpo.py": r"fused \['model'\], not fused \{\}\nmean reward of 5 steps 0\.\d+ -> [01]\.\d+",
+    "trl_kto.py": r"fused \['model', 'ref_model'\], not fused \{\}\nreward of good answers .*, of bad answers -0",
     "trl_sft.py": r"fused \['model'\], not fused \{\}\nloss 3\.\d+ -> 2\.\d+",
 }
 """Script -> what its last lines say when its own checks held."""
