@@ -94,10 +94,6 @@ class ChoicesRule:
 
 CHOICES_RULES = (
     ChoicesRule(
-        lambda c: c.gpus > 1 or c.zero > 0 or c.fsdp,
-        "post-training runs in one process; set sharding.gpus: 1, sharding.zero: 0 and sharding.fsdp: false",
-    ),
-    ChoicesRule(
         lambda c: c.kernels == "liger",
         "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
     ),
@@ -116,6 +112,11 @@ CHOICES_RULES = (
     ),
 )  # fmt: skip
 _PLANNED_RULES = (
+    ChoicesRule(
+        lambda c: c.gpus > 1 or c.zero > 0 or c.fsdp,
+        "the planner predicts post-training in one process only; set sharding.gpus: 1 (--gpus 1), sharding.zero: 0 and "
+        "sharding.fsdp: false",
+    ),
     ChoicesRule(
         lambda c: c.kernels != "tigon",
         "the planner cannot predict post-training with these kernels; set model.kernels: tigon (--kernels tigon)",
