@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -166,6 +167,13 @@ def test_two_processes_train_the_pair_as_one_process_does(pair, recipe_for, chec
         assert numbers(two, event) == close, event
     assert {key: tensor.shape for key, tensor in got.items()} == {key: tensor.shape for key, tensor in want.items()}
     assert moved > 0 and distance(got, want) < weights_limit * moved
+
+
+@forks
+def test_losses_of_trl_under_fsdp2_and_autocast_are_not_rounded_to_bf16(recipe_for, here):
+    """Before the first update, model and reference agree, and DPO's loss is ln 2. In bf16 this would be 0.6914."""
+    run = in_two(here, recipe_for(FEATURE["dpo"], precision="amp-bf16", steps=1), ENGINE["FSDP2"], "two")
+    assert losses(run) == pytest.approx([math.log(2)], rel=1e-6)
 
 
 RESUMED = (("dpo", "FSDP2"), ("grpo", "FSDP2"), ("grpo", "DDP"), ("distill", "FSDP2"), ("kto", "ZeRO-2"),

@@ -226,6 +226,9 @@ REFUSED = {
     "no teacher": ("distill", {"post_training": {"base_steps": 0}}, r"needs one teacher"),
     "divergence out of range": ("distill", {"post_training": {"beta": 1.5}}, r"between 0 \(forward KL\) and 1"),
     "one row for KTO": ("kto", {"train": {"batch_size": 1}}, r"train\.batch_size is 1, but kto"),
+    "bf16 states beside a reference": (
+        "dpo", {"train": {"precision": "bf16"}, "sharding": {"zero": 2}}, r"refuses bf16 states; set sharding",
+    ),
     "comparison": ("dpo", {"comparison": {"steps": 3}}, r"set comparison\.steps: 0"),
     "adapter on a score": ("reward", {"lora": {"rank": 2}}, r"leave lora\.rank out"),
     "adapter on the head": ("dpo", {"lora": {"rank": 2, "targets": ["head"]}}, r"leave head out of lora\.targets"),
