@@ -6,6 +6,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ pytest.importorskip("datasets")
 from second_proofs import proved_by
 from tigon.data import preferences
 from tigon.objectives import post_training_rules
+from tigon.trainer.guarded import GuardedTrainer
+from tigon.trainer.post_training import PostTrainer
 
 SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}
 QUICK: dict[str, dict[str, Any]] = {
@@ -200,6 +203,19 @@ def test_resumed_run_repeats_the_records_of_one_without_interruption(objective, 
     assert [{k: v for k, v in r.items() if k not in varies} for r in again] == [
         {k: v for k, v in r.items() if k not in varies} for r in whole
     ]
+
+
+def test_tokens_of_completions_are_counted_once_in_all_processes(monkeypatch):
+    def step(self: Any, model: Any, inputs: Any) -> float:
+        self.state.num_input_tokens_seen += 80  # TRL adds the tokens of all processes
+        return 0.5
+
+    monkeypatch.setattr(GuardedTrainer, "training_step", step)
+    trainer = object.__new__(PostTrainer)
+    trainer.state, trainer.args = SimpleNamespace(num_input_tokens_seen=100), SimpleNamespace(world_size=2)
+    trainer.tokens_since_mark = 0
+    assert trainer.training_step(None, []) == 0.5
+    assert trainer.tokens_since_mark * trainer.args.world_size == 80
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -178,8 +178,8 @@ RULES = Rules(
         *KEY_RULES,
         *(row.as_rule() for row in CHOICES_RULES),
         Rule(lambda r: r.sharding.zero in (1, 2) and r.train.precision == "bf16" and _holds_frozen_model(r),
-             "train.precision: bf16 with sharding.zero: 1 or 2: TRL's reference or teacher runs without ZeRO then, "
-             "where DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16"),
+             "train.precision: bf16 with sharding.zero: 1 or 2: TRL's reference or teacher then runs without ZeRO, and "
+             "DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16"),
         Rule(lambda r: is_post_training(r) and r.comparison.steps > 0,
              "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0"),
         Rule(lambda r: r.train.objective in ("dpo", "kto", "grpo") and r.lora.rank is not None and (
