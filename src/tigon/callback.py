@@ -51,10 +51,10 @@ class TigonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
     ) -> None:
         self.sequence_length, self.gpu, self.masked, self.flags = sequence_length, gpu, masked, flags
         self.report: PatchReport | None = None
-        """What was patched; None before the Trainer is built and after the patch is undone."""
+        """The report of the patch; None before the Trainer is built and after the patch is undone."""
         self.plan: Estimate | None = None
         self.unplanned: str | None = None
-        """Why there is no plan."""
+        """The reason if there is nothing planned."""
         self.peak_bytes: int | None = None
         """The most memory that PyTorch had allocated on the GPU; None on a CPU."""
 

@@ -102,8 +102,19 @@ def relative_errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str
     return errors
 
 
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], limit: float = 1e-5) -> None:
+def assert_close(
+    got: dict[str, Tensor], want: dict[str, Tensor], limit: float = 1e-5,
+    exact: Callable[[], dict[str, Tensor]] | None = None,
+) -> None:  # fmt: skip
+    """`got` equals `want` up to `limit`, or up to the rounding of `want` itself if `exact` computes it in fp64.
+
+    The gradient of a key's bias is a sum that almost cancels. Its rounding depends on the CPU, so no number is a limit.
+    A result that obeys the rule of twice the error differs from `want` by at most three times the error of `want`.
+    """
     errors = {name: error for name, error in relative_errors(got, want).items() if not error <= limit}
+    if errors and exact is not None:
+        rounding = relative_errors(want, exact())
+        errors = {name: error for name, error in errors.items() if not error <= 3 * rounding[name]}
     assert not errors, errors
 
 

@@ -82,6 +82,11 @@ def test_choices_that_nothing_excludes_are_not_refused() -> None:
     assert not list(heads_refusals(1, "mtp", Choices(optimizer="galore", zero=3)))
 
 
+def test_heads_are_refused_if_processes_share_rows() -> None:
+    (reason,) = heads_refusals(2, "medusa", Choices(gpus=2, sequence_shards=2))
+    assert reason.endswith("set sharding.sequence: 1")
+
+
 def test_every_key_that_needs_a_technique_says_so() -> None:
     """The other keys of the section do nothing without the rank."""
     switched = {key for row in KEY_SWITCHES for key in row.keys}

@@ -388,6 +388,7 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
         ({"lora_rank": 0}, "lora_rank is 0"),
         ({"lora_rank": 4097}, "at most 4096"),
         ({"quantized": True}, r"lora\.rank: none"),
+        ({"gpus": 2, "sequence_shards": 2}, r"sharding\.sequence is 2.*--nodes 1"),
     ],
     ids=str,
 )

@@ -80,6 +80,8 @@ def run_of(batch: int = 4, accumulation: int = 1, gpus: int = 1, **sharding: obj
         (run_of(4, 1, 1), run_of(4, 1, 2), 2, 1),
         (run_of(4, 3, 2), run_of(4, 3, 8), 3, 1),
         (run_of(5, 1, 2), run_of(5, 1, 1, fsdp=True), 5, 2),
+        (run_of(4, 1, 4, sequence=2), run_of(4, 1, 8, sequence=2), 2, 1),
+        (run_of(4, 1, 2, sequence=2), run_of(4, 1, 4), 1, 1),
     ],
 )
 def test_samples_of_a_step_are_divided_for_the_processes(tmp_path, before, now, batch, accumulation):
@@ -92,6 +94,8 @@ def test_samples_of_a_step_are_divided_for_the_processes(tmp_path, before, now, 
 def test_step_that_processes_cannot_share_is_refused_with_the_numbers_that_can(tmp_path):
     with pytest.raises(RunFolderError, match=r"the run has 6 samples per step, which 4 processes .* 1, 2, 3, 6$"):
         elastic.divided(tmp_path, run_of(3, 1, 2), run_of(3, 1, 4))
+    with pytest.raises(RunFolderError, match=r"the run has 6 samples per step, which 8 processes .* 2, 4, 6, 12$"):
+        elastic.divided(tmp_path, run_of(3, 1, 4, sequence=2), run_of(3, 1, 8, sequence=2))
 
 
 def test_deepspeed_checkpoints_are_refused_by_another_engine_or_number_of_processes(tmp_path):

@@ -250,6 +250,14 @@ REFUSED = {
     "clipping of what is gone": (("train.optimizer=galore-layerwise",), r"set train\.max_grad_norm: 0"),
     "files without a folder": (("sharding.zero=3", "sharding.offload=nvme"), r"sharding\.nvme_folder"),
     "ZeRO with processes on the CPU": (("sharding.zero=2", "sharding.gpus=2"), r"one process in fp32|needs deepspeed"),
+    "shared rows in one process": (
+        ("sharding.sequence=2",),
+        r"gpus 1 is not a multiple of it; set sharding\.gpus to 2",
+    ),
+    "shared rows and eager attention": (
+        ("sharding.sequence=2", "sharding.gpus=2", "model.attention=eager"),
+        r"use model\.attention: sdpa",
+    ),
     "paging on the CPU": (("train.optimizer=paged-adamw",), r"paged-adamw needs a GPU"),
 }
 
@@ -571,7 +579,10 @@ def test_every_technique_has_a_recipe():
 
 SMALLER = ("train.device=cpu", "train.steps=3", "train.warmup_steps=1", "data.max_text_mib=0.1", "data.vocab_size=400",
            "data.sequence_length=32", "model.config.num_hidden_layers=1", "output.sample_tokens=0")  # fmt: skip
-IN_TWO = {"ddp": train, "zero-1": zero_rank, "zero-2": zero_rank, "zero-3": zero_rank, "fsdp2": fsdp_rank}
+IN_TWO = {
+    "ddp": train, "zero-1": zero_rank, "zero-2": zero_rank, "zero-3": zero_rank, "fsdp2": fsdp_rank,
+    "sequence-parallel": train,
+}  # fmt: skip
 # DeepSpeed compiles its CPU optimizer for two minutes.
 ELSEWHERE = ("zero-offload-cpu", "zero-offload-nvme", *IN_TWO)
 

@@ -71,7 +71,7 @@ def section(run: RunRecord, name: str) -> str:
 
 
 def chart_folder(name: str) -> str:
-    """Where the charts of a record's section lie, seen from the page."""
+    """The folder of the charts of a record's section, seen from the page."""
     return f"img/benchmarks/{name}"
 
 

@@ -293,7 +293,7 @@ def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
 
 
 def host_bytes_of(text: str | None) -> int | None:
-    """The bytes of --host-memory. Raises UsageError if it is no size."""
+    """The bytes of --host-memory. Raises UsageError if it is not a size."""
     if text is None:
         return None
     found = size_bytes(text)

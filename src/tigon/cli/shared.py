@@ -17,10 +17,10 @@ UNLIMITED = 100_000
 
 @dataclass(frozen=True)
 class Command:
-    """What a file of this folder declares as `COMMAND`; its name on the command line is the file's name."""
+    """A file of this folder declares one as `COMMAND`; its name on the command line is the file's name."""
 
     run: Callable[..., None] | Any
-    """A function whose parameters are the options, or a `typer.Typer` with commands of its own."""
+    """A function whose parameters are the options, or a `typer.Typer` with further commands."""
     place: int = 100
     """The help lists commands by this number, and those of one number by name."""
 

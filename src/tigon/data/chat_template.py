@@ -232,7 +232,7 @@ class _Chat:
         return _n_alike(closing, text[end : end + len(closing)])
 
     def _after_header(self, text: str, i: int, prompt_end: int, begin: int) -> int:
-        """Where the turn of message i begins after its header.
+        """The position at which the turn of message i begins after its header.
 
         Args:
             text: The text of all messages.

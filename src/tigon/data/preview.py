@@ -15,7 +15,7 @@ BORDER = "\u2502"
 """Stands between two tokens."""
 LEARNED, READ_ONLY = "bold green", "dim"
 BRACKETS = ("\u00ab", "\u00bb")
-"""Marks learned tokens if the output has no colour."""
+"""Marks learned tokens where the output is without colour."""
 
 
 def rows_line(documents: Sequence[Document], tokenizer: Any, rendering: Rendering) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ def rows_line(documents: Sequence[Document], tokenizer: Any, rendering: Renderin
 
 
 def print_row(console: Any, row: Encoded, tokenizer: Any) -> None:
-    """Print one row as tokens: learned ones in colour, or in brackets if the output has no colour."""
+    """Print one row as tokens: learned ones in colour, or in brackets where the output is without colour."""
     from rich.text import Text
 
     n_learned = sum(label != IGNORE_INDEX for label in row.labels)

@@ -183,7 +183,7 @@ def divergence_kernel(
             )
             tl.store(Peaks + row, peak_p)
             tl.store(Peaks + stride_stats + row, peak_q)
-            # The slopes have names of their own: the loops below assign _ a tile, and a variable of a loop keeps its
+            # The slopes have other names: the loops below assign _ a tile, and a variable of a loop keeps its
             # type.
             raw_q, raw_p = tl.load(RQ + peak_p).to(tl.float32), tl.load(RP + peak_q).to(tl.float32)
             other_q, _slope_q = _squash(raw_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)

@@ -132,7 +132,7 @@ def logprob_statistics_kernel(
                 best = tl.min(tl.where(lane_m == m, lane_best, C), axis=0)
             far = FARTHEST_ENTROPY if WANT_ENTROPY else FARTHEST
             over = (m > shift + far) & (m < float("inf"))
-            # Nothing but -inf came before: then 0 is no shift for logits that are far below it.
+            # Nothing but -inf came before: then 0 cannot shift logits that are far below it.
             under = (z_0 == -float("inf")) & (shift > m + far) & (m > -float("inf"))
             again = over | under
             shift = tl.where(again, m, shift)

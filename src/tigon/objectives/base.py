@@ -26,7 +26,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A training of its own before the run, with the next token's loss. The objective starts from its model."""
+    """A training before the run, with the next token's loss. The objective starts from its model."""
 
     train: TrainConfig
     choices: Choices
@@ -99,7 +99,7 @@ class MetricSection:
     """The name of the chart's file."""
     title: str
     chart_text: str
-    """What the chart shows, for readers who do not see it."""
+    """A description of the chart, for readers who do not see it."""
     columns_text: str
     """A sentence about the columns."""
     columns: tuple[MetricColumn, ...]
@@ -166,7 +166,7 @@ class Generation:
 
 
 class PlannedObjective(Protocol):
-    """What the planner needs to know about an objective.
+    """The facts that the planner needs about an objective.
 
     Objects are hashable, and two are equal if their traces are: the planner then traces once for both.
     """

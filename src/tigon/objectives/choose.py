@@ -19,7 +19,7 @@ _CHOOSES = __name__.rpartition(".")[2]
 
 
 def _found() -> dict[str, type[Objective]]:
-    """What the files of this folder declare as `OBJECTIVE`, by the file's name; ordinary training comes last."""
+    """The `OBJECTIVE` of each file of this folder, by the file's name; ordinary training comes last."""
     names = [info.name for info in pkgutil.iter_modules(objectives.__path__) if info.name != _CHOOSES]
     modules = {name: importlib.import_module(f"{objectives.__name__}.{name}") for name in names}
     classes = {name: module.OBJECTIVE for name, module in modules.items() if hasattr(module, "OBJECTIVE")}

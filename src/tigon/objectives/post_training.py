@@ -1,4 +1,4 @@
-"""The base class of the objectives that TRL's trainers carry out. Each objective has a file of its own.
+"""The base class of the objectives that TRL's trainers carry out. Each objective has one file.
 
 Before the objective's own steps, a preset may be trained on the rows' answers (`post_training.base_steps`), because its
 weights are random.

@@ -60,7 +60,7 @@ class Op:
     cost: Callable[..., Cost]
     """The cost of a call; takes the same arguments as `call`."""
     has_kernel: bool = True
-    """Whether the op has operators and kernels of its own. False for an op that orders PyTorch's products and sums."""
+    """Whether the op has its own operators and kernels. False for an op that orders PyTorch's products and sums."""
     straight_through: bool = False
     """Whether the backward takes a rounding of the forward for the identity, so that finite differences disagree."""
     error_factor: float = 2.0

@@ -1,4 +1,4 @@
-"""What the ops over hidden states and an lm_head share: the rows to compute, the dtype, and the matrix products."""
+"""Parts of all ops over hidden states and an lm_head: the rows to compute, the dtype, and the matrix products."""
 
 from __future__ import annotations
 

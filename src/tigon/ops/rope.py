@@ -32,7 +32,7 @@ from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_ord
 
 
 class RopeLayout(NamedTuple):
-    """Where q, k and the pairs lie."""
+    """The places of q, k and the pairs."""
 
     q_order: Sequence[int]
     """The order of q's outer dimensions in memory; the result has the same."""

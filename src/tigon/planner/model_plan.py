@@ -37,7 +37,7 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """What the planner chose for a model. `print` it, and pass it to `tigon.checkpoint`."""
+    """The planner's choice for a model. `print` it, and pass it to `tigon.checkpoint`."""
 
     model: str
     layers: int

@@ -96,6 +96,11 @@ def check(request: Request) -> None:
         raise UsageError("checkpointing is auto, which stands for a choice; planner.search.checkpointing makes it.")
     for reason in (*matrix.wrong_values(request.choices), *matrix.untraceable(request.choices)):
         raise UsageError(f"{reason}.")
+    if request.choices.sequence_shards > 1:
+        raise UsageError(
+            f"sharding.sequence is {request.choices.sequence_shards}, which only plans of clusters know; compare "
+            "divisions with tigon plan MODEL --gpus 8 --nodes 1, or plan without sharding.sequence."
+        )
     text = text_config(request.config)
     if text.num_hidden_layers < 1:
         depth = text.num_hidden_layers

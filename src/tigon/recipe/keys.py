@@ -307,6 +307,7 @@ class ShardingConfig:
     """Training on several GPUs, and where weights and optimizer states are stored."""
 
     gpus: int = technique_key("gpus")
+    sequence: int = technique_key("sequence_shards")
     zero: int = technique_key("zero")
     fsdp: bool = technique_key("fsdp")
     offload: str = technique_key("offload")

@@ -25,7 +25,7 @@ from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 AUTO = "auto"
 STATES = ("full", "mlp", "elementwise", "none")
-"""What a layer recomputes, most first.
+"""The parts that a layer recomputes, most first.
 
 full         the whole layer; it keeps its input
 mlp          the MLP, and the norms; it keeps attention's tensors
@@ -118,7 +118,7 @@ class _PartlyKept:
         self.dropped: DroppedInputs | None = None
         """The dropped inputs of the pass that is running; None outside a training forward."""
         self.replaced: list[tuple[Any, Any]] = []
-        """Modules with the forward that they had of their own, or None."""
+        """Modules with their own forward, or None."""
         self.mlp: Any = None
         if state == "mlp":
             self.mlp = next((getattr(layer, name) for name in MLPS if hasattr(layer, name)), None)
@@ -202,7 +202,7 @@ DECLARATION = Declaration(
     techniques=(
         Technique(
             name="checkpointing-auto", page="checkpointing",
-            saves="What the GPU's memory requires, and no more. The planner chooses what each layer recomputes, and "
+            saves="Only as much as the GPU's memory requires. The planner chooses what each layer recomputes, and "
             "the micro-batch, if `train.gradient_accumulation` is 1.",
             costs="The planner's seconds before the run, and the recomputation that it chose.",
             recipe={"train.checkpointing": "auto"}, chosen=(Condition("checkpointing", "is", AUTO),),

@@ -35,6 +35,7 @@ from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.device import used_bytes
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques.mechanisms.fused_linear import has_fused_linears
+from tigon.techniques.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, whole_files
 from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave
 from tigon.trainer.distributed import launch
@@ -96,6 +97,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self.objective = objective
         self._grouped = False
         self._fuses_accumulation = has_fused_linears(self.model)
+        self.row_shards = shards_of(self.model)
+        """The processes that share each row, and read the same samples."""
         self.gate = NanGuard(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
@@ -254,8 +257,16 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
 
     def tokens_in(self, inputs: Any) -> int:
-        """The tokens of a micro-batch, padding included."""
-        return int(inputs["input_ids"].numel())
+        """The tokens of a micro-batch that this process computes, padding included."""
+        return int(inputs["input_ids"].numel()) // self.row_shards
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the Trainer. It sums over all processes, and would count a shared row once per process."""
+        count = super()._get_num_items_in_batch(*args, **kwargs)
+        return count if count is None or self.row_shards == 1 else count / self.row_shards
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return int(super().get_total_train_batch_size(args)) // self.row_shards
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         model_loss = partial(super().compute_loss, model, inputs, *args, **kwargs)
@@ -293,8 +304,11 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
         if self.args.world_size > 1 and isinstance(self.train_dataset, SampleDataset):
-            batches = loader.batch_sampler.batch_sampler  # Accelerate's divides the batches of this one
-            batches.sampler = BlankPadded(batches.sampler, batches.batch_size * self.args.world_size)
+            divided = loader.batch_sampler
+            divided.num_processes //= self.row_shards  # processes that share rows read the same ones
+            divided.process_index //= self.row_shards
+            batches = divided.batch_sampler  # Accelerate's divides the batches of this one
+            batches.sampler = BlankPadded(batches.sampler, batches.batch_size * divided.num_processes)
         if self.args.dataloader_num_workers:
             start = partial(_start_worker, loader.worker_init_fn)
             for each in (loader, getattr(loader, "base_dataloader", loader)):  # Accelerate wraps a loader

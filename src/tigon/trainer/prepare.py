@@ -22,8 +22,9 @@ from tigon.models.loading import hub
 from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import head_groups, layer_checkpointing
+from tigon.techniques import head_groups, layer_checkpointing, sequence_parallel
 from tigon.trainer import model
+from tigon.trainer.checkpoint import elastic
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import adapter_checks, auto_checkpointing, preflight, self_test
@@ -133,6 +134,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
     head_groups.check_groups(config, choices.attention_groups)
+    sequence_parallel.check(config, choices)
     if layer_checkpointing.is_by_layer(choices.checkpointing):
         layer_checkpointing.states_of(choices.checkpointing, config.get_text_config().num_hidden_layers)
     objective = objective_of(recipe, config, lambda: shapes)
@@ -172,7 +174,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     eval_packed = objective.samples(encoded[1], data) if eval_docs else None
     eval_samples = eval_packed.samples if eval_packed else []
     n_samples = len(train.samples if rows is None else rows[0])
-    _check_enough(recipe, n_samples, choices.gpus)
+    n_readers = elastic.readers(recipe, choices.gpus)
+    _check_enough(recipe, n_samples, n_readers)
     if eval_packed is not None and not eval_packed.samples:
         raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped + n_dropped)
     prompt = _prompt(recipe, tok, eval_samples or train.samples, only_prompt=rows is not None)
@@ -204,7 +207,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),
         warnings=frozen_experts + warnings_of(
-            recipe, RunSize(n_samples, len(eval_samples), choices.gpus),
+            recipe, RunSize(n_samples, len(eval_samples), n_readers),
             trains_tokenizer=_trains_tokenizer(recipe)
         ),
         wrong_ops=self_test.wrong_ops(recipe, choices, device),
@@ -269,8 +272,11 @@ def _tokenizer(recipe: Recipe, train_docs: Sequence[documents.Document]) -> Any:
     )
 
 
-def _check_enough(recipe: Recipe, n_samples: int, n_processes: int) -> None:
-    """Refuse fewer samples than a step needs; the Trainer would silently take smaller steps."""
+def _check_enough(recipe: Recipe, n_samples: int, n_readers: int) -> None:
+    """Refuse fewer samples than a step needs; the Trainer would silently take smaller steps.
+
+    n_readers: The processes, or groups of them that share rows.
+    """
     batches = {"train.batch_size": recipe.train.batch_size}
     if recipe.comparison.steps and recipe.comparison.batch_size:
         batches["comparison.batch_size"] = recipe.comparison.batch_size
@@ -281,10 +287,11 @@ def _check_enough(recipe: Recipe, n_samples: int, n_processes: int) -> None:
                 f"{name} {size}; lower {name} or data.sequence_length, or add text"
             )
     train = recipe.train
-    samples_per_step = train.batch_size * train.gradient_accumulation * n_processes
+    samples_per_step = train.batch_size * train.gradient_accumulation * n_readers
     if n_samples < samples_per_step:
         factors = f"train.batch_size {train.batch_size} x train.gradient_accumulation {train.gradient_accumulation}"
-        factors += f" x {n_processes} processes" if n_processes > 1 else ""
+        shared = " groups of" if recipe.sharding.sequence > 1 else ""
+        factors += f" x {n_readers}{shared} processes" if n_readers > 1 else ""
         raise RecipeError(
             f"data.source gives {n_samples} samples of {recipe.data.sequence_length} tokens, fewer than the "
             f"{samples_per_step} of one step ({factors}); lower one of these factors or data.sequence_length, or add "

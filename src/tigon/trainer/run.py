@@ -232,7 +232,7 @@ def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
 
 def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     recipe, data = prepared.recipe, prepared.data
-    samples_per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * prepared.choices.gpus
+    samples_per_step = elastic.samples_per_step(recipe, prepared.choices.gpus)
     if prepared.rows is None:
         per_step = f"{samples_per_step * recipe.data.sequence_length:,} tokens per step"
         counts = f"{data['tokens']:,} tokens in {data['rows']:,} samples, {data['held_out_tokens']:,} tokens for "

@@ -271,7 +271,7 @@ def with_checkpoint(run: RunFolder, recipe: Recipe) -> RunFolder:
 def locked(path: Path, file: str = RECIPE, work: str = "training into this run folder") -> Iterator[None]:
     """Lock a folder for the block. The system releases the lock of a killed process.
 
-    `filelock.FileLock` is not used. It locks a file of its own, which would stay in every run folder. It makes that
+    `filelock.FileLock` is not used. It locks a separate file, which would stay in every run folder. It makes that
     file again if another process has removed the folder, and here that removal is an error.
 
     Args:

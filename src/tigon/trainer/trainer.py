@@ -154,7 +154,7 @@ class TigonTrainer(GuardedTrainer):
                 batch_sums = self._sums_at(first, samples)
                 if batch_sums is not None:
                     sums += batch_sums
-                    first += size * self.args.world_size
+                    first += size * self.args.world_size // self.row_shards
         finally:
             self.model.train(was_training)
         total, n_learned = self.accelerator.reduce(sums).tolist()
@@ -174,7 +174,7 @@ class TigonTrainer(GuardedTrainer):
         without samples left runs the first sample and does not count it. The Trainer's own loader counts it twice.
         """
         size = self.args.per_device_eval_batch_size
-        start, error = first + self.args.process_index * size, None
+        start, error = first + self.args.process_index // self.row_shards * size, None
         own = [samples[i] for i in range(start, min(start + size, len(samples)))]
         # Determined before the forward pass: one that fails leaves the weights gathered.
         together = self.args.world_size > 1 and _is_sharded(self.model)
@@ -205,7 +205,9 @@ class TigonTrainer(GuardedTrainer):
 
     def _forward_sums(self, samples: Sequence[Sample], counts: bool) -> torch.Tensor:
         inputs = self._prepare_inputs(self.data_collator(samples))
-        return self.objective.evaluation_sums(self.model, inputs, counts, self._in_precision)
+        sums = self.objective.evaluation_sums(self.model, inputs, counts, self._in_precision)
+        # A process's loss is that of its shard. It has counted the learned tokens of whole rows.
+        return sums / sums.new_tensor([1, self.row_shards])
 
     @contextmanager
     def _in_precision(self) -> Iterator[None]:

@@ -63,9 +63,10 @@ def test_host_memory_limits_loading_and_offload():
     assert limited["ZeRO-3"], "in 16 bits they fit"
 
 
-def test_only_data_parallel_divisions_run():
+def test_divisions_of_data_and_of_rows_run():
     assert Division(sharding="weights", data=8).runs and Division(data=8).runs
-    for changes in ({"tensor": 2}, {"sequence": 2}, {"pipeline": 2}, {"sharding": "weights", "within_node": True}):
+    assert Division(sharding="weights", data=4, sequence=2).runs
+    for changes in ({"tensor": 2}, {"pipeline": 2}, {"sharding": "weights", "within_node": True}):
         assert not Division(**changes).runs
 
 

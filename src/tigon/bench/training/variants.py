@@ -1,7 +1,7 @@
 """The variants of a training step: whose code runs, what is recomputed in the backward pass, and the micro-batch.
 
 A variant is written `CODE:RECOMPUTED[@MICRO_BATCH]`. `liger:none@fits` is Liger without recomputation, at the largest
-micro-batch that fits the memory limit. Every variant has a copy of the model of its own, whose parameters are shared.
+micro-batch that fits the memory limit. Each variant has its own copy of the model, with shared parameters.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama",
     in_place: bool = False, row_mode: bool | None = None, impl: Any = None, mode: Any = None, backend: Any = None,
 ) -> Tensor:  # fmt: skip
-    """`tigon.rms_norm`; `in_place` and `row_mode` have no effect."""
+    """`tigon.rms_norm`; `in_place` and `row_mode` are ignored."""
     no_implementation(impl=impl, mode=mode, backend=backend)
     return f.LigerRMSNormFunction.apply(x, weight, eps, offset, casting_mode)
 

@@ -168,7 +168,7 @@ class FusedInsideAutocast:
 
 PREPARED = "_is_accelerate_prepared"
 WITHOUT_AUTOCAST = "_original_forward"
-"""Where Accelerate keeps the forward of a model that it puts under autocast."""
+"""Accelerate keeps here the forward of a model that it puts under autocast."""
 
 
 def has_trl_forward(model: nn.Module) -> bool:

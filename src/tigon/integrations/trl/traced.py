@@ -58,7 +58,7 @@ def selected(rows_BTx: Tensor, tokens: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _positions(mask_BT: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """Where the mask is true, as `mask.nonzero()` finds it: at `kept` tokens of each sequence."""
+    """The places where the mask is true, as `mask.nonzero()` finds it: at `kept` tokens of each sequence."""
     rows, columns = torch.empty((mask_BT.shape[0] * kept, 2), dtype=torch.int64).unbind(1)
     return rows, columns
 
@@ -110,7 +110,7 @@ def divergence(student: TracedModel, teacher: TracedModel, ids_BT: Tensor, kept:
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """Run a model as it is without its adapters, as PEFT's `disable_adapter` does. The trace has no wrapper of PEFT."""
+    """Run a model as it is without its adapters, as PEFT's `disable_adapter` does. The trace lacks PEFT's wrapper."""
     layers = [module for module in model.modules() if hasattr(module, "base_layer")]
     for layer in layers:
         layer.enable_adapters(False)

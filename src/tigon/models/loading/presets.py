@@ -211,7 +211,7 @@ MULTIMODAL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""Shapes of models that also read images. They are no presets: `model.config` changes only a flat config."""
+"""Shapes of models that also read images. They are not presets: `model.config` changes only a flat config."""
 
 
 def carried(hub_id: str) -> str | None:

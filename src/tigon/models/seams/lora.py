@@ -80,7 +80,7 @@ def after_dropout(
 
 
 def dropped(module: Any, x: Tensor, adapter: str) -> Tensor | None:
-    """What the adapter reads instead of x: x after its dropout, or None without one."""
+    """The adapter's input instead of x: x after its dropout, or None without one."""
     dropout = module.lora_dropout[adapter]
     return None if isinstance(dropout, nn.Identity) or not module.training else dropout(x)
 

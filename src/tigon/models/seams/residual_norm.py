@@ -7,7 +7,7 @@ Decoder layers of most families contain three statements, which this seam replac
     hidden_states = self.post_attention_layernorm(hidden_states)
 
 The class's own forward is parsed, these statements are replaced, and the result is compiled again. Everything else in
-the layer stays the family's code, in every version of transformers. A layer without these statements is no candidate.
+the layer stays the family's code, in every version of transformers. A layer without these statements is left alone.
 The addition at the end of a layer is left alone, because the norm that follows it belongs to the next layer, which
 activation checkpointing runs separately.
 """

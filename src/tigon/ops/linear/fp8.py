@@ -107,7 +107,7 @@ fp8_cast = Primitive(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_cast_fake, kernel=f"{KERNELS}:fp8_cast", reference=_cast, complete=_complete,
 )  # fmt: skip
-"""rows (M, K), columns (K, P), and their scales. `amax` is that of `fp8_amax`. What is not wanted is None or empty."""
+"""rows (M, K), columns (K, P), and their scales. `amax` is that of `fp8_amax`. Unwanted results are None or empty."""
 
 
 # --- the product ---

@@ -97,7 +97,7 @@ def forward_product(x: Tensor, weight_FH: Tensor, bias: Tensor | None, scaling: 
 def input_gradient(dy: Operand, weight_FH: Tensor, amax: Tensor, scaling: str, leading: list[int]) -> Tensor:
     """Q(dy) Q(Wᵀ)ᵀ. amax: that of the weight, from the forward."""
     w = operand(weight_FH, scaling, rows=False, columns=True, amax=amax)
-    # W's transposed rows are as long as dy's, unless the output width is no multiple of 16.
+    # W's transposed rows are as long as dy's, unless the output width is not a multiple of 16.
     rows, columns = dy.rows, w.columns
     if columns is not None and rows is not None and columns.shape[1] != rows.shape[1]:
         columns = columns[:, : rows.shape[1]]

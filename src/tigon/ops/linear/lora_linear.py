@@ -2,7 +2,7 @@
 
     y = x Wᵀ + b + s · (x Aᵀ) Bᵀ
 
-PEFT computes the adapter as layers of its own. With fp32 adapters under autocast it casts x to fp32 and back, and it
+PEFT computes the adapter as separate layers. With fp32 adapters under autocast it casts x to fp32 and back, and it
 multiplies and adds whole activations. Here the adapter's products add to the layer's in place, so that a pass takes the
 products alone:
 
@@ -12,7 +12,7 @@ products alone:
 With `fp8`, the factors of x Wᵀ and dy W are rounded to FP8, as in `fp8_linear.py`. The adapter's products, and the
 gradient of a weight that is trained beside its adapter, are not.
 
-There is no kernel: every product is the vendor's. Under torch.compile the op is the formula.
+Every product is the vendor's, without a kernel of tigon. Under torch.compile the op is the formula.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class HeadTensors:
 
 
 class ForwardResults(NamedTuple):
-    """What the forward returns; what is not wanted is empty."""
+    """The forward's results; those that are not wanted are empty."""
 
     logprob_NK: Tensor
     stats_2N: Tensor

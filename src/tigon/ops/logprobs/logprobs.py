@@ -43,7 +43,7 @@ from tigon.ops.vocab_parallel import ANY_VOCABULARY, VocabParallelOptions, check
 
 
 class RowResults(NamedTuple):
-    """What the forward returns; what is not wanted is empty."""
+    """The forward's results; those that are not wanted are empty."""
 
     logprob_NK: Tensor
     stats_2N: Tensor

@@ -31,7 +31,7 @@ _LARGEST_LOGPROB = 16.0
 
 
 class Logprobs(NamedTuple):
-    """The result of `logprobs` and `linear_logprobs` with `outputs` or `top_k`. What was not asked for is None.
+    """The result of `logprobs` and `linear_logprobs` with `outputs` or `top_k`. Results not asked for are None.
 
     All are 0 (ids: ignore_index) where a token is left out. All but `predicted` and `topk_ids` are differentiable.
 
@@ -52,7 +52,7 @@ class Logprobs(NamedTuple):
 
 
 class LogprobOptions(NamedTuple):
-    """What a call computes."""
+    """The results that a call computes."""
 
     ignore_index: int = -100
     softcap: float | None = None

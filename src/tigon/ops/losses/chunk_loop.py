@@ -180,7 +180,7 @@ class ChunkTensors:
     grad_scale: Tensor
     """0-dim; the gradients are for an upstream gradient of 1 / grad_scale."""
     low_NR: Tensor | None = None
-    """What the adapter's first matrix made of the hidden states, scaled; None without an adapter."""
+    """The product of the hidden states and the adapter's first matrix, scaled; None without an adapter."""
     lora_b_VR: Tensor | None = None
 
     def part(self, rows: slice) -> ChunkTensors:

@@ -17,7 +17,7 @@ from tigon.ops.dispatch import Primitive, check_number
 
 
 class NormOptions(NamedTuple):
-    """What the forward does besides its tensors."""
+    """The options of the forward besides its tensors."""
 
     eps: float
     offset: float

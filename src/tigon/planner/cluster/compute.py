@@ -95,7 +95,7 @@ def under_autocast(work: Workload, division: Division) -> bool:
 
 
 def kernels_of(work: Workload, division: Division) -> Kernels:
-    """What the trace counts for the kernels of `work` under this division."""
+    """The counts of the trace for the kernels of `work` under this division."""
     return _AUTOCAST.get(work.kernels, work.kernels) if under_autocast(work, division) else work.kernels
 
 

@@ -96,7 +96,7 @@ class Division:
     @property
     def runs(self) -> bool:
         """Whether `tigon train` can run it. The others are arithmetic only."""
-        return self.tensor == self.sequence == self.pipeline == 1 and not self.within_node
+        return self.tensor == self.pipeline == 1 and not self.within_node
 
     @property
     def family(self) -> str:

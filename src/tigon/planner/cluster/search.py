@@ -112,7 +112,7 @@ def _families(shape: ModelShape, cluster: Cluster) -> Iterator[Division]:
         sharding = "weights" if pipeline == 1 else "optimizer"
         yield Division(sharding=sharding, data=gpus // (tensor * pipeline), tensor=tensor, pipeline=pipeline)
     for sequence in _sizes(MOST_SEQUENCE, cluster.gpus_per_node):
-        if sequence > 1 and shape.query_heads % sequence == 0:
+        if sequence > 1 and shape.kv_heads % sequence == 0:  # as `sharding.sequence` requires
             yield Division(sharding="weights", data=gpus // sequence, sequence=sequence)
 
 

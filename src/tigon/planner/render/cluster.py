@@ -146,6 +146,8 @@ def _recipe(one: PlannedDivision) -> str:
     division = one.division
     zero: Mapping[str, int] = {"optimizer": 1, "gradients": 2, "weights": 3}
     keys = [f"train.batch_size={division.micro_batch}", f"train.gradient_accumulation={division.accumulate}"]
+    if division.sequence > 1:
+        keys.append(f"sharding.sequence={division.sequence}")
     if division.engine == "DeepSpeed":
         keys.append(f"sharding.zero={zero[division.sharding]}")
     elif division.sharding == "weights":

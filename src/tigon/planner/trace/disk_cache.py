@@ -5,7 +5,7 @@ of Python and of the packages that a trace runs. After a change of these, old fi
 are deleted when the folder grows beyond `MAX_BYTES`. Each file is written under another name and then renamed, so a
 reader never sees half of one. Two processes that write the same file write the same content.
 
-Any file that cannot be read is traced again and rewritten. A folder that cannot be written is no error. With
+Any file that cannot be read is traced again and rewritten. A folder that cannot be written is not an error. With
 `TIGON_CACHE=0` nothing is read or written.
 """
 

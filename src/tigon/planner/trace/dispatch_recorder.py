@@ -42,7 +42,7 @@ Inplace = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """What the recorder asks of an operator. PyTorch computes each of these again at every question."""
+    """The recorder's questions about an operator. PyTorch computes each of these again at every question."""
 
     name: str
     primitive: Any

@@ -54,7 +54,7 @@ class FusedLinear:
             return F.linear(input, weight, bias)
         dtype = product_dtype(input, weight)
         bias = None if bias is None else bias.to(dtype)
-        # A cast weight is no leaf. Without a gradient its cast does nothing in the backward.
+        # A cast weight is not a leaf. Without a gradient its cast does nothing in the backward.
         x, weight = input.to(dtype), weight.to(dtype)
         # A recomputation ends when all tensors are saved. A function saves its own after its forward, so that the last
         # layer's product would be computed for nothing.

@@ -40,6 +40,7 @@ class Choices:
     quantized: bool = False
     quantize_to: str = "nf4"
     gpus: int = 1
+    sequence_shards: int = 1
     zero: int = 0
     fsdp: bool = False
     reshard: bool = True

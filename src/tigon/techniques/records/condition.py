@@ -54,7 +54,7 @@ class Exclusion:
     instead: str
     """The recipe keys to set in their place."""
     source: str
-    """Where the reason was read or seen."""
+    """The place where the reason was read or seen."""
     untraceable: bool = False
     """The planner cannot predict such a run either, because there would be nothing to train."""
 
@@ -66,7 +66,7 @@ class Exclusion:
 class KeyExclusion:
     """Refuses a recipe in which `when` holds and the value of `key` passes the test.
 
-    For keys that are no field of `Choices`.
+    For keys that `Choices` lacks.
     """
 
     when: Condition

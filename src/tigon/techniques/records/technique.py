@@ -63,7 +63,7 @@ class Technique:
     saves: str
     """What takes less memory, in a sentence for the page."""
     costs: str
-    """What it takes in exchange: time, or other memory."""
+    """The price: time, or other memory."""
     effect_on_result: str = SAME
     """Its effect on the result: whether the run computes the same numbers, and what differs if it does not."""
     needs: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Resuming on another number of processes, or with FSDP2 instead of DDP: what has to stay, and how it is divided.
 
-An optimizer step keeps its samples: micro-batch size x accumulation x processes stays the same. `divided` finds the
+An optimizer step keeps its samples: micro-batch size x accumulation x readers stays the same. `divided` finds the
 micro-batch and the accumulation for the present number of processes.
 """
 
@@ -21,7 +21,7 @@ from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 
-ENGINE_KEYS = ("sharding.gpus", "sharding.fsdp", "sharding.reshard", "sharding.offload")
+ENGINE_KEYS = ("sharding.gpus", "sharding.sequence", "sharding.fsdp", "sharding.reshard", "sharding.offload")
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
 ALIKE = ("evaluations_without_progress",)  # counters that are equal in all processes
@@ -32,9 +32,14 @@ def processes_now(recipe: Recipe) -> int:
     return launch.world_size() if launch.started_by_launcher() else recipe.sharding.gpus
 
 
+def readers(recipe: Recipe, processes: int) -> int:
+    """The processes, or groups of them that share rows, that read different samples."""
+    return max(1, processes // recipe.sharding.sequence)
+
+
 def samples_per_step(recipe: Recipe, processes: int) -> int:
     """The samples of one optimizer step of all processes."""
-    return recipe.train.batch_size * recipe.train.gradient_accumulation * processes
+    return recipe.train.batch_size * recipe.train.gradient_accumulation * readers(recipe, processes)
 
 
 def processes_before(checkpoints: Path, before: Recipe) -> int:
@@ -71,13 +76,15 @@ def divided(checkpoints: Path, before: Recipe, now: Recipe) -> tuple[str, ...]:
         return ()
     if engine_problem(checkpoints, before, now):
         return ()  # the check of the run folder refuses it
-    if total % processes:
-        counts = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0 and n <= 64)
+    parts = readers(now, processes)
+    if total % parts:
+        most = 64 // now.sharding.sequence
+        counts = ", ".join(str(n * now.sharding.sequence) for n in range(1, most + 1) if total % n == 0)
         raise RunFolderError(
             f"sharding.gpus: the run has {total} samples per step, which {processes} processes cannot share equally; "
             f"resume with one of {counts}"
         )
-    share = total // processes
+    share = total // parts
     batch = max(n for n in range(1, now.train.batch_size + 1) if share % n == 0)
     return tuple(f"{key}={value}" for key, value in zip(BATCH_KEYS, (batch, share // batch), strict=True))
 

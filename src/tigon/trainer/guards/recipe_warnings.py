@@ -10,7 +10,7 @@ from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
 
 @dataclass(frozen=True)
 class RunSize:
-    """The number of samples and processes of a run."""
+    """The number of samples of a run, and of the processes, or groups that share rows, that read different ones."""
 
     n_samples: int
     n_eval_samples: int

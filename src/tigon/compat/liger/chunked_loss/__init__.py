@@ -1,7 +1,7 @@
 """Mirrors `liger_kernel.chunked_loss`: post-training losses from hidden states and heads, without the logits.
 
 Liger computes them batch by batch under `torch.compile`. Here `tigon.linear_logprobs` and `tigon.linear_kl` give values
-per token, and `tigon.losses` the loss. `chunk_size` and `compiled` are accepted and have no effect.
+per token, and `tigon.losses` the loss. `chunk_size` and `compiled` are accepted and ignored.
 
 reference.py       log-probabilities of labels under a head, and whether a reference model takes part
 preference.py      DPO, CPO, ORPO and SimPO, from pairs

@@ -110,7 +110,7 @@ class LigerFusedLinearJSDFunction(_Distillation):
 
 
 class LigerFusedLinearCosineSimilarityFunction(_Distillation):
-    """beta · (1 - cosine similarity of the logits). `temperature` has no effect on an angle."""
+    """beta · (1 - cosine similarity of the logits). `temperature` does not change an angle."""
 
     @staticmethod
     def _soft(beta: float, temperature: float) -> Soft:

@@ -166,7 +166,7 @@ def liger_modulated_rms_norm(
         X: (..., H).
         W: (H,) or None.
         scale, shift: (H,), (1, H), (B, H) for X (B, T, H), or one row for each row of X; shift may be None.
-        eps, offset, casting_mode: as in `liger_rms_norm`; `in_place` has no effect.
+        eps, offset, casting_mode: as in `liger_rms_norm`; `in_place` is ignored.
     """
     return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode)
 

@@ -49,7 +49,7 @@ class GrpoLossFunction:
     """A policy loss of the completions.
 
     Returns (loss, mean KL, share of clipped tokens), or per token (B, T) with `reduce=False`. The KL is None if beta is
-    0. The logits are not written to; `inplace` has no effect.
+    0. The logits are not written to; `inplace` is ignored.
     """
 
     @staticmethod

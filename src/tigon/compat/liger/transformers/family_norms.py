@@ -18,7 +18,7 @@ class LigerRMSNormForGemma(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
-    """Gemma's, with another default of `in_place`, which has no effect."""
+    """Gemma's, with another default of `in_place`, which is ignored."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
@@ -67,7 +67,7 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """Llama's, with another default of `in_place`, which has no effect."""
+    """Llama's, with another default of `in_place`, which is ignored."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",

@@ -9,7 +9,7 @@ Names, order and defaults of the arguments are Liger's. Arguments whose names di
     ce_weight of the fused loss      class weights (V,); `weight` is the head's weight (V, H)
     use_token_scaling                multiply each token's loss by the probability of its label
 
-Three arguments are accepted and have no effect, because they only control how Liger saves memory:
+Three arguments are accepted and ignored, because they only control how Liger saves memory:
 
     in_place          tigon's norms never overwrite their inputs or the incoming gradient.
     accum_dtype       tigon always sums the chunks' weight gradients in fp32.

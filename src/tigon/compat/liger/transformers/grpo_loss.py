@@ -20,7 +20,7 @@ def triton_grpo_loss(
     """A policy loss from the logits (B, T + 1, V) of completions, whose last position predicts no token of them.
 
     Args:
-        logits: not written to; `inplace` has no effect.
+        logits: not written to; `inplace` is ignored.
         old_logp: (B, T) at the time of the sampling; None: the ratio is 1.
         ref_logp: (B, T) under the reference model; required unless beta is 0.
         completion_ids: (B, T).

@@ -1,0 +1,336 @@
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): several processes share the tokens of each row.
+
+The processes of a group read the same rows, and each computes a shard: every Nth part of the tokens, in their order.
+Norms, MLPs, rotary embedding, head and loss treat tokens one by one, so they run on the shard as they are. Attention
+needs the whole row. Before it, an all-to-all gives each process all tokens of an Nth part of the heads. After it, a
+second one gives the shard back.
+
+The model is called with whole rows. A hook cuts them: labels are shifted before the cut, because the label of a
+shard's last token is the first token of the next shard. A call without labels, such as that of `generate`, is not cut.
+Each process's loss is the sum over its shard divided by the learned tokens of all rows. The sum over the processes is
+the loss of the whole rows, and DDP and FSDP2 reduce the gradients over all processes as they do without shards.
+
+Accelerate's context parallelism needs FSDP2 and CUDA's attention kernels. Its Ulysses is DeepSpeed's: it needs
+DeepSpeed's engine, and drops the mask that separates packed documents.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tigon.errors import RecipeError
+from tigon.techniques.head_groups import key_heads
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition, Exclusion
+from tigon.techniques.records.setting import Setting
+from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+
+# B rows, h query heads, k key heads, T tokens of a row, t tokens of a shard, D head width, N processes of a group.
+
+SHARD = "sequence_shard"
+"""The keyword that carries the `Shard` from the model's call to its attention, also when layers are computed again."""
+IGNORE_INDEX = -100
+KEY = "sharding.sequence"
+
+_shared: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def shards_of(model: nn.Module) -> int:
+    """Returns the number of processes that share each row of this model's batches; 1 without sequence parallelism."""
+    return _shared.get(model, 1)
+
+
+@dataclass
+class Shard:
+    """What attention needs to know about the rows of one call of the model."""
+
+    group: Any
+    """The processes that share the rows."""
+    positions_BT: Tensor
+    mask: Tensor | None
+    """(B, 1, T, T), True where a token sees another; None if each row holds one document."""
+    layers: set[int] = field(default_factory=set)
+    """The attention modules that used it."""
+
+
+def share_rows(model: nn.Module, group: Any) -> None:
+    """Let this model compute, for calls with labels, only this process's shard of the rows that it is called with.
+
+    The model's attention has to be `sdpa`. This function replaces it by a version for shards.
+
+    Args:
+        model: A causal language model of transformers.
+        group: The processes that share the rows, in the order of their shards.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    size = dist.get_world_size(group)
+    name = f"sdpa_of_{size}_sequence_shards"
+    ALL_ATTENTION_FUNCTIONS.register(name, _of_whole_rows(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in configs.values():
+        config._attn_implementation_internal = name
+    hooks = _Hooks(group, int(model.config.num_hidden_layers))  # type: ignore[union-attr, arg-type]
+    model.register_forward_pre_hook(hooks.cut, with_kwargs=True)
+    model.register_forward_hook(hooks.check_layers, with_kwargs=True)
+    _shared[model] = size
+
+
+class _Hooks:
+    """Cuts the rows of a model's calls, and refuses a model whose layers do not all exchange tokens."""
+
+    def __init__(self, group: Any, n_layers: int) -> None:
+        self.group, self.n_layers = group, n_layers
+        self.checked = False
+
+    def cut(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        if kwargs.get("labels") is None:
+            return args, kwargs
+        if args:
+            raise TypeError(f"{KEY} cuts named inputs, but the model was called with {len(args)} unnamed ones")
+        inputs = cut_rows(kwargs, self.group)
+        if not self.checked:  # layers with another attention would fail at a mask of whole rows
+            inputs["attention_mask"] = None
+        return (), inputs
+
+    def check_layers(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        shard: Shard | None = kwargs.get(SHARD)
+        if shard is None:
+            return
+        if len(shard.layers) != self.n_layers:
+            raise RecipeError(
+                f"{KEY}: {len(shard.layers)} of the model's {self.n_layers} layers exchange tokens between processes, "
+                f"and the others would not see the whole row; set {KEY}: 1"
+            )
+        self.checked = True
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def cut_rows(inputs: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """Returns this process's part of the inputs of a causal language model.
+
+    Rows are padded at the right to a multiple of the group's size. No token sees the padding, which follows them all.
+
+    Args:
+        inputs: Whole rows: input_ids and labels (B, T), and position_ids (B, T) or an attention_mask (B, T), whose
+            zeros are at the right. Other values stay.
+        group: The processes that share the rows.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rest = {name: value for name, value in inputs.items() if name not in ("attention_mask", "position_ids")}
+    tokens_BT, labels_BT = rest.pop("input_ids"), rest.pop("labels")
+    shift_labels_BT = rest.pop("shift_labels", None)
+    if shift_labels_BT is None:
+        shift_labels_BT = F.pad(labels_BT, (0, 1), value=IGNORE_INDEX)[:, 1:]
+    positions_BT = _positions(inputs)
+    padding = -tokens_BT.shape[1] % size
+    after = positions_BT[:, -1:] + torch.arange(1, padding + 1, device=positions_BT.device)
+    positions_BT = torch.cat([positions_BT, after], dim=1)
+    length = positions_BT.shape[1] // size
+    own = slice(rank * length, (rank + 1) * length)
+
+    def part(rows_BT: Tensor, fill: int) -> Tensor:
+        return F.pad(rows_BT, (0, padding), value=fill)[:, own].contiguous()
+
+    shard = Shard(group, positions_BT, document_mask(positions_BT))
+    return rest | {
+        "input_ids": part(tokens_BT, 0), "labels": part(labels_BT, IGNORE_INDEX),
+        "shift_labels": part(shift_labels_BT, IGNORE_INDEX), "position_ids": positions_BT[:, own].contiguous(),
+        "attention_mask": shard.mask, SHARD: shard,
+    }  # fmt: skip
+
+
+def _positions(inputs: Mapping[str, Any]) -> Tensor:
+    """The position of each token in its document, (B, T)."""
+    tokens_BT, mask_BT = inputs["input_ids"], inputs.get("attention_mask")
+    positions_BT: Tensor | None = inputs.get("position_ids")
+    if positions_BT is not None and mask_BT is None:
+        return positions_BT.expand(tokens_BT.shape)
+    if positions_BT is not None or (mask_BT is not None and mask_BT.ndim != 2):
+        raise TypeError(f"{KEY} takes position_ids, or an attention_mask of shape (B, T); not both")
+    if mask_BT is not None and bool((mask_BT[:, 1:] > mask_BT[:, :-1]).any()):
+        raise TypeError(f"{KEY} takes rows whose padding is at the right")
+    return torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
+
+
+def document_mask(positions_BT: Tensor) -> Tensor | None:
+    """Returns where a token sees another, (B, 1, T, T); None if no row holds several documents.
+
+    A document begins where positions do not go on by one.
+    """
+    begins = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
+    if not bool(begins.any()):
+        return None
+    documents_BT = F.pad(begins.cumsum(1), (1, 0))
+    same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
+    return same.tril_()
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def _of_whole_rows(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """Returns `attend` for the shards of a row."""
+
+    def attend_whole_rows(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        shard: Shard | None = options.pop(SHARD, None)
+        if shard is None:  # a call without labels
+            return attend(module, query, key, value, attention_mask, **options)
+        if options.get("sliding_window") is not None:
+            raise RecipeError(f"{KEY} has no sliding window of {options['sliding_window']} tokens; set {KEY}: 1")
+        shard.layers.add(id(module))
+        if "position_ids" in options:
+            options["position_ids"] = shard.positions_BT
+        qkv = whole_rows((query, key, value), shard.group)
+        out_BThD, _ = attend(module, *qkv, shard.mask, **options)
+        return own_tokens(out_BThD, shard.group), None
+
+    return attend_whole_rows
+
+
+class _AllToAll(torch.autograd.Function):
+    """x (N, ...) -> (N, ...): row i of process j becomes row j of process i. It is its own transpose.
+
+    PyTorch 2.13 deprecates its version in distributed.nn, and the one that replaces it is private.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        dout = dout.contiguous()
+        dx = torch.empty_like(dout)
+        dist.all_to_all_single(dx, dout, group=ctx.group)
+        return dx, None
+
+
+def whole_rows(shards: tuple[Tensor, ...], group: Any) -> list[Tensor]:
+    """Each (B, heads, t, D), with all heads -> (B, heads / N, T, D), with all tokens. They share one all-to-all."""
+    size = dist.get_world_size(group)
+    parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in shards]  # (N, B, heads / N, t, D)
+    sent = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
+    received: Tensor = _AllToAll.apply(sent, group)
+    split = received.split([part[0].numel() for part in parts], dim=1)
+    whole = (x.view(part.shape) for x, part in zip(split, parts, strict=True))
+    return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in whole]
+
+
+def own_tokens(out_BThD: Tensor, group: Any) -> Tensor:
+    """(B, T, h / N, D), with all tokens -> (B, t, h, D), with all heads."""
+    size = dist.get_world_size(group)
+    sent = out_BThD.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # (N, B, t, h / N, D)
+    received: Tensor = _AllToAll.apply(sent, group)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+# --- checks and records ----------------------------------------------------------------------------------------------
+
+
+def check(config: Any, choices: Choices) -> None:
+    """Raise RecipeError if processes cannot share the rows of a model with this transformers config."""
+    size = choices.sequence_shards
+    if size == 1:
+        return
+    if choices.gpus % size:
+        raise RecipeError(
+            f"{KEY} is {size}, and sharding.gpus {choices.gpus} is not a multiple of it; set sharding.gpus to "
+            f"{-(-choices.gpus // size) * size}"
+        )
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text is not config:
+        raise RecipeError(
+            f"{KEY} takes models of text, and {config.model_type} takes images or sound too; set {KEY}: 1"
+        )
+    n_heads, n_key_heads = int(text.num_attention_heads), key_heads(config)
+    if n_heads % size or n_key_heads % size:
+        raise RecipeError(
+            f"{KEY} is {size}, and the model has {n_heads} heads and {n_key_heads} key heads, which are divided over "
+            "these processes; choose a divisor of both"
+        )
+    others = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"})
+    if others:
+        raise RecipeError(f"{KEY}: the model has layers of {', '.join(others)}, which would not see whole rows; "
+                          f"set {KEY}: 1")  # fmt: skip
+    window = None if getattr(text, "layer_types", None) else getattr(text, "sliding_window", None)
+    if window is not None:
+        raise RecipeError(f"{KEY}: the model's attention has a sliding window of {window} tokens, which has not been "
+                          f"tried with shards of rows; set {KEY}: 1")  # fmt: skip
+    if getattr(text, "output_router_logits", False):
+        raise RecipeError(f"{KEY}: the router's loss is not a sum over tokens; set model.config.output_router_logits: "
+                          f"false, or {KEY}: 1")  # fmt: skip
+
+
+def _share(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+    size = choices.sequence_shards
+    mesh = dist.device_mesh.init_device_mesh(
+        run_info.device, (run_info.processes // size, size), mesh_dim_names=("data", "sequence")
+    )
+    share_rows(model, mesh.get_group("sequence"))
+    return model
+
+
+_SHARDED = Condition("sequence_shards", "is at least", 2)
+
+
+def _not_with(condition: Condition, reason: str, instead: str, source: str) -> Exclusion:
+    return Exclusion(when=(_SHARDED, condition), reason=reason, instead=instead, source=source)
+
+
+_UNTRIED = "tigon.techniques.sequence_parallel: not tried"
+
+DECLARATION = Declaration(
+    pages={"sequence-parallel": "Sequence parallelism"},
+    settings=(
+        Setting(
+            field="sequence_shards", key=KEY,
+            help="Processes that share the tokens of each row (Ulysses); must divide `gpus` and the model's key heads.",
+            minimum=1, maximum=64,
+            label=lambda choices: f"rows shared by {choices.sequence_shards}" if choices.sequence_shards > 1 else "",
+        ),
+    ),
+    techniques=(
+        Technique(
+            name="sequence-parallel", page="sequence-parallel",
+            saves="Activations and logits: a GPU holds those of its part of each row. Rows can be N times as long.",
+            costs="Two all-to-alls per layer and pass, of queries, keys, values and output. N GPUs take one row "
+            "together, so a step has an Nth of the samples.",
+            effect_on_result="None for the same samples per step, except for rounding. With FP8 every GPU scales "
+            "its own tokens.",
+            recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, source="arXiv 2309.14509",
+        ),
+    ),
+    exclusions=(
+        _not_with(
+            Condition("attention", "is not", "sdpa"), "the all-to-alls are around the sdpa function",
+            "model.attention: sdpa", "tigon.techniques.sequence_parallel",
+        ),
+        _not_with(
+            Condition("attention_groups", "is at least", 2), "each of them replaces the attention function",
+            "train.attention_groups: 1", "tigon.techniques.head_groups",
+        ),
+        _not_with(
+            Condition("kernels", "is", "liger"), "Liger Kernel has not been tried with shards of rows",
+            "model.kernels: tigon", _UNTRIED,
+        ),
+    ),
+)  # fmt: skip
