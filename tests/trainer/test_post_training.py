@@ -242,6 +242,7 @@ REFUSED = {
     "no teacher": ("distill", {"post_training": {"base_steps": 0}}, r"needs one teacher"),
     "divergence out of range": ("distill", {"post_training": {"beta": 1.5}}, r"between 0 \(forward KL\) and 1"),
     "one row for KTO": ("kto", {"train": {"batch_size": 1}}, r"train\.batch_size is 1, but kto"),
+    "shards of rows": ("dpo", {"sharding": {"gpus": 2, "sequence": 2}}, r"set sharding\.sequence: 1"),
     "bf16 states beside a reference": (
         "dpo", {"train": {"precision": "bf16"}, "sharding": {"zero": 2}}, r"refuses bf16 states; set sharding",
     ),

@@ -94,6 +94,10 @@ class ChoicesRule:
 
 CHOICES_RULES = (
     ChoicesRule(
+        lambda c: c.sequence_shards > 1,
+        "sharding.sequence has not been tried with TRL's trainers, which take whole rows; set sharding.sequence: 1",
+    ),
+    ChoicesRule(
         lambda c: c.kernels == "liger",
         "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
     ),
