@@ -6,6 +6,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ pytest.importorskip("datasets")
 from second_proofs import proved_by
 from tigon.data import preferences
 from tigon.objectives import post_training_rules
+from tigon.trainer.guarded import GuardedTrainer
+from tigon.trainer.post_training import PostTrainer
 
 SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}
 QUICK: dict[str, dict[str, Any]] = {
@@ -202,6 +205,19 @@ def test_resumed_run_repeats_the_records_of_one_without_interruption(objective, 
     ]
 
 
+def test_tokens_of_completions_are_counted_once_in_all_processes(monkeypatch):
+    def step(self: Any, model: Any, inputs: Any) -> float:
+        self.state.num_input_tokens_seen += 80  # TRL adds the tokens of all processes
+        return 0.5
+
+    monkeypatch.setattr(GuardedTrainer, "training_step", step)
+    trainer = object.__new__(PostTrainer)
+    trainer.state, trainer.args = SimpleNamespace(num_input_tokens_seen=100), SimpleNamespace(world_size=2)
+    trainer.tokens_since_mark = 0
+    assert trainer.training_step(None, []) == 0.5
+    assert trainer.tokens_since_mark * trainer.args.world_size == 80
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -226,7 +242,10 @@ REFUSED = {
     "no teacher": ("distill", {"post_training": {"base_steps": 0}}, r"needs one teacher"),
     "divergence out of range": ("distill", {"post_training": {"beta": 1.5}}, r"between 0 \(forward KL\) and 1"),
     "one row for KTO": ("kto", {"train": {"batch_size": 1}}, r"train\.batch_size is 1, but kto"),
-    "several processes": ("dpo", {"sharding": {"gpus": 2}}, r"post-training runs in one process"),
+    "shards of rows": ("dpo", {"sharding": {"gpus": 2, "sequence": 2}}, r"set sharding\.sequence: 1"),
+    "bf16 states beside a reference": (
+        "dpo", {"train": {"precision": "bf16"}, "sharding": {"zero": 2}}, r"refuses bf16 states; set sharding",
+    ),
     "comparison": ("dpo", {"comparison": {"steps": 3}}, r"set comparison\.steps: 0"),
     "adapter on a score": ("reward", {"lora": {"rank": 2}}, r"leave lora\.rank out"),
     "adapter on the head": ("dpo", {"lora": {"rank": 2, "targets": ["head"]}}, r"leave head out of lora\.targets"),
@@ -378,7 +397,7 @@ WRONG_PLANS = {
     "key of another section": (("--objective", "dpo", "--set", "train.steps=1"), "a plan of a model takes keys of"),
     "unknown key": (("--objective", "dpo", "--set", "post_training.bta=1"), "the nearest key is post_training.beta"),
     "key of another objective": (("--objective", "dpo", "--set", "post_training.teacher=x"), "needs train.objective"),
-    "two GPUs": (("--objective", "dpo", "--gpus", "2"), "post-training runs in one process"),
+    "two GPUs": (("--objective", "dpo", "--gpus", "2"), "predicts post-training in one process only; set"),
     "other kernels": (("--objective", "orpo", "--kernels", "none"), "cannot predict post-training with these kernels"),
     "half a group": (("--objective", "grpo", "--batch", "6"), "a multiple of generations, 8"),
     "too long": (("--objective", "grpo", "--seq", "2040"), "completions have up to 64 tokens"),

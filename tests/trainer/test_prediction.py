@@ -148,6 +148,16 @@ def test_cpu_run_gets_no_prediction(recipe_of):
     assert said == (None, []) and prediction.compared(None, torch.device("cpu")) is None
 
 
+@pytest.mark.parametrize("key", ["sharding.gpus=2", "sharding.fsdp=true", "model.kernels=none"])
+def test_run_that_the_planner_cannot_predict_starts_with_the_reason(key, recipe_of, monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.setattr(prediction, "gpu_here", lambda device, choices: small_gpu(8000))
+    recipe = recipe_of("objective: dpo", overrides=["data.source=toy-answers", key])
+    found, lines = prediction.announce(*asked(recipe), torch.device("cuda"), evaluated=True, command="")
+    (line,) = lines
+    assert found is None and line.startswith("plan     no prediction: the planner ") and "; set " in line
+
+
 def test_comparison_shows_the_error_relative_to_the_measurement(recipe_of):
     found = predicted(recipe_of(), 8000).as_mapping()
     measured = {name: int(found[name] / 1.02) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}

@@ -94,8 +94,8 @@ class ChoicesRule:
 
 CHOICES_RULES = (
     ChoicesRule(
-        lambda c: c.gpus > 1 or c.zero > 0 or c.fsdp,
-        "post-training runs in one process; set sharding.gpus: 1, sharding.zero: 0 and sharding.fsdp: false",
+        lambda c: c.sequence_shards > 1,
+        "sharding.sequence has not been tried with TRL's trainers, which take whole rows; set sharding.sequence: 1",
     ),
     ChoicesRule(
         lambda c: c.kernels == "liger",
@@ -116,6 +116,11 @@ CHOICES_RULES = (
     ),
 )  # fmt: skip
 _PLANNED_RULES = (
+    ChoicesRule(
+        lambda c: c.gpus > 1 or c.zero > 0 or c.fsdp,
+        "the planner predicts post-training in one process only; set sharding.gpus: 1 (--gpus 1), sharding.zero: 0 and "
+        "sharding.fsdp: false",
+    ),
     ChoicesRule(
         lambda c: c.kernels != "tigon",
         "the planner cannot predict post-training with these kernels; set model.kernels: tigon (--kernels tigon)",
@@ -165,10 +170,20 @@ def _reshapes_data(recipe: Recipe) -> str | None:
     return next((name for name in names if getattr(data, name) != getattr(DataConfig(), name)), None)
 
 
+def _holds_frozen_model(recipe: Recipe) -> bool:
+    """Whether the run holds a reference or a teacher; adapters need no reference."""
+    objective = recipe.train.objective
+    compares = objective in ("dpo", "kto") or (objective == "grpo" and bool(recipe.post_training.beta))
+    return objective == "distill" or (compares and recipe.lora.rank is None)
+
+
 RULES = Rules(
     (
         *KEY_RULES,
         *(row.as_rule() for row in CHOICES_RULES),
+        Rule(lambda r: r.sharding.zero in (1, 2) and r.train.precision == "bf16" and _holds_frozen_model(r),
+             "train.precision: bf16 with sharding.zero: 1 or 2: TRL's reference or teacher then runs without ZeRO, and "
+             "DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16"),
         Rule(lambda r: is_post_training(r) and r.comparison.steps > 0,
              "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0"),
         Rule(lambda r: r.train.objective in ("dpo", "kto", "grpo") and r.lora.rank is not None and (

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,17 @@ class _NothingLeft(Exception):
 
 class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped here
     """A Trainer with the guards that the module docstring lists. `guard` sets them up after the construction."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make FSDP2 reduce gradients in fp32, as DDP does. Accelerate would use bf16, and round the loss to bf16.
+
+        TRL's trainers shard their reference by the same policy while they are made.
+        """
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+        if plugin is not None and policy is not None:
+            plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
 
     def guard(self, objective: Objective, safeguards: Safeguards, make_optimizer: MakeOptimizer | None) -> None:
         """Set up the guards. Call it once, before training.

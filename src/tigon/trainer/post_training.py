@@ -51,7 +51,8 @@ class PostTrainer(GuardedTrainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         before = self.state.num_input_tokens_seen
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.tokens_since_mark += int(self.state.num_input_tokens_seen - before)
+        # TRL counts the tokens of all processes, and the records multiply by their number.
+        self.tokens_since_mark += int(self.state.num_input_tokens_seen - before) // self.args.world_size
         return loss
 
     def counted(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +129,6 @@ class TigonTrainer(GuardedTrainer):
             model=model, args=args, data_collator=collator, train_dataset=train_samples, eval_dataset=eval_samples
         )
         self.guard(objective or CausalLM(), safeguards or Safeguards(), make_optimizer)
-        self._sum_in_fp32()
-
-    def _sum_in_fp32(self) -> None:
-        """Make FSDP2 reduce gradients in fp32, as DDP does. Accelerate would use bf16, and round the loss to bf16."""
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        policy = getattr(plugin, "mixed_precision_policy", None)
-        if plugin is not None and policy is not None:
-            plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """The mean loss over all learned tokens of the eval samples, in nats; {} if a signal interrupts it.

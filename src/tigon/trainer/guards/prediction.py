@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tigon.errors import RecipeError, TigonError
+from tigon.errors import RecipeError, TigonError, UsageError
 from tigon.objectives.choose import objective_of
 from tigon.planner.engines.non_allocator_memory import group_bytes, non_allocator_bytes
 from tigon.planner.gpus import Gpu, row_of, size_bytes
@@ -98,17 +98,23 @@ def predict(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu, *, evaluate
     """The prediction for a recipe on `gpu`.
 
     Raises:
-        UsageError: The model cannot be traced.
+        UsageError: The objective cannot be planned with these choices, or the model cannot be traced.
     """
     request = request_of(recipe, config, choices, evaluated=evaluated)
     return Prediction(option=estimate_option(request, gpu), gpu=gpu, free=free_in(recipe))
 
 
 def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool) -> Request:
-    """The plan request for a recipe."""
+    """The plan request for a recipe.
+
+    Raises:
+        UsageError: The planner cannot predict the objective with these choices, although a run can train it.
+    """
     data, train = recipe.data, recipe.train
     objective = objective_of(recipe, config, partial(models.parameter_shapes, config))
     planned, flash = objective.planned(), recipe.model.attention.startswith("flash")
+    for reason in planned.refusals(choices):
+        raise UsageError(f"{reason}.")
     needs_mask = planned.pads or not (data.packing and data.cross_document_attention)
     return Request(
         model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, choices=choices,
