@@ -23,6 +23,8 @@ from second_proofs import check_and_count
 USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 OPERATORS = f"tigon-tests-{zlib.crc32(sys.prefix.encode()):08x}"
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(USER_CACHE / "torch_extensions" / OPERATORS))
+COMPILER = os.environ.get("CXX", "c++")
+"""The operator is compiled again whenever its command changes, so every test names the compiler alike."""
 
 # Tests that say how often a step is traced, and plans of changed sources, must not depend on the user's cache.
 os.environ.setdefault("TIGON_CACHE", "0")
@@ -55,6 +57,7 @@ MODULE = pytest.StashKey[object]()
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Runs and compilations collect garbage often, and would search every imported library for it each time."""
+    os.environ["CXX"] = COMPILER
     module = getattr(item, "module", None)
     if item.session.stash.get(MODULE, None) is not module:
         item.session.stash[MODULE] = module

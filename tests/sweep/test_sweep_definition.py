@@ -125,5 +125,5 @@ def test_committed_sweep_has_no_refused_point(path, tmp_path):
 def test_every_technique_is_measured_in_the_study():
     sweeps = [definition.load(RECIPES / "study" / f"{name}.yaml") for name in ("techniques", "techniques-two-gpus")]
     measured = {variant.name for sweep in sweeps for variant in sweep.variants}
-    # AdamW in mixed precision is both its own recipe and amp-bf16's
-    assert {path.stem for path in (RECIPES / "techniques").glob("*.yaml")} - measured == {"adamw"}
+    # AdamW in mixed precision is both its own recipe and amp-bf16's. A plan of one node refuses shared rows.
+    assert {path.stem for path in (RECIPES / "techniques").glob("*.yaml")} - measured == {"adamw", "sequence-parallel"}
