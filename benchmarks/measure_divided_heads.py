@@ -5,9 +5,9 @@
 
 Three ways to the same loss take turns on every process, so that a slow phase of the machine reaches all of them:
 
-    whole       tigon.linear_cross_entropy of the whole head, on each process
-    divided     tigon.linear_cross_entropy of a DTensor of which each process has some rows
-    gathered    the logits of such a DTensor, gathered, then tigon.cross_entropy; what a patched model did before
+    whole       Each process has the whole head, and calls tigon.linear_cross_entropy.
+    divided     Each process has some rows of a DTensor, and calls tigon.linear_cross_entropy.
+    gathered    The logits of such a DTensor are gathered for tigon.cross_entropy, as in a patched model before.
 
 Before that, each way's loss and gradients in bf16 are compared with fp64 on a small head. A prediction stands beside
 each time: the products at the rate that this GPU reaches in one product of the head, plus the bytes on the link.
@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tigon
+from benchmarks import step_record
 
 WAYS = ("whole", "divided", "gathered")
 
@@ -165,20 +166,16 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     first, dtype = dist.get_rank() == 0, torch.bfloat16
-    machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    record: dict[str, Any] = {
-        "device": machine, "ranks": dist.get_world_size(), "link": args.link, "torch": torch.__version__,
-        "tigon": tigon.__version__, "errors": errors(device, dtype), "rows": [],
-    }  # fmt: skip
+    record, rows = step_record.StepRecord("measure_divided_heads", torch.device(device)), []
+    found = {"processes": dist.get_world_size(), "link_bytes_s": args.link, "errors": errors(device, dtype)}
     if first:
-        print(json.dumps({name: record[name] for name in ("device", "ranks", "errors")}), flush=True)
+        print(json.dumps(found), flush=True)
     for shape in TINY if args.tiny else SHAPES:
         row = measure(shape, device, dtype, args.turns, args.link)
-        record["rows"].append(row)
+        rows.append(row)
         if first:
             print(json.dumps(row), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            record.write(args.json, **found, rows=rows)
     dist.destroy_process_group()
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.measure_experts --tiny             a check of the script on a CPU
 
 Each result is compared with the fp64 formula first, on a small layer in bf16. Then the implementations take turns, so
-that a slow phase of the machine reaches all of them. transformers' eager loop reads on the host which experts are
-chosen; its times include that wait.
+that a slow phase of the machine reaches all of them. transformers' eager loop waits for the host to read which experts
+are chosen. Its times include that.
 """
 
 from __future__ import annotations

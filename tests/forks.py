@@ -13,8 +13,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -41,6 +42,42 @@ def in_forks(
         return _in_forks(action, count, meeting, said=said, printed=printed, fresh=fresh)
 
 
+def end_with(action: Callable[[], Any]) -> NoReturn:
+    """Run `action` in this copy of the process, and end it with the result if that is a number, else with 0."""
+    code = 1
+    try:
+        result = action()
+        code = result if isinstance(result, int) else 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _as_rank(
+    action: Callable[[int], Any], rank: int, count: int, meeting: dict[str, str], *, said: Path | None,
+    printed: Path | None, fresh: bool,
+) -> Any:  # fmt: skip
+    gc.freeze()  # to collect what the parent has dropped, a process group, may be to wait for its threads
+    torch.set_num_threads(1)
+    os.dup2(os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # pytest's would be lost
+    if printed is not None:
+        os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if fresh:
+        _forget_accelerate()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are the parent's, and would be waited for
+    if count > 1:
+        size = str(count)
+        os.environ.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    return action(rank)
+
+
 def _in_forks(
     action: Callable[[int], Any], count: int, meeting: dict[str, str], *, said: Path | None, printed: Path | None,
     fresh: bool,
@@ -52,31 +89,7 @@ def _in_forks(
         if child:
             children.append(child)
             continue
-        code = 1
-        try:
-            gc.freeze()  # to collect what the parent has dropped, a process group, may be to wait for its threads
-            torch.set_num_threads(1)
-            os.dup2(os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # pytest's would be lost
-            if printed is not None:
-                os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-                sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-            if fresh:
-                _forget_accelerate()
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are the parent's, and would be waited for
-            if count > 1:
-                size = str(count)
-                os.environ.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-            result = action(rank)
-            code = result if isinstance(result, int) else 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        end_with(partial(_as_rank, action, rank, count, meeting, said=said, printed=printed, fresh=fresh))
     return [os.waitpid(child, 0)[1] for child in children]
 
 

@@ -72,7 +72,7 @@ train() {
         >"$folder/$extra.log" 2>&1 || { tail -n 20 "$folder/$extra.log" >&2; fail "[$extra] cannot train $recipe"; }
 }
 for extra in deepspeed bnb torchao data trl; do
-    step "install [train,$extra] into an environment of its own, and train with it"
+    step "install [train,$extra] into a separate environment, and train with it"
     "$python" -m venv "$folder/$extra"
     pip="$folder/$extra/bin/python -m pip --disable-pip-version-check --quiet"
     $pip install "$torch"

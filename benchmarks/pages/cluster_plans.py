@@ -42,12 +42,6 @@ class Compared:
         ratio = self.predicted / self.run.value
         return (ratio if self.run.metric == "seconds per step" else 1 / ratio) - 1
 
-    @property
-    def memory_error(self) -> float | None:
-        """The same of the memory per GPU; None if none was published."""
-        published = self.run.memory_gib
-        return None if published is None else self.planned.memory.device / GIB / published - 1
-
 
 def compared(runs: Sequence[PublishedRun] = RUNS) -> list[Compared]:
     """Every run with its prediction."""

@@ -144,7 +144,7 @@ def pythons() -> str:
 
 
 def extras() -> str:
-    """Each extra for users: the release that an environment of its own got, and where."""
+    """Each extra for users: the release that was installed into a separate environment, and where."""
 
     def rows() -> Iterator[str]:
         for row in installs():

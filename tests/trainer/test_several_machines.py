@@ -11,10 +11,10 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ import torch
 import yaml
 from trainer_helpers import records
 
-from forks import forks, in_forks
+from forks import end_with, forks, in_forks
 from second_proofs import proved_by
 from tigon.errors import ProcessError, TigonError
 from tigon.objectives.recipe_checks import load
@@ -207,28 +207,22 @@ class Machines:
     def start(self, name: str, action: Callable[[], int], *, at: Path | None = None) -> int:
         """Run `action` in a fork. Its stderr goes into the file said-NAME."""
         pid = os.fork()
-        if pid:
-            self.pids.append(pid)
-            return pid
-        code = 1
+        if not pid:
+            end_with(partial(self._launch, name, action, at or self.folder))
+        self.pids.append(pid)
+        return pid
+
+    def _launch(self, name: str, action: Callable[[], int], at: Path) -> int:
+        os.setsid()
+        os.dup2(os.open(self.folder / f"said-{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        os.dup2(os.open(self.folder / f"printed-{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        sys.stderr, sys.stdout = open(2, "w", closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+        os.chdir(at)
         try:
-            os.setsid()
-            os.dup2(os.open(self.folder / f"said-{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-            os.dup2(os.open(self.folder / f"printed-{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-            sys.stderr, sys.stdout = open(2, "w", closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
-            os.chdir(at or self.folder)
-            code = action()
+            return action()
         except TigonError as error:
             print(f"tigon: {error}", file=sys.stderr)
-            code = 2
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            return 2
 
     def stand_ins(
         self, name: str, *, rank: int | None = None, restarts: int = 0, recipe: str = "r", processes: int = 1

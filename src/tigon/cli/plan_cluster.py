@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.cli.plan_request import CAUSAL_LM, DEFAULT_BATCH, DEFAULT_SEQ, Flags, check_flags, config_of, host_bytes_of
+from tigon.cli.plan_request import (
+    CAUSAL_LM,
+    DEFAULT_BATCH,
+    DEFAULT_SEQ,
+    Flags,
+    check_flags,
+    check_fp8,
+    config_of,
+    host_bytes_of,
+)
 from tigon.cli.shared import stdout_console
 from tigon.errors import UsageError
 from tigon.planner.cluster.compute import FUSED, UNFUSED, Workload
@@ -109,8 +118,7 @@ def _check(asked: ClusterFlags) -> None:
         if was_given:
             raise UsageError(f"--{name} is for a plan of one node; leave it or --nodes out.")
     _check_settings(flags.given)
-    if flags.given.get("precision") == "fp8" and not flags.gpu.has_fp8:
-        raise UsageError(f"{flags.gpu} has no FP8 products (NVIDIA's from Ada, 8.9 on have); use --precision bf16.")
+    check_fp8(flags.gpu, flags.given.get("precision"))
     if not flags.gpu.has_bf16:
         raise UsageError(f"{flags.gpu} has no bf16, which cluster plans assume; plan one node without --nodes.")
 

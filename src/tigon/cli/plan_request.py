@@ -85,13 +85,18 @@ def problem_of(flags: Flags) -> SearchProblem:
     given = check_flags(flags)
     host_bytes = host_bytes_of(flags.host_memory)
     problem = (_of_recipe if flags.is_recipe else _of_model)(replace(flags, given=given))
-    if problem.request.choices.precision == "fp8" and not flags.gpu.has_fp8:
-        raise UsageError(f"{flags.gpu} has no FP8 products (NVIDIA's from Ada, 8.9 on have); use --precision bf16.")
+    check_fp8(flags.gpu, problem.request.choices.precision)
     if problem.request.choices.precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
         used = problem.request.choices.precision
         raise UsageError(f"{flags.gpu} has no bf16, so --precision {used} does not run on it; use amp-fp16.")
     fallbacks = _fallbacks(flags, problem.request) if flags.method == AUTO else ()
     return replace(problem, host_bytes=host_bytes, fallbacks=fallbacks)
+
+
+def check_fp8(gpu: Gpu, precision: str | None) -> None:
+    """Raise UsageError if the precision is fp8 and the GPU has no FP8 products."""
+    if precision == "fp8" and not gpu.has_fp8:
+        raise UsageError(f"{gpu} has no FP8 products (NVIDIA's from Ada, 8.9 on have); use --precision bf16.")
 
 
 def check_flags(flags: Flags) -> dict[str, Any]:

@@ -76,10 +76,12 @@ def train(
     preflight.check_trackers(recipe.train.report_to)
     _check_data(recipe)
     resume = resume or launch_folder.interrupted(recipe.output) is not None
-    if resume and (division := run_folder.division(_of_all_nodes(recipe, nodes))):
-        overrides = [*overrides, *division]
-        recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
-    run = run_folder.find(recipe.output, _of_all_nodes(recipe, nodes)) if resume else None
+    run = None
+    if resume:
+        if division := run_folder.division(_of_all_nodes(recipe, nodes)):
+            overrides = [*overrides, *division]
+            recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
+        run = run_folder.find(recipe.output, _of_all_nodes(recipe, nodes))
     if run is None and launch_folder.is_new(nodes):
         run_folder.check(recipe.output, command)
     quiet_libraries(recipe)

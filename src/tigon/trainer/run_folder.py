@@ -346,7 +346,7 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
     if now.train.checkpointing == AUTO:
         # The run's recipe has the choice that `auto` stood for.
         was, train = before.train, replace(now.train, checkpointing=before.train.checkpointing)
-        if auto_divides_batch(now) and _batch_of(before) == _batch_of(now):
+        if auto_divides_batch(now) and elastic.samples_per_step(before, 1) == elastic.samples_per_step(now, 1):
             train = replace(train, batch_size=was.batch_size, gradient_accumulation=was.gradient_accumulation)
         now = replace(now, train=train)
     old, new = before.as_mapping(), now.as_mapping()
@@ -365,8 +365,3 @@ def _rounding_keys(path: Path, before: Recipe, now: Recipe) -> set[str]:
     if samples == elastic.samples_before(path / CHECKPOINTS, before):
         keys |= {*elastic.BATCH_KEYS, *(elastic.ENGINE_KEYS if elastic.engine_may_change(before, now) else ())}
     return keys
-
-
-def _batch_of(recipe: Recipe) -> int:
-    """Samples of one optimizer step in each process."""
-    return recipe.train.batch_size * recipe.train.gradient_accumulation

@@ -44,7 +44,7 @@ def kind_of(operator: str, kernel: str) -> str:
     return "fused" if operator.startswith("tigon::") or _TRITON.fullmatch(kernel) else "rest"
 
 
-def is_kernel(name: str) -> bool:
+def _is_kernel(name: str) -> bool:
     """Whether the device worked in an event of this name: a kernel or a copy, and not a wait."""
     return not _NO_KERNEL.match(name)
 
@@ -61,12 +61,14 @@ def time_by_kind(events: Iterable[Any], *, on_cuda: bool, step_ms: float) -> dic
     unnamed_us: dict[str, float] = {}
     for event in events:
         if event.device_type != DeviceType.CPU:
-            if on_cuda and not event.is_user_annotation and is_kernel(event.name):
+            if on_cuda and not event.is_user_annotation and _is_kernel(event.name):
                 unnamed_us[event.name] = unnamed_us.get(event.name, 0.0) + event.time_range.elapsed_us()
         elif not is_op(event.name):
             continue
         elif on_cuda:
-            for kernel in filter(lambda kernel: is_kernel(kernel.name), event.kernels):
+            for kernel in event.kernels:
+                if not _is_kernel(kernel.name):
+                    continue
                 total_us[kind_of(event.name, kernel.name)] += kernel.duration
                 unnamed_us[kernel.name] = unnamed_us.get(kernel.name, 0.0) - kernel.duration
         else:

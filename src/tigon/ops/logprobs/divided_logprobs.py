@@ -32,7 +32,7 @@ from tigon.ops.logprobs.blocks import (
     linear_logprobs_bwd,
     linear_logprobs_fwd,
 )
-from tigon.ops.logprobs.results import Results, finished, spread_rows
+from tigon.ops.logprobs.results import Results, finished, spread_results
 from tigon.ops.logprobs.rows import LogprobOptions, Upstream, contiguous, fp16_scales, joined_upstream
 from tigon.ops.losses import common
 from tigon.ops.vocab_parallel import DividedHead, VocabParallelOptions, exchange, outside_graphs
@@ -128,7 +128,7 @@ class DividedLogprobs(torch.autograd.Function):
         ctx.options, ctx.rows, ctx.block_bytes, ctx.part = of_local, rows, block_bytes, call.part
         ctx.sizes = (ids_NK.shape[1], options.top_k)
         ctx.set_materialize_grads(False)
-        results = spread_results(results, index, rows, options)
+        results = spread_results(results, index, rows, options, lse=True)
         ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
         return results
 
@@ -158,19 +158,6 @@ class DividedLogprobs(torch.autograd.Function):
             None,
             None,
         )
-
-
-def spread_results(results: Results, index: Tensor | None, rows: int, options: LogprobOptions) -> Results:
-    """The results at their flat positions; what is not wanted stays empty."""
-    ignored = options.ignore_index
-    return Results(
-        spread_rows(results.logprob_NK, index, rows, 0.0),
-        spread_rows(results.lse_N, index, rows, 0.0),
-        spread_rows(results.entropy_N, index, rows, 0.0) if options.entropy else results.entropy_N,
-        spread_rows(results.predicted_N, index, rows, ignored) if options.predicted else results.predicted_N,
-        spread_rows(results.topk_logprob_NJ, index, rows, 0.0),
-        spread_rows(results.topk_ids_NJ, index, rows, ignored),
-    )
 
 
 def local_forward(

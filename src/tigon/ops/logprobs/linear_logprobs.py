@@ -27,7 +27,7 @@ from tigon.ops.logprobs.blocks import (
 )
 from tigon.ops.logprobs.divided_logprobs import divided_logprobs
 from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
-from tigon.ops.logprobs.results import Results, finished, public, spread_rows
+from tigon.ops.logprobs.results import Results, finished, public, spread_results
 from tigon.ops.logprobs.rows import (
     LogprobOptions,
     Logprobs,
@@ -92,15 +92,11 @@ class LinearLogprobs(torch.autograd.Function):
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
         lse_N = computed.stats_2N.sum(0) if call.lse else computed.entropy_N.new_empty(0)
-        ignored = options.ignore_index
         results = Results(
-            spread_rows(computed.logprob_NK, index, rows, 0.0),
-            spread_rows(lse_N, index, rows, 0.0) if call.lse else lse_N,
-            spread_rows(computed.entropy_N, index, rows, 0.0) if options.entropy else computed.entropy_N,
-            spread_rows(computed.predicted_N, index, rows, ignored) if options.predicted else computed.predicted_N,
-            spread_rows(computed.topk_logprob_NJ, index, rows, 0.0),
-            spread_rows(computed.topk_ids_NJ, index, rows, ignored),
-        )
+            computed.logprob_NK, lse_N, computed.entropy_N, computed.predicted_N, computed.topk_logprob_NJ,
+            computed.topk_ids_NJ,
+        )  # fmt: skip
+        results = spread_results(results, index, rows, options, lse=call.lse)
         ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
         return results
 

@@ -31,6 +31,19 @@ def spread_rows(values: Tensor, index: Tensor | None, rows: int, fill: float) ->
     return values.new_full((rows, *values.shape[1:]), fill).index_copy_(0, index, values)
 
 
+def spread_results(results: Results, index: Tensor | None, rows: int, options: LogprobOptions, *, lse: bool) -> Results:
+    """The results at their flat positions; what is not wanted stays empty."""
+    ignored = options.ignore_index
+    return Results(
+        spread_rows(results.logprob_NK, index, rows, 0.0),
+        spread_rows(results.lse_N, index, rows, 0.0) if lse else results.lse_N,
+        spread_rows(results.entropy_N, index, rows, 0.0) if options.entropy else results.entropy_N,
+        spread_rows(results.predicted_N, index, rows, ignored) if options.predicted else results.predicted_N,
+        spread_rows(results.topk_logprob_NJ, index, rows, 0.0),
+        spread_rows(results.topk_ids_NJ, index, rows, ignored),
+    )
+
+
 def finished(gradient: Tensor, left: Tensor | None, index: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
     """A gradient times the factor it lacks, in its own dtype, at its positions."""
     if left is None and index is None and gradient.dtype == dtype:

@@ -24,9 +24,8 @@ from tigon.ops.logprobs.divided_logprobs import (
     local_ids,
     local_options,
     local_upstream,
-    spread_results,
 )
-from tigon.ops.logprobs.results import Results, finished
+from tigon.ops.logprobs.results import Results, finished, spread_results
 from tigon.ops.logprobs.rows import Block, LogprobOptions, gradient_into
 from tigon.ops.vocab_parallel import DividedHead, VocabParallelOptions
 
@@ -98,7 +97,7 @@ class DividedChunks(torch.autograd.Function):
             dx_NH = dx_NH if hidden_NH.dtype == torch.float16 else dx_NH.to(hidden_NH.dtype)
         ctx.save_for_backward(dx_NH, dw_UH, db_U, call.scales[1], index)
         ctx.tokens, ctx.dtype = tokens, hidden_NH.dtype
-        results = spread_results(results, index, tokens, call.options)
+        results = spread_results(results, index, tokens, call.options, lse=True)
         ctx.mark_non_differentiable(*results)
         return loss, *results
 

@@ -6,7 +6,6 @@ inputs of a stage between pipeline stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tigon.planner.cluster.compute import Workload, local_tokens
@@ -144,8 +143,3 @@ def activation_transfers(work: Workload, division: Division, cluster: Cluster) -
             )
         )  # fmt: skip
     return found
-
-
-def total_seconds(transfers: Iterable[Transfer], cluster: Cluster) -> float:
-    """Seconds of all transfers, one after another."""
-    return sum(transfer.seconds(cluster) for transfer in transfers)
