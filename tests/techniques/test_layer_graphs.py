@@ -19,33 +19,34 @@ transformers = pytest.importorskip("transformers")
 
 
 def repeated(work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A capture without a GPU: a replay runs the work again and writes to the addresses of the first results."""
+    """A capture without a GPU: a replay runs the work again, and its results take the place of the first ones."""
     results = work()
 
     def replay() -> None:
-        for static, fresh in zip(results or (), work() or (), strict=True):
-            if static is not None:
-                static.copy_(fresh)
+        fresh = work()
+        if results is not None:
+            results[:] = fresh
 
     return replay, results
 
 
-def model_of(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+def model_of(device: str = "cpu", recomputes: bool = True) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=True,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(device, dtype).train()
-    enable(model)
-    replace_function(model, recomputed)
+    model = transformers.LlamaForCausalLM(config).to(device).train()
+    if recomputes:
+        enable(model)
+        replace_function(model, recomputed)
     return model
 
 
-def graphed(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Any, LayerGraphs]:
-    model = model_of(device, dtype)
-    capture = CudaCapture() if device == "cuda" else repeated
-    return model, cuda_graphs.graph(model, capture)
+def graphed(device: str = "cpu", recomputes: bool = True) -> tuple[Any, LayerGraphs]:
+    model = model_of(device, recomputes)
+    new_capture = CudaCapture if device == "cuda" else lambda: repeated
+    return model, cuda_graphs.graph(model, recomputes=recomputes, new_capture=new_capture)
 
 
 def ids_of(batch: int, seq: int, seed: int, device: str) -> Tensor:
@@ -73,25 +74,52 @@ def on_each_device(test: Any) -> Any:
     return pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])(test)
 
 
+recomputed_or_not = pytest.mark.parametrize("recomputes", [True, False], ids=["full", "none"])
+
+
 @on_each_device
+@recomputed_or_not
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_steps_with_graphs_equal_steps_without_bit_for_bit(device: str, micro_batches: int) -> None:
-    want = train(model_of(device), device, micro_batches=micro_batches)
-    model, graphs = graphed(device)
+def test_steps_with_graphs_equal_steps_without_bit_for_bit(device: str, recomputes: bool, micro_batches: int) -> None:
+    want = train(model_of(device, recomputes), device, micro_batches=micro_batches)
+    model, graphs = graphed(device, recomputes)
     got = train(model, device, micro_batches=micro_batches)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert [len(layer.passes) for layer in graphs.layers] == [1, 1, 1]
 
 
 @on_each_device
-def test_forwards_before_their_backwards_keep_their_own_inputs(device: str) -> None:
+@recomputed_or_not
+def test_forwards_before_their_backwards_keep_their_own_inputs(device: str, recomputes: bool) -> None:
     results = []
-    for model in (model_of(device), graphed(device)[0]):
+    for model in (model_of(device, recomputes), graphed(device, recomputes)[0]):
         losses = [model(input_ids=ids, labels=ids).loss for ids in (ids_of(2, 16, n, device) for n in range(2))]
         losses[0].backward()
         losses[1].backward()
         results.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_each_device
+def test_forward_without_a_backward_leaves_the_graphs_free(device: str) -> None:
+    model, graphs = graphed(device, recomputes=False)
+    ids = ids_of(2, 16, 0, device)
+    loss = model(input_ids=ids, labels=ids).loss
+    passes = [next(iter(layer.passes.values())) for layer in graphs.layers]
+    assert not any(one.is_free() for one in passes)
+    del loss
+    assert all(one.is_free() for one in passes)
+
+
+@on_each_device
+def test_second_backward_after_another_forward_is_refused_without_recomputation(device: str) -> None:
+    model, _ = graphed(device, recomputes=False)
+    ids = ids_of(2, 16, 0, device)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(RecipeError, match="a later forward pass has overwritten"):
+        loss.backward()
 
 
 @on_each_device
@@ -158,11 +186,11 @@ def test_failed_capture_names_the_key() -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     model = model_of()
-    cuda_graphs.graph(model, refuses)
+    cuda_graphs.graph(model, recomputes=True, new_capture=lambda: refuses)
     with pytest.raises(RecipeError, match=r"operation not permitted when stream is capturing\); set train.cuda_graphs"):
         model(input_ids=ids_of(2, 16, 0, "cpu"))
 
 
 def test_model_without_checkpointed_layers_is_refused() -> None:
     with pytest.raises(RecipeError, match="are not transformers' checkpointed layers"):
-        cuda_graphs.graph(nn.Sequential(nn.Linear(2, 2)))
+        cuda_graphs.graph(nn.Sequential(nn.Linear(2, 2)), recomputes=True)

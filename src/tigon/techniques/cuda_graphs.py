@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
-from tigon.techniques.mechanisms.layer_graphs import KEY, Capture, LayerGraphs
+from tigon.techniques import checkpointing
+from tigon.techniques.mechanisms.layer_graphs import KEY, Capture, CudaCapture, LayerGraphs
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 
-def graph(model: Any, capture: Capture | None = None) -> LayerGraphs:
-    """Run each decoder layer of a model with full checkpointing as CUDA graphs.
+def graph(model: Any, *, recomputes: bool, new_capture: Callable[[], Capture] = CudaCapture) -> LayerGraphs:
+    """Run each decoder layer as CUDA graphs, recomputed in the backward pass or not.
 
     Raises:
         RecipeError: A decoder layer has no checkpointing function of transformers.
     """
-    graphs, layers = LayerGraphs(capture), decoder_layers(model)
+    graphs, layers = LayerGraphs(recomputes=recomputes, new_capture=new_capture), decoder_layers(model)
+    if layers and hasattr(model, "gradient_checkpointing_enable"):
+        checkpointing.enable(model)  # transformers then calls a function of ours in place of each layer
     if not layers or not all("_gradient_checkpointing_func" in vars(layer) for layer in layers):
         raise RecipeError(
             f"{KEY}: the layers of {type(model).__name__} are not transformers' checkpointed layers; set {KEY}: false"
@@ -30,7 +34,7 @@ def graph(model: Any, capture: Capture | None = None) -> LayerGraphs:
 
 
 def _graph(model: Any, choices: Choices, run_info: RunInfo) -> Any:
-    graph(model)
+    graph(model, recomputes=choices.checkpointing == "full")
     return model
 
 
@@ -51,7 +55,8 @@ DECLARATION = Declaration(
     settings=(
         Setting(
             field="cuda_graphs", key=KEY, new_type=bool, new_default=False,
-            help="Launch each decoder layer as a CUDA graph. Needs `train.checkpointing: full` and one GPU.",
+            help="Launch each decoder layer as a CUDA graph. Needs one GPU, and `train.checkpointing` "
+            "`full` or `none`.",
             label=lambda choices: "CUDA graphs" if vars(choices)["cuda_graphs"] else "",
         ),
     ),
@@ -59,17 +64,17 @@ DECLARATION = Declaration(
         Technique(
             name="cuda-graphs", page="cuda-graphs",
             saves="Host time: two launches per decoder layer and micro-batch instead of one for each kernel.",
-            costs="The layers' gradients stay in memory between steps, and the kernels of one layer have memory of "
-            "their own. The planner does not count this. Capturing takes seconds in the first step.",
-            devices=("cuda",), recipe={"train.checkpointing": "full", KEY: True}, chosen=(_GRAPHS,), model=_graph,
+            costs="The layers' gradients stay in memory between steps, and so do a layer's activations, or with "
+            "`none` those of all layers. The planner does not count this. Capturing takes seconds in the first step.",
+            devices=("cuda",), recipe={"train.checkpointing": "none", KEY: True}, chosen=(_GRAPHS,), model=_graph,
             source="torch.cuda.graph",
         ),
     ),
     exclusions=(
         _not_with(
-            Condition("checkpointing", "is not", "full"),
-            "a graph of a layer holds its forward pass, and one its recomputation and backward pass",
-            "train.checkpointing: full",
+            Condition("checkpointing", "is not one of", ("full", "none")),
+            "a graph holds a whole layer, recomputed or not",
+            "train.checkpointing: full or none",
         ),
         _not_with(Condition("gpus", "is at least", 2), f"{_UNTRIED}: several GPUs reduce gradients in hooks",
                   "sharding.gpus: 1"),
@@ -77,7 +82,6 @@ DECLARATION = Declaration(
         _not_with(Condition("fsdp", "is", True), "FSDP2 moves weights and gradients", "sharding.fsdp: false"),
         _not_with(Condition("attention", "is not", "sdpa"), "the lengths of packed documents differ in each batch",
                   "model.attention: sdpa"),
-        _not_with(Condition("precision", "is", "fp8"), _UNTRIED, "train.precision: bf16"),
         _not_with(Condition("lora_rank", "is at least", 1), _UNTRIED, "full fine-tuning"),
         _not_with(Condition("accumulation_fusion", "is", True), "a graph's gradients have addresses of their own",
                   "train.gradient_accumulation_fusion: false"),

@@ -1,13 +1,19 @@
-"""Fully recomputed decoder layers as CUDA graphs: two launches per layer instead of one for each kernel.
+"""Decoder layers as CUDA graphs: two launches per layer instead of one for each kernel.
 
-A layer has one graph for its forward pass, and one for its recomputation with the backward pass. A graph reads and
-writes fixed addresses. All layers share the buffers of their input, and of the gradient of their output:
+A layer has one graph for its forward pass and one for its backward pass, with the recomputation if the layer is
+recomputed. A graph reads and writes fixed addresses. All layers share the buffers of their input, and of the gradient
+of their output:
 
     forward     hidden buffer := input          replay          output := copy of the hidden buffer
     backward    hidden buffer := saved input    gradient buffer := dout    replay    dx := copy of the gradient buffer
 
 A copy is left out if the buffer already holds the tensor, which is so between neighbouring layers. The weights'
-gradients stay in the memory of the graphs. They become `.grad`, and a second micro-batch adds to a copy of them.
+gradients have buffers outside the graphs' memory. They become `.grad`, and a second micro-batch adds to a copy of them.
+
+Graphs of one shape share the memory of their other tensors. A graph may write to what an earlier graph has used: the
+backward pass of layer i to the memory of layer i + 1, whose backward pass is over by then. A layer that is not
+recomputed keeps its activations there, so it has one forward pass at a time. A further one before the backward pass
+runs without graphs.
 
 The layers' own forward is captured, so results equal those without graphs if the kernels are deterministic.
 """
@@ -39,7 +45,7 @@ Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 
 
 class CudaCapture:
-    """Captures into CUDA graphs that share one pool of memory. Replay them in any order, but not at the same time."""
+    """Captures into CUDA graphs that share one pool of memory."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -55,10 +61,13 @@ class CudaCapture:
 
 
 class LayerGraphs:
-    """The graphs of a model's layers. Set `of(layer)` as the checkpointing function of a layer."""
+    """The graphs of a model's layers. Set `of(layer)` as the checkpointing function of a layer.
 
-    def __init__(self, capture: Capture | None = None) -> None:
-        self.capture: Capture = CudaCapture() if capture is None else capture
+    recomputes: whether the layers are recomputed, or keep their activations. new_capture: makes the capture of a shape.
+    """
+
+    def __init__(self, *, recomputes: bool, new_capture: Callable[[], Capture] = CudaCapture) -> None:
+        self.recomputes, self.new_capture = recomputes, new_capture
         self.buffers: dict[Any, _Buffers] = {}
         self.layers: list[_GraphedLayer] = []
 
@@ -80,32 +89,33 @@ class _Held:
 
     def __init__(self, like: Tensor) -> None:
         self.buffer = torch.empty_like(like, memory_format=torch.preserve_format, requires_grad=False)
-        self._source: Callable[[], Tensor | None] = lambda: None
-        self._versions = (-1, -1)
+        self._held: Any = None
+        self._storage: Any = None
+        """Of the held tensor, so that no other tensor gets its address. The tensor would keep autograd's graph."""
 
     def fill(self, tensor: Tensor) -> None:
         """Copy the tensor into the buffer, unless it is there already."""
-        tensor = tensor.detach()
-        source = self._source()
-        same = source is not None and source.data_ptr() == tensor.data_ptr() and source.stride() == tensor.stride()
-        if not same or (tensor._version, self.buffer._version) != self._versions:
-            self.buffer.copy_(tensor)
+        if self._held != self._state(tensor):
+            self.buffer.copy_(tensor.detach())
             self.holds(tensor)
 
     def holds(self, tensor: Tensor) -> None:
-        """Note that the buffer holds the tensor's values. The tensor is kept, so that its address stays its own."""
-        tensor = tensor.detach()
-        self._source, self._versions = (lambda: tensor), (tensor._version, self.buffer._version)
+        """Note that the buffer holds the tensor's values."""
+        self._held, self._storage = self._state(tensor), tensor.untyped_storage()
 
     def forget(self) -> None:
-        """A graph writes to the buffer, which no version counts."""
-        self._source = lambda: None
+        """Note that a graph writes to the buffer, which changes no version."""
+        self._held = self._storage = None
+
+    def _state(self, tensor: Tensor) -> Any:
+        return tensor.data_ptr(), tensor._version, tensor.stride(), self.buffer._version
 
 
 class _Buffers:
     """What the graphs of all layers read and write, for one shape of the arguments."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], capture: Capture) -> None:
+        self.capture = capture
         self.arguments = [_Held(tensor) for tensor in tensors]
         """The first is the layer's input, and after the forward graph its output."""
         self.gradient = _Held(tensors[0])
@@ -124,34 +134,63 @@ class _Passes:
         self.forward: Callable[[], None] = lambda: None
         self.backward: Callable[[], None] = lambda: None
         self.gradients: list[Tensor | None] = []
+        self.activations: Any = None
+        """The output of a layer that is not recomputed; autograd's graph behind it holds its activations."""
+        self.last: Callable[[], Any] = lambda: None
+        """The pass to which the activations belong, if it is still in use."""
+        self.waits = False
+        """Whether that pass has not run its backward."""
 
-    def record(self, call: Callable[[list[Tensor]], Tensor], capture: Capture) -> None:
+    def record(self, call: Callable[[list[Tensor]], Tensor], *, recomputes: bool) -> None:
         """Capture both passes. call: runs the layer."""
         hidden, gradient = self.buffers.hidden.buffer, self.buffers.gradient.buffer
         others = [held.buffer for held in self.buffers.arguments[1:]]
 
-        def forward() -> None:
-            with torch.no_grad():
-                hidden.copy_(call([hidden, *others]))
-
-        def backward() -> list[Tensor | None]:
+        def graph_of(x: Tensor) -> tuple[Tensor, Tensor]:
             with torch.enable_grad():
-                x = hidden.detach().requires_grad_()
-                y = call([x, *others])
-                dx, *gradients = torch.autograd.grad(y, [x, *self.parameters], gradient, allow_unused=True)
-            gradient.copy_(dx)
-            return [*gradients]
+                x = x.detach().requires_grad_()
+                return x, call([x, *others])
 
-        kept = hidden.clone()
+        def forward() -> Any:
+            if recomputes:
+                with torch.no_grad():
+                    hidden.copy_(call([hidden, *others]))
+                return None
+            # The layer saves its input, and the next layer writes to the buffer.
+            x, y = graph_of(hidden.clone())
+            hidden.copy_(y.detach())
+            return [x, y]
+
+        def backward(kept: Any) -> None:
+            x, y = graph_of(hidden) if recomputes else kept
+            inputs = [x, *self.parameters]
+            dx, *gradients = torch.autograd.grad(y, inputs, gradient, allow_unused=True, retain_graph=not recomputes)
+            gradient.copy_(dx)
+            if not self.gradients:
+                # Not in the memory of the graphs, to which the other layers' graphs write.
+                self.gradients = [None if g is None else torch.empty_like(g) for g in gradients]
+            owned = [own for own in self.gradients if own is not None]
+            if owned:
+                torch._foreach_copy_(owned, [g for g in gradients if g is not None])
+
+        start = hidden.clone()
         gradient.zero_()
         for _ in range(WARM_UPS):
-            forward()
-            backward()
-            hidden.copy_(kept)
-        self.forward, _ = capture(forward)
-        self.backward, self.gradients = capture(backward)
-        # A capture on the CPU, as in tests, runs the work.
-        hidden.copy_(kept)
+            backward(forward())
+            hidden.copy_(start)
+        self.forward, self.activations = self.buffers.capture(forward)
+        self.backward, _ = self.buffers.capture(lambda: backward(self.activations))
+        hidden.copy_(start)  # without a GPU, as in tests, a capture runs the work
+
+    def begins(self) -> Any:
+        """Note a new forward pass, and return what stands for it."""
+        token = _Token()
+        self.last, self.waits = weakref.ref(token), True
+        return token
+
+    def is_free(self) -> bool:
+        """Whether no earlier forward pass needs the activations."""
+        return not (self.waits and self.last() is not None)
 
     def keep_gradients(self) -> None:
         """Copy each `.grad` that lies in the memory to which the backward graph writes."""
@@ -159,6 +198,12 @@ class _Passes:
             grad = parameter.grad
             if grad is not None and own is not None and grad.data_ptr() == own.data_ptr():
                 parameter.grad = grad.clone()
+
+
+class _Token:
+    """Stands for one forward pass, while its backward may still run."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _GraphedLayer:
@@ -184,21 +229,30 @@ class _GraphedLayer:
         key = _key(form, tensors, constants)
         if key not in self.passes:
             if len(self.passes) >= MOST_SHAPES:
-                return recomputed(function, *args, **keywords)
+                return self._without_graphs(function, args, keywords)
             self.passes[key] = self._recorded(key, function, leaves, form, layer)
-        parameters = self.passes[key].parameters
-        return _Replay.apply(self.passes[key], len(tensors), *tensors, *parameters)
+        passes = self.passes[key]
+        if not self._graphs.recomputes and not passes.is_free():
+            return self._without_graphs(function, args, keywords)
+        return _Replay.apply(passes, self._graphs.recomputes, len(tensors), *tensors, *passes.parameters)
+
+    def _without_graphs(self, function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if self._graphs.recomputes:
+            return recomputed(function, *args, **keywords)
+        return function(*args, **keywords)
 
     def _recorded(
         self, key: Any, function: Callable[..., Any], leaves: list[Any], form: Any, layer: torch.nn.Module
     ) -> _Passes:  # fmt: skip
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[place].detach() for place in places]
-        buffers = self._graphs.buffers.setdefault(key, _Buffers(tensors))
+        buffers = self._graphs.buffers.get(key)
+        if buffers is None:
+            buffers = self._graphs.buffers[key] = _Buffers(tensors, self._graphs.new_capture())
         for held, tensor in zip(buffers.arguments, tensors, strict=True):
-            held.forget()
             held.fill(tensor)
         passes = _Passes(buffers, [p for p in layer.parameters() if p.requires_grad])
+        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         kind = tensors[0].device.type
         # Autocast's cache would keep casts that only the graph computes.
         autocast = functools.partial(
@@ -206,7 +260,7 @@ class _GraphedLayer:
         )
 
         def call(static: list[Tensor]) -> Tensor:
-            filled = list(leaves)
+            filled = list(constants)
             for place, tensor in zip(places, static, strict=True):
                 filled[place] = tensor
             args, keywords = pytree.tree_unflatten(filled, form)
@@ -219,7 +273,7 @@ class _GraphedLayer:
             return result
 
         try:
-            passes.record(call, self._graphs.capture)
+            passes.record(call, recomputes=self._graphs.recomputes)
         except RuntimeError as error:
             raise RecipeError(
                 f"{KEY}: {type(layer).__name__} cannot be captured as a CUDA graph "
@@ -260,7 +314,7 @@ def _key(form: Any, tensors: list[Tensor], constants: list[Any]) -> Any:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passes: _Passes, n_tensors: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, passes: _Passes, recomputes: bool, n_tensors: int, *tensors: Tensor) -> Tensor:
         arguments, buffers = tensors[:n_tensors], passes.buffers
         for held, tensor in zip(buffers.arguments, arguments, strict=True):
             held.fill(tensor)
@@ -268,7 +322,9 @@ class _Replay(torch.autograd.Function):
         passes.forward()
         output = buffers.hidden.buffer.clone()
         buffers.hidden.holds(output)
-        ctx.save_for_backward(*arguments)
+        if recomputes:
+            ctx.save_for_backward(*arguments)
+        ctx.token = None if recomputes else passes.begins()
         ctx.passes, ctx.n_tensors = passes, n_tensors
         return output
 
@@ -277,18 +333,25 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         passes: _Passes = ctx.passes
         buffers = passes.buffers
-        for held, tensor in zip(buffers.arguments, ctx.saved_tensors, strict=True):
-            held.fill(tensor)
+        if ctx.token is None:
+            for held, tensor in zip(buffers.arguments, ctx.saved_tensors, strict=True):
+                held.fill(tensor)
+        elif ctx.token is not passes.last():
+            raise RecipeError(
+                f"{KEY}: a second backward pass needs activations that a later forward pass has overwritten; set "
+                f"{KEY}: false"
+            )
+        passes.waits = False
         buffers.gradient.fill(dout)
         buffers.gradient.forget()
         passes.keep_gradients()
         passes.backward()
         dx = buffers.gradient.buffer.clone()
         buffers.gradient.holds(dx)
-        wanted = ctx.needs_input_grad[2 + ctx.n_tensors :]
+        wanted = ctx.needs_input_grad[3 + ctx.n_tensors :]
         gradients = [
             None if gradient is None or not want else gradient.detach()
             for gradient, want in zip(passes.gradients, wanted, strict=True)
         ]
-        first = dx if ctx.needs_input_grad[2] else None
-        return None, None, first, *[None] * (ctx.n_tensors - 1), *gradients
+        first = dx if ctx.needs_input_grad[3] else None
+        return None, None, None, first, *[None] * (ctx.n_tensors - 1), *gradients
