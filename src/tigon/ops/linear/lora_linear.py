@@ -61,7 +61,8 @@ class LoraLinear(torch.autograd.Function):
             if fp8 is None:
                 y = F.linear(x, weight_FH, bias)
             else:
-                y, _, amax = forward_product(x, weight_FH, bias, fp8, columns=False)
+                result = forward_product(x, weight_FH, bias, fp8, columns=False)
+                y, amax = result.y, result.weight_amax
             del weight_FH
             h_NR = F.linear(x if adapter_x is None else adapter_x, a_RH).flatten(0, -2)
             y.view(-1, y.shape[-1]).addmm_(h_NR, b_FR.t(), alpha=scaling)

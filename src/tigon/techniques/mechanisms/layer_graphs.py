@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tigon.errors import RecipeError
+from tigon.ops import recomputation
 from tigon.techniques.mechanisms.recompute import recomputed
 
 KEY = "train.cuda_graphs"
@@ -147,7 +148,8 @@ class _Passes:
         others = [held.buffer for held in self.buffers.arguments[1:]]
 
         def graph_of(x: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.enable_grad():
+            run = recomputation.Run(backward_follows=recomputes)
+            with torch.enable_grad(), recomputation.running(run):
                 x = x.detach().requires_grad_()
                 return x, call([x, *others])
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from tigon.ops import recomputation
+
 
 def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns `function(*args, **kwargs)` and recomputes its saved tensors when the backward pass needs them.
@@ -40,7 +42,7 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if device is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return checkpoint(function, *args, use_reentrant=False)
     frame = _Frame(function, args, device)
-    with saved_tensors_hooks(frame.pack, frame.unpack):
+    with recomputation.running(recomputation.first_run(frame.kept)), saved_tensors_hooks(frame.pack, frame.unpack):
         return function(*args)
 
 
@@ -83,7 +85,7 @@ class _Inputs(torch.autograd.Function):
 class _Frame:
     """One call of the function: its inputs, and the tensors that its ops saved."""
 
-    __slots__ = ("again", "args", "autocast", "function", "inputs", "recomputed", "rng", "saved", "task")
+    __slots__ = ("again", "args", "autocast", "function", "inputs", "kept", "recomputed", "rng", "saved", "task")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> None:
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -94,6 +96,8 @@ class _Frame:
         self.inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
         self.autocast = {kind: _autocast(kind) for kind in {device.type, "cpu"}}
         self.rng = _Generators(device)
+        self.kept: list[Tensor] = []
+        """Small results of ops, which the recomputation does not compute again."""
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         """Shape and dtype of each tensor that an op saved, in order."""
         self.recomputed: list[Tensor | None] = []
@@ -137,6 +141,7 @@ class _Frame:
                 stack.enter_context(self.rng.as_before())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
+            stack.enter_context(recomputation.running(recomputation.second_run(self.kept)))
             self.function(*args)
         got = [(tensor.shape, tensor.dtype) for tensor in recomputed_tensors if tensor is not None]
         if got != self.saved:
