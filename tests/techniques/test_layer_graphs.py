@@ -18,12 +18,12 @@ from tigon.techniques.mechanisms.recompute import recomputed
 transformers = pytest.importorskip("transformers")
 
 
-def repeated(work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def repeated(work: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     """A capture without a GPU: a replay runs the work again, and its results take the place of the first ones."""
-    results = work()
+    results = work(prepare())
 
     def replay() -> None:
-        fresh = work()
+        fresh = work(prepare())
         if results is not None:
             results[:] = fresh
 
@@ -182,7 +182,7 @@ def test_argument_that_a_graph_cannot_read_is_refused() -> None:
 
 
 def test_failed_capture_names_the_key() -> None:
-    def refuses(work: Callable[[], Any]) -> Any:
+    def refuses(work: Any, prepare: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     model = model_of()

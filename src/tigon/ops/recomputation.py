@@ -52,13 +52,13 @@ def running(run: Run) -> Iterator[None]:
         _current.run = before
 
 
-def first_run(kept: list[Tensor]) -> Run:
-    """The first run of a recomputed function. kept: receives the small results."""
+def first_run(kept: list[Tensor] | None) -> Run:
+    """The first run of a recomputed function. kept: receives the small results; None: they are computed twice."""
     return Run(kept, drops_saved=True)
 
 
-def second_run(kept: list[Tensor]) -> Run:
-    """The recomputation. kept: what the first run kept."""
+def second_run(kept: list[Tensor] | None) -> Run:
+    """The recomputation. kept: that of the first run."""
     return Run(kept, backward_follows=True)
 
 

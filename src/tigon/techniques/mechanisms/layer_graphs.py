@@ -23,15 +23,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tigon.errors import RecipeError
-from tigon.ops import recomputation
-from tigon.techniques.mechanisms.recompute import recomputed
+from tigon.techniques.mechanisms.recompute import recomputed, recomputed_in_a_graph
 
 KEY = "train.cuda_graphs"
 MOST_SHAPES = 4
@@ -41,8 +40,12 @@ WARM_UPS = 2
 _NOT_READ = ("num_items_in_batch",)
 """Arguments that transformers passes through the layers to the loss."""
 
-Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""Records a function. Returns a function that runs the recorded work again, and the function's result."""
+
+class Capture(Protocol):
+    """Records `work(prepare())`, of which `prepare` runs once, before. Returns a function that runs the recorded work
+    again, and what `work` returned."""
+
+    def __call__(self, work: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Callable[[], None], Any]: ...
 
 
 class CudaCapture:
@@ -50,14 +53,20 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None
 
-    def __call__(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def __call__(self, work: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        stream, graph = self._stream, torch.cuda.CUDAGraph()
+        # A backward pass runs on the stream of its forward pass, which has to be the stream of the capture.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            prepared = prepare()
+        torch.cuda.current_stream().wait_stream(stream)
         # Other threads, such as a data loader's, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            result = work(prepared)
         return graph.replay, result
 
 
@@ -147,24 +156,28 @@ class _Passes:
         hidden, gradient = self.buffers.hidden.buffer, self.buffers.gradient.buffer
         others = [held.buffer for held in self.buffers.arguments[1:]]
 
-        def graph_of(x: Tensor) -> tuple[Tensor, Tensor]:
-            run = recomputation.Run(backward_follows=recomputes)
-            with torch.enable_grad(), recomputation.running(run):
-                x = x.detach().requires_grad_()
-                return x, call([x, *others])
+        def leaf(x: Tensor) -> Tensor:
+            return x.detach().requires_grad_()
 
-        def forward() -> Any:
+        def forward(_: Any) -> Any:
             if recomputes:
                 with torch.no_grad():
                     hidden.copy_(call([hidden, *others]))
                 return None
             # The layer saves its input, and the next layer writes to the buffer.
-            x, y = graph_of(hidden.clone())
+            x = leaf(hidden.clone())
+            with torch.enable_grad():
+                y = call([x, *others])
             hidden.copy_(y.detach())
             return [x, y]
 
+        def to_recompute() -> Any:
+            x = leaf(hidden)
+            with torch.enable_grad():
+                return [x, recomputed_in_a_graph(lambda *static: call([*static]), x, *others)]
+
         def backward(kept: Any) -> None:
-            x, y = graph_of(hidden) if recomputes else kept
+            x, y = kept
             inputs = [x, *self.parameters]
             dx, *gradients = torch.autograd.grad(y, inputs, gradient, allow_unused=True, retain_graph=not recomputes)
             gradient.copy_(dx)
@@ -178,11 +191,14 @@ class _Passes:
         start = hidden.clone()
         gradient.zero_()
         for _ in range(WARM_UPS):
-            backward(forward())
+            kept = forward(None)
             hidden.copy_(start)
-        self.forward, self.activations = self.buffers.capture(forward)
-        self.backward, _ = self.buffers.capture(lambda: backward(self.activations))
-        hidden.copy_(start)  # without a GPU, as in tests, a capture runs the work
+            backward(to_recompute() if recomputes else kept)
+        del kept
+        self.forward, self.activations = self.buffers.capture(forward, lambda: None)
+        hidden.copy_(start)
+        prepare = to_recompute if recomputes else lambda: self.activations
+        self.backward, _ = self.buffers.capture(backward, prepare)
 
     def begins(self) -> Any:
         """Note a new forward pass, and return what stands for it."""
