@@ -188,13 +188,13 @@ def test_adapters_products_stay_in_bf16_around_an_fp8_layer(order: str) -> None:
 def test_recomputed_layer_takes_the_first_runs_magnitudes_and_casts_each_weight_once_for_both_products(
     scaling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients are those without recomputation, bit for bit; magnitudes and transposed inputs are computed once."""
+    """Gradients are those without recomputation, bit for bit. The last product is not computed again."""
     model, calls = llama(), Counter[str]()
     tigon.patch_fp8(model, scaling=scaling, bf16_layers=0)
     want_loss, want = step(model)
     enable(model)
     replace_function(model, recomputed)
-    amax, cast = fp8_linear.fp8_amax, fp8.fp8_cast
+    amax, cast, product = fp8_linear.fp8_amax, fp8.fp8_cast, fp8_linear.fp8_product
 
     def counted_amax(*args: Any) -> Any:
         calls["amax"] += 1
@@ -204,8 +204,13 @@ def test_recomputed_layer_takes_the_first_runs_magnitudes_and_casts_each_weight_
         calls[f"cast {'rows' * rows}{'+' * (rows and columns)}{'columns' * columns}{' of dy' * gradient}"] += 1
         return cast(x, amax, rowwise, rows, columns, gradient)
 
+    def counted_product(*args: Any) -> Any:
+        calls["product"] += 1
+        return product(*args)
+
     for module in (fp8, fp8_linear):
         monkeypatch.setattr(module, "fp8_amax", counted_amax)
+    monkeypatch.setattr(fp8_linear, "fp8_product", counted_product)
     monkeypatch.setattr(fp8, "fp8_cast", counted_cast)
     loss, got = step(model)
     assert loss == want_loss and all(torch.equal(got[name], want[name]) for name in want)
@@ -213,4 +218,5 @@ def test_recomputed_layer_takes_the_first_runs_magnitudes_and_casts_each_weight_
     assert calls == {
         "amax": layers * (inputs + weights + weights), "cast rows": layers * (inputs + weights),
         "cast rows+columns": layers * (inputs + weights), "cast rows+columns of dy": layers * weights,
+        "product": layers * (4 * weights - 1),
     }  # fmt: skip

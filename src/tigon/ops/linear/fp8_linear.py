@@ -88,22 +88,27 @@ def _input_operand(x: Tensor, scaling: str, columns: bool) -> Operand:
 # --- the three products -----------------------------------------------------------------------------------------------
 
 
-class Forward(NamedTuple):
-    y: Tensor
+class Factors(NamedTuple):
     x: Operand
     weight: Operand
     weight_amax: Tensor
 
 
-def forward_product(
-    x: Tensor, weight_FH: Tensor, bias: Tensor | None, scaling: str, *, columns: bool, weight_columns: bool = False
-) -> Forward:  # fmt: skip
-    """Q(x) Q(W)ᵀ + b. columns: whether x is also cast for the weight's gradient; weight_columns: W for x's."""
+def factors_of(
+    x: Tensor, weight_FH: Tensor, scaling: str, *, columns: bool, weight_columns: bool = False
+) -> Factors:  # fmt: skip
+    """Q(x) and Q(W). columns: whether x is also cast for the weight's gradient; weight_columns: W for x's."""
     cast = _input_operand(x, scaling, columns)
     amax = _amax(weight_FH, scaling)
-    w = operand(weight_FH, scaling, rows=True, columns=weight_columns, amax=amax)
-    y = fp8_product(cast.rows, w.rows, cast.row_scales, w.row_scales, bias, list(x.shape[:-1]), x.dtype, FAST_FORWARD)
-    return Forward(y, cast, w, amax)
+    return Factors(cast, operand(weight_FH, scaling, rows=True, columns=weight_columns, amax=amax), amax)
+
+
+def forward_product(factors: Factors, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Q(x) Q(W)ᵀ + b, with x's leading dimensions and dtype."""
+    cast, w, _ = factors
+    return fp8_product(  # type: ignore[no-any-return]
+        cast.rows, w.rows, cast.row_scales, w.row_scales, bias, list(x.shape[:-1]), x.dtype, FAST_FORWARD
+    )
 
 
 def input_gradient(
@@ -134,29 +139,64 @@ def _columns_of(cast: Operand, of: Tensor, scaling: str) -> _Columns:
     return columns, cast.row_scales.new_empty(1).expand(K if scaling == "rowwise" else 1)
 
 
+def _factors_and_saved(
+    ctx: Any, x: Tensor, weight: Tensor, scaling: str
+) -> tuple[Factors, tuple[Tensor | None, ...]]:  # fmt: skip
+    """The factors of the forward product, and what the backward needs."""
+    want_x, want_weight, *_ = ctx.needs_input_grad
+    run = recomputation.current()
+    # Both runs of a recomputed layer save the transposed weight: the first its shape, the second its values.
+    now = want_x and (run.drops_saved or run.backward_follows)
+    with no_autocast(x):
+        factors = factors_of(
+            x, weight, scaling, columns=want_weight and not run.drops_saved,
+            weight_columns=now and not run.drops_saved,
+        )  # fmt: skip
+    of_x = _columns_of(factors.x, x, scaling) if want_weight else (None, None)
+    of_weight = _columns_of(factors.weight, weight, scaling) if now else (None, None)
+    return factors, (weight, factors.weight_amax, *of_x, *of_weight)
+
+
+class _Saved(torch.autograd.Function):
+    """A node that saves what a layer's backward needs before the layer computes its product.
+
+    A recomputation ends when all tensors are saved. A function saves its own after its forward, so that the last
+    layer's product would be computed for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: str, factors: list[Factors]) -> Tensor:
+        made, saved = _factors_and_saved(ctx, x, weight, scaling)
+        factors.append(made)
+        ctx.save_for_backward(*saved)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on this node")
+
+
 class Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
-        want_x, want_weight, *_ = ctx.needs_input_grad
-        run = recomputation.current()
-        # Both runs of a recomputed layer save the transposed weight: the first its shape, the second its values.
-        now = want_x and (run.drops_saved or run.backward_follows)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str,
+        saved: tuple[Tensor, Factors] | None = None,
+    ) -> Tensor:  # fmt: skip
+        ctx.scaling, ctx.shape, ctx.saved = scaling, x.shape, None
+        if saved is None:
+            factors, of_backward = _factors_and_saved(ctx, x, weight, scaling)
+            ctx.save_for_backward(*of_backward)
+        else:
+            ctx.saved, factors = saved
         with no_autocast(x):
-            result = forward_product(
-                x, weight, bias, scaling, columns=want_weight and not run.drops_saved,
-                weight_columns=now and not run.drops_saved,
-            )  # fmt: skip
-        of_x = _columns_of(result.x, x, scaling) if want_weight else (None, None)
-        of_weight = _columns_of(result.weight, weight, scaling) if now else (None, None)
-        ctx.save_for_backward(weight, result.weight_amax, *of_x, *of_weight)
-        ctx.scaling, ctx.shape = scaling, x.shape
-        return result.y
+            return forward_product(factors, x, bias)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, amax, x_columns, x_scales, w_columns, w_scales = ctx.saved_tensors
-        want_x, want_weight, want_bias, _ = ctx.needs_input_grad
+        saved = ctx.saved_tensors if ctx.saved is None else ctx.saved.grad_fn.saved_tensors
+        weight, amax, x_columns, x_scales, w_columns, w_scales = saved
+        want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
         scaling, dx, dw, db = ctx.scaling, None, None, None
         dy_NF = dy.reshape(-1, dy.shape[-1])
         with no_autocast(dy):
@@ -170,7 +210,16 @@ class Fp8Linear(torch.autograd.Function):
                 )
             if want_bias:
                 db = dy_NF.sum(0)
-        return dx, dw, db, None
+        return (dx, dw, db, None, None)[: len(ctx.needs_input_grad)]
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
+    follows = recomputation.current().backward_follows
+    if not follows or not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return Fp8Linear.apply(x, weight, bias, scaling)  # type: ignore[no-any-return]
+    factors: list[Factors] = []
+    saved = _Saved.apply(x, weight, scaling, factors)
+    return Fp8Linear.apply(x, weight, bias, scaling, (saved, factors[0]))  # type: ignore[no-any-return]
 
 
 _fp8_linear = Differentiable(
@@ -215,10 +264,10 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if not torch.is_grad_enabled():
         weight = weight.detach()  # a function's `needs_input_grad` does not know of no_grad
-    run = _fp8_linear if torch.compiler.is_compiling() else Fp8Linear.apply
+    run = _fp8_linear if torch.compiler.is_compiling() else _run
     if x.ndim == 1:
-        return run(x.unsqueeze(0), weight, bias, scaling).squeeze(0)  # type: ignore[no-any-return]
-    return run(x, weight, bias, scaling)  # type: ignore[no-any-return]
+        return run(x.unsqueeze(0), weight, bias, scaling).squeeze(0)
+    return run(x, weight, bias, scaling)
 
 
 def check_scaling(scaling: str) -> None:
