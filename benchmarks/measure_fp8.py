@@ -1,14 +1,18 @@
 """FP8 on the GPU: errors of the products, times of casts and products, of a layer's linear modules, and of a step.
 
-    python -m benchmarks.measure_fp8 --json RECORD     # on the GPU: about 6 minutes
-    python -m benchmarks.measure_fp8 --tiny            # small shapes, also on the CPU, to see that it runs
+    python -m benchmarks.measure_fp8 --json RECORD                # on the GPU: about 3 minutes
+    python -m benchmarks.measure_fp8 --part steps --json RECORD   # one part
+    python -m benchmarks.measure_fp8 --tiny                       # small shapes, also on the CPU, to see that it runs
 
 Four parts:
 
 errors    `fp8_linear` against fp64 products of the same rounded factors, and against the unrounded formula.
 kernels   amax, the casts in GB/s, and one product in bf16 and in FP8 with each scaling and both ways to sum.
 linears   forward and backward of each linear module of a layer, bf16 and FP8 in turns, and torchao's if installed.
-steps     a training step in bf16 and FP8 in turns, with its peak memory and the planner's prediction.
+steps     a training step in bf16 and FP8 in turns, with its peak memory and the planner's prediction; on a GPU also
+          with CUDA graphs of the layers (`train.cuda_graphs`).
+
+The record is written after each part.
 
 The proof that training converges alike is two runs of `tigon train`, whose eval losses the reports hold:
 
@@ -21,6 +25,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -37,17 +42,27 @@ from tigon.ops.linear.fp8 import SCALINGS, fp8_amax, fp8_cast, fp8_product, oper
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
+from tigon.techniques import cuda_graphs
+from tigon.techniques.checkpointing import enable, replace_function
+from tigon.techniques.mechanisms.recompute import recomputed
 from tigon.techniques.records.choices import Choices
 
 transformers = importlib.import_module("transformers")  # its types are incomplete, and mypy checks this file
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDS, STEPS, WARM_UP_STEPS = 2, 5, 2
+# (precision, with CUDA graphs)
+VARIANTS = (
+    ("bf16", False), *((f"fp8 {scaling}", False) for scaling in SCALINGS), ("bf16", True), ("fp8 tensorwise", True),
+)  # fmt: skip
 # name -> (input width, output width) of Llama-3.1-8B's layer, and of a small one.
 SHAPES = {"qo": (4096, 4096), "kv": (4096, 1024), "gate-up": (4096, 14336), "down": (14336, 4096)}
 TINY_SHAPES = {"qo": (64, 64), "down": (128, 64)}
 # name -> (preset, batch, sequence length, activation checkpointing)
 RUNS = {"1b": ("llama-3.2-1b", 16, 1024, "none"), "8b": ("llama-3.1-8b", 16, 512, "full")}
+
+
+PARTS = ("errors", "kernels", "linears", "steps", "predictions")
 
 
 def median_ms(call: Callable[[], Any], repeats: int = 15) -> float:
@@ -229,51 +244,80 @@ def predicted(preset: str, batch: int, seq: int, choices: Choices) -> dict[str, 
     return {"predicted_ms": plan.step_s * 1e3, "predicted_peak_gib": plan.peak_allocated_bytes / 2**30}
 
 
+def prepared(model: Any, precision: str, checkpointing: str, graphs: bool) -> Callable[[], None]:
+    """Set the model up for a variant. Returns the function that undoes it."""
+    scaling = precision.partition(" ")[2]
+    report = tigon.patch_fp8(model, scaling=scaling) if scaling else None
+    layer_graphs = cuda_graphs.graph(model, recomputes=checkpointing == "full") if graphs else None
+    if checkpointing == "full" and not graphs:
+        enable(model)
+        replace_function(model, recomputed)
+
+    def undo() -> None:
+        model.gradient_checkpointing_disable()
+        if layer_graphs is not None:
+            layer_graphs.release()
+        if report is not None:
+            report.undo()
+        gc.collect()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+    return undo
+
+
 def steps(tiny: bool) -> Iterator[dict[str, Any]]:
     for name, (preset, batch, seq, checkpointing) in RUNS.items():
         batch, seq = (2, 64) if tiny else (batch, seq)
         model = built(preset, tiny)
-        if checkpointing == "full":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         ids_BT = torch.randint(0, model.config.vocab_size, (batch, seq), device=DEVICE)
         # A learning rate of 0: every turn then trains the same weights.
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=DEVICE == "cuda")
-        for turn in range(ROUNDS):
-            for precision in ("bf16", *(f"fp8 {scaling}" for scaling in SCALINGS)):
-                kind, _, scaling = precision.partition(" ")
-                report = tigon.patch_fp8(model, scaling=scaling) if scaling else None
-                line = {"run": name, "precision": precision, "round": turn, **timed(model, ids_BT, optimizer)}
-                if turn == 0 and not tiny:
-                    options = {"fp8_scaling": scaling} if scaling else {}
-                    choices = Choices(precision=kind, checkpointing=checkpointing, **options)  # type: ignore[arg-type]
-                    line |= predicted(preset, batch, seq, choices)
-                yield line
-                if report is not None:
-                    report.undo()
+        variants = [variant for variant in VARIANTS if DEVICE == "cuda" or not variant[1]]
+        for turn, (precision, graphs) in itertools.product(range(ROUNDS), variants):
+            undo = prepared(model, precision, checkpointing, graphs)
+            line = {"run": name, "precision": precision, "cuda_graphs": graphs, "round": turn}
+            line |= timed(model, ids_BT, optimizer)
+            undo()
+            yield line
         del model, optimizer
         gc.collect()
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
 
 
+def predictions(tiny: bool) -> Iterator[dict[str, Any]]:
+    """The planner's time and peak of each step; it does not know CUDA graphs."""
+    if tiny:
+        return
+    for name, (preset, batch, seq, checkpointing) in RUNS.items():
+        for precision in dict.fromkeys(precision for precision, _ in VARIANTS):
+            kind, _, scaling = precision.partition(" ")
+            options = {"fp8_scaling": scaling} if scaling else {}
+            choices = Choices(precision=kind, checkpointing=checkpointing, **options)  # type: ignore[arg-type]
+            yield {"run": name, "precision": precision, **predicted(preset, batch, seq, choices)}
+
+
 def main() -> None:
-    given = step_record.options(__doc__)
+    given = step_record.options(__doc__, PARTS)
     packages = ("torchao",) if importlib.util.find_spec("torchao") is not None else ()
     record = step_record.StepRecord("measure_fp8", torch.device(DEVICE), packages)
     shapes, tokens = (TINY_SHAPES, 48) if given.tiny else (SHAPES, 8192)
     parts = {
         # fp64 products of 8192 tokens take a minute.
         "errors": errors(shapes, min(tokens, 1024)), "kernels": kernels(shapes, tokens),
-        "linears": linears(shapes, tokens), "steps": steps(given.tiny),
+        "linears": linears(shapes, tokens), "steps": steps(given.tiny), "predictions": predictions(given.tiny),
     }  # fmt: skip
+    if given.part:
+        parts = {part: parts[part] for part in given.part}
     lines: dict[str, list[dict[str, Any]]] = {}
     for part, measurements in parts.items():
         lines[part] = []
         for line in measurements:
             lines[part].append(line)
             print(part, json.dumps(line), flush=True)
-    record.write(given.json, **lines)
+        record.write(given.json, **lines)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,13 @@ import torch
 from tigon.bench.record import environment
 
 
-def options(doc: str | None) -> argparse.Namespace:
-    """The options of a script: `tiny`, and `json` for the record. doc: the docstring of the script."""
+def options(doc: str | None, parts: tuple[str, ...] = ()) -> argparse.Namespace:
+    """The options of a script: `tiny`, `json` for the record, and `part` if it has parts. doc: its docstring."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a small model; also without a GPU")
     parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
+    if parts:
+        parser.add_argument("--part", action="append", choices=parts, help="only this part; may be repeated")
     return parser.parse_args()
 
 
