@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tigon
 from tigon.errors import RecipeError
 from tigon.techniques import cuda_graphs
 from tigon.techniques.checkpointing import enable, replace_function
@@ -98,6 +99,16 @@ def test_forwards_before_their_backwards_keep_their_own_inputs(device: str, reco
         losses[1].backward()
         results.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_each_device
+@recomputed_or_not
+def test_fp8_steps_with_graphs_equal_steps_without_bit_for_bit(device: str, recomputes: bool) -> None:
+    got, want = graphed(device, recomputes)[0], model_of(device, recomputes)
+    for model in (got, want):
+        tigon.patch_fp8(model.bfloat16(), bf16_layers=0)
+    pairs = zip(train(got, device), train(want, device), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @on_each_device
