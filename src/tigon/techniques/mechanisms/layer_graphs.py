@@ -88,10 +88,17 @@ class LayerGraphs:
         return graphed
 
     def release(self) -> None:
-        """Free all graphs. The next step captures again."""
+        """Free all graphs, and cuBLAS's workspaces. The next step captures again.
+
+        Each stream of a capture has got workspaces of 32 MiB. Do not call it while other CUDA graphs are in use, because
+        they may use a workspace.
+        """
         self.buffers.clear()
         for layer in self.layers:
             layer.passes.clear()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()
 
 
 class _Held:
