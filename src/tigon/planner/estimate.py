@@ -27,7 +27,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, check
 from tigon.planner.simulate.ledger import COMPONENTS
 from tigon.planner.simulate.model_states import ModelWeights, model_weights
-from tigon.planner.simulate.playback import offloaded
+from tigon.planner.simulate.playback import GraphMemory, in_graphs, offloaded
 from tigon.planner.simulated_run import RunMemory, SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
@@ -94,10 +94,20 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     offloaded_bytes = 0
     if request.choices.checkpointing == "offload":
         tapes, offloaded_bytes = _offload_checkpoints(tapes)
+    graphs = None
+    if request.choices.cuda_graphs:
+        tapes, graphs = _in_graphs(tapes, recomputes=request.choices.checkpointing == "full")
     placement = engine.placement(request, model)
     frozen = tuple(model_weights(one) for one in computed.frozen())
     run = SimulatedRun(
-        request=computed, gpu=gpu, engine=engine, model=model, placement=placement, tapes=tapes, frozen=frozen
+        request=computed,
+        gpu=gpu,
+        engine=engine,
+        model=model,
+        placement=placement,
+        tapes=tapes,
+        frozen=frozen,
+        graphs=graphs,
     )
     overlapped_bytes = placement.managed + offloaded_bytes
     step_s = step_seconds(
@@ -119,6 +129,12 @@ def _offload_checkpoints(tapes: StepTapes) -> tuple[StepTapes, int]:
     )
     moved = tuple(offloaded(tape, leaving=MAX_LEAVING) for tape in tapes.micro_batches)
     return StepTapes(moved, tapes.evaluation), host_bytes
+
+
+def _in_graphs(tapes: StepTapes, *, recomputes: bool) -> tuple[StepTapes, GraphMemory]:
+    """Returns (the tapes without what CUDA graphs of the layers hold, what they hold)."""
+    moved = [in_graphs(tape, recomputes=recomputes) for tape in tapes.micro_batches]
+    return StepTapes(tuple(tape for tape, _ in moved), tapes.evaluation), moved[0][1]
 
 
 def _assembled(

@@ -14,8 +14,9 @@ from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, Reduc
 from tigon.planner.simulate.generation import generate
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
-from tigon.planner.simulate.playback import GradientRules, replay, replay_evaluation
+from tigon.planner.simulate.playback import GradientRules, GraphMemory, replay, replay_evaluation
 from tigon.planner.trace.cache import StepTapes
+from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.techniques.optimizers import OPTIMIZERS
 
 # The third step is the first that reuses cached blocks of a step with optimizer states.
@@ -48,6 +49,8 @@ class SimulatedRun:
     tapes: StepTapes
     frozen: tuple[ModelWeights, ...] = ()
     """The models that the run holds beside the trained one, whole and without gradients."""
+    graphs: GraphMemory | None = None
+    """What CUDA graphs of the layers hold, which the tapes then lack."""
 
     def memory(self) -> RunMemory:
         """Simulate the run."""
@@ -86,6 +89,8 @@ class SimulatedRun:
             # Two cuBLAS handles: one for the thread that runs the forward pass and one for autograd's.
             for _ in range(2):
                 ledger.alloc(self.gpu.cublas_workspace_bytes, "workspace")
+            if self.graphs is not None:
+                self._capture(ledger, self.graphs)
         generate(ledger, self.request, self.model)
         gradients = self._micro_batches(ledger)
         ledger.enter("optimizer")
@@ -98,6 +103,19 @@ class SimulatedRun:
             temporaries.append(sum(weight.grad_bytes for weight in self.model.weights if weight.embedding))
         ledger.alloc_briefly(*temporaries)
         ledger.free_all(gradients)
+
+    def _capture(self, ledger: Ledger, graphs: GraphMemory) -> None:
+        """Allocate what the graphs hold from the first step on."""
+        # From the second micro-batch on, gradients accumulate in copies.
+        copies = 2 if self.request.choices.accumulate > 1 else 1
+        for _ in range(copies):
+            ledger.alloc(graphs.gradients, "gradients")
+        ledger.alloc(graphs.activations, "activations")
+        ledger.alloc(graphs.buffers, "workspace")
+        for _ in range(2):  # cuBLAS handles of the stream that captures
+            ledger.alloc(self.gpu.cublas_workspace_bytes, "workspace")
+        if graphs.pool:
+            ledger.allocator.allocate(rounded(graphs.pool), stream=0)
 
     @property
     def _updates_in_backward(self) -> bool:

@@ -11,7 +11,7 @@ from tigon.techniques import checkpointing
 from tigon.techniques.mechanisms.layer_graphs import KEY, Capture, CudaCapture, LayerGraphs
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.setting import Setting
+from tigon.techniques.records.setting import Flag, Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 
@@ -54,10 +54,11 @@ DECLARATION = Declaration(
     pages={"cuda-graphs": "CUDA graphs"},
     settings=(
         Setting(
-            field="cuda_graphs", key=KEY, new_type=bool, new_default=False,
+            field="cuda_graphs", key=KEY,
             help="Launch each decoder layer as a CUDA graph. Needs one GPU, and `train.checkpointing` "
             "`full` or `none`.",
-            label=lambda choices: "CUDA graphs" if vars(choices)["cuda_graphs"] else "",
+            flag=Flag(name="cuda-graphs", help="Launch each decoder layer as a CUDA graph."),
+            label=lambda choices: "CUDA graphs" if choices.cuda_graphs else "",
         ),
     ),
     techniques=(
@@ -65,7 +66,7 @@ DECLARATION = Declaration(
             name="cuda-graphs", page="cuda-graphs",
             saves="Host time: two launches per decoder layer and micro-batch instead of one for each kernel.",
             costs="The layers' gradients stay in memory between steps, and so do a layer's activations, or with "
-            "`none` those of all layers. The planner does not count this. Capturing takes seconds in the first step.",
+            "`none` those of all layers. Capturing takes seconds in the first step.",
             devices=("cuda",), recipe={"train.checkpointing": "none", KEY: True}, chosen=(_GRAPHS,), model=_graph,
             source="torch.cuda.graph",
         ),

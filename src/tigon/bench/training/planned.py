@@ -52,7 +52,9 @@ def predicted(
     if device.type != "cuda" or code.kernels is None:
         return None
     request = _request(case, config, code.kernels)
-    choices = replace(request.choices, checkpointing=recomputed, accumulate=case.batch // micro)
+    choices = replace(
+        request.choices, checkpointing=recomputed, accumulate=case.batch // micro, cuda_graphs=code.finish is not None
+    )
     try:
         option = estimate_option(replace(request, batch=micro, choices=choices), gpu_of(device))
     except (RecipeError, UsageError):

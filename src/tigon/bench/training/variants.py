@@ -181,8 +181,8 @@ CODES: Mapping[str, Code] = {
         Code(name="tigon", meaning="transformers with `tigon.patch`", prepare=_tigon, kernels="tigon", ours=True),
         Code(name="tigon-add", meaning="`tigon` with `tigon.patch(model, add_rms_norm=True)`; the planner's `auto` and "
              "predictions are those of `tigon`", prepare=_tigon_add, kernels="tigon", ours=True),
-        Code(name="tigon-graphs", meaning="`tigon` with `train.cuda_graphs`; the predictions are those of `tigon`",
-             prepare=_tigon, kernels="tigon", ours=True, finish=_in_graphs),
+        Code(name="tigon-graphs", meaning="`tigon` with `train.cuda_graphs`", prepare=_tigon,
+             kernels="tigon", ours=True, finish=_in_graphs),
     )
 }  # fmt: skip
 

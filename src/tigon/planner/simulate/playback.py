@@ -108,6 +108,73 @@ def offloaded(tape: Tape, *, leaving: int) -> Tape:
     return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class GraphMemory:
+    """What the layers' CUDA graphs hold between steps (techniques/mechanisms/layer_graphs.py), in bytes."""
+
+    gradients: int
+    activations: int
+    """Of layers that are not recomputed."""
+    buffers: int
+    """The layers' input, its copy and the gradient of the output."""
+    pool: int
+    """Memory that the graphs share. PyTorch counts it as reserved and not as allocated."""
+
+
+def in_graphs(tape: Tape, *, recomputes: bool) -> tuple[Tape, GraphMemory]:
+    """The tape without what the layers' graphs hold, and what they hold.
+
+    A block that only one layer uses is in its graphs. The others, such as the layers' inputs, stay in the tape.
+    """
+    places = [_Uses() for _ in tape.sizes]
+    for segment in tape.segments:
+        for event in segment.events:
+            uses = places[event if event >= 0 else ~event]
+            uses.layers.add(segment.where.layer)
+            uses.phases.add(segment.where.phase)
+    moved, kept_bytes, gradient_bytes = set(), 0, 0
+    for block, (uses, nbytes, component) in enumerate(zip(places, tape.sizes, tape.components, strict=True)):
+        of_layer = None not in uses.layers and len(uses.layers) == 1
+        if component == "gradients" and None not in uses.layers:
+            moved.add(block)
+            gradient_bytes += nbytes
+        elif of_layer and component != "checkpoints":
+            moved.add(block)
+            kept_bytes += nbytes if len(uses.phases) == 2 else 0
+    layers = {segment.where.layer for segment in tape.segments} - {None}
+    hidden_bytes = max((size for size, kind in zip(tape.sizes, tape.components, strict=True) if kind == "checkpoints"),
+                       default=_hidden_bytes(tape, places))  # fmt: skip
+    out = Tape(sizes=list(tape.sizes), components=list(tape.components))
+    pool = live = 0
+    for segment in tape.segments:
+        for event in segment.events:
+            block = event if event >= 0 else ~event
+            if block in moved and len(places[block].phases) == 1:
+                live += tape.sizes[block] if event >= 0 else -tape.sizes[block]
+                pool = max(pool, live)
+        events = [event for event in segment.events if (event if event >= 0 else ~event) not in moved]
+        out.segments.append(TapeSegment(Where(*segment.where), events, segment.cost))
+        live = 0
+    activations = 0 if recomputes else kept_bytes + len(layers) * hidden_bytes
+    return out, GraphMemory(
+        gradients=gradient_bytes, activations=activations, buffers=3 * hidden_bytes, pool=pool
+    )  # fmt: skip
+
+
+class _Uses:
+    """The places in which a block is allocated and freed."""
+
+    def __init__(self) -> None:
+        self.layers: set[int | None] = set()
+        self.phases: set[str] = set()
+
+
+def _hidden_bytes(tape: Tape, places: list[_Uses]) -> int:
+    """The bytes of a layer's input in a tape without checkpoints: the largest block that passes from layer to layer."""
+    passed = (size for size, uses in zip(tape.sizes, places, strict=True) if len(uses.layers - {None}) == 2)
+    return max(passed, default=0)
+
+
 def _returns(out: Tape, inputs: list[int], returned: dict[int, int], layer: int, leaving: int) -> list[int]:
     """Events at the start of a layer's backward pass: inputs that still leave, and inputs that return for this layer
     and the next one. Adds the new blocks to `out` and `returned`."""

@@ -90,8 +90,8 @@ class LayerGraphs:
     def release(self) -> None:
         """Free all graphs, and cuBLAS's workspaces. The next step captures again.
 
-        Each stream of a capture has got workspaces of 32 MiB. Do not call it while other CUDA graphs are in use, because
-        they may use a workspace.
+        Each stream of a capture has workspaces of 32 MiB. Other CUDA graphs may use a workspace, so do not call it while
+        they are in use.
         """
         self.buffers.clear()
         for layer in self.layers:

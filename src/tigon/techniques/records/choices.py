@@ -48,6 +48,7 @@ class Choices:
     accumulate: int = 1
     accumulation_fusion: bool = False
     loss_memory_mib: int = 0
+    cuda_graphs: bool = False
 
 
 def add_fields(new: Iterable[tuple[str, Any, Any]]) -> None:

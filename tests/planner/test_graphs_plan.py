@@ -1,0 +1,60 @@
+"""Plans of runs with CUDA graphs of the layers: what the graphs hold, and the peaks that were measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner_helpers import BARE, request_of
+
+from tigon.bench.training import planned
+from tigon.bench.training.cases import Case
+from tigon.models.loading.config import load_config
+from tigon.planner.estimate import estimate
+from tigon.planner.gpus import find_gpu
+from tigon.planner.simulate.model_states import model_weights
+from tigon.planner.simulate.playback import in_graphs
+from tigon.planner.trace.cache import step_tapes
+
+RECORD = Path(__file__).parents[2] / "benchmarks/results/nvidia-h100/training/llama-3.2-1b-h100.json"
+# Workspaces of cuBLAS, 32 MiB each, that earlier turns of the benchmark had left: docs/training-benchmarks.md.
+LEFT_WORKSPACES = {"full": 12, "none": 14}
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_peaks_with_graphs_are_those_measured_on_an_h100(checkpointing: str) -> None:
+    (case,) = json.loads(RECORD.read_text(encoding="utf-8"))["cases"]
+    measured = {row["variant"]: row["peak_bytes"] for row in case["measurements"]}
+    known = Case(model=case["model"], batch=case["batch"], seq=case["seq"], precision=case["precision"], memory=None)
+    request = planned._request(known, load_config(known.model), "tigon")
+    choices = replace(request.choices, checkpointing=checkpointing, cuda_graphs=True)
+    plan = estimate(replace(request, choices=choices), gpu=find_gpu("h100"), evaluation=False)
+    want = measured[f"tigon-graphs:{checkpointing}"] - (LEFT_WORKSPACES[checkpointing] << 25)
+    assert plan.peak_allocated_bytes == pytest.approx(want, rel=0.01)
+    assert sum(plan.components.values()) == plan.peak_allocated_bytes < plan.peak_reserved_bytes
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_graphs_hold_each_layers_gradients_and_without_recomputation_its_activations(checkpointing: str) -> None:
+    request = request_of("llama", precision="bf16", checkpointing=checkpointing)
+    (tape,) = step_tapes(request, BARE, evaluating=False).micro_batches
+    rest, memory = in_graphs(tape, recomputes=checkpointing == "full")
+    layers = [weight for weight in model_weights(request).weights if weight.layer is not None]
+    assert memory.gradients == sum(weight.grad_bytes for weight in layers)
+    assert (memory.activations > 0) == (checkpointing == "none")
+    assert memory.pool > 0 and memory.buffers > 0
+    live: set[int] = set()
+    for event in (event for segment in rest.segments for event in segment.events):
+        assert event >= 0 or ~event in live, "a block is freed that was not allocated"
+        (live.add if event >= 0 else live.discard)(event if event >= 0 else ~event)
+    assert {rest.components[block] for block in live} <= {"gradients"}
+
+
+def test_accumulated_gradients_are_copies_beside_the_graphs() -> None:
+    one = request_of("llama", precision="bf16", checkpointing="full", cuda_graphs=True)
+    two = replace(one, choices=replace(one.choices, accumulate=2))
+    gradients = [estimate(request, gpu=BARE).components["gradients"] for request in (one, two)]
+    layers = sum(weight.grad_bytes for weight in model_weights(one).weights if weight.layer is not None)
+    assert gradients[1] - gradients[0] >= layers
