@@ -1,6 +1,7 @@
-"""What an op may know of activation checkpointing: whether its saved tensors are dropped, or a backward pass follows.
+"""Tells an op how activation checkpointing runs it: whether its saved tensors are dropped, or a backward pass follows.
 
-A layer that is recomputed runs twice. What the first run saves is dropped, so an op need not compute it. Small results,
+A layer that is recomputed runs twice. The tensors that the first run saves are dropped, so an op need not compute them.
+Small results,
 such as the largest magnitude of a tensor, can be kept for the second run, which then does not compute them again.
 `techniques/mechanisms/recompute.py` and `layer_graphs.py` enter these contexts.
 """

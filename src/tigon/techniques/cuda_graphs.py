@@ -65,7 +65,7 @@ DECLARATION = Declaration(
         Technique(
             name="cuda-graphs", page="cuda-graphs",
             saves="Host time: two launches per decoder layer and micro-batch instead of one for each kernel.",
-            costs="The layers' gradients stay in memory between steps, and so do a layer's activations, or with "
+            costs="Between steps, the layers' gradients stay in memory. The activations of one layer stay too, or with "
             "`none` those of all layers. Capturing takes seconds in the first step.",
             devices=("cuda",), recipe={"train.checkpointing": "none", KEY: True}, chosen=(_GRAPHS,), model=_graph,
             source="torch.cuda.graph",

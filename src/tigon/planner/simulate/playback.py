@@ -110,11 +110,11 @@ def offloaded(tape: Tape, *, leaving: int) -> Tape:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphMemory:
-    """What the layers' CUDA graphs hold between steps (techniques/mechanisms/layer_graphs.py), in bytes."""
+    """The bytes that CUDA graphs of the layers hold between steps (techniques/mechanisms/layer_graphs.py)."""
 
     gradients: int
     activations: int
-    """Of layers that are not recomputed."""
+    """The activations of layers that are not recomputed."""
     buffers: int
     """The layers' input, its copy and the gradient of the output."""
     pool: int

@@ -10,10 +10,10 @@ of their output:
 A copy is left out if the buffer already holds the tensor, which is so between neighbouring layers. The weights'
 gradients have buffers outside the graphs' memory. They become `.grad`, and a second micro-batch adds to a copy of them.
 
-Graphs of one shape share the memory of their other tensors. A graph may write to what an earlier graph has used: the
-backward pass of layer i to the memory of layer i + 1, whose backward pass is over by then. A layer that is not
-recomputed keeps its activations there, so it has one forward pass at a time. A further one before the backward pass
-runs without graphs.
+Graphs of one shape share the memory of their other tensors, so a graph may overwrite the memory of one that ran before.
+The backward pass of layer i writes to the memory of layer i + 1, whose backward pass is over by then. A layer that is
+not recomputed keeps its activations there, so it has one forward pass at a time. A further forward pass before the
+backward pass runs without graphs.
 
 The layers' own forward is captured, so results equal those without graphs if the kernels are deterministic.
 """
@@ -90,7 +90,7 @@ class LayerGraphs:
     def release(self) -> None:
         """Free all graphs, and cuBLAS's workspaces. The next step captures again.
 
-        Each stream of a capture has workspaces of 32 MiB. Other CUDA graphs may use a workspace, so do not call it while
+        Each stream of a capture has workspaces of 32 MiB. Other CUDA graphs may use a workspace: do not call it while
         they are in use.
         """
         self.buffers.clear()
@@ -108,7 +108,7 @@ class _Held:
         self.buffer = torch.empty_like(like, memory_format=torch.preserve_format, requires_grad=False)
         self._held: Any = None
         self._storage: Any = None
-        """Of the held tensor, so that no other tensor gets its address. The tensor would keep autograd's graph."""
+        """The held tensor's storage, so that no other tensor gets its address. The tensor would keep autograd's graph."""
 
     def fill(self, tensor: Tensor) -> None:
         """Copy the tensor into the buffer, unless it is there already."""
@@ -129,7 +129,7 @@ class _Held:
 
 
 class _Buffers:
-    """What the graphs of all layers read and write, for one shape of the arguments."""
+    """The tensors that the graphs of all layers read and write, for one shape of the arguments."""
 
     def __init__(self, tensors: list[Tensor], capture: Capture) -> None:
         self.capture = capture
