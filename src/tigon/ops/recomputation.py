@@ -1,9 +1,8 @@
 """Tells an op how activation checkpointing runs it: whether its saved tensors are dropped, or a backward pass follows.
 
 A layer that is recomputed runs twice. The tensors that the first run saves are dropped, so an op need not compute them.
-Small results,
-such as the largest magnitude of a tensor, can be kept for the second run, which then does not compute them again.
-`techniques/mechanisms/recompute.py` and `layer_graphs.py` enter these contexts.
+Small results, such as the largest magnitude of a tensor, can be kept for the second run, which then does not compute
+them again. `techniques/mechanisms/recompute.py` enters these contexts.
 """
 
 from __future__ import annotations

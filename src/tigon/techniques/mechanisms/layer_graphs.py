@@ -108,7 +108,7 @@ class _Held:
         self.buffer = torch.empty_like(like, memory_format=torch.preserve_format, requires_grad=False)
         self._held: Any = None
         self._storage: Any = None
-        """The held tensor's storage, so that no other tensor gets its address. The tensor would keep autograd's graph."""
+        """That of the held tensor, so that no other tensor gets its address. A tensor would keep autograd's graph."""
 
     def fill(self, tensor: Tensor) -> None:
         """Copy the tensor into the buffer, unless it is there already."""
