@@ -112,6 +112,44 @@ def test_fp8_steps_with_graphs_equal_steps_without_bit_for_bit(device: str, reco
 
 
 @on_each_device
+def test_micro_batches_add_to_grad_in_place_and_autograd_grad_leaves_it_alone(device: str) -> None:
+    want, got = model_of(device), graphed(device)[0]
+    weight = got.model.layers[1].mlp.up_proj.weight
+    addresses = []
+    for number in range(3):
+        ids = ids_of(2, 16, number, device)
+        for model in (want, got):
+            model(input_ids=ids, labels=ids).loss.backward()
+        addresses.append(weight.grad.data_ptr())
+    assert len(set(addresses)) == 1
+    ids = ids_of(2, 16, 3, device)
+    shares = [torch.autograd.grad(m(input_ids=ids, labels=ids).loss, [*m.parameters()]) for m in (want, got)]
+    assert all(torch.equal(a, b) for a, b in zip(*shares, strict=True))
+    pairs = zip(want.parameters(), got.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+@on_each_device
+def test_hook_after_accumulation_sees_each_micro_batchs_sum(device: str) -> None:
+    seen: list[list[Tensor]] = []
+    for model in (model_of(device), graphed(device)[0]):
+        seen.append([])
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.register_post_accumulate_grad_hook(lambda p, into=seen[-1]: into.append(p.grad.clone()))
+        for number in range(3):
+            ids = ids_of(2, 16, number, device)
+            model(input_ids=ids, labels=ids).loss.backward()
+    assert len(seen[0]) == 3 and all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_hook_before_the_capture_is_refused() -> None:
+    model, _ = graphed()
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(RecipeError, match="a weight of LlamaDecoderLayer has a hook"):
+        model(input_ids=ids_of(2, 16, 0, "cpu"))
+
+
+@on_each_device
 def test_forward_without_a_backward_leaves_the_graphs_free(device: str) -> None:
     model, graphs = graphed(device, recomputes=False)
     ids = ids_of(2, 16, 0, device)

@@ -106,10 +106,7 @@ class SimulatedRun:
 
     def _capture(self, ledger: Ledger, graphs: GraphMemory) -> None:
         """Allocate what the graphs hold from the first step on."""
-        # From the second micro-batch on, gradients accumulate in copies.
-        copies = 2 if self.request.choices.accumulate > 1 else 1
-        for _ in range(copies):
-            ledger.alloc(graphs.gradients, "gradients")
+        ledger.alloc(graphs.gradients, "gradients")
         ledger.alloc(graphs.activations, "activations")
         ledger.alloc(graphs.buffers, "workspace")
         for _ in range(2):  # cuBLAS handles of the stream that captures

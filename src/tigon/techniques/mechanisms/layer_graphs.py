@@ -8,7 +8,8 @@ of their output:
     backward    hidden buffer := saved input    gradient buffer := dout    replay    dx := copy of the gradient buffer
 
 A copy is left out if the buffer already holds the tensor, which is so between neighbouring layers. The weights'
-gradients have buffers outside the graphs' memory. They become `.grad`, and a second micro-batch adds to a copy of them.
+gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each layer adds to
+them, for the further micro-batches of a step.
 
 Graphs of one shape share the memory of their other tensors, so a graph may overwrite the memory of one that ran before.
 The backward pass of layer i writes to the memory of layer i + 1, whose backward pass is over by then. A layer that is
@@ -150,6 +151,8 @@ class _Passes:
         self.buffers, self.parameters = buffers, parameters
         self.forward: Callable[[], None] = lambda: None
         self.backward: Callable[[], None] = lambda: None
+        self.adding_backward: Callable[[], None] = lambda: None
+        """Adds to `gradients`, where `backward` writes them."""
         self.gradients: list[Tensor | None] = []
         self.activations: Any = None
         """The output of a layer that is not recomputed; autograd's graph behind it holds its activations."""
@@ -183,7 +186,7 @@ class _Passes:
             with torch.enable_grad():
                 return [x, recomputed_in_a_graph(lambda *static: call([*static]), x, *others)]
 
-        def backward(kept: Any) -> None:
+        def backward(kept: Any, *, adds: bool = False) -> None:
             x, y = kept
             inputs = [x, *self.parameters]
             dx, *gradients = torch.autograd.grad(y, inputs, gradient, allow_unused=True, retain_graph=not recomputes)
@@ -192,8 +195,11 @@ class _Passes:
                 # Not in the memory of the graphs, to which the other layers' graphs write.
                 self.gradients = [None if g is None else torch.empty_like(g) for g in gradients]
             owned = [own for own in self.gradients if own is not None]
-            if owned:
-                torch._foreach_copy_(owned, [g for g in gradients if g is not None])
+            fresh = [g for g in gradients if g is not None]
+            if owned and adds:
+                torch._foreach_add_(owned, fresh)
+            elif owned:
+                torch._foreach_copy_(owned, fresh)
 
         start = hidden.clone()
         gradient.zero_()
@@ -206,6 +212,7 @@ class _Passes:
         hidden.copy_(start)
         prepare = to_recompute if recomputes else lambda: self.activations
         self.backward, _ = self.buffers.capture(backward, prepare)
+        self.adding_backward, _ = self.buffers.capture(functools.partial(backward, adds=True), prepare)
 
     def begins(self) -> Any:
         """Note a new forward pass, and return what stands for it."""
@@ -216,6 +223,26 @@ class _Passes:
     def is_free(self) -> bool:
         """Whether no earlier forward pass needs the activations."""
         return not (self.waits and self.last() is not None)
+
+    def adds(self, nodes: list[Any]) -> bool:
+        """Whether the running backward pass may add to all gradients in place.
+
+        It may if each is `.grad` already, no hook wants to see its share, and the pass accumulates. nodes: autograd's
+        nodes that accumulate into the parameters.
+        """
+        for parameter, own, node in zip(self.parameters, self.gradients, nodes, strict=True):
+            if own is None:
+                continue
+            grad = parameter.grad
+            hooks: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            if grad is None or grad.data_ptr() != own.data_ptr() or any(hooks) or node is None:
+                return False
+            try:
+                if not torch._C._will_engine_execute_node(node):
+                    return False
+            except RuntimeError:  # torch.autograd.grad, which must leave `.grad` alone
+                return False
+        return True
 
     def keep_gradients(self) -> None:
         """Copy each `.grad` that lies in the memory to which the backward graph writes."""
@@ -277,6 +304,11 @@ class _GraphedLayer:
         for held, tensor in zip(buffers.arguments, tensors, strict=True):
             held.fill(tensor)
         passes = _Passes(buffers, [p for p in layer.parameters() if p.requires_grad])
+        if any(parameter._backward_hooks for parameter in passes.parameters):
+            raise RecipeError(
+                f"{KEY}: a weight of {type(layer).__name__} has a hook, which the graph would contain; set {KEY}: "
+                "false, or add the hook after the first step"
+            )
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         kind = tensors[0].device.type
         # Autocast's cache would keep casts that only the graph computes.
@@ -369,13 +401,19 @@ class _Replay(torch.autograd.Function):
         passes.waits = False
         buffers.gradient.fill(dout)
         buffers.gradient.forget()
-        passes.keep_gradients()
-        passes.backward()
+        n_parameters = len(passes.parameters)
+        nodes = [node for node, _ in ctx.next_functions[len(ctx.next_functions) - n_parameters :]]
+        adds = n_parameters > 0 and passes.adds(nodes)
+        if adds:
+            passes.adding_backward()
+        else:
+            passes.keep_gradients()
+            passes.backward()
         dx = buffers.gradient.buffer.clone()
         buffers.gradient.holds(dx)
         wanted = ctx.needs_input_grad[3 + ctx.n_tensors :]
         gradients = [
-            None if gradient is None or not want else gradient.detach()
+            None if adds or gradient is None or not want else gradient.detach()
             for gradient, want in zip(passes.gradients, wanted, strict=True)
         ]
         first = dx if ctx.needs_input_grad[3] else None
