@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from tigon.errors import RecipeError
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion, KeyExclusion, KeySwitch
 from tigon.techniques.records.setting import Flag, Setting
@@ -163,8 +164,25 @@ def partitioned_loading(choices: Choices, run_info: RunInfo) -> Iterator[None]:
         del alive
 
 
+def shard_ranks(choices: Choices) -> int:
+    """Returns the number of processes that hold one whole copy of the states between them, under FSDP2."""
+    return choices.gpus // choices.replicas
+
+
+def check_replicas(choices: Choices) -> None:
+    """Raise RecipeError if the processes cannot hold `sharding.replicas` sharded copies."""
+    size, gpus = choices.replicas, choices.gpus
+    if size > 1 and (gpus % size or gpus < 2 * size):
+        raise RecipeError(
+            f"sharding.replicas is {size}, and each copy needs the same number of at least 2 GPUs, but sharding.gpus "
+            f"is {gpus} in all; set sharding.replicas to a divisor of {gpus} below it"
+            + ("" if gpus > 3 else ", which needs at least 4 GPUs")
+        )
+
+
 def _fsdp(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
     return {
+        **_mesh(choices),
         "fsdp": True,
         "fsdp_config": {
             "version": 2,
@@ -174,6 +192,16 @@ def _fsdp(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
             "state_dict_type": "FULL_STATE_DICT",
         },
     }
+
+
+def _mesh(choices: Choices) -> Mapping[str, Any]:
+    """The argument that says which processes shard and which hold copies. By default all of them shard."""
+    if choices.replicas == 1:
+        return {}
+    from accelerate import ParallelismConfig
+
+    config = ParallelismConfig(dp_replicate_size=choices.replicas, dp_shard_size=shard_ranks(choices))
+    return {"parallelism_config": config}
 
 
 PLACEMENTS: tuple[Mapping[str, Any], ...] = (
@@ -206,6 +234,13 @@ _SETTINGS = (
         help="PyTorch FSDP2: shard weights, gradients and optimizer states over the GPUs.",
         flag=Flag(name="fsdp", help="PyTorch FSDP2."), search="placement",
         label=lambda choices: "FSDP2" if choices.fsdp else "",
+    ),
+    Setting(
+        field="replicas", key="sharding.replicas",
+        help="FSDP2: copies of the sharded states (hybrid sharding). Each is divided over `gpus` / `replicas` "
+        "consecutive processes; with as many copies as machines, weights are gathered within each machine.",
+        minimum=1, maximum=1024,
+        label=lambda choices: f"{choices.replicas} copies" if choices.replicas > 1 else "",
     ),
     Setting(
         field="reshard", key="sharding.reshard", help="FSDP2: free a layer's gathered weights after its forward pass.",
@@ -284,6 +319,15 @@ _TECHNIQUES = (
         source="torch.distributed.fsdp.fully_shard; arXiv 2304.11277",
     ),
     Technique(
+        name="fsdp2-hybrid", page="fsdp2",
+        saves="As FSDP2 over `sharding.gpus` / `sharding.replicas` GPUs.",
+        costs="Weights are gathered among the GPUs of one copy only. After that, gradients of each shard are summed "
+        "over the copies: the only traffic between machines if each holds one copy.", devices=("cuda",),
+        recipe={"sharding.gpus": 4, "sharding.fsdp": True, "sharding.replicas": 2},
+        chosen=(Condition("fsdp", "is", True), Condition("replicas", "is at least", 2)),
+        source="torch.distributed.fsdp.fully_shard on a mesh of two dimensions; arXiv 2304.11277 §3.2.2",
+    ),
+    Technique(
         name="fsdp2-offload", page="fsdp2",
         saves="FSDP2's weights, gradients and states stay on the host, and the optimizer runs there.",
         costs="Each layer's weights are copied to the GPU for each pass, and gradients to the host.", devices=("cuda",),
@@ -343,6 +387,9 @@ DECLARATION = Declaration(
         ),
     ),
     key_switches=(
-        KeySwitch(keys=("sharding.reshard",), on=Condition("fsdp", "is", True), instead="sharding.fsdp: true"),
+        KeySwitch(
+            keys=("sharding.reshard", "sharding.replicas"), on=Condition("fsdp", "is", True),
+            instead="sharding.fsdp: true",
+        ),
     ),
 )  # fmt: skip

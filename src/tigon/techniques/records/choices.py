@@ -43,6 +43,7 @@ class Choices:
     sequence_shards: int = 1
     zero: int = 0
     fsdp: bool = False
+    replicas: int = 1
     reshard: bool = True
     offload: str = "none"
     accumulate: int = 1

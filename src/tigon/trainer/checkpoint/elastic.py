@@ -21,7 +21,9 @@ from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 
-ENGINE_KEYS = ("sharding.gpus", "sharding.sequence", "sharding.fsdp", "sharding.reshard", "sharding.offload")
+ENGINE_KEYS = (
+    "sharding.gpus", "sharding.sequence", "sharding.fsdp", "sharding.replicas", "sharding.reshard", "sharding.offload",
+)  # fmt: skip
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
 ALIKE = ("evaluations_without_progress",)  # counters that are equal in all processes

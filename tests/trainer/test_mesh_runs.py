@@ -1,0 +1,65 @@
+"""Runs of FSDP2 on a mesh of two dimensions: sharded copies (hybrid sharding)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_technique_runs import cut_back, fsdp_rank, losses, succeeds
+from trainer_helpers import TINY_MODEL, records
+
+from forks import forks
+from tigon.trainer import run as run_module
+
+HYBRID = ["train.batch_size=1", "sharding.gpus=4", "sharding.replicas=2"]
+
+
+def in_four(here: Path, recipe: Path, sets: list[str], *, resume: bool = False) -> list[str]:
+    """Train in four processes. Returns the placements and meshes of the weights at the end."""
+
+    def act(rank: int) -> None:
+        save_model = run_module._save_model
+
+        def look(run: Any, prepared: Any, built: Any, trainer: Any) -> None:
+            if rank == 0:
+                kinds = {f"{weight.placements} on {tuple(weight.device_mesh.shape)}" for weight in built.parameters()}
+                (here / "placements").write_text("\n".join(sorted(kinds)), encoding="utf-8")
+            save_model(run, prepared, built, trainer)
+
+        run_module._save_model = look  # in a copy of this process
+        fsdp_rank(recipe, sets, resume=resume)
+
+    said = succeeds(act, here, 4)
+    assert "MaterializedLogitsWarning" not in said, "the loss was not fused"
+    return (here / "placements").read_text(encoding="utf-8").splitlines()
+
+
+@forks
+def test_two_sharded_copies_train_as_one_process_and_resume_without_copies(recipe, tigon, here):
+    """Four processes; the resumed run shards over two. Checkpoints are whole, whoever wrote them."""
+    path = recipe(model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "one", "save_model": True})
+    assert tigon("train", path).code == 0
+    runs = here / "runs"
+    assert in_four(here, path, [*HYBRID, "output.name=hybrid"]) == ["(Replicate(), Shard(dim=0)) on (2, 2)"]
+    assert losses(runs / "hybrid") == pytest.approx(losses(runs / "one"), rel=1e-5)
+    steps = [[record["step"] for record in records(runs / name, "train")] for name in ("hybrid", "one")]
+    assert steps[0] == steps[1], "each record is written once"
+    cut_back(runs, "hybrid")
+    shutil.copytree(runs / "cut", runs / "fewer")
+    in_four(here, path, [*HYBRID, "output.name=cut"], resume=True)
+    assert losses(runs / "cut") == losses(runs / "hybrid")
+    fewer = ["train.batch_size=2", "sharding.gpus=2", "output.name=fewer"]
+    succeeds(lambda rank: fsdp_rank(path, fewer, resume=True), here, 2)
+    assert losses(runs / "fewer") == pytest.approx(losses(runs / "one"), rel=1e-5)
+
+
+@forks
+def test_sharded_copies_whose_processes_share_rows_train_as_one_process(recipe, tigon, here):
+    heads = {**TINY_MODEL, "num_attention_heads": 4, "num_key_value_heads": 2}
+    path = recipe(model={"kernels": "tigon", "config": heads}, output={"name": "one"})
+    assert tigon("train", path).code == 0
+    sets = ["train.batch_size=2", "sharding.gpus=4", "sharding.replicas=2", "sharding.sequence=2", "output.name=shared"]
+    assert in_four(here, path, sets) == ["(Replicate(), Shard(dim=0)) on (2, 2)"]
+    assert losses(here / "runs" / "shared") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
