@@ -126,7 +126,7 @@ class LinearLogprobs(torch.autograd.Function):
             Upstream(ids_NK, stats_2N, entropy_N, dlogprob_NK, dlse, dentropy, scale),
             kept_NV,
             ctx.options,
-            BackwardOptions(want_hidden, want_weight, want_bias, ctx.block_bytes),
+            BackwardOptions(want_hidden, want_weight, want_bias, ctx.block_bytes, gathered=index is not None),
         )
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         return (
