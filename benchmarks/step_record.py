@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from tigon.bench.record import environment
 
 
-def options(doc: str | None) -> argparse.Namespace:
-    """The options of a script: `tiny`, and `json` for the record. doc: the docstring of the script."""
+def options(doc: str | None, more: Callable[[argparse.ArgumentParser], Any] | None = None) -> argparse.Namespace:
+    """The options of a script: `tiny`, `json` for the record, and those that `more` adds. doc: the docstring."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a small model; also without a GPU")
     parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
+    if more is not None:
+        more(parser)
     return parser.parse_args()
 
 
