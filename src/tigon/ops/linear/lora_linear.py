@@ -29,7 +29,7 @@ from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import check_dtype, check_number, first_order, planned_device
 from tigon.ops.linear.fp8 import operand
-from tigon.ops.linear.fp8_linear import check_scaling, forward_product, fp8_linear, input_gradient
+from tigon.ops.linear.fp8_linear import check_scaling, factors_of, forward_product, fp8_linear, input_gradient
 from tigon.ops.lm_head import no_autocast, product_dtype, product_into
 
 # N tokens, H input width, F output width, R rank.
@@ -61,7 +61,9 @@ class LoraLinear(torch.autograd.Function):
             if fp8 is None:
                 y = F.linear(x, weight_FH, bias)
             else:
-                y, _, amax = forward_product(x, weight_FH, bias, fp8, columns=False)
+                factors = factors_of(x, weight_FH, fp8, columns=False)
+                y, amax = forward_product(factors, x, bias), factors.weight_amax
+                del factors
             del weight_FH
             h_NR = F.linear(x if adapter_x is None else adapter_x, a_RH).flatten(0, -2)
             y.view(-1, y.shape[-1]).addmm_(h_NR, b_FR.t(), alpha=scaling)
