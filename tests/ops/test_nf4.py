@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tigon.ops import LoraLayer, lora_linears
 from tigon.ops.linear.nf4 import BLOCK, OUTER_BLOCK, dequantiser, nf4_weight
 
 
@@ -76,3 +77,21 @@ def test_format_that_the_kernel_does_not_know_is_left_to_bitsandbytes(backend: A
     ):
         packed, state = functional.quantize_4bit(w.bfloat16(), **options)
         assert dequantiser(packed, state) is None
+
+
+def test_layers_with_such_weights_are_those_with_the_dense_ones(backend: Any) -> None:
+    torch.manual_seed(6)
+    parts = stored(6, BLOCK, backend.device)
+
+    def weight() -> torch.Tensor:
+        return nf4_weight(*parts, 6, BLOCK, torch.float32)
+
+    x, a, b = (
+        torch.randn(*shape, device=backend.device, requires_grad=True) for shape in ((2, 5, BLOCK), (3, BLOCK), (6, 3))
+    )
+    results = []
+    for each in (weight, weight()):
+        layers = [LoraLayer(each, a, b, 0.5), LoraLayer(each, a * 2, b, 2.0)]
+        ys = lora_linears(x, layers)
+        results.append((*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), (x, a, b))))
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))

@@ -1,7 +1,7 @@
 """Weights stored in NF4 with double quantisation (Dettmers et al. 2023, arXiv 2305.14314), made dense in one pass.
 
     scale_b = CODE_OF_SCALES[q_b] · S[b // 256] + offset          b: a block of 64 weights
-    w_i     = CODE[n_i] · scale_b                                 n_i: 4 bits, the first of a byte's two in its high half
+    w_i     = CODE[n_i] · scale_b                                 n_i: 4 bits; the high half of a byte comes first
 
 bitsandbytes takes three passes: one for the scales, one for the offset and one for the weights. Everything is fp32; the
 scale may differ from bitsandbytes' in the last bit, because product and sum are one instruction here.

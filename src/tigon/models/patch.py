@@ -25,8 +25,8 @@ from tigon.models.seams.base import (
     vendor,
 )
 from tigon.models.seams.head.lora_head import LoraHeadSeam
-from tigon.models.seams.lora import LoraSeam, find_siblings
 from tigon.models.seams.head.loss import CausalLMSeam, HeadSeam, peel
+from tigon.models.seams.lora import LoraSeam, find_siblings
 from tigon.models.seams.norm import NormSeam
 from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
 from tigon.models.spec import (

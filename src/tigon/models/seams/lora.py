@@ -117,7 +117,7 @@ _SIBLINGS: weakref.WeakKeyDictionary[nn.Module, Siblings] = weakref.WeakKeyDicti
 
 
 def find_siblings(model: nn.Module, fits: Callable[[Any], bool]) -> None:
-    """Let layers of the model that read the same input run together. fits: whether a layer is PEFT's and runs the op."""
+    """Let layers that read the same input run together. fits: whether a module is PEFT's layer and runs the op."""
     for module in model.modules():
         for names in SIBLINGS:
             layers = [layer for name in names if (layer := getattr(module, name, None)) is not None and fits(layer)]
@@ -147,8 +147,8 @@ def with_siblings(module: Any, x: Tensor, weight: Callable[[Any], Tensor | Calla
         return None
     siblings.state = state
     layers = [layer() for layer in siblings.layers]
-    described = [_described(layer, x, weight) for layer in layers]
-    if x.ndim < 2 or any(each is None for each in described):
+    described = [operands for layer in layers if (operands := _described(layer, x, weight)) is not None]
+    if x.ndim < 2 or len(described) < len(layers):
         return None
     results = ops.lora_linears(x, described)
     siblings.x = x

@@ -42,12 +42,9 @@ Weight = Tensor | Callable[[], Tensor]
 """A weight (F, H), or a function that makes it, such as the dequantisation of a 4-bit weight."""
 
 
-def dense(stored_FH: Tensor | None, made: Callable[[], Tensor] | None, dtype: torch.dtype) -> Tensor:
+def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The weight of a product. A weight that is made lives for one product, as in bitsandbytes."""
-    if made is not None:
-        return made().to(dtype)
-    assert stored_FH is not None
-    return stored_FH
+    return (weight() if callable(weight) else weight).to(dtype)
 
 
 def low_rank_into(
@@ -72,10 +69,10 @@ class LoraLinear(torch.autograd.Function):
             h_NR = F.linear(x if adapter_x is None else adapter_x, a_RH).flatten(0, -2)
             if fp8 is None:
                 y, amax = x.new_empty(*x.shape[:-1], b_FR.shape[0]), None
-                y_NF = low_rank_into(y.view(-1, y.shape[-1]), h_NR, b_FR, scaling, bias)
-                y_NF.addmm_(x.reshape(-1, x.shape[-1]), dense(stored_FH, ctx.made, x.dtype).t())
+                y_NF = low_rank_into(y.view(len(h_NR), b_FR.shape[0]), h_NR, b_FR, scaling, bias)
+                y_NF.addmm_(x.reshape(-1, x.shape[-1]), dense(weight, x.dtype).t())
             else:
-                y, _, amax = forward_product(x, dense(stored_FH, ctx.made, x.dtype), bias, fp8, columns=False)
+                y, _, amax = forward_product(x, dense(weight, x.dtype), bias, fp8, columns=False)
                 y.view(-1, y.shape[-1]).addmm_(h_NR, b_FR.t(), alpha=scaling)
         ctx.save_for_backward(x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax)
         ctx.scaling, ctx.fp8 = scaling, fp8
@@ -85,6 +82,7 @@ class LoraLinear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax = ctx.saved_tensors
+        weight: Weight = stored_FH if ctx.made is None else ctx.made
         want_x, want_weight, want_bias, want_a, want_b, want_entering, *_ = ctx.needs_input_grad
         s: float = ctx.scaling
         apart = adapter_x is not None
@@ -95,16 +93,16 @@ class LoraLinear(torch.autograd.Function):
             if want_x:
                 if ctx.fp8 is not None:
                     cast = operand(dy_NF, ctx.fp8, rows=True, columns=False, gradient=True)
-                    weight_FH = dense(stored_FH, ctx.made, x.dtype)
+                    weight_FH = dense(weight, x.dtype)
                     dx = input_gradient(cast, weight_FH, amax, ctx.fp8, [dy_NF.shape[0]])
                     del weight_FH
                     if not apart and g_NR is not None:
                         dx.addmm_(g_NR, lora_a_RH.to(x.dtype), alpha=s)
                 elif apart or g_NR is None:
-                    dx = dy_NF @ dense(stored_FH, ctx.made, x.dtype)
+                    dx = dy_NF @ dense(weight, x.dtype)
                 else:
                     dx = low_rank_into(x.new_empty(dy_NF.shape[0], x.shape[-1]), g_NR, lora_a_RH.to(x.dtype).t(), s)
-                    dx.addmm_(dy_NF, dense(stored_FH, ctx.made, x.dtype))
+                    dx.addmm_(dy_NF, dense(weight, x.dtype))
                 dx = dx.view(x.shape)
             if want_entering:
                 d_entering = (g_NR @ lora_a_RH.to(x.dtype)).mul_(s).view(x.shape)
@@ -175,8 +173,8 @@ def lora_linear(
     if torch.compiler.is_compiling():
         entering = x if adapter_x is None else adapter_x
         low = F.linear(F.linear(entering, lora_a.to(dtype)), lora_b.to(dtype))
-        dense = weight().to(dtype) if callable(weight) else weight
-        wide = F.linear(x, dense, bias) if fp8 is None else fp8_linear(x, dense, bias, scaling=fp8)
+        weight_FH = dense(weight, dtype)
+        wide = F.linear(x, weight_FH, bias) if fp8 is None else fp8_linear(x, weight_FH, bias, scaling=fp8)
         return wide + low * scaling
     one_row = x.ndim == 1
     if one_row:
@@ -192,13 +190,13 @@ def check_lora_linear(
     """Raise the errors that `lora_linear` names."""
     if not -math.inf < check_number("scaling", scaling) < math.inf:
         raise OptionError(f"scaling={scaling} must be finite.")
-    dense = None if callable(weight) else weight
-    check_dtype(x, dense, lora_a, lora_b, bias, adapter_x)
-    if dense is not None and (x.ndim == 0 or dense.ndim != 2 or dense.shape[1] != x.shape[-1]):
-        raise ShapeError(f"x is {tuple(x.shape)}, weight is {tuple(dense.shape)}; they must be (..., H) and (F, H).")
+    stored = None if callable(weight) else weight
+    check_dtype(x, stored, lora_a, lora_b, bias, adapter_x)
+    if stored is not None and (x.ndim == 0 or stored.ndim != 2 or stored.shape[1] != x.shape[-1]):
+        raise ShapeError(f"x is {tuple(x.shape)}, weight is {tuple(stored.shape)}; they must be (..., H) and (F, H).")
     if x.ndim == 0 or lora_b.ndim != 2:
         raise ShapeError(f"x is {tuple(x.shape)}, lora_b is {tuple(lora_b.shape)}; they must be (..., H) and (F, R).")
-    F_, H = (lora_b.shape[0], x.shape[-1]) if dense is None else dense.shape
+    F_, H = (lora_b.shape[0], x.shape[-1]) if stored is None else stored.shape
     if lora_a.ndim != 2 or lora_b.ndim != 2 or lora_a.shape[1] != H or lora_b.shape != (F_, lora_a.shape[0]):
         raise ShapeError(
             f"lora_a is {tuple(lora_a.shape)}, lora_b is {tuple(lora_b.shape)}; for a weight of {(F_, H)} they must be "
@@ -208,7 +206,7 @@ def check_lora_linear(
         raise ShapeError(f"bias is {tuple(bias.shape)}; it must be {(F_,)}.")
     if adapter_x is not None and adapter_x.shape != x.shape:
         raise ShapeError(f"adapter_x is {tuple(adapter_x.shape)}, x is {tuple(x.shape)}; they must agree.")
-    for name, t in {"weight": dense, "lora_a": lora_a, "lora_b": lora_b, "bias": bias, "adapter_x": adapter_x}.items():
+    for name, t in {"weight": stored, "lora_a": lora_a, "lora_b": lora_b, "bias": bias, "adapter_x": adapter_x}.items():
         if t is not None and t.device != x.device:
             raise ShapeError(f"{name} is on {t.device}, x is on {x.device}; move one of them.")
 

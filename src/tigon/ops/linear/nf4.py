@@ -32,8 +32,8 @@ def _reference(
 
 nf4_weight = Primitive(
     "nf4_weight",
-    "(Tensor code, Tensor packed, Tensor scales, Tensor code_of_scales, Tensor outer_scales, Tensor offset, SymInt rows,"
-    " SymInt columns, ScalarType dtype) -> Tensor",
+    "(Tensor code, Tensor packed, Tensor scales, Tensor code_of_scales, Tensor outer_scales, Tensor offset,"
+    " SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
     fake=_fake, kernel="tigon.kernels.nf4:nf4_weight", reference=_reference,
 )  # fmt: skip
 """(rows, columns) of bytes with two weights each, an 8-bit scale per 64 weights and an fp32 scale per 256 of those."""
@@ -52,4 +52,4 @@ def dequantiser(packed: Tensor, state: Any) -> Callable[[torch.dtype], Tensor] |
     fits = columns % BLOCK == 0 and packed.dtype == torch.uint8 and all(part.is_contiguous() for part in parts)
     if not fits or not uses_kernel(state.code):
         return None
-    return lambda dtype: nf4_weight(*parts, rows, columns, dtype)  # type: ignore[no-any-return]
+    return lambda dtype: nf4_weight(*parts, rows, columns, dtype)
