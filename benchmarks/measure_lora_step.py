@@ -119,7 +119,7 @@ def measure(tiny: bool, four_bit: bool) -> list[dict[str, Any]]:
     batch, seq = (2, 32) if tiny else (4, 2048)
     ids_BT = torch.randint(0, model.config.vocab_size, (batch, seq), device=DEVICE)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=DEVICE == "cuda")
-    lines = []
+    lines: list[dict[str, Any]] = []
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -145,7 +145,7 @@ def main() -> None:
     four_bit = importlib.util.find_spec("bitsandbytes") is not None
     packages = ("peft", "bitsandbytes") if four_bit else ("peft",)
     record = step_record.StepRecord("measure_lora_step", torch.device(DEVICE), packages)
-    lines = []
+    lines: list[dict[str, Any]] = []
     for quantised in (False, True) if four_bit else (False,):
         lines += measure(given.tiny, quantised)
         gc.collect()
