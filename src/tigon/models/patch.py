@@ -26,6 +26,7 @@ from tigon.models.seams.base import (
 )
 from tigon.models.seams.head.lora_head import LoraHeadSeam
 from tigon.models.seams.head.loss import CausalLMSeam, HeadSeam, peel
+from tigon.models.seams.lora import LoraSeam, find_siblings
 from tigon.models.seams.norm import NormSeam
 from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
 from tigon.models.spec import (
@@ -158,6 +159,8 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in LOSS_FLAGS
     ]
     _apply(decision.changes)
+    if any(change.seam.flag == LoraSeam.flag for change in decision.changes):
+        find_siblings(model, lambda m: isinstance(m, PatchedModule) and isinstance(m._tigon_seam, LoraSeam))
     return _report(model, spec, decision, flags)
 
 

@@ -130,6 +130,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     harness.check(recipe.eval.lm_eval)
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
+    preflight.check_documents(recipe, config)
     shapes = model.parameter_shapes(config)
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
