@@ -269,10 +269,11 @@ class Tile(NamedTuple):
     group: int = 8
 
 
-def _tile(x, columns, rows=None):
-    """The tile of a product with x. columns, rows: of the result; rows are None if they are slots.
+def _tile(x, columns, rows=None, low=False):
+    """The tile of a product with x. low: whether it adds an adapter's product.
 
-    A result as narrow as an adapter's rank has a tile as narrow. Such a product waits for memory, not for arithmetic.
+    columns, rows: of the result; rows are None if they are slots. A result as narrow as an adapter's rank has a tile as
+    narrow. Such a product waits for memory, not for arithmetic.
     """
     if INTERPRETED.value:
         return Tile(16, 16, 16, warps=4, group=2)
@@ -281,12 +282,13 @@ def _tile(x, columns, rows=None):
     if thin_rows or columns <= NARROW:
         wide, steps = (64, 32) if x.dtype is torch.float32 or shared_bytes <= 64 << 10 else (128, 64)
         narrow = max(_device.next_power_of_2(rows if thin_rows else columns), 16)
-        return Tile(narrow, wide, steps, warps=4) if thin_rows else Tile(wide, narrow, steps, warps=4)
+        # A step of 64 rows that are read element by element, as those of rank 3 are, spills registers.
+        return Tile(narrow, wide, 32, warps=4) if thin_rows else Tile(wide, narrow, steps, warps=4)
     # NVIDIA's Turing and AMD's Radeon spill registers with larger tiles.
     if shared_bytes <= 64 << 10 and _device.lanes() == 32:
         return Tile(64, 64, 32, warps=8)
     if x.dtype is torch.float32:
-        return Tile(64, 64, 32, warps=4)
+        return Tile(64, 64, 32, warps=8 if low else 4)  # with 4 warps the adapter's factors spill registers
     chip = chips.chip(x.device.index)
     # Three stages of the wide tile take 147 KB. It reads a quarter less per FLOP than the square one.
     return Tile(128, 256, 64, warps=8) if chip is not None and chip.wide_expert_tiles else Tile(128, 128, 64, warps=8)
@@ -312,7 +314,7 @@ def grouped_product(x, weight, bias, low, low_weight, order, offsets, top_k, gat
     x, S, (E, N, K) = _rows(x), order.shape[0], weight.shape
     y = x.new_empty((S, N))
     if y.numel():
-        tile = _tile(x, N)
+        tile = _tile(x, N, low=low is not None)
         most = (_device.cdiv(S, tile.rows) + min(E, S)) * _device.cdiv(N, tile.columns)
         programs = min(most, _device.multiprocessors(x.device.index) * 2)
         rank = 0 if low is None else low_weight.shape[2]
