@@ -143,8 +143,8 @@ def _plain(module: nn.Module) -> nn.Module:
     """The module without its parametrizations, for stand-ins: torch has given it a class whose weights are computed."""
     if "parametrizations" not in module._modules:
         return module
-    cls = next(c for c in type(module).__mro__ if not c.__name__.startswith("Parametrized"))
-    plain = object.__new__(cls)
+    computed = [c for c in type(module).__mro__ if c.__name__.startswith("Parametrized")]
+    plain = object.__new__(computed[-1].__bases__[0])
     vars(plain).update(vars(module))
     vars(plain)["_modules"] = {name: child for name, child in module._modules.items() if name != "parametrizations"}
     return plain

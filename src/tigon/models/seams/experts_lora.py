@@ -68,11 +68,23 @@ class ExpertsLoraSeam(Seam):
 
         def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             adapters = None if kwargs or len(args) != 2 else plain_adapters(self)
-            if adapters is None or is_dtensor(x):
+            if adapters is not None and not is_dtensor(x):
+                return run_experts(_innermost(self), x, *args, adapters=adapters)
+            try:
                 return plain_forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
-            return run_experts(_innermost(self), x, *args, adapters=adapters)
+            finally:
+                _remove_leftovers(_innermost(self), self.parameter_name)
 
         return {"forward": forward}
+
+
+def _remove_leftovers(experts: nn.Module, name: str) -> None:
+    """Remove the adapter that PEFT 0.21.2 leaves on a 4-bit weight after a forward; the next one would add to it."""
+    parametrizations: Any = getattr(experts, "parametrizations", {})
+    steps: Any = dict(parametrizations.items()).get(name, ())
+    for at in reversed(range(len(steps))):
+        if type(steps[at]).__name__ == "_LoraFactorsProxy":
+            del steps[at]
 
 
 def plain_adapters(wrapper: Any) -> dict[str, Adapter] | None:
