@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from test_technique_runs import cut_back, fsdp_rank, losses, succeeds
 from trainer_helpers import TINY_MODEL, records
 
@@ -63,3 +65,56 @@ def test_sharded_copies_whose_processes_share_rows_train_as_one_process(recipe, 
     sets = ["train.batch_size=2", "sharding.gpus=4", "sharding.replicas=2", "sharding.sequence=2", "output.name=shared"]
     assert in_four(here, path, sets) == ["(Replicate(), Shard(dim=0)) on (2, 2)"]
     assert losses(here / "runs" / "shared") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
+
+
+TENSOR = ["train.batch_size=2", "sharding.gpus=4", "sharding.tensor=2"]
+HEADS = {**TINY_MODEL, "num_attention_heads": 4, "num_key_value_heads": 2}
+STRIDED = "(_StridedShard(dim=0, sf=2), Shard(dim=0)) on (2, 2)"
+"""Of a weight that is divided by rows over a group, and then over the groups."""
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+@forks
+def test_two_groups_that_divide_matrices_train_as_one_process_and_resume_without_groups(recipe, tigon, here):
+    """The head is divided too. Checkpoints and the saved model are whole."""
+    config = {**HEADS, "tie_word_embeddings": False}
+    sections: dict[str, Any] = {"model": {"kernels": "tigon", "config": config}, "train": {"save_steps": 2}}
+    path = recipe(**sections, output={"name": "one", "save_model": True})
+    assert tigon("train", path).code == 0
+    runs = here / "runs"
+    kinds = in_four(here, path, [*TENSOR, "output.name=tensor"])
+    assert kinds == ["(Shard(dim=0), Shard(dim=1)) on (2, 2)", "(Shard(dim=0),) on (2,)", STRIDED]
+    assert losses(runs / "tensor") == pytest.approx(losses(runs / "one"), rel=1e-5)
+    got, want = weights(runs / "tensor"), weights(runs / "one")
+    assert {name: weight.shape for name, weight in got.items()} == {name: weight.shape for name, weight in want.items()}
+    for name, weight in got.items():
+        torch.testing.assert_close(weight, want[name], rtol=1e-2, atol=1e-3, msg=name)
+    for event in ("eval", "result"):
+        got_loss, want_loss = (records(runs / name, event)[0]["eval_loss"] for name in ("tensor", "one"))
+        assert got_loss == pytest.approx(want_loss, rel=1e-5), event
+    cut_back(runs, "tensor")
+    shutil.copytree(runs / "cut", runs / "fewer")
+    in_four(here, path, [*TENSOR, "output.name=cut"], resume=True)
+    assert losses(runs / "cut") == losses(runs / "tensor")
+    fewer = ["train.batch_size=2", "sharding.gpus=2", "output.name=fewer"]
+    succeeds(lambda rank: fsdp_rank(path, fewer, resume=True), here, 2)
+    assert losses(runs / "fewer") == pytest.approx(losses(runs / "one"), rel=1e-5)
+
+
+@forks
+@pytest.mark.parametrize(
+    ("model", "sets"),
+    [
+        ({}, ("train.checkpointing=full",)),
+        ({"name": "qwen3-0.6b"}, ("train.batch_size=1", "train.gradient_accumulation=2")),
+    ],
+    ids=["tied head, layers computed again", "norms of heads, accumulation"],
+)
+def test_groups_divide_other_models_and_train_as_one_process(recipe, tigon, here, model, sets):
+    path = recipe(model={"kernels": "tigon", "config": HEADS, **model}, output={"name": "one"})
+    assert tigon("train", path).code == 0
+    in_four(here, path, [*TENSOR, *sets, "output.name=tensor"])
+    assert losses(here / "runs" / "tensor") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)

@@ -41,6 +41,7 @@ class Choices:
     quantize_to: str = "nf4"
     gpus: int = 1
     sequence_shards: int = 1
+    tensor_shards: int = 1
     zero: int = 0
     fsdp: bool = False
     replicas: int = 1
