@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_technique_runs import cut_back, fsdp_rank, losses, succeeds
+from test_technique_runs import cut_back, fsdp_rank, losses, succeeds, zero_rank
 from trainer_helpers import TINY_MODEL, records
 
 from forks import forks
@@ -118,3 +118,12 @@ def test_groups_divide_other_models_and_train_as_one_process(recipe, tigon, here
     assert tigon("train", path).code == 0
     in_four(here, path, [*TENSOR, *sets, "output.name=tensor"])
     assert losses(here / "runs" / "tensor") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
+
+
+@forks
+def test_zero_with_a_second_copy(recipe, tigon, here):
+    path = recipe(model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "one"})
+    assert tigon("train", path).code == 0
+    sets = ["train.batch_size=1", "sharding.gpus=4", "sharding.zero=3", "sharding.zero_copy_ranks=2", "output.name=hpz"]
+    succeeds(lambda rank: zero_rank(path, sets), here, 4)
+    assert losses(here / "runs" / "hpz") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)

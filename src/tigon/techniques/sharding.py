@@ -41,7 +41,7 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 10 * run_info.hidden_size,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    zero |= _offloads(choices, run_info)
+    zero |= _offloads(choices, run_info) | _zero_plus_plus(choices)
     pure = choices.precision == "bf16"
     config: dict[str, Any] = {
         "zero_optimization": zero,
@@ -63,6 +63,18 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
             "overlap_events": True,
         }
     return config
+
+
+def _zero_plus_plus(choices: Choices) -> dict[str, Any]:
+    """The keys of ZeRO++ (arXiv 2306.10209), for stage 3."""
+    keys: dict[str, Any] = {}
+    if choices.zero_copy_ranks > 1:
+        keys["zero_hpz_partition_size"] = choices.zero_copy_ranks
+    if choices.zero_int8_weights:
+        keys["zero_quantized_weights"] = True
+    if choices.zero_int4_gradients:
+        keys["zero_quantized_gradients"] = True
+    return keys
 
 
 def _offloads(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
@@ -244,6 +256,23 @@ _SETTINGS = (
     ),
     Setting(
         field="reshard", key="sharding.reshard", help="FSDP2: free a layer's gathered weights after its forward pass.",
+    ),
+    Setting(
+        field="zero_copy_ranks", key="sharding.zero_copy_ranks",
+        help="ZeRO++ (hpZ): this many consecutive processes, such as those of one machine, keep a second copy of the "
+        "16-bit weights between them, and the backward pass gathers from it. Requires `zero: 3`.",
+        minimum=1, maximum=64,
+        label=lambda choices: f"hpZ {choices.zero_copy_ranks}" if choices.zero_copy_ranks > 1 else "",
+    ),
+    Setting(
+        field="zero_int8_weights", key="sharding.zero_int8_weights",
+        help="ZeRO++ (qwZ): gather weights as 8-bit integers. Requires `zero: 3` and a GPU.",
+        label=lambda choices: "qwZ" if choices.zero_int8_weights else "",
+    ),
+    Setting(
+        field="zero_int4_gradients", key="sharding.zero_int4_gradients",
+        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU.",
+        label=lambda choices: "qgZ" if choices.zero_int4_gradients else "",
     ),
     Setting(
         field="offload", key="sharding.offload",
