@@ -190,7 +190,8 @@ class _Kernels(transformers.TrainerCallback):  # type: ignore[misc]  # transform
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._last - 1:
-            self._profiler = profile(activities=[ProfilerActivity.CUDA])
+            kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+            self._profiler = profile(activities=[kind])
             self._profiler.start()
             self._begin_s = time.perf_counter()
 

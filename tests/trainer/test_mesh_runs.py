@@ -1,4 +1,4 @@
-"""Runs of FSDP2 on a mesh of two dimensions: sharded copies (hybrid sharding)."""
+"""Runs of four processes in two groups: hybrid sharding, tensor parallelism, and ZeRO++ with a second copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_technique_runs import cut_back, fsdp_rank, losses, succeeds, zero_rank
+from test_technique_runs import cut_back, fsdp_rank, losses, need, succeeds, zero_rank
 from trainer_helpers import TINY_MODEL, records
 
 from forks import forks
@@ -121,9 +121,31 @@ def test_groups_divide_other_models_and_train_as_one_process(recipe, tigon, here
 
 
 @forks
-def test_zero_with_a_second_copy(recipe, tigon, here):
+def test_zero_3_with_a_second_copy_of_the_weights_trains_as_one_process_and_resumes(recipe, tigon, here):
+    """ZeRO++'s hpZ: two processes hold the second copy between them."""
+    need("deepspeed")
     path = recipe(model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "one"})
     assert tigon("train", path).code == 0
-    sets = ["train.batch_size=1", "sharding.gpus=4", "sharding.zero=3", "sharding.zero_copy_ranks=2", "output.name=hpz"]
-    succeeds(lambda rank: zero_rank(path, sets), here, 4)
-    assert losses(here / "runs" / "hpz") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
+    sets = ["train.batch_size=1", "sharding.gpus=4", "sharding.zero=3", "sharding.zero_copy_ranks=2"]
+
+    def act(rank: int, name: str, resume: bool) -> None:
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+        forget, shares = Stage3.invalidate_secondary_tensor, []
+
+        def look(self: Any) -> None:  # after each step
+            weights = [weight for group in self.fp16_groups for weight in group]
+            with_copy = [weight for weight in weights if weight.ds_secondary_tensor is not None]
+            shares.extend(weight.ds_secondary_tensor.numel() / weight.ds_tensor.numel() for weight in with_copy)
+            forget(self)
+
+        Stage3.invalidate_secondary_tensor = look  # in a copy of this process
+        zero_rank(path, [*sets, f"output.name={name}"], resume=resume)
+        assert shares and set(shares) == {2.0}, "a second copy is divided over two processes, the first over four"
+
+    runs = here / "runs"
+    succeeds(lambda rank: act(rank, "copies", False), here, 4)
+    assert losses(runs / "copies") == pytest.approx(losses(runs / "one"), rel=1e-5)
+    cut_back(runs, "copies")
+    succeeds(lambda rank: act(rank, "cut", True), here, 4)
+    assert losses(runs / "cut") == losses(runs / "copies")
