@@ -26,7 +26,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,9 @@ def refusal(case: Case, device: torch.device) -> str | None:
     return None
 
 
-def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) -> dict[str, float | None]:
+def measure(
+    case: Case, meter: StepMeter, device: torch.device, folder: Path, callbacks: Sequence[TrainerCallback] = ()
+) -> dict[str, float | None]:
     """Train as `tigon train` does; `meter` has the rest. The first loss in nats, and the norm of its gradient."""
     recipe = case.recipe(device.type)
     config = models.load_config(recipe.model)
@@ -265,6 +267,8 @@ def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) ->
     )
     trainer.meter = meter
     trainer.add_callback(StepTimes(meter, trainer))
+    for callback in callbacks:
+        trainer.add_callback(callback)
     trainer.train()
     guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
     meter.mark("save")
@@ -302,8 +306,8 @@ def release(device: torch.device) -> None:
             torch._C._host_emptyCache()
 
 
-def run(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
-    """The row of one case: measured, or why not."""
+def run(case: Case, device: torch.device, folder: Path, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
+    """The row of one case: measured, or why not. callbacks: more of them for the Trainer."""
     release(device)
     begin_s = time.perf_counter()
     choices = dataclasses.asdict(case.recipe(device.type).choices())
@@ -317,7 +321,7 @@ def run(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
     meter = StepMeter(device)
     try:
         with module_kept(PRESETS[case.model]["model_type"]):
-            row |= {"status": "ok", "detail": "", **measure(case, meter, device, folder)}
+            row |= {"status": "ok", "detail": "", **measure(case, meter, device, folder, callbacks)}
         if not any(meter.updated):
             row |= {"status": "failed", "detail": "the loss scale skipped every step, so no optimizer state was made"}
     except torch.OutOfMemoryError as error:

@@ -19,6 +19,7 @@ they become DDP there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -29,8 +30,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure_plans
 from benchmarks.measure_plans import Case
+from benchmarks.step_record import busy_ms, by_name, device_kernels
 from tigon.bench.record import environment
 from tigon.planner.cluster.compute import Workload
 from tigon.planner.cluster.division import Division
@@ -51,6 +54,9 @@ from tigon.planner.estimate import estimate
 from tigon.planner.gpus import row_of
 from tigon.planner.request import Request
 from tigon.recipe.keys import ModelConfig
+from tigon.techniques import sharding
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.timed_run import StepMeter
@@ -66,7 +72,11 @@ _8B = functools.partial(
     Case, model="llama-3.1-8b", batch=8, seq=512, precision="bf16", checkpointing="full", steps=WARM_UP + 5
 )
 _1B = functools.partial(Case, model="llama-3.2-1b", batch=1)
+_ZERO = {"gpus": GPUS, "zero": 3}
 _FSDP, _ROW = {"gpus": GPUS, "fsdp": True}, {"gpus": GPUS, "fsdp": True, "sequence": GPUS}
+
+LARGE = {"reduce_bucket_size": 5 * 10**8, "stage3_prefetch_bucket_size": 2 * 10**8}
+"""More than the weights of one layer, in elements. DeepSpeed's own default prefetches 5e7."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +88,19 @@ class Run:
     """Seconds after which its processes are killed."""
     plain: bool = False
     """Whether it is the baseline without tigon."""
+    buckets: Mapping[str, int] = field(default_factory=dict)
+    """DeepSpeed's sizes in place of tigon's."""
+    profiled: bool = False
+    """Whether the kernels of its last step are recorded instead of times."""
 
 
 # The most important first, because a time limit cuts off the end.
 RUNS: Mapping[str, Run] = {
     "8b-plain-fsdp2": Run(case=_8B(kernels="none", sharding=_FSDP), limit_s=75, plain=True),
     "8b-fsdp2": Run(case=_8B(sharding=_FSDP), limit_s=80),
-    "8b-zero-3": Run(case=_8B(sharding={"gpus": GPUS, "zero": 3}), limit_s=90),
+    "8b-zero-3": Run(case=_8B(sharding=_ZERO), limit_s=90),
+    "8b-zero-3-profile": Run(case=_8B(sharding=_ZERO), limit_s=90, profiled=True),
+    "8b-zero-3-buckets": Run(case=_8B(sharding=_ZERO), limit_s=90, buckets=LARGE),
     "long-two-gpus": Run(case=_1B(seq=2 * LONGEST, sharding=_ROW), limit_s=70),
     "long-one-gpu": Run(case=_1B(seq=LONGEST), limit_s=60),
     "equal-one-process": Run(case=_1B(seq=512, precision="fp32", steps=1), limit_s=45),
@@ -150,6 +166,49 @@ def plain_fsdp2(case: Case, meter: StepMeter, device: torch.device) -> dict[str,
     return first
 
 
+@contextlib.contextmanager
+def _buckets(sizes: Mapping[str, int]) -> Iterator[None]:
+    """Let DeepSpeed use these sizes."""
+    own = sharding.deepspeed_config
+
+    def config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
+        made = own(choices, run_info)
+        return made | {"zero_optimization": made["zero_optimization"] | sizes}
+
+    sharding.deepspeed_config = config
+    try:
+        yield
+    finally:
+        sharding.deepspeed_config = own
+
+
+class _Kernels(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Records the kernels of the last step. The profiler makes that step slower."""
+
+    def __init__(self, last: int) -> None:
+        self._last, self.record = last, dict[str, Any]()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._last - 1:
+            kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+            self._profiler = profile(activities=[kind])
+            self._profiler.start()
+            self._begin_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._last:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            profiled_s = time.perf_counter() - self._begin_s
+            self._profiler.stop()
+            kernels = device_kernels(self._profiler.events())
+            products = [one for one in kernels if "nccl" not in one.name.lower()]
+            self.record = {
+                "profiled_s": profiled_s, "busy_ms": busy_ms(kernels), "busy_without_nccl_ms": busy_ms(products),
+                "kernels": by_name(kernels),
+            }  # fmt: skip
+
+
 def measured(run: Run, device: torch.device) -> dict[str, Any]:
     """The row of a case in this process."""
     if run.plain:
@@ -158,8 +217,10 @@ def measured(run: Run, device: torch.device) -> dict[str, Any]:
         row |= {"allocated_bytes": meter.allocated_bytes, "reserved_bytes": meter.reserved_bytes}
         row |= {"phases": meter.phases, "all_steps_s": meter.step_s}
     else:
-        with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder:
-            row = measure_plans.run(run.case, device, Path(folder))
+        with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder, _buckets(run.buckets):
+            kernels = _Kernels(run.case.steps) if run.profiled else None
+            row = measure_plans.run(run.case, device, Path(folder), callbacks=(kernels,) if kernels else ())
+            row |= kernels.record if kernels else {}
     if row["status"] == "ok":
         steps_s = row["all_steps_s"][WARM_UP:] or row["all_steps_s"][-1:]
         tokens = run.case.readers * run.case.batch * run.case.seq
@@ -243,6 +304,8 @@ def run_all(options: argparse.Namespace) -> None:
     """Run the cases one after the other, and write the record after each."""
     begin_s = time.monotonic()
     record: dict[str, Any] = {"command": "python -m benchmarks.measure_two_gpus", "cases": []}
+    if options.json.exists():  # cases that are not measured now stay
+        record = json.loads(options.json.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder:
         for name, run in RUNS.items():
             left_s = options.time_limit - (time.monotonic() - begin_s)
@@ -251,9 +314,11 @@ def run_all(options: argparse.Namespace) -> None:
             limited = dataclasses.replace(tiny(run) if options.tiny else run)
             limited = dataclasses.replace(limited, limit_s=int(min(limited.limit_s, left_s)))
             row = run_case(name, limited, Path(folder), small=options.tiny)
-            record["environment"] = row.pop("environment", record.get("environment"))
+            record["environment"] = row.pop("environment", None) or record.get("environment")
+            row["tigon_commit"] = (record["environment"] or {}).get("tigon_commit")
             record["memory_bytes"] = row.pop("memory_bytes", record.get("memory_bytes"))
-            record["cases"].append(row)
+            cases = {one["name"]: one for one in [*record["cases"], row]}
+            record["cases"] = [cases[name] for name in RUNS if name in cases]
             save(options.json, record)
             print(json.dumps({key: row.get(key) for key in PRINTED}), flush=True)
 

@@ -41,7 +41,7 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 10 * run_info.hidden_size,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    zero |= _offloads(choices, run_info)
+    zero |= _offloads(choices, run_info) | _zero_plus_plus(choices)
     pure = choices.precision == "bf16"
     config: dict[str, Any] = {
         "zero_optimization": zero,
@@ -63,6 +63,18 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
             "overlap_events": True,
         }
     return config
+
+
+def _zero_plus_plus(choices: Choices) -> dict[str, Any]:
+    """The keys of ZeRO++ (arXiv 2306.10209), for stage 3."""
+    keys: dict[str, Any] = {}
+    if choices.zero_copy_ranks > 1:
+        keys["zero_hpz_partition_size"] = choices.zero_copy_ranks
+    if choices.zero_int8_weights:
+        keys["zero_quantized_weights"] = True
+    if choices.zero_int4_gradients:
+        keys["zero_quantized_gradients"] = True
+    return keys
 
 
 def _offloads(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
@@ -169,8 +181,13 @@ def shard_ranks(choices: Choices) -> int:
     return choices.gpus // choices.replicas
 
 
-def check_replicas(choices: Choices) -> None:
-    """Raise RecipeError if the processes cannot hold `sharding.replicas` sharded copies."""
+def check_sizes(choices: Choices) -> None:
+    """Raise RecipeError if the copies of `sharding.replicas` or `sharding.zero_copy_ranks` do not divide the GPUs."""
+    if choices.gpus % choices.zero_copy_ranks:
+        raise RecipeError(
+            f"sharding.zero_copy_ranks is {choices.zero_copy_ranks}, and sharding.gpus {choices.gpus} is not a "
+            f"multiple of it; set it to a divisor of {choices.gpus}"
+        )
     size, gpus = choices.replicas, choices.gpus
     if size > 1 and (gpus % size or gpus < 2 * size):
         raise RecipeError(
@@ -246,6 +263,23 @@ _SETTINGS = (
         field="reshard", key="sharding.reshard", help="FSDP2: free a layer's gathered weights after its forward pass.",
     ),
     Setting(
+        field="zero_copy_ranks", key="sharding.zero_copy_ranks",
+        help="ZeRO++ (hpZ): this many consecutive processes, such as those of one machine, keep a second copy of the "
+        "16-bit weights between them, and the backward pass gathers from it. Requires `zero: 3`.",
+        minimum=1, maximum=64,
+        label=lambda choices: f"hpZ {choices.zero_copy_ranks}" if choices.zero_copy_ranks > 1 else "",
+    ),
+    Setting(
+        field="zero_int8_weights", key="sharding.zero_int8_weights",
+        help="ZeRO++ (qwZ): gather weights as 8-bit integers. Requires `zero: 3` and a GPU.",
+        label=lambda choices: "qwZ" if choices.zero_int8_weights else "",
+    ),
+    Setting(
+        field="zero_int4_gradients", key="sharding.zero_int4_gradients",
+        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU.",
+        label=lambda choices: "qgZ" if choices.zero_int4_gradients else "",
+    ),
+    Setting(
         field="offload", key="sharding.offload",
         help="Offload partitioned states: `cpu`: optimizer states to host memory, and with `zero: 3` or `fsdp` the "
         "weights too; `nvme`: both to files, requires `zero: 3`.",
@@ -258,6 +292,10 @@ _SETTINGS = (
 _CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc if there is a GPU")
 _CPU, _NVME = (Condition("offload", "is", place) for place in ("cpu", "nvme"))
 _ZERO, _OFFLOADED = Condition("zero", "is at least", 1), Condition("offload", "is not", "none")
+_ZERO_PLUS_PLUS = (
+    Condition("zero_copy_ranks", "is at least", 2), Condition("zero_int8_weights", "is", True),
+    Condition("zero_int4_gradients", "is", True),
+)  # fmt: skip
 _ZERO_EFFECT_ON_RESULT = (
     "Weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under autocast."
 )
@@ -290,6 +328,36 @@ _TECHNIQUES = (
     _stage(2, "Optimizer states and gradients, divided by the GPUs.", "As stage 1."),
     _stage(3, "Weights too, divided by the GPUs. A layer's weights are gathered for its forward and its backward pass.",
            "1.5 times the traffic of DDP, because the weights are gathered twice."),
+    Technique(
+        name="zero-3-hpz", page="zero",
+        saves="Traffic between machines: the backward pass gathers weights from a second copy, which the processes of "
+        "one machine hold between them.",
+        costs="2 / `sharding.zero_copy_ranks` bytes per parameter on each GPU.",
+        effect_on_result=_ZERO_EFFECT_ON_RESULT, needs=("deepspeed",),
+        recipe={"sharding.gpus": 4, "sharding.zero": 3, "sharding.zero_copy_ranks": 2},
+        chosen=(Condition("zero", "is", 3), Condition("zero_copy_ranks", "is at least", 2)),
+        source="DeepSpeed, zero_hpz_partition_size; arXiv 2306.10209",
+    ),
+    Technique(
+        name="zero-3-int8-weights", page="zero",
+        saves="Half of the traffic of gathered weights: they are sent as 8-bit integers with scales per block.",
+        costs="Rounding of the weights in both passes, and kernels that convert them.", tools=("nvcc",),
+        effect_on_result="Gathered weights have about 8 bits of precision. tigon has not measured the loss.",
+        needs=("deepspeed",), devices=("cuda",),
+        recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int8_weights": True},
+        chosen=(Condition("zero", "is", 3), Condition("zero_int8_weights", "is", True)), change_rank=1,
+        source="DeepSpeed, zero_quantized_weights; arXiv 2306.10209",
+    ),
+    Technique(
+        name="zero-3-int4-gradients", page="zero",
+        saves="Three quarters of the traffic of reduced gradients: they are sent as 4-bit integers.",
+        costs="Rounding of the gradients, and kernels that convert them.", tools=("nvcc",),
+        effect_on_result="Gradients are rounded to 4 bits twice. tigon has not measured the loss.",
+        needs=("deepspeed",), devices=("cuda",),
+        recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int4_gradients": True},
+        chosen=(Condition("zero", "is", 3), Condition("zero_int4_gradients", "is", True)), change_rank=1,
+        source="DeepSpeed, zero_quantized_gradients; arXiv 2306.10209",
+    ),
     Technique(
         name="zero-offload-cpu", page="offload",
         saves="12 bytes per parameter of the GPU's memory: the optimizer's states and their fp32 weights move to the "
@@ -351,6 +419,19 @@ _EXCLUSIONS = (
         instead="train.precision: amp-bf16, or sharding.offload: none",
         source="deepspeed 0.19.8 runtime/base_optimizer.py: _configure_master_weights",
     ),
+    *(
+        Exclusion(
+            when=(used, condition),
+            reason="tigon has not tried ZeRO++ with it",
+            instead=instead,
+            source="tigon.techniques.sharding",
+        )
+        for used in _ZERO_PLUS_PLUS
+        for condition, instead in (
+            (_OFFLOADED, "sharding.offload: none"),
+            (Condition("lora_rank", "is at least", 1), "lora.rank: none"),
+        )
+    ),
     Exclusion(
         when=(Condition("fsdp", "is", True), _ZERO),
         reason="both partition the same states",
@@ -390,6 +471,10 @@ DECLARATION = Declaration(
         KeySwitch(
             keys=("sharding.reshard", "sharding.replicas"), on=Condition("fsdp", "is", True),
             instead="sharding.fsdp: true",
+        ),
+        KeySwitch(
+            keys=("sharding.zero_copy_ranks", "sharding.zero_int8_weights", "sharding.zero_int4_gradients"),
+            on=Condition("zero", "is", 3), instead="sharding.zero: 3",
         ),
     ),
 )  # fmt: skip

@@ -120,7 +120,7 @@ def check_techniques(recipe: Recipe, device: torch.device, *, n_nodes: int = 1) 
         recipe.choices(precision=precision), gpus=max(n_nodes * recipe.sharding.gpus, launch.world_size())
     )
     matrix.check(choices, device=device.type)
-    sharding.check_replicas(choices)
+    sharding.check_sizes(choices)
     if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):
         raise RecipeError(
             "sharding.zero on the CPU supports one process in fp32 only, because of Accelerate; use GPUs, or leave "
