@@ -40,7 +40,7 @@ from tigon.techniques.records.technique import RunInfo
 transformers = importlib.import_module("transformers")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TURNS, STEPS, WARM_UPS, SECONDS = 4, 3, 1, 170
+TURNS, STEPS, WARM_UPS, SECONDS = 4, 3, 1, 100
 TARGETS = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "experts": ("experts",)}
 VERSIONS = ("transformers", "grouped_mm", "tigon")
 TINY = {
