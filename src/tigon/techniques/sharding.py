@@ -41,7 +41,7 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 10 * run_info.hidden_size,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    zero |= _offloads(choices, run_info) | _zero_plus_plus(choices)
+    zero |= _offloads(choices, run_info) | zero_plus_plus(choices)
     pure = choices.precision == "bf16"
     config: dict[str, Any] = {
         "zero_optimization": zero,
@@ -65,8 +65,8 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
     return config
 
 
-def _zero_plus_plus(choices: Choices) -> dict[str, Any]:
-    """The keys of ZeRO++ (arXiv 2306.10209), for stage 3."""
+def zero_plus_plus(choices: Choices) -> dict[str, Any]:
+    """Returns the keys of ZeRO++ (arXiv 2306.10209) in DeepSpeed's configuration."""
     keys: dict[str, Any] = {}
     if choices.zero_copy_ranks > 1:
         keys["zero_hpz_partition_size"] = choices.zero_copy_ranks
@@ -437,6 +437,21 @@ _EXCLUSIONS = (
         reason="both partition the same states",
         instead="one of sharding.fsdp and sharding.zero",
         source="transformers 5.17 training_args.py",
+    ),
+    Exclusion(
+        when=(Condition("replicas", "is at least", 2), Condition("fsdp", "is", False)),
+        reason="FSDP2 shards the copies",
+        instead="sharding.fsdp: true",
+        source="torch.distributed.fsdp.fully_shard",
+    ),
+    *(
+        Exclusion(
+            when=(used, Condition("zero", "is not", 3)),
+            reason="ZeRO++ is part of stage 3",
+            instead="sharding.zero: 3",
+            source="arXiv 2306.10209",
+        )
+        for used in _ZERO_PLUS_PLUS
     ),
     Exclusion(
         when=(_OFFLOADED, Condition("zero", "is", 0), Condition("fsdp", "is", False)),
