@@ -33,7 +33,7 @@ from tigon.techniques.records.setting import Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 KEY = "sharding.tensor"
-COLUMNS, ROWS, OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """transformers' words for: each process computes a part of the outputs; a part of the sum; a norm of own heads."""
 
 _divided: weakref.WeakKeyDictionary[nn.Module, tuple[Any, tuple[nn.Module, ...]]] = weakref.WeakKeyDictionary()
@@ -174,7 +174,7 @@ def check(config: Any, choices: Choices) -> None:
         raise RecipeError(
             f"{KEY}: transformers has no plan that divides the layers of {config.model_type}; set {KEY}: 1"
         )
-    others = sorted(set(plan.values()) - {COLUMNS, ROWS, OF_HEADS})
+    others = sorted(set(plan.values()) - {COLUMNS, ROWS, SUMMED})
     if others:
         raise RecipeError(
             f"{KEY}: transformers' plan for {config.model_type} divides layers by {', '.join(others)}, which tigon has "
@@ -252,7 +252,7 @@ DECLARATION = Declaration(
         _not_with(Condition("mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),
         _not_with(Condition("attention_groups", "is at least", 2), _UNTRIED, "train.attention_groups: 1"),
         _not_with(
-            Condition("optimizer", "is not one of", ("adamw", "adamw-foreach", "sgd")), _UNTRIED,
+            Condition("optimizer", "is not one of", ("adamw", "adamw-foreach")), _UNTRIED,
             "train.optimizer: adamw",
         ),
         _not_with(
