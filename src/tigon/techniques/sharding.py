@@ -271,12 +271,12 @@ _SETTINGS = (
     ),
     Setting(
         field="zero_int8_weights", key="sharding.zero_int8_weights",
-        help="ZeRO++ (qwZ): gather weights as 8-bit integers. Requires `zero: 3` and a GPU.",
+        help="ZeRO++ (qwZ): gather weights as 8-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
         label=lambda choices: "qwZ" if choices.zero_int8_weights else "",
     ),
     Setting(
         field="zero_int4_gradients", key="sharding.zero_int4_gradients",
-        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU.",
+        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
         label=lambda choices: "qgZ" if choices.zero_int4_gradients else "",
     ),
     Setting(
@@ -342,7 +342,7 @@ _TECHNIQUES = (
         name="zero-3-int8-weights", page="zero",
         saves="Half of the traffic of gathered weights: they are sent as 8-bit integers with scales per block.",
         costs="Rounding of the weights in both passes, and kernels that convert them.", tools=("nvcc",),
-        effect_on_result="Gathered weights have about 8 bits of precision. tigon has not measured the loss.",
+        effect_on_result="Gathered weights have about 8 bits of precision. No GPU has run it with tigon yet.",
         needs=("deepspeed",), devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int8_weights": True},
         chosen=(Condition("zero", "is", 3), Condition("zero_int8_weights", "is", True)), change_rank=1,
@@ -352,7 +352,7 @@ _TECHNIQUES = (
         name="zero-3-int4-gradients", page="zero",
         saves="Three quarters of the traffic of reduced gradients: they are sent as 4-bit integers.",
         costs="Rounding of the gradients, and kernels that convert them.", tools=("nvcc",),
-        effect_on_result="Gradients are rounded to 4 bits twice. tigon has not measured the loss.",
+        effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
         needs=("deepspeed",), devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int4_gradients": True},
         chosen=(Condition("zero", "is", 3), Condition("zero_int4_gradients", "is", True)), change_rank=1,
