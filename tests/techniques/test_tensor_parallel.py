@@ -47,6 +47,14 @@ def test_models_whose_plans_have_rows_columns_and_norms_of_heads_are_accepted() 
         tensor_parallel.check(tiny_config(family, MODELS[family].tiny), Choices(**TWO))
 
 
+def test_embeddings_of_a_plan_stay_whole() -> None:
+    config = tiny_config("llama")
+    layers = tensor_parallel.plan_of(config)
+    config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise", **config.base_model_tp_plan}
+    assert layers and tensor_parallel.plan_of(config) == layers
+    tensor_parallel.check(config, Choices(**TWO))
+
+
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [

@@ -33,6 +33,7 @@ from tigon.techniques.records.setting import Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 KEY = "sharding.tensor"
+EMBEDDINGS = "embedding_rowwise"
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """transformers' words for: each process computes a part of the outputs; a part of the sum; a norm of own heads."""
 
@@ -46,8 +47,12 @@ def group_size(model: nn.Module) -> int:
 
 
 def plan_of(config: Any) -> Mapping[str, str]:
-    """Returns the styles of a model's layers by the names of modules in the base model, `*` for a layer's number."""
-    return dict(getattr(config, "base_model_tp_plan", None) or {})
+    """Returns the styles of a model's layers by the names of modules in the base model, `*` for a layer's number.
+
+    Embeddings stay whole. transformers 5.17 has them in the plan of a model whose head is tied to them.
+    """
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    return {name: style for name, style in plan.items() if style != EMBEDDINGS}
 
 
 def divide(model: nn.Module, mesh: Any) -> None:
