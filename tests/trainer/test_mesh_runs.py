@@ -13,6 +13,7 @@ from test_technique_runs import cut_back, fsdp_rank, losses, need, succeeds, zer
 from trainer_helpers import TINY_MODEL, records
 
 from forks import forks
+from second_proofs import proved_by
 from tigon.trainer import run as run_module
 
 HYBRID = ["train.batch_size=1", "sharding.gpus=4", "sharding.replicas=2"]
@@ -40,7 +41,7 @@ def in_four(here: Path, recipe: Path, sets: list[str], *, resume: bool = False) 
 
 @forks
 def test_two_sharded_copies_train_as_one_process_and_resume_without_copies(recipe, tigon, here):
-    """Four processes; the resumed run shards over two. Checkpoints are whole, whoever wrote them."""
+    """Four processes; the resumed run shards over two."""
     path = recipe(model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "one", "save_model": True})
     assert tigon("train", path).code == 0
     runs = here / "runs"
@@ -57,6 +58,7 @@ def test_two_sharded_copies_train_as_one_process_and_resume_without_copies(recip
     assert losses(runs / "fewer") == pytest.approx(losses(runs / "one"), rel=1e-5)
 
 
+@pytest.mark.second_proof("copies and shared rows are trained apart, and each leaves the other's processes alone")
 @forks
 def test_sharded_copies_whose_processes_share_rows_train_as_one_process(recipe, tigon, here):
     heads = {**TINY_MODEL, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -70,7 +72,7 @@ def test_sharded_copies_whose_processes_share_rows_train_as_one_process(recipe, 
 TENSOR = ["train.batch_size=2", "sharding.gpus=4", "sharding.tensor=2"]
 HEADS = {**TINY_MODEL, "num_attention_heads": 4, "num_key_value_heads": 2}
 STRIDED = "(_StridedShard(dim=0, sf=2), Shard(dim=0)) on (2, 2)"
-"""Of a weight that is divided by rows over a group, and then over the groups."""
+"""The placement of a weight that is divided by rows over a group, and then over the groups."""
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -104,22 +106,23 @@ def test_two_groups_that_divide_matrices_train_as_one_process_and_resume_without
     assert losses(runs / "fewer") == pytest.approx(losses(runs / "one"), rel=1e-5)
 
 
+OTHERS = {
+    "norms of heads, accumulation": ({"name": "qwen3-0.6b"}, ("train.batch_size=1", "train.gradient_accumulation=2")),
+    "tied head, layers computed again": ({}, ("train.checkpointing=full",)),
+}
+
+
 @forks
-@pytest.mark.parametrize(
-    ("model", "sets"),
-    [
-        ({}, ("train.checkpointing=full",)),
-        ({"name": "qwen3-0.6b"}, ("train.batch_size=1", "train.gradient_accumulation=2")),
-    ],
-    ids=["tied head, layers computed again", "norms of heads, accumulation"],
-)
-def test_groups_divide_other_models_and_train_as_one_process(recipe, tigon, here, model, sets):
+@pytest.mark.parametrize("case", proved_by(list(OTHERS)[:1], OTHERS, "a tied head is whole, as without groups"))
+def test_groups_divide_other_models_and_train_as_one_process(recipe, tigon, here, case):
+    model, sets = OTHERS[case]
     path = recipe(model={"kernels": "tigon", "config": HEADS, **model}, output={"name": "one"})
     assert tigon("train", path).code == 0
     in_four(here, path, [*TENSOR, *sets, "output.name=tensor"])
     assert losses(here / "runs" / "tensor") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
 
 
+@pytest.mark.second_proof("another test looks at DeepSpeed's configuration, and stage 3 is trained in two processes")
 @forks
 def test_zero_3_with_a_second_copy_of_the_weights_trains_as_one_process_and_resumes(recipe, tigon, here):
     """ZeRO++'s hpZ: two processes hold the second copy between them."""

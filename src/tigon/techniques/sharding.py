@@ -41,7 +41,7 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 10 * run_info.hidden_size,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    zero |= _offloads(choices, run_info) | _zero_plus_plus(choices)
+    zero |= _offloads(choices, run_info) | zero_plus_plus(choices)
     pure = choices.precision == "bf16"
     config: dict[str, Any] = {
         "zero_optimization": zero,
@@ -65,8 +65,8 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
     return config
 
 
-def _zero_plus_plus(choices: Choices) -> dict[str, Any]:
-    """The keys of ZeRO++ (arXiv 2306.10209), for stage 3."""
+def zero_plus_plus(choices: Choices) -> dict[str, Any]:
+    """Returns the keys of ZeRO++ (arXiv 2306.10209) in DeepSpeed's configuration."""
     keys: dict[str, Any] = {}
     if choices.zero_copy_ranks > 1:
         keys["zero_hpz_partition_size"] = choices.zero_copy_ranks
@@ -271,12 +271,12 @@ _SETTINGS = (
     ),
     Setting(
         field="zero_int8_weights", key="sharding.zero_int8_weights",
-        help="ZeRO++ (qwZ): gather weights as 8-bit integers. Requires `zero: 3` and a GPU.",
+        help="ZeRO++ (qwZ): gather weights as 8-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
         label=lambda choices: "qwZ" if choices.zero_int8_weights else "",
     ),
     Setting(
         field="zero_int4_gradients", key="sharding.zero_int4_gradients",
-        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU.",
+        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
         label=lambda choices: "qgZ" if choices.zero_int4_gradients else "",
     ),
     Setting(
@@ -342,7 +342,7 @@ _TECHNIQUES = (
         name="zero-3-int8-weights", page="zero",
         saves="Half of the traffic of gathered weights: they are sent as 8-bit integers with scales per block.",
         costs="Rounding of the weights in both passes, and kernels that convert them.", tools=("nvcc",),
-        effect_on_result="Gathered weights have about 8 bits of precision. tigon has not measured the loss.",
+        effect_on_result="Gathered weights have about 8 bits of precision. No GPU has run it with tigon yet.",
         needs=("deepspeed",), devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int8_weights": True},
         chosen=(Condition("zero", "is", 3), Condition("zero_int8_weights", "is", True)), change_rank=1,
@@ -352,7 +352,7 @@ _TECHNIQUES = (
         name="zero-3-int4-gradients", page="zero",
         saves="Three quarters of the traffic of reduced gradients: they are sent as 4-bit integers.",
         costs="Rounding of the gradients, and kernels that convert them.", tools=("nvcc",),
-        effect_on_result="Gradients are rounded to 4 bits twice. tigon has not measured the loss.",
+        effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
         needs=("deepspeed",), devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int4_gradients": True},
         chosen=(Condition("zero", "is", 3), Condition("zero_int4_gradients", "is", True)), change_rank=1,
@@ -437,6 +437,21 @@ _EXCLUSIONS = (
         reason="both partition the same states",
         instead="one of sharding.fsdp and sharding.zero",
         source="transformers 5.17 training_args.py",
+    ),
+    Exclusion(
+        when=(Condition("replicas", "is at least", 2), Condition("fsdp", "is", False)),
+        reason="FSDP2 shards the copies",
+        instead="sharding.fsdp: true",
+        source="torch.distributed.fsdp.fully_shard",
+    ),
+    *(
+        Exclusion(
+            when=(used, Condition("zero", "is not", 3)),
+            reason="ZeRO++ is part of stage 3",
+            instead="sharding.zero: 3",
+            source="arXiv 2306.10209",
+        )
+        for used in _ZERO_PLUS_PLUS
     ),
     Exclusion(
         when=(_OFFLOADED, Condition("zero", "is", 0), Condition("fsdp", "is", False)),

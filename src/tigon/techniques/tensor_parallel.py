@@ -33,7 +33,8 @@ from tigon.techniques.records.setting import Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 KEY = "sharding.tensor"
-COLUMNS, ROWS, OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+EMBEDDINGS = "embedding_rowwise"
+COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """transformers' words for: each process computes a part of the outputs; a part of the sum; a norm of own heads."""
 
 _divided: weakref.WeakKeyDictionary[nn.Module, tuple[Any, tuple[nn.Module, ...]]] = weakref.WeakKeyDictionary()
@@ -46,8 +47,12 @@ def group_size(model: nn.Module) -> int:
 
 
 def plan_of(config: Any) -> Mapping[str, str]:
-    """Returns the styles of a model's layers by the names of modules in the base model, `*` for a layer's number."""
-    return dict(getattr(config, "base_model_tp_plan", None) or {})
+    """Returns the styles of a model's layers by the names of modules in the base model, `*` for a layer's number.
+
+    Embeddings stay whole. transformers 5.17 has them in the plan of a model whose head is tied to them.
+    """
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    return {name: style for name, style in plan.items() if style != EMBEDDINGS}
 
 
 def divide(model: nn.Module, mesh: Any) -> None:
@@ -174,7 +179,7 @@ def check(config: Any, choices: Choices) -> None:
         raise RecipeError(
             f"{KEY}: transformers has no plan that divides the layers of {config.model_type}; set {KEY}: 1"
         )
-    others = sorted(set(plan.values()) - {COLUMNS, ROWS, OF_HEADS})
+    others = sorted(set(plan.values()) - {COLUMNS, ROWS, SUMMED})
     if others:
         raise RecipeError(
             f"{KEY}: transformers' plan for {config.model_type} divides layers by {', '.join(others)}, which tigon has "
@@ -252,7 +257,7 @@ DECLARATION = Declaration(
         _not_with(Condition("mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),
         _not_with(Condition("attention_groups", "is at least", 2), _UNTRIED, "train.attention_groups: 1"),
         _not_with(
-            Condition("optimizer", "is not one of", ("adamw", "adamw-foreach", "sgd")), _UNTRIED,
+            Condition("optimizer", "is not one of", ("adamw", "adamw-foreach")), _UNTRIED,
             "train.optimizer: adamw",
         ),
         _not_with(
