@@ -300,7 +300,12 @@ def predictions(tiny: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    given = step_record.options(__doc__, PARTS)
+    given = step_record.options(
+        __doc__,
+        lambda parser: parser.add_argument(
+            "--part", action="append", choices=PARTS, help="only this part; may be repeated"
+        ),
+    )
     packages = ("torchao",) if importlib.util.find_spec("torchao") is not None else ()
     record = step_record.StepRecord("measure_fp8", torch.device(DEVICE), packages)
     shapes, tokens = (TINY_SHAPES, 48) if given.tiny else (SHAPES, 8192)
