@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from trainers_page import PAGE, render
-from trl_cases import EVERY, FUSED, REFUSED, SKIPPED, Case, cases_of_this_trl
-from trl_runs import Result, build, train
+from trl_cases import EVERY, FUSED, READS_LOGITS, REFUSED, SKIPPED, Case, cases_of_this_trl, lora
+from trl_runs import FUSED_FORWARD_SINCE, Result, build, train, trl_version
 
+import tigon
 import tigon.integrations.trl as integration
 from second_proofs import proved_by
 from tigon import ops
+from tigon.models.patch import unwrap
 
 pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -132,6 +134,37 @@ def test_fused_trainer_logs_and_learns_what_trl_alone_does(case: Case, monkeypat
         assert not said or case.trainer == "GKD"
     else:
         assert len(said) == 1 and case.reason in said[0]
+
+
+PATCHED = {
+    (trainer, weights): {} if weights == "full" else {"lora": lora(init_lora_weights=False)}
+    for trainer in ("SFT", "DPO", "KTO", "GRPO", "GKD")
+    for weights in ("full", "LoRA")
+}
+
+
+@pytest.mark.parametrize(("trainer", "weights"), PATCHED, ids=["-".join(row) for row in PATCHED])
+def test_trainer_that_is_patched_and_fused_logs_and_learns_what_trl_alone_does(
+    trainer: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both lines of the page: tigon's layers under TRL's trainer, and tigon's head."""
+    options, ops_of_layers = PATCHED[trainer, weights], []
+
+    def patched(built: Any) -> None:
+        ops_of_layers.append(tigon.patch(unwrap(built.model)).counts)
+        if trainer not in READS_LOGITS or trl_version() >= FUSED_FORWARD_SINCE:
+            forbid_trls_functions(forbidden)
+
+    want = train(trainer, fused=False, **options)
+    calls = Calls(monkeypatch)
+    with monkeypatch.context() as forbidden:
+        got = train(trainer, fused=True, before=patched, **options)
+    (counts,) = ops_of_layers
+    assert counts["rms_norm"] and counts["swiglu"] and counts["rope"]
+    assert bool(counts.get("lora_linear")) == (weights == "LoRA")
+    compare(got, want, 2e-4)
+    if trainer not in READS_LOGITS or trl_version() >= FUSED_FORWARD_SINCE:
+        assert got.fused and calls.tigon > 0
 
 
 def test_tables_of_the_page_are_generated_from_the_cases() -> None:

@@ -33,6 +33,7 @@ def trl_version() -> tuple[int, ...]:
 def _interpret_trls_kernels() -> None:
     """TRL 1.15 launches its Triton kernels on a CPU too. Imported like this, they run in Triton's interpreter."""
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        importlib.import_module("triton.experimental.gluon")  # the interpreter imports it later, without the variable
         importlib.import_module("trl.kernels.chunked_divergence")
         importlib.import_module("trl.kernels.logprob_entropy")
 
