@@ -11,7 +11,7 @@ import pytest
 import torch
 from trainers_page import PAGE, render
 from trl_cases import EVERY, FUSED, READS_LOGITS, REFUSED, SKIPPED, Case, cases_of_this_trl, lora
-from trl_runs import FUSED_FORWARD_SINCE, Result, build, train, trl_version
+from trl_runs import FUSED_FORWARD_SINCE, build, compare, train, trl_version
 
 import tigon
 import tigon.integrations.trl as integration
@@ -78,20 +78,6 @@ def forbid_trls_functions(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(owner, name, called)
             forbidden += 1
     assert forbidden, "the functions of this TRL have other names"
-
-
-def compare(got: Result, want: Result, tolerance: float) -> None:
-    assert len(got.logs) == len(want.logs)
-    for ours, theirs in zip(got.logs, want.logs, strict=True):
-        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance / 10, nan_ok=True)
-    assert len(got.grads) == len(want.grads)
-    for ours, theirs in zip(got.grads, want.grads, strict=True):
-        assert ours.keys() == theirs.keys()
-        largest = max(float(grad.abs().max()) for grad in theirs.values())
-        for name, grad in theirs.items():
-            error = float((ours[name] - grad).abs().max())
-            # Losses of opposite signs cancel in a gradient, so its error is larger than that of the logged numbers.
-            assert error <= 10 * tolerance * max(float(grad.abs().max()), largest / 100), (name, error)
 
 
 ALWAYS = ("full training", "LoRA")

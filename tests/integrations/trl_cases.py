@@ -165,6 +165,8 @@ CASES: list[Case] = [
          note="a reward model has no head over a vocabulary"),
 ]  # fmt: skip
 
+FSDP2 = dict.fromkeys(LANGUAGE_MODELS, FUSED)
+"""The state of each trainer under FSDP2, with a reference model sharded too, and a whole teacher in each process."""
 SHARDED_TEACHER = "the teacher's head is sharded"
 ZERO3 = {
     **dict.fromkeys(("SFT", "DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO"), FUSED),

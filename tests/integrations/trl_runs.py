@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -243,6 +244,21 @@ def train(kind: str, *, fused: bool, before: Callable[[Any], None] | None = None
     ]
     assert grads, "no optimizer step ran"
     return Result(logs, grads, report.fused if report else [], report.unfused if report else {})
+
+
+def compare(got: Result, want: Result, tolerance: float) -> None:
+    """Fail unless two runs logged the same numbers and had the same gradients."""
+    assert len(got.logs) == len(want.logs)
+    for ours, theirs in zip(got.logs, want.logs, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance / 10, nan_ok=True)
+    assert len(got.grads) == len(want.grads)
+    for ours, theirs in zip(got.grads, want.grads, strict=True):
+        assert ours.keys() == theirs.keys()
+        largest = max(float(grad.abs().max()) for grad in theirs.values())
+        for name, grad in theirs.items():
+            error = float((ours[name] - grad).abs().max())
+            # Losses of opposite signs cancel in a gradient, so its error is larger than that of the logged numbers.
+            assert error <= 10 * tolerance * max(float(grad.abs().max()), largest / 100), (name, error)
 
 
 def of_time(key: str) -> bool:
