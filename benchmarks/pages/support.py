@@ -98,7 +98,7 @@ def gpus() -> str:
 
 
 def _is_of(device: str, names: str) -> bool:
-    return any(device.endswith(name) for name in names.split(", "))
+    return any(f" {name} " in f"{device} " for name in names.split(", "))
 
 
 def packages() -> str:

@@ -60,7 +60,7 @@ def _in_1_15(case: Case) -> Case:
 
 def _before_1_15(case: Case) -> Case:
     if case.trainer in READS_LOGITS:
-        return replace(case, state=UNFUSED, reason="logits")
+        return replace(case, state=UNFUSED, reason="_compute_loss" if case.trainer == "Distillation" else "logits")
     state, reason = case.before_1_15
     return replace(case, state=state, reason=reason) if state else case
 

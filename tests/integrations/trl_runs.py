@@ -189,9 +189,10 @@ def build(
 ) -> Any:  # fmt: skip
     """The trainer of one row of KINDS with these options of its config."""
     row = KINDS[kind]
-    if kind == "Distillation" and trl_version() < FUSED_FORWARD_SINCE:
-        row = replace(row, package="trl.experimental.distillation", data="chat")
     package = importlib.import_module(row.package)
+    if kind == "Distillation" and not hasattr(package, row.trainer):  # TRL 1.8
+        row = replace(row, data="chat")
+        package = importlib.import_module("trl.experimental.distillation")
     preset = dict(row.options)
     policy = policy or preset.pop("policy", model)
     arguments = {
