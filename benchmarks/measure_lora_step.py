@@ -98,18 +98,33 @@ def timed(model: Any, ids_BT: torch.Tensor, optimizer: torch.optim.Optimizer) ->
     }  # fmt: skip
 
 
+def kernel_times(model: Any, ids_BT: torch.Tensor, most: int = 16) -> list[dict[str, Any]]:
+    """The kernels of one step that take the most time: name, calls, ms of all calls."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            loss = model(input_ids=ids_BT, labels=ids_BT).loss
+        loss.backward()
+        torch.cuda.synchronize()
+    model.zero_grad()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [
+        {"name": event.key[:80], "calls": event.count, "ms": round(event.self_device_time_total / 1e3, 2)}
+        for event in events[:most]
+    ]
+
+
 def measure(tiny: bool, four_bit: bool) -> list[dict[str, Any]]:
     """Both versions without and with activation checkpointing."""
     model = adapted(tiny, four_bit)
     batch, seq = (2, 32) if tiny else (4, 2048)
     ids_BT = torch.randint(0, model.config.vocab_size, (batch, seq), device=DEVICE)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=DEVICE == "cuda")
-    lines = []
+    lines: list[dict[str, Any]] = []
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.enable_input_require_grads()
-        for _ in range(ROUNDS):
+        for round_ in range(ROUNDS):
             for layers, fused in (("peft", False), ("tigon", None)):
                 report = tigon.patch(model, lora=fused)
                 if DEVICE == "cuda":
@@ -118,6 +133,8 @@ def measure(tiny: bool, four_bit: bool) -> list[dict[str, Any]]:
                     "weights": "4-bit" if four_bit else "bf16", "checkpointing": checkpointing, "layers": layers,
                     **timed(model, ids_BT, optimizer),
                 })  # fmt: skip
+                if DEVICE == "cuda" and not checkpointing and round_ == ROUNDS - 1:
+                    lines[-1]["kernels"] = kernel_times(model, ids_BT)
                 print(json.dumps(lines[-1]), flush=True)
                 report.undo()
     return lines
@@ -128,7 +145,7 @@ def main() -> None:
     four_bit = importlib.util.find_spec("bitsandbytes") is not None
     packages = ("peft", "bitsandbytes") if four_bit else ("peft",)
     record = step_record.StepRecord("measure_lora_step", torch.device(DEVICE), packages)
-    lines = []
+    lines: list[dict[str, Any]] = []
     for quantised in (False, True) if four_bit else (False,):
         lines += measure(given.tiny, quantised)
         gc.collect()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # PyTorch imports it from C
 
 from tigon.bench.record import environment
 
@@ -24,6 +25,29 @@ def options(doc: str | None, more: Callable[[argparse.ArgumentParser], Any] | No
     if more is not None:
         more(parser)
     return parser.parse_args()
+
+
+def device_kernels(events: Any) -> list[Any]:
+    """The events of a profile that ran on the GPU: kernels, copies and collectives."""
+    return [event for event in events or () if event.device_type == DeviceType.CUDA]
+
+
+def busy_ms(kernels: list[Any]) -> float:
+    """Milliseconds in which the GPU ran at least one of these."""
+    total_us, end_us = 0.0, 0.0
+    for start, stop in sorted((one.time_range.start, one.time_range.end) for one in kernels):
+        total_us += max(0.0, stop - max(start, end_us))
+        end_us = max(end_us, stop)
+    return total_us / 1e3
+
+
+def by_name(kernels: list[Any], longest: int = 20) -> dict[str, tuple[int, float]]:
+    """Name -> (calls, milliseconds) of those that take the most time."""
+    sums: dict[str, tuple[int, float]] = {}
+    for one in kernels:
+        calls, ms = sums.get(one.name[:120], (0, 0.0))
+        sums[one.name[:120]] = calls + 1, ms + one.time_range.elapsed_us() / 1e3
+    return dict(sorted(sums.items(), key=lambda item: -item[1][1])[:longest])
 
 
 class StepRecord:

@@ -112,6 +112,8 @@ MORE_CASES = {
         Case(id="outputs", shape=(16, 128256), options={"outputs": ("entropy", "predicted")}),
         Case(id="one-row", shape=(1, 128256), options={"inplace": True}),
     ),
+    # The weights of the record's other cases are dense.
+    "lora_linears": (Case(id="4-bit", shape=(16, 64, 24, 16, 8), options={"nf4": True}),),
     # Its kernel runs twice, with an exchange between processes in between.
     "linear_kl": tuple(
         Case(

@@ -36,16 +36,21 @@ def only_lora(model: Any) -> Any:
 
 @contextmanager
 def calls_of_the_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The arguments of every call of `lora_linear` that a patched layer makes."""
+    """The arguments of every layer that a patched layer computes, alone or with its siblings."""
     seen: list[Any] = []
-    real = lora.ops.lora_linear
+    real, real_together = lora.ops.lora_linear, lora.ops.lora_linears
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs)
         return real(*args, **kwargs)
 
+    def spy_together(x: Any, layers: Any) -> Any:
+        seen.extend({"adapter_x": None, "together": len(layers)} for _ in layers)
+        return real_together(x, layers)
+
     with monkeypatch.context() as patched:
         patched.setattr(lora.ops, "lora_linear", spy)
+        patched.setattr(lora.ops, "lora_linears", spy_together)
         yield seen
 
 
@@ -72,7 +77,7 @@ def test_patched_adapters_are_no_farther_from_fp32_than_pefts(monkeypatch: pytes
     assert only_lora(model).replaced[0].op == "lora_linear"
     with calls_of_the_op(monkeypatch) as seen:
         fused = step(model)
-    assert len(seen) == 7
+    assert sorted(kwargs.get("together", 1) for kwargs in seen) == [1, 1, 2, 2, 3, 3, 3]
     assert fused[1].keys() == unfused[1].keys()
     assert all(t.dtype == torch.float32 for t in fused[1].values())
     assert abs(fused[0] - truth[0]) <= 2 * abs(unfused[0] - truth[0]) + 2**-8 * truth[0]

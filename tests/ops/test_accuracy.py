@@ -127,6 +127,11 @@ DRAWN = {
     "experts": _same_options("experts", st.tuples(*[_integers(1, limit) for limit in (20, 3, 5, 20)])),
     "fp8_linear": _same_options("fp8_linear", st.tuples(*[_integers(1, 40)] * 3)),
     "lora_linear": _same_options("lora_linear", st.tuples(*[_integers(1, 20)] * 3, _integers(1, 8))),
+    "lora_linears": st.builds(
+        lambda shape, o: Case(id="drawn", shape=shape, options=o),
+        st.tuples(*[_integers(1, 20)] * 4, _integers(1, 8)),
+        st.sampled_from([case.options for case in OPS["lora_linears"].cases if "nf4" not in case.options]),
+    ),
     "multi_head_linear_cross_entropy": _same_options(
         "multi_head_linear_cross_entropy",
         st.tuples(_integers(1, 2), _integers(1, 5), _integers(1, 20), _CLASSES),

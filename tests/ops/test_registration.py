@@ -85,6 +85,10 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     with _recorded(recorded), nullcontext() if HAS_GPU else kernels_on_the_cpu():
         inputs = make(op, op.cases[0], torch.bfloat16, "cuda" if HAS_GPU else "cpu")
         run(op.call, op, with_leaves(op, inputs))
+    op = OPS["lora_linears"]  # the weights of the record's cases are dense
+    with _recorded(recorded):
+        inputs = make(op, Case(id="4-bit", shape=(3, 64, 24, 16, 4), options={"nf4": True}), torch.float32)
+        run(op.call, op, with_leaves(op, inputs))
     return recorded
 
 
@@ -194,6 +198,7 @@ AUTOCAST_TO_16_BITS = {
     "linear_kl": ("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "teacher_bias"),
     "linear_logprobs": ("hidden", "weight", "bias"),
     "lora_linear": ("x", "weight", "bias", "adapter_x"),
+    "lora_linears": ("x", "weight_0", "weight_1", "bias_1"),
     "multi_head_linear_cross_entropy": tuple(f"{n}_{k}" for n in ("hidden", "weight") for k in range(3)),
 }
 

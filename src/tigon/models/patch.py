@@ -26,6 +26,7 @@ from tigon.models.seams.base import (
 )
 from tigon.models.seams.head.lora_head import LoraHeadSeam
 from tigon.models.seams.head.loss import CausalLMSeam, HeadSeam, peel
+from tigon.models.seams.lora import LoraSeam, find_siblings
 from tigon.models.seams.norm import NormSeam
 from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
 from tigon.models.spec import (
@@ -33,6 +34,7 @@ from tigon.models.spec import (
     ADAPTER_SEAMS,
     EXPERT_FLAGS,
     EXPERT_SEAMS,
+    EXPERTS_BY_DEFAULT,
     LAYER_FLAGS,
     LOSS_FLAGS,
     OPTIONAL_FLAGS,
@@ -90,7 +92,8 @@ def patch(
             `torch.compile` and before FSDP or DeepSpeed wrap the model.
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
         lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
-        experts: the experts of a mixture as one op. None means off, because its kernels are not measured yet.
+        experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
+            adapters before `patch`, or call `patch` again.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
@@ -134,8 +137,9 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         home=package_of(type(model)), patched=sum(isinstance(m, PatchedModule) for m in model.modules())
     )
     # First, so that the seam of the experts' activation leaves these modules to it.
-    for flag in (flag for flag in EXPERT_FLAGS if flags[flag]):
-        _decide_layers(model, spec, flag, True, decision)
+    for flag in EXPERT_FLAGS:
+        if flags[flag] is not None or EXPERTS_BY_DEFAULT:
+            _decide_layers(model, spec, flag, flags[flag], decision)
     for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
     if flags["add_rms_norm"]:
@@ -158,6 +162,8 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in LOSS_FLAGS
     ]
     _apply(decision.changes)
+    if any(change.seam.flag == LoraSeam.flag for change in decision.changes):
+        find_siblings(model, lambda m: isinstance(m, PatchedModule) and isinstance(m._tigon_seam, LoraSeam))
     return _report(model, spec, decision, flags)
 
 

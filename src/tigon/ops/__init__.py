@@ -13,6 +13,7 @@ from tigon.ops.experts import ExpertUnit, experts
 from tigon.ops.glu import geglu, swiglu
 from tigon.ops.linear.fp8_linear import fp8_linear
 from tigon.ops.linear.lora_linear import lora_linear
+from tigon.ops.linear.lora_linears import LoraLayer, lora_linears
 from tigon.ops.logprobs.linear_kl import linear_kl
 from tigon.ops.logprobs.linear_logprobs import linear_logprobs
 from tigon.ops.logprobs.logprobs import logprobs
@@ -48,6 +49,7 @@ __all__ = [
     "Cost",
     "ExpertUnit",
     "Logprobs",
+    "LoraLayer",
     "Op",
     "VocabParallelOptions",
     "add_rms_norm",
@@ -61,6 +63,7 @@ __all__ = [
     "linear_logprobs",
     "logprobs",
     "lora_linear",
+    "lora_linears",
     "multi_head_linear_cross_entropy",
     "prepare_targets",
     "rms_norm",

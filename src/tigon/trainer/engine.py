@@ -12,6 +12,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from tigon.errors import RecipeError
+from tigon.models import packed_documents
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.mechanisms import galore
@@ -105,6 +106,8 @@ def build(
         models.make_buffers_anew(built, model, config, dtype=dtype)
     else:
         built = load(device=None)
+    if not model.attention.startswith("flash") and choices.sequence_shards == 1:
+        packed_documents.keep_apart(built)
     saves_adapters = saves_adapters and choices.lora_rank is not None
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, base)

@@ -3,12 +3,18 @@
 PEFT's forward stays in charge of everything but the plain case: one active adapter of the usual form. Merged or
 disabled adapters, several adapters, DoRA and other variants, `adapter_names`, and layers with hooks of their own (such
 as those of DeepSpeed's ZeRO-3, which gather a weight) run as without tigon.
+
+Layers that read the same input, such as q, k and v, are one op together. The model calls them one after another with
+the same tensor. The first call computes all of them, and the next calls return what it left. If a model calls one of
+them with another tensor, as cross-attention does, its layers run singly from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +23,7 @@ from torch import Tensor, nn
 from tigon import ops
 from tigon.models.seams.base import PatchedModule, Seam, is_dtensor
 from tigon.models.seams.fp8 import fp8_scaling
+from tigon.ops.linear.nf4 import dequantiser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +56,10 @@ class LoraSeam(Seam):
             adapter = None if args or kwargs else plain_adapter(self, x)
             if adapter is None:
                 return plain_forward(self, x, *args, **kwargs)
-            layer = self.base_layer
-            if _is_4bit(layer):
-                return adapted(self, x, adapter, _dequantise(layer)).to(x.dtype)  # as bitsandbytes does
-            return adapted(self, x, adapter, layer.weight)
+            together = with_siblings(self, x, _weight)
+            if together is None:
+                together = adapted(self, x, adapter, _weight(self))
+            return together.to(x.dtype) if _is_4bit(self.base_layer) else together  # as bitsandbytes does
 
         # Activation checkpointing may drop the input of such a layer, as that of a linear layer.
         return {"forward": forward, "saves_only_inputs": True}
@@ -85,6 +92,108 @@ def dropped(module: Any, x: Tensor, adapter: str) -> Tensor | None:
     return None if isinstance(dropout, nn.Identity) or not module.training else dropout(x)
 
 
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that read the same input. transformers' families with other names pack them into one layer."""
+
+
+@dataclass(eq=False)
+class Siblings:
+    """Layers of one module that read the same input, and the results that are not fetched yet."""
+
+    layers: Sequence[weakref.ref[Any]]
+    x: Tensor | None = None
+    state: tuple[Any, ...] = ()
+    """What the results depend on besides x; see `_state`."""
+    results: dict[int, Tensor] = field(default_factory=dict)
+    apart: bool = False
+    """Whether the model has called them with different inputs."""
+
+    def forget(self) -> None:
+        self.x = None
+        self.results.clear()
+
+
+_SIBLINGS: weakref.WeakKeyDictionary[nn.Module, Siblings] = weakref.WeakKeyDictionary()
+
+
+def find_siblings(model: nn.Module, fits: Callable[[Any], bool]) -> None:
+    """Let layers that read the same input run together. fits: whether a module is PEFT's layer and runs the op."""
+    for module in model.modules():
+        for names in SIBLINGS:
+            layers = [layer for name in names if (layer := getattr(module, name, None)) is not None and fits(layer)]
+            if len(layers) > 1:
+                siblings = Siblings([weakref.ref(layer) for layer in layers])
+                _SIBLINGS.update(dict.fromkeys(layers, siblings))
+
+
+def with_siblings(module: Any, x: Tensor, weight: Callable[[Any], Tensor | Callable[[], Tensor]]) -> Tensor | None:
+    """The result of PEFT's layer `module`, computed together with its siblings'. None if it must be computed alone.
+
+    weight: the weight of one of the layers, or a function that makes it.
+    """
+    siblings = _SIBLINGS.get(module)
+    if siblings is None or siblings.apart or torch.compiler.is_compiling():
+        return None
+    result = siblings.results.pop(id(module), None)
+    state = _state(siblings, x)
+    if result is not None and siblings.x is x and siblings.state == state:
+        if not siblings.results:
+            siblings.forget()
+        return result
+    # What is left belongs to an input that a sibling has not read. An interrupted pass leaves results too.
+    siblings.apart = result is not None and siblings.x is not x
+    siblings.forget()
+    if siblings.apart:
+        return None
+    siblings.state = state
+    layers = [layer() for layer in siblings.layers]
+    described = [operands for layer in layers if (operands := _described(layer, x, weight)) is not None]
+    if x.ndim < 2 or len(described) < len(layers):
+        return None
+    results = ops.lora_linears(x, described)
+    siblings.x = x
+    siblings.results = {id(layer): y for layer, y in zip(layers, results, strict=True)}
+    return siblings.results.pop(id(module))
+
+
+def _state(siblings: Siblings, x: Tensor) -> tuple[Any, ...]:
+    """A value that changes if a sibling would now compute something else from x."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    adapters = [
+        (name, part[name].weight._version, layer.training)
+        for reference in siblings.layers
+        if (layer := reference()) is not None
+        for name in layer.active_adapters
+        for part in (layer.lora_A, layer.lora_B)
+        if name in part
+    ]
+    return torch.is_grad_enabled(), dtype, x._version, *adapters
+
+
+def _described(
+    layer: Any, x: Tensor, weight: Callable[[Any], Tensor | Callable[[], Tensor]]
+) -> ops.LoraLayer | None:  # fmt: skip
+    """The operands of a layer, or None if `lora_linears` cannot compute it."""
+    adapter = None if layer is None else plain_adapter(layer, x)
+    if adapter is None or fp8_scaling(layer.base_layer) is not None:
+        return None
+    if not isinstance(layer.lora_dropout[adapter], nn.Identity) and layer.training:
+        return None
+    stored = weight(layer)
+    if isinstance(stored, Tensor) and stored.requires_grad:
+        return None
+    return ops.LoraLayer(
+        weight=stored, lora_a=layer.lora_A[adapter].weight, lora_b=layer.lora_B[adapter].weight,
+        scaling=float(layer.scaling[adapter]), bias=layer.base_layer.bias,
+    )  # fmt: skip
+
+
+def _weight(module: Any) -> Tensor | Callable[[], Tensor]:
+    layer = module.base_layer
+    return _dequantise(layer) if _is_4bit(layer) else layer.weight
+
+
 def is_plain_linear(layer: Any) -> bool:
     """Whether the layer is torch's Linear, or one whose loss tigon had fused before it got an adapter."""
     return type(layer) is nn.Linear or (isinstance(layer, PatchedModule) and layer._tigon_base is nn.Linear)
@@ -104,6 +213,9 @@ def _dequantise(layer: Any) -> Callable[[], Tensor]:
     from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
 
     weight = layer.weight
+    in_one_pass = dequantiser(weight.data, weight.quant_state)
+    if in_one_pass is not None:
+        return functools.partial(in_one_pass, weight.quant_state.dtype)
     return lambda: dequantize_4bit(weight.data, weight.quant_state)
 
 
@@ -118,7 +230,7 @@ def plain_adapter(module: Any, x: Tensor) -> str | None:
     layer, a, b = module.base_layer, module.lora_A[name], module.lora_B[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None or b.bias is not None:
         return None
-    if any(_is_hooked(part) for part in (layer, a, b)) or is_dtensor(layer.weight) or is_dtensor(a.weight):
+    if any(is_hooked(part) for part in (layer, a, b)) or is_dtensor(layer.weight) or is_dtensor(a.weight):
         return None
     if _is_4bit(layer):
         stored = getattr(layer.weight, "quant_state", None) is not None  # it is quantised when it moves to the device
@@ -129,7 +241,7 @@ def plain_adapter(module: Any, x: Tensor) -> str | None:
     return name if dtype_fits else None
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """Whether something must run when this module is called."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

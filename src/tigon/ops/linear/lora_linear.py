@@ -3,11 +3,14 @@
     y = x Wᵀ + b + s · (x Aᵀ) Bᵀ
 
 PEFT computes the adapter as separate layers. With fp32 adapters under autocast it casts x to fp32 and back, and it
-multiplies and adds whole activations. Here the adapter's products add to the layer's in place, so that a pass takes the
-products alone:
+multiplies and adds whole activations. Here a pass takes the products alone. The adapter's thin product writes the
+result, and the layer's product adds to it:
 
-    forward     y = x Wᵀ + b        h = x Aᵀ           y += s · h Bᵀ
-    backward    dx = dy W           g = dy B           dx += s · g A        dA = s · gᵀ x        dB = s · dyᵀ h
+    forward     h = x Aᵀ            y = s · h Bᵀ + b         y += x Wᵀ
+    backward    g = dy B            dx = s · g A             dx += dy W         dA = s · gᵀ x        dB = s · dyᵀ h
+
+In this order y is written once and read while the large product computes. The other order reads and writes y once more
+in the thin product, which waits for memory. The small addend is also the one that is rounded to 16 bits.
 
 With `fp8`, the factors of x Wᵀ and dy W are rounded to FP8, as in `fp8_linear.py`. The adapter's products, and the
 gradient of a weight that is trained beside its adapter, are not.
@@ -29,7 +32,7 @@ from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import check_dtype, check_number, first_order, planned_device
 from tigon.ops.linear.fp8 import operand
-from tigon.ops.linear.fp8_linear import check_scaling, forward_product, fp8_linear, input_gradient
+from tigon.ops.linear.fp8_linear import check_scaling, factors_of, forward_product, fp8_linear, input_gradient
 from tigon.ops.lm_head import no_autocast, product_dtype, product_into
 
 # N tokens, H input width, F output width, R rank.
@@ -39,12 +42,18 @@ Weight = Tensor | Callable[[], Tensor]
 """A weight (F, H), or a function that makes it, such as the dequantisation of a 4-bit weight."""
 
 
-def _dense(stored_FH: Tensor | None, made: Callable[[], Tensor] | None, dtype: torch.dtype) -> Tensor:
+def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The weight of a product. A weight that is made lives for one product, as in bitsandbytes."""
-    if made is not None:
-        return made().to(dtype)
-    assert stored_FH is not None
-    return stored_FH
+    return (weight() if callable(weight) else weight).to(dtype)
+
+
+def low_rank_into(
+    y_NF: Tensor, h_NR: Tensor, b_FR: Tensor, scaling: float, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """scaling · h Bᵀ + bias, written to y."""
+    if bias is None:
+        return y_NF.addmm_(h_NR, b_FR.t(), beta=0, alpha=scaling)  # with beta=0, what y holds is not read
+    return torch.addmm(bias, h_NR, b_FR.t(), alpha=scaling, out=y_NF)
 
 
 class LoraLinear(torch.autograd.Function):
@@ -57,14 +66,16 @@ class LoraLinear(torch.autograd.Function):
         a_RH, b_FR = lora_a_RH.to(x.dtype), lora_b_FR.to(x.dtype)
         with no_autocast(x):
             # y has x's leading dimensions from the start: a view of it would show a gated unit two holders.
-            weight_FH, amax = _dense(stored_FH, ctx.made, x.dtype), None
-            if fp8 is None:
-                y = F.linear(x, weight_FH, bias)
-            else:
-                y, _, amax = forward_product(x, weight_FH, bias, fp8, columns=False)
-            del weight_FH
             h_NR = F.linear(x if adapter_x is None else adapter_x, a_RH).flatten(0, -2)
-            y.view(-1, y.shape[-1]).addmm_(h_NR, b_FR.t(), alpha=scaling)
+            if fp8 is None:
+                y, amax = x.new_empty(*x.shape[:-1], b_FR.shape[0]), None
+                y_NF = low_rank_into(y.view(len(h_NR), b_FR.shape[0]), h_NR, b_FR, scaling, bias)
+                y_NF.addmm_(x.reshape(-1, x.shape[-1]), dense(weight, x.dtype).t())
+            else:
+                factors = factors_of(x, dense(weight, x.dtype), fp8, columns=False)
+                y, amax = forward_product(factors, x, bias), factors.weight_amax
+                del factors
+                y.view(-1, y.shape[-1]).addmm_(h_NR, b_FR.t(), alpha=scaling)
         ctx.save_for_backward(x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax)
         ctx.scaling, ctx.fp8 = scaling, fp8
         return y
@@ -73,6 +84,7 @@ class LoraLinear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax = ctx.saved_tensors
+        weight: Weight = stored_FH if ctx.made is None else ctx.made
         want_x, want_weight, want_bias, want_a, want_b, want_entering, *_ = ctx.needs_input_grad
         s: float = ctx.scaling
         apart = adapter_x is not None
@@ -81,15 +93,18 @@ class LoraLinear(torch.autograd.Function):
         with no_autocast(x):
             g_NR = dy_NF @ lora_b_FR.to(x.dtype) if want_a or want_entering or (want_x and not apart) else None
             if want_x:
-                weight_FH = _dense(stored_FH, ctx.made, x.dtype)
-                if ctx.fp8 is None:
-                    dx = dy_NF @ weight_FH
-                else:
+                if ctx.fp8 is not None:
                     cast = operand(dy_NF, ctx.fp8, rows=True, columns=False, gradient=True)
+                    weight_FH = dense(weight, x.dtype)
                     dx = input_gradient(cast, weight_FH, amax, ctx.fp8, [dy_NF.shape[0]])
-                del weight_FH
-                if not apart and g_NR is not None:
-                    dx.addmm_(g_NR, lora_a_RH.to(x.dtype), alpha=s)
+                    del weight_FH
+                    if not apart and g_NR is not None:
+                        dx.addmm_(g_NR, lora_a_RH.to(x.dtype), alpha=s)
+                elif apart or g_NR is None:
+                    dx = dy_NF @ dense(weight, x.dtype)
+                else:
+                    dx = low_rank_into(x.new_empty(dy_NF.shape[0], x.shape[-1]), g_NR, lora_a_RH.to(x.dtype).t(), s)
+                    dx.addmm_(dy_NF, dense(weight, x.dtype))
                 dx = dx.view(x.shape)
             if want_entering:
                 d_entering = (g_NR @ lora_a_RH.to(x.dtype)).mul_(s).view(x.shape)
@@ -98,13 +113,13 @@ class LoraLinear(torch.autograd.Function):
             if want_bias:
                 db = dy_NF.sum(0)
             if want_a and g_NR is not None:
-                da = _small_gradient(g_NR.t(), (adapter_x if apart else x).flatten(0, -2), lora_a_RH, s)
+                da = small_gradient(g_NR.t(), (adapter_x if apart else x).flatten(0, -2), lora_a_RH, s)
             if want_b:
-                d_b = _small_gradient(dy_NF.t(), h_NR, lora_b_FR, s)
+                d_b = small_gradient(dy_NF.t(), h_NR, lora_b_FR, s)
         return dx, dw, db, da, d_b, d_entering, None, None
 
 
-def _small_gradient(left: Tensor, right: Tensor, like: Tensor, scaling: float) -> Tensor:
+def small_gradient(left: Tensor, right: Tensor, like: Tensor, scaling: float) -> Tensor:
     """scaling · left @ right in the parameter's dtype. An fp32 adapter's gradient is never rounded to 16 bits."""
     if planned_device(left) != left.device.type:
         # A plan for a GPU traces on the CPU, whose product into fp32 casts both factors. A GPU's does not.
@@ -150,11 +165,9 @@ def lora_linear(
         OptionError: scaling is not a finite number, or fp8 is another word.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    if not -math.inf < check_number("scaling", scaling) < math.inf:
-        raise OptionError(f"scaling={scaling} must be finite.")
     if fp8 is not None:
         check_scaling(fp8)
-    _check(x, weight, lora_a, lora_b, bias, adapter_x)
+    check_lora_linear(x, weight, lora_a, lora_b, bias, adapter_x, scaling)
     dtype = product_dtype(x) if callable(weight) else product_dtype(x, weight)
     x, weight = x.to(dtype), weight if callable(weight) else weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
@@ -162,8 +175,8 @@ def lora_linear(
     if torch.compiler.is_compiling():
         entering = x if adapter_x is None else adapter_x
         low = F.linear(F.linear(entering, lora_a.to(dtype)), lora_b.to(dtype))
-        dense = weight().to(dtype) if callable(weight) else weight
-        wide = F.linear(x, dense, bias) if fp8 is None else fp8_linear(x, dense, bias, scaling=fp8)
+        weight_FH = dense(weight, dtype)
+        wide = F.linear(x, weight_FH, bias) if fp8 is None else fp8_linear(x, weight_FH, bias, scaling=fp8)
         return wide + low * scaling
     one_row = x.ndim == 1
     if one_row:
@@ -172,16 +185,20 @@ def lora_linear(
     return y.squeeze(0) if one_row else y
 
 
-def _check(
-    x: Tensor, weight: Weight, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None, adapter_x: Tensor | None
-) -> None:
-    dense = None if callable(weight) else weight
-    check_dtype(x, dense, lora_a, lora_b, bias, adapter_x)
-    if dense is not None and (x.ndim == 0 or dense.ndim != 2 or dense.shape[1] != x.shape[-1]):
-        raise ShapeError(f"x is {tuple(x.shape)}, weight is {tuple(dense.shape)}; they must be (..., H) and (F, H).")
+def check_lora_linear(
+    x: Tensor, weight: Weight, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None, adapter_x: Tensor | None,
+    scaling: float,
+) -> None:  # fmt: skip
+    """Raise the errors that `lora_linear` names."""
+    if not -math.inf < check_number("scaling", scaling) < math.inf:
+        raise OptionError(f"scaling={scaling} must be finite.")
+    stored = None if callable(weight) else weight
+    check_dtype(x, stored, lora_a, lora_b, bias, adapter_x)
+    if stored is not None and (x.ndim == 0 or stored.ndim != 2 or stored.shape[1] != x.shape[-1]):
+        raise ShapeError(f"x is {tuple(x.shape)}, weight is {tuple(stored.shape)}; they must be (..., H) and (F, H).")
     if x.ndim == 0 or lora_b.ndim != 2:
         raise ShapeError(f"x is {tuple(x.shape)}, lora_b is {tuple(lora_b.shape)}; they must be (..., H) and (F, R).")
-    F_, H = (lora_b.shape[0], x.shape[-1]) if dense is None else dense.shape
+    F_, H = (lora_b.shape[0], x.shape[-1]) if stored is None else stored.shape
     if lora_a.ndim != 2 or lora_b.ndim != 2 or lora_a.shape[1] != H or lora_b.shape != (F_, lora_a.shape[0]):
         raise ShapeError(
             f"lora_a is {tuple(lora_a.shape)}, lora_b is {tuple(lora_b.shape)}; for a weight of {(F_, H)} they must be "
@@ -191,7 +208,7 @@ def _check(
         raise ShapeError(f"bias is {tuple(bias.shape)}; it must be {(F_,)}.")
     if adapter_x is not None and adapter_x.shape != x.shape:
         raise ShapeError(f"adapter_x is {tuple(adapter_x.shape)}, x is {tuple(x.shape)}; they must agree.")
-    for name, t in {"weight": dense, "lora_a": lora_a, "lora_b": lora_b, "bias": bias, "adapter_x": adapter_x}.items():
+    for name, t in {"weight": stored, "lora_a": lora_a, "lora_b": lora_b, "bias": bias, "adapter_x": adapter_x}.items():
         if t is not None and t.device != x.device:
             raise ShapeError(f"{name} is on {t.device}, x is on {x.device}; move one of them.")
 

@@ -95,18 +95,20 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
 
 def _fused(layer: Any, x: Tensor) -> Tensor:
     """The forward of `tigon.models.seams.lora` around a 4-bit layer, with a dense weight that holds no data."""
-    name, base = layer.active_adapters[0], layer.base_layer
+    name = layer.active_adapters[0]
     a: Tensor = layer.lora_A[name].weight
     autocast = torch.is_autocast_enabled("cpu")
     if not autocast and a.dtype != x.dtype:
         return _adapted(layer, x)
     dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
 
-    def dense() -> Tensor:
+    def weight(layer: Any) -> Callable[[], Tensor]:
         # Made from the adapter: the op keeps this function until its backward, and x must not live as long.
-        return base.dequantised(a, dtype)  # type: ignore[no-any-return]
+        like = layer.lora_A[layer.active_adapters[0]].weight
+        return functools.partial(layer.base_layer.dequantised, like, dtype)
 
-    return lora.adapted(layer, x, name, dense).to(x.dtype)
+    together = lora.with_siblings(layer, x, weight)
+    return (lora.adapted(layer, x, name, weight(layer)) if together is None else together).to(x.dtype)
 
 
 def attach(model: Any, choices: Choices, fused: bool) -> None:
@@ -128,5 +130,11 @@ def attach(model: Any, choices: Choices, fused: bool) -> None:
     except ImportError as error:
         raise UsageError(f"LoRA cannot be traced: {error}; {install_command('train')}.") from None
     for module in list(model.modules()):
-        if isinstance(getattr(module, "base_layer", None), Nf4Linear):
+        if _around_nf4(module):
             module.forward = functools.partial(_fused if fused else _adapted, module)
+    if fused:
+        lora.find_siblings(model, _around_nf4)
+
+
+def _around_nf4(module: Any) -> bool:
+    return isinstance(getattr(module, "base_layer", None), Nf4Linear)

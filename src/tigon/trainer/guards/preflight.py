@@ -18,10 +18,11 @@ import torch
 import tigon
 from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
+from tigon.models import packed_documents
 from tigon.ops.linear.fp8 import has_fp8
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
-from tigon.techniques import matrix
+from tigon.techniques import matrix, sharding
 from tigon.techniques.lora import frozen_dtype
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
@@ -119,6 +120,7 @@ def check_techniques(recipe: Recipe, device: torch.device, *, n_nodes: int = 1) 
         recipe.choices(precision=precision), gpus=max(n_nodes * recipe.sharding.gpus, launch.world_size())
     )
     matrix.check(choices, device=device.type)
+    sharding.check_sizes(choices)
     if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):
         raise RecipeError(
             "sharding.zero on the CPU supports one process in fp32 only, because of Accelerate; use GPUs, or leave "
@@ -158,6 +160,19 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
     if limit is not None and length > limit:
         raise RecipeError(
             f"data.sequence_length is {length}, but {recipe.model.name} takes at most {limit} tokens; lower it"
+        )
+
+
+def check_documents(recipe: Recipe, config: Any) -> None:
+    """Raise RecipeError if the model cannot keep the documents of a packed sample apart."""
+    data, objective = recipe.data, recipe.train.objective
+    packs = data.packing and not data.cross_document_attention and objective in ("auto", "causal_lm", "medusa")
+    if not packs:
+        return
+    if (reason := packed_documents.objection(config)) is not None:
+        raise RecipeError(
+            f"data.packing is true, but {recipe.model.name} mixes the documents of a sample: {reason}; set "
+            "data.packing: false, or data.cross_document_attention: true to let it"
         )
 
 

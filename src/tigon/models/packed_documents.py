@@ -1,0 +1,94 @@
+"""Keeps the documents of a packed sample apart in families whose own code does not.
+
+A packed batch has positions that restart at each document. With them, transformers makes a mask of blocks for sdpa and
+eager attention. Four kinds of families do something else (transformers 5.23):
+
+- Some make their mask without the positions. They get the mask ready made.
+- Models of text and images have three positions per token, and read documents from a fourth row only.
+- Some number the tokens of the whole sample themselves. They are refused.
+- Linear attention, state-space layers and convolutions carry a state from one document to the next, which no mask
+  stops. They are refused too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon._trunk import trunk_of
+
+MASK_WITHOUT_POSITIONS = frozenset({"afmoe", "biogpt", "falcon", "gpt_oss", "xglm"})
+COUNT_THEIR_OWN_POSITIONS = frozenset({"bloom", "mpt", "opt"})
+FOUR_ROWS = frozenset({"qwen2_vl", "qwen2_5_vl"})
+_LAYERS_THAT_FORGET = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_STATE_KEYS = ("mamba_d_state", "mamba_d_conv", "state_size", "ssm_state_size", "conv_kernel_size", "lru_width")
+WINDOW = "sliding_attention"
+
+
+def objection(config: Any) -> str | None:
+    """Why a model of this config mixes the documents of a packed sample, or None."""
+    text = config.get_text_config()
+    if text.model_type in COUNT_THEIR_OWN_POSITIONS:
+        return f"{text.model_type} numbers the tokens of a whole sample itself"
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind not in _LAYERS_THAT_FORGET:
+            return f"its layers of type {kind} carry a state from one document to the next"
+    if any(getattr(text, key, None) for key in _STATE_KEYS):
+        return "its state-space layers carry a state from one document to the next"
+    return None
+
+
+def keep_apart(model: Any) -> Callable[[], None]:
+    """Let the model's forward keep the documents of packed samples apart. Returns a function that undoes it.
+
+    model: a transformers model, before wrappers, with sdpa or eager attention.
+    """
+    kind = model.config.model_type
+    if kind in FOUR_ROWS:
+        trunk = trunk_of(model)
+        return _hooked(getattr(trunk, "language_model", trunk), _with_four_rows)
+    if kind in MASK_WITHOUT_POSITIONS:
+        return _hooked(trunk_of(model), _with_mask)
+    return lambda: None
+
+
+def _hooked(module: nn.Module, hook: Callable[..., Any]) -> Callable[[], None]:
+    return module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+def _with_four_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions_BT = kwargs.get("position_ids")
+    if positions_BT is None or positions_BT.ndim != 2:
+        return args, kwargs
+    return args, {**kwargs, "position_ids": positions_BT[None].expand(4, -1, -1)}
+
+
+def _with_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions_BT = kwargs.get("position_ids")
+    if positions_BT is None or kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
+        return args, kwargs
+    config = module.config.get_text_config()
+    masks = _masks(positions_BT, getattr(config, "sliding_window", None), module.dtype)
+    layers = getattr(config, "layer_types", None) or ()
+    mask = {kind: masks[kind] for kind in set(layers)} if WINDOW in layers else masks["full_attention"]
+    return args, {**kwargs, "attention_mask": mask}
+
+
+def _masks(positions_BT: Tensor, window: int | None, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """Masks (B, 1, T, T) that are added to the scores, for layers with and without a window."""
+    T = positions_BT.shape[1]
+    document_BT = (positions_BT.diff(dim=1, prepend=positions_BT[:, :1] - 1) != 1).cumsum(dim=1)
+    place = torch.arange(T, device=positions_BT.device)
+    behind_TT = place[:, None] - place[None, :]
+    sees_BTT = (document_BT[:, :, None] == document_BT[:, None, :]) & (behind_TT >= 0)
+    masks = {"full_attention": sees_BTT}
+    if window is not None:
+        masks[WINDOW] = sees_BTT & (behind_TT < window)
+    lowest = torch.finfo(dtype).min
+    return {
+        kind: torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, lowest)[:, None]
+        for kind, sees in masks.items()
+    }

@@ -1,0 +1,88 @@
+"""Each family keeps the documents of a packed sample apart, or its runs are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from models_helpers import tiny_model
+from tigon.models import MODELS
+from tigon.models.packed_documents import MASK_WITHOUT_POSITIONS, keep_apart, objection
+
+FIRST, SECOND = 9, 12  # tokens of the two documents of a sample
+
+
+def logits_of_second(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
+    with torch.no_grad():
+        return model(input_ids=ids_BT, position_ids=positions, use_cache=False).logits[0, FIRST:].float()
+
+
+def influence(model: Any) -> float:
+    """How much another first document changes the logits of the second one."""
+    torch.manual_seed(1)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    ids = torch.randint(3, vocabulary, (1, FIRST + SECOND))
+    other = ids.clone()
+    other[0, :FIRST] = torch.randint(3, vocabulary, (FIRST,))
+    return float((logits_of_second(model, ids) - logits_of_second(model, other)).abs().max())
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_first_document_does_not_change_the_second(family: str) -> None:
+    torch.manual_seed(0)
+    model = tiny_model(family, MODELS[family].tiny).eval()
+    if objection(model.config) is not None:
+        assert influence(model) > 1e-2, "it could be allowed"
+        return
+    keep_apart(model)
+    assert influence(model) < 1e-5
+
+
+OTHERS = {
+    "afmoe": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 16},
+    "biogpt": {},
+    "falcon": {"alibi": False},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 2},
+}
+
+
+def from_config(family: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 8,
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(family, **{**sizes, **more})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_family_outside_the_table_gets_its_mask(family: str) -> None:
+    assert family in MASK_WITHOUT_POSITIONS
+    model = from_config(family, **OTHERS[family])
+    assert influence(model) > 1e-4
+    undo = keep_apart(model)
+    assert influence(model) < 1e-6
+    undo()
+    assert influence(model) > 1e-4
+
+
+def test_document_of_a_packed_sample_has_the_logits_of_the_document_alone() -> None:
+    """With windows of 8 tokens, which are shorter than the document of 12."""
+    for model in (from_config("afmoe", **OTHERS["afmoe"]), tiny_model("gpt_oss", {"sliding_window": 8}).eval()):
+        torch.manual_seed(2)
+        ids = torch.randint(3, 60, (1, FIRST + SECOND))
+        alone = model(input_ids=ids[:, FIRST:], use_cache=False).logits[0].float()
+        keep_apart(model)
+        torch.testing.assert_close(logits_of_second(model, ids), alone.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon_h1", "mamba", "opt", "qwen3_next"])
+def test_family_that_mixes_documents_names_the_reason(family: str) -> None:
+    config = transformers.AutoConfig.for_model(family)
+    reason = objection(config)
+    assert reason is not None and ("state" in reason or "numbers the tokens" in reason)
