@@ -10,6 +10,7 @@
 # make pictures  draw terminals and take pictures of pages for docs/
 # make site   build the site of docs/ into build/site
 # make notebooks  run examples/notebooks and keep their outputs; make check-notebooks: run them with nbmake
+# make trl-versions  run the tests of TRL's trainers with the oldest TRL, 1.15 and the newest
 # make gpu    run the tests that need a GPU, with $(PYTHON); make sanitize: run kernels under NVIDIA's checkers
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: demo test test-all setup check lint types docs numeric pages site notebooks gpu sanitize format release-check
-.PHONY: workflows clean pictures check-notebooks
+.PHONY: trl-versions workflows clean pictures check-notebooks
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -43,6 +44,11 @@ numeric: $(VENV)/.ready
 	    ATEN_CPU_CAPABILITY=$${isa%:*} ONEDNN_MAX_CPU_ISA=$${isa#*:} OMP_NUM_THREADS=1 \
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -k "not kernel" $(NUMERIC) || exit; \
 	done
+
+# The oldest TRL that `fuse` knows; the first whose models have a forward with log-probabilities; the newest.
+TRL_VERSIONS ?= 1.8.0 1.15.0 1.16.0
+trl-versions: $(VENV)/.ready
+	sh tools/trl_versions.sh $(VENV) $(TRL_VERSIONS)
 
 setup: $(VENV)/.ready
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp2_run import both_runs
 from torch import nn
-from trl_cases import FUSED, SHARDED_TEACHER, ZERO3
-from trl_runs import model, of_time
+from trl_cases import FSDP2, FUSED, SHARDED_TEACHER, ZERO3
+from trl_runs import Result, build, compare, model, of_time
 
 import tigon
+from forks import forks, in_forks
+from second_proofs import proved_by
 from tigon.integrations.trl.forward import FusedForward
 from tigon.trainer.distributed import launch
 from two_ranks import assert_right, gradients_of
@@ -127,18 +130,22 @@ def fsdp2(rank: int, mesh: Any, *, own_head: bool, order: str) -> float:
 
 @pytest.mark.second_proof("a partitioned head is tested above, DeepSpeed itself in techniques/test_sharding.py")
 def test_zero3_logs_trls_numbers(tmp_path: Path) -> None:
-    """DeepSpeed itself, in one process on the CPU."""
+    """DeepSpeed itself, in two gloo processes on the CPU."""
     pytest.importorskip("deepspeed")
     here = Path(__file__).parent
     path = os.pathsep.join([str(Path(tigon.__file__).parents[1]), str(here), *sys.path])
-    lone = {**os.environ, "PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    shared = {**os.environ, "PYTHONPATH": path, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     with launch.reserved_address() as meeting:
-        done = subprocess.run(
-            [sys.executable, str(here / "zero3_run.py"), *ZERO3], env={**lone, **meeting}, capture_output=True,
-            text=True, cwd=tmp_path,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.split("RESULT")[1])
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(here / "zero3_run.py"), *ZERO3], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True, cwd=tmp_path, env={**shared, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        said = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "".join(stderr[-3000:] for _, stderr in said)
+    results = json.loads(said[0][0].split("RESULT")[1])
     for trainer, state in ZERO3.items():
         got, want = (results[f"{trainer} {kind}"] for kind in ("fused", "plain"))
         assert bool(got["fused"]) == (state == FUSED), trainer
@@ -169,3 +176,24 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_fsdp2_gives_the_gradients_of_one_process(scenario: str, found: Any) -> None:
     assert_right(found, scenario)
+
+
+@forks
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "trainer",
+    proved_by(
+        lambda trainer: trainer in ("SFT", "DPO", "Distillation"),
+        list(FSDP2),
+        "another trainer asks the same of the sharded head",
+    ),
+)
+def test_trainer_under_fsdp2_logs_and_learns_what_trl_alone_does(trainer: str, tmp_path: Path) -> None:
+    """TRL's own trainers with Accelerate's FSDP2, in two gloo processes."""
+    build(trainer)  # imports and models, before the processes are copied
+    said = tmp_path / "stderr"
+    assert in_forks(lambda rank: both_runs(rank, trainer, tmp_path), 2, said=said) == [0, 0], said.read_text()[-3000:]
+    for rank in range(2):
+        want, got = (Result(**torch.load(tmp_path / f"{fused}-{rank}.pt")) for fused in (False, True))
+        assert bool(got.fused) == (FSDP2[trainer] == FUSED)
+        compare(got, want, 1e-4)

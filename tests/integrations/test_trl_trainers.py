@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from trainers_page import PAGE, render
-from trl_cases import EVERY, FUSED, REFUSED, SKIPPED, Case, cases_of_this_trl
-from trl_runs import Result, build, train
+from trl_cases import EVERY, FUSED, READS_LOGITS, REFUSED, SKIPPED, Case, cases_of_this_trl, lora
+from trl_runs import FUSED_FORWARD_SINCE, build, compare, train, trl_version
 
+import tigon
 import tigon.integrations.trl as integration
 from second_proofs import proved_by
 from tigon import ops
+from tigon.models.patch import unwrap
 
 pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,20 +80,6 @@ def forbid_trls_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forbidden, "the functions of this TRL have other names"
 
 
-def compare(got: Result, want: Result, tolerance: float) -> None:
-    assert len(got.logs) == len(want.logs)
-    for ours, theirs in zip(got.logs, want.logs, strict=True):
-        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance / 10, nan_ok=True)
-    assert len(got.grads) == len(want.grads)
-    for ours, theirs in zip(got.grads, want.grads, strict=True):
-        assert ours.keys() == theirs.keys()
-        largest = max(float(grad.abs().max()) for grad in theirs.values())
-        for name, grad in theirs.items():
-            error = float((ours[name] - grad).abs().max())
-            # Losses of opposite signs cancel in a gradient, so its error is larger than that of the logged numbers.
-            assert error <= 10 * tolerance * max(float(grad.abs().max()), largest / 100), (name, error)
-
-
 ALWAYS = ("full training", "LoRA")
 """Options of `EVERY` that `make test` runs with every trainer, because each trainer reads the head in its own way."""
 WITH_EACH_OPTION = ("SFT", "DPO", "Distillation")
@@ -132,6 +120,46 @@ def test_fused_trainer_logs_and_learns_what_trl_alone_does(case: Case, monkeypat
         assert not said or case.trainer == "GKD"
     else:
         assert len(said) == 1 and case.reason in said[0]
+
+
+PATCHED = {
+    (trainer, weights): {} if weights == "full" else {"lora": lora(init_lora_weights=False)}
+    for trainer in ("SFT", "DPO", "KTO", "GRPO", "GKD")
+    for weights in ("full", "LoRA")
+}
+
+
+@pytest.mark.parametrize(
+    "row",
+    proved_by(
+        lambda row: row[1] == "full" or row[0] == "DPO",
+        list(PATCHED),
+        "each trainer is patched with full training, and DPO with LoRA, whose reference is the model without it",
+        "-".join,
+    ),
+)
+def test_trainer_that_is_patched_and_fused_logs_and_learns_what_trl_alone_does(
+    row: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both lines of the page: tigon's layers under TRL's trainer, and tigon's head."""
+    trainer, weights = row
+    options, ops_of_layers = PATCHED[trainer, weights], []
+
+    def patched(built: Any) -> None:
+        ops_of_layers.append(tigon.patch(unwrap(built.model)).counts)
+        if trainer not in READS_LOGITS or trl_version() >= FUSED_FORWARD_SINCE:
+            forbid_trls_functions(forbidden)
+
+    want = train(trainer, fused=False, **options)
+    calls = Calls(monkeypatch)
+    with monkeypatch.context() as forbidden:
+        got = train(trainer, fused=True, before=patched, **options)
+    (counts,) = ops_of_layers
+    assert counts["rms_norm"] and counts["swiglu"] and counts["rope"]
+    assert bool(counts.get("lora_linear")) == (weights == "LoRA")
+    compare(got, want, 2e-4)
+    if trainer not in READS_LOGITS or trl_version() >= FUSED_FORWARD_SINCE:
+        assert got.fused and calls.tigon > 0
 
 
 def test_tables_of_the_page_are_generated_from_the_cases() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trl_cases import CASES, EVERY, FUSED, LANGUAGE_MODELS, REFUSED, UNFUSED, ZERO3, Case
+from trl_cases import CASES, EVERY, FSDP2, FUSED, LANGUAGE_MODELS, REFUSED, UNFUSED, ZERO3, Case
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "trainers.md"
@@ -24,7 +24,8 @@ def tables() -> str:
         f"| {option} |" + "".join(f" {WORDS[by_place[trainer, option].state]} |" for trainer in LANGUAGE_MODELS)
         for option in EVERY
     ]
-    rows.append("| DeepSpeed ZeRO-3 |" + "".join(f" {WORDS[ZERO3[trainer]]} |" for trainer in LANGUAGE_MODELS))
+    for engine, states in (("FSDP2", FSDP2), ("DeepSpeed ZeRO-3", ZERO3)):
+        rows.append(f"| {engine}, two processes |" + "".join(f" {WORDS[states[one]]} |" for one in LANGUAGE_MODELS))
     others = [case for case in CASES if case.trainer not in LANGUAGE_MODELS or case.option not in EVERY]
     listed = ["| trainer | option | state |", "|---|---|---|", *(_one(case) for case in others)]
     return "\n".join([BEGIN, *head, *rows, "", *listed, END])

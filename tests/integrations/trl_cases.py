@@ -42,12 +42,25 @@ READS_LOGITS = ("ORPO", "CPO", "GKD", "Distillation")
 
 def cases_of_this_trl() -> list[Case]:
     """The rows of CASES, with the states of the installed version."""
-    return CASES if trl_version() >= FUSED_FORWARD_SINCE else [_before_1_15(case) for case in CASES]
+    version = trl_version()
+    if version < FUSED_FORWARD_SINCE:
+        return [_before_1_15(case) for case in CASES]
+    return [_in_1_15(case) for case in CASES] if version == (1, 15) else CASES
+
+
+def _in_1_15(case: Case) -> Case:
+    if case.trainer == "Distillation":
+        # TRL 1.15 imports the divergence inside the loss, where no trainer can have another one.
+        return replace(case, state=UNFUSED, reason="not the code of TRL that tigon knows")
+    if case.option == "`precompute_ref_log_probs`":
+        reason = "rewards are 0 but for rounding, which Triton's interpreter does otherwise, and decide the accuracy"
+        return replace(case, state=SKIPPED, reason=reason)
+    return case
 
 
 def _before_1_15(case: Case) -> Case:
     if case.trainer in READS_LOGITS:
-        return replace(case, state=UNFUSED, reason="logits")
+        return replace(case, state=UNFUSED, reason="_compute_loss" if case.trainer == "Distillation" else "logits")
     state, reason = case.before_1_15
     return replace(case, state=state, reason=reason) if state else case
 
@@ -91,8 +104,9 @@ def _every() -> list[Case]:
                 options.pop("evaluate", None)
             if trainer in GENERATING and option == "gradient accumulation":
                 options["steps_per_generation"] = 2
-            # RLOO's losses cancel in the first step, so that its gradients are small beside their rounding.
-            tolerance = 2e-4 if (trainer, option) == ("RLOO", "LoRA") else 1e-4
+            # RLOO's terms cancel in the second step with TRL 1.8: its gradients are 0.001 times the first step's, and
+            # the rounding is as large. In fp64 the gradients agree.
+            tolerance = 1e-3 if (trainer, option) == ("RLOO", "LoRA") else 1e-4
             cases.append(Case(trainer, option, options=options, tolerance=tolerance))
     return cases
 
@@ -151,6 +165,8 @@ CASES: list[Case] = [
          note="a reward model has no head over a vocabulary"),
 ]  # fmt: skip
 
+FSDP2 = dict.fromkeys(LANGUAGE_MODELS, FUSED)
+"""The state of each trainer under FSDP2, with a reference model sharded too, and a whole teacher in each process."""
 SHARDED_TEACHER = "the teacher's head is sharded"
 ZERO3 = {
     **dict.fromkeys(("SFT", "DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO"), FUSED),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -33,6 +34,7 @@ def trl_version() -> tuple[int, ...]:
 def _interpret_trls_kernels() -> None:
     """TRL 1.15 launches its Triton kernels on a CPU too. Imported like this, they run in Triton's interpreter."""
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        importlib.import_module("triton.experimental.gluon")  # the interpreter imports it later, without the variable
         importlib.import_module("trl.kernels.chunked_divergence")
         importlib.import_module("trl.kernels.logprob_entropy")
 
@@ -187,9 +189,10 @@ def build(
 ) -> Any:  # fmt: skip
     """The trainer of one row of KINDS with these options of its config."""
     row = KINDS[kind]
-    if kind == "Distillation" and trl_version() < FUSED_FORWARD_SINCE:
-        row = replace(row, package="trl.experimental.distillation", data="chat")
     package = importlib.import_module(row.package)
+    if kind == "Distillation" and not hasattr(package, row.trainer):  # TRL 1.8
+        row = replace(row, data="chat")
+        package = importlib.import_module("trl.experimental.distillation")
     preset = dict(row.options)
     policy = policy or preset.pop("policy", model)
     arguments = {
@@ -242,6 +245,21 @@ def train(kind: str, *, fused: bool, before: Callable[[Any], None] | None = None
     ]
     assert grads, "no optimizer step ran"
     return Result(logs, grads, report.fused if report else [], report.unfused if report else {})
+
+
+def compare(got: Result, want: Result, tolerance: float) -> None:
+    """Fail unless two runs logged the same numbers and had the same gradients."""
+    assert len(got.logs) == len(want.logs)
+    for ours, theirs in zip(got.logs, want.logs, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance / 10, nan_ok=True)
+    assert len(got.grads) == len(want.grads)
+    for ours, theirs in zip(got.grads, want.grads, strict=True):
+        assert ours.keys() == theirs.keys()
+        largest = max(float(grad.abs().max()) for grad in theirs.values())
+        for name, grad in theirs.items():
+            error = float((ours[name] - grad).abs().max())
+            # Losses of opposite signs cancel in a gradient, so its error is larger than that of the logged numbers.
+            assert error <= 10 * tolerance * max(float(grad.abs().max()), largest / 100), (name, error)
 
 
 def of_time(key: str) -> bool:

@@ -54,6 +54,7 @@ MEANINGS: Mapping[str, str] = {
     "liger fp32": "liger-kernel's fused linear cross entropy with `accum_dtype=torch.float32`",
     "liger cute": "liger-kernel's CuTe kernels, which need nvidia-cutlass-dsl and a Hopper GPU or newer",
     "liger scaled": "liger-kernel's fused linear scaled cross entropy, whose loss per token is a log-probability",
+    "liger portable": "the same function on other GPUs: PyTorch's own kernels, 512 tokens at a time",
     "liger jsd": "liger-kernel's fused linear Jensen-Shannon divergence: the mean over the tokens, frozen teacher",
     "quack": "quack-kernels",
     "quack base": "quack-kernels' chunked linear cross entropy with `use_scaled_exp=False`",
@@ -285,6 +286,11 @@ def _minus(f: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
     return -f(hidden, weight, ids)
 
 
+def _liger_portable(f: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    # temperature, ignored id, entropies
+    return -f(hidden, weight, ids, 1.0, -100, False)  # type: ignore[no-any-return]
+
+
 def _trl_logprobs(f: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
     # bias, ids, temperature, columns per chunk (the trainers' value in TRL 1.16), softcap, logit scale, other outputs
     return f(hidden, weight, None, ids, 1.0, 32768, None, 1.0, ())[0]
@@ -366,6 +372,10 @@ PEERS: Sequence[Impl] = (
     *_peers("liger scaled", _LIGER_SCALED, {
         "linear_logprobs": ("LigerFusedLinearScaledCrossEntropyFunction.apply", _minus),
     }, overwrites=True, capturable=False),
+    # On Hopper the function above needs CuTe and does not fall back. This is what it runs elsewhere.
+    *_peers("liger portable", _LIGER_SCALED, {
+        "linear_logprobs": ("_FusedLinearPPOFallbackFunction.apply", _liger_portable),
+    }),
     *_peers("trl", "trl.kernels:", {
         "linear_logprobs": ("ChunkedLogProbFunction.apply", _trl_logprobs),
     }),
