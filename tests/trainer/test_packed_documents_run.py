@@ -39,9 +39,7 @@ def test_documents_of_gpt_oss_train_apart(oss: Any, here: Any, tigon: Any, monke
         other = inputs["input_ids"][:1].clone()
         other[:, :second] = 5
         with torch.no_grad():
-            a, b = (
-                model(input_ids=ids, position_ids=positions).logits for ids in (inputs["input_ids"][:1], other)
-            )
+            a, b = (model(input_ids=ids, position_ids=positions).logits for ids in (inputs["input_ids"][:1], other))
         seen.extend(float((a - b).abs()[0, part].max()) for part in (slice(second), slice(second, None)))
         return original(self, model, inputs, of_model)
 
