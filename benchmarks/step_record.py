@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ import torch
 from tigon.bench.record import environment
 
 
-def options(doc: str | None) -> argparse.Namespace:
-    """The options of a script: `tiny`, and `json` for the record. doc: the docstring of the script."""
+def options(doc: str | None, switches: Mapping[str, str] | None = None) -> argparse.Namespace:
+    """The options of a script: `tiny`, and `json` for the record.
+
+    doc: the docstring of the script. switches: more flags by name, with their help.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a small model; also without a GPU")
     parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
+    for name, text in (switches or {}).items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     return parser.parse_args()
 
 

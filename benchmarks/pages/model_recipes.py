@@ -99,7 +99,7 @@ def asked(model: Model, method: str, gb: int, **given: object) -> SearchProblem:
 
 
 def chosen(model: Model, method: str) -> list[Row]:
-    """The recipes, by class of memory: the first of SETTINGS that fits any kind of checkpointing, and the first such kind.
+    """The recipes by class of memory: the first of SETTINGS that fits with a kind of checkpointing, and the first kind.
 
     A class whose recipe is that of the smaller class has none.
     """
@@ -147,7 +147,7 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
         "# The text is what every Python carries, to try the recipe; name your own rows.",
         "#",
         f"#     tigon train {path} --set data.source=rows.jsonl",
-        "model:", f"  name: {model.hub_id}", *([] if model.attention == "sdpa" else [f"  attention: {model.attention}"]),
+        "model:", f"  name: {model.hub_id}", *(f"  attention: {a}" for a in [model.attention] if a != "sdpa"),
         "data:", "  source: python-docs", f"  sequence_length: {request.seq}",
         "train:", "  epochs: 1", f"  batch_size: {request.batch}", f"  gradient_accumulation: {choices.accumulate}",
         f"  learning_rate: {LEARNING_RATES[method]}", "  warmup_steps: 10", f"  precision: {choices.precision}",
