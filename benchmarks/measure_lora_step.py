@@ -130,7 +130,7 @@ def measure(tiny: bool, four_bit: bool, keep: Callable[[dict[str, Any]], None]) 
                 report = tigon.patch(model, lora=fused)
                 if DEVICE == "cuda":
                     torch.cuda.empty_cache()
-                line = {
+                line: dict[str, Any] = {
                     "weights": "4-bit" if four_bit else "bf16", "checkpointing": checkpointing, "layers": layers,
                     **timed(model, ids_BT, optimizer),
                 }  # fmt: skip
