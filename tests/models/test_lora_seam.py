@@ -268,3 +268,19 @@ def test_results_that_siblings_left_do_not_outlive_their_use() -> None:
     only_lora(model)
     step(model)
     assert not any(siblings.results or siblings.x is not None for siblings in lora._SIBLINGS.values())
+
+
+def test_kernel_of_4_bit_weights_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    layer = pytest.importorskip("bitsandbytes").nn.Linear4bit(64, 8, bias=False, quant_type="nf4").to("cpu")
+    right = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    for offset, made_by_ours in ((0.0, True), (0.1, False)):
+        monkeypatch.setattr(lora, "_AGREES", {})
+        monkeypatch.setattr(lora, "dequantiser", lambda *_, offset=offset: lambda dtype: (right + offset).to(dtype))
+        if made_by_ours:
+            lora._dequantise(layer)
+        else:
+            with pytest.warns(UserWarning, match="differs from bitsandbytes'"):
+                made = lora._dequantise(layer)
+            assert torch.equal(made(), right)
+        assert {torch.device("cpu"): made_by_ours} == lora._AGREES
