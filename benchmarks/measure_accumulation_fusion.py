@@ -1,12 +1,13 @@
 """Gradient accumulation fusion: its errors, then the time and the peak of a step with and without it.
 
-    python -m benchmarks.measure_accumulation_fusion --json RECORD     # on the GPU: about 4 minutes
+    python -m benchmarks.measure_accumulation_fusion --json RECORD     # on the GPU: about 2 minutes
     python -m benchmarks.measure_accumulation_fusion --tiny            # a small model on the CPU, to see that it runs
 
 First the gradients of three micro-batches are compared with fp64, with 2 layers of the model. An error above twice the
 usual one ends the script with exit code 1. Then Llama-3.2-1B's shape takes steps of 8 micro-batches of 8 x 1024 tokens,
 with AdamW and `tigon.patch`: in bf16 and under autocast, without and with activation checkpointing. Steps with and
-without fusion take turns, in one model.
+without fusion take turns, in one model. The record is written after each of these four runs. The planner's predictions
+come last, because they take longer than the steps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tigon.techniques.records.choices import Choices
 transformers = importlib.import_module("transformers")  # its types are incomplete, and mypy checks this file
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ROUNDS, WARM_UP_ROUNDS, MICRO_BATCHES = 4, 1, 8
+ROUNDS, WARM_UP_ROUNDS, MICRO_BATCHES = 3, 1, 8
 # (precision, checkpointing)
 RUNS = (("bf16", "none"), ("bf16", "full"), ("amp-bf16", "none"), ("amp-bf16", "full"))
 SIZES = {
@@ -46,6 +47,8 @@ TINY_SIZES = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "tie_word_embeddings": True,
 }  # fmt: skip
+SHAPE = {False: (8, 1024), True: (2, 32)}
+"""Whether the model is the small one -> samples and tokens of a micro-batch."""
 MOST_TIMES_THE_USUAL_ERROR = 2.0
 
 
@@ -122,10 +125,11 @@ def errors(tiny: bool) -> list[dict[str, Any]]:
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def predicted(config: Any, precision: str, checkpointing: str, batch: int, seq: int, fused: bool) -> dict[str, float]:
+def predicted(tiny: bool, precision: str, checkpointing: str, fused: bool) -> dict[str, float]:
     """The planner's peak and time of such a step; empty without a GPU."""
     if DEVICE.type != "cuda":
         return {}
+    config, (batch, seq) = config_of(tiny), SHAPE[tiny]
     properties = torch.cuda.get_device_properties(DEVICE)
     choices = Choices(
         precision=precision, checkpointing=checkpointing, accumulate=MICRO_BATCHES, accumulation_fusion=fused
@@ -143,7 +147,7 @@ def steps(tiny: bool, precision: str, checkpointing: str) -> list[dict[str, Any]
     model = model_of(config, torch.bfloat16 if precision == "bf16" else torch.float32)
     if checkpointing == "full":
         enable(model)
-    batch, seq = (2, 32) if tiny else (8, 1024)
+    batch, seq = SHAPE[tiny]
     batches = batches_of(config, MICRO_BATCHES, batch, seq)
     gpu = DEVICE.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=gpu)
@@ -170,7 +174,6 @@ def steps(tiny: bool, precision: str, checkpointing: str) -> list[dict[str, Any]
             "precision": precision, "checkpointing": checkpointing, "fused": fused, "ms": round(median_s * 1e3, 1),
             "tokens_per_s": round(MICRO_BATCHES * batch * seq / median_s), "loss": losses[fused],
             "peak_gib": round(peaks[fused] / 2**30, 2),
-            **predicted(config, precision, checkpointing, batch, seq, fused),
         })  # fmt: skip
         print(json.dumps(lines[-1]), flush=True)
     return lines
@@ -183,13 +186,16 @@ def main() -> None:
     if max(line["times_the_usual_error"] for line in found) > MOST_TIMES_THE_USUAL_ERROR:
         print("the error of a gradient is more than twice the usual one; nothing was timed", file=sys.stderr)
         raise SystemExit(1)
-    measured = []
+    measured: list[dict[str, Any]] = []
     for precision, checkpointing in RUNS:
         measured += steps(given.tiny, precision, checkpointing)
+        record.write(given.json, errors=found, measurements=measured)
         gc.collect()
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
-    record.write(given.json, errors=found, measurements=measured)
+    for line in measured:
+        line |= predicted(given.tiny, line["precision"], line["checkpointing"], line["fused"])
+        record.write(given.json, errors=found, measurements=measured)
 
 
 if __name__ == "__main__":

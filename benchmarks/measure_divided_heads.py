@@ -30,9 +30,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
 
 import tigon
 from benchmarks import step_record
+from benchmarks.step_record import busy_ms, by_name, device_kernels
 
 WAYS = ("whole", "divided", "gathered")
 
@@ -154,11 +156,30 @@ def measure(shape: Shape, device: str, dtype: torch.dtype, turns: int, link: flo
     return {"shape": asdict(shape), "median_ms": medians, "predicted_ms": predicted, "peak_bytes": peaks}
 
 
+def profiled(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernels of one step of `whole` and of `divided`: name -> (calls, milliseconds), the longest first."""
+    tables = {}
+    for name, run in steps(shape, dtype, device):
+        if name == "gathered":
+            continue
+        for _ in range(3):
+            run()
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            run()
+            if device != "cpu":
+                torch.cuda.synchronize()
+        kernels = device_kernels(profiler.events())
+        tables[name] = {"busy_ms": busy_ms(kernels), "kernels": by_name(kernels)}
+    return {"shape": asdict(shape), **tables}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the record")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--link", type=float, default=200e9, help="bytes per second between two GPUs, one direction")
+    parser.add_argument("--profile", action="store_true", help="record the kernels of one step instead of times")
     parser.add_argument("--tiny", action="store_true", help="a small head, for a CPU")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
@@ -171,7 +192,7 @@ def main() -> None:
     if first:
         print(json.dumps(found), flush=True)
     for shape in TINY if args.tiny else SHAPES:
-        row = measure(shape, device, dtype, args.turns, args.link)
+        row = profiled(shape, device, dtype) if args.profile else measure(shape, device, dtype, args.turns, args.link)
         rows.append(row)
         if first:
             print(json.dumps(row), flush=True)

@@ -142,7 +142,9 @@ def measure(tiny: bool, four_bit: bool, keep: Callable[[dict[str, Any]], None]) 
 
 
 def main() -> None:
-    given = step_record.options(__doc__, {"quantised": "measure 4-bit weights alone"})
+    given = step_record.options(
+        __doc__, lambda p: p.add_argument("--quantised", action="store_true", help="measure 4-bit weights alone")
+    )
     has_4_bit = importlib.util.find_spec("bitsandbytes") is not None
     if given.quantised and not has_4_bit:
         raise SystemExit("--quantised needs bitsandbytes")

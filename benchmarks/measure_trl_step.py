@@ -2,6 +2,7 @@
 
     python -m benchmarks.measure_trl_step --json RECORD      # on the GPU: about 3 minutes
     python -m benchmarks.measure_trl_step --tiny             # a small model on the CPU, to see that it runs
+    python -m benchmarks.measure_trl_step --plan RECORD      # adds the planner's peaks; on any machine, without a GPU
 
 A step is the trainer's own `compute_loss`, the backward pass and AdamW. GRPO's completions are random tokens, because
 generating them would take most of the time. A model that runs out of memory is a result too. Each line is one
@@ -11,10 +12,14 @@ measurement:
     trl      TRL as it is
     head     TRL with `tigon.integrations.trl.fuse`
     tigon    `head`, and the layers patched by `tigon.patch`
+
+The planner predicts runs of tigon, so `--plan` adds `planned_gib` to the lines of `tigon`. The number of layers whose
+LoRA adapter is fused is recorded, because each layer of PEFT's own keeps copies of its input.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
 import json
@@ -22,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +36,12 @@ from torch import nn
 import tigon
 from benchmarks import step_record
 from tigon.integrations.trl import fuse
+from tigon.objectives.choose import planned_objective
+from tigon.objectives.recipe_checks import of_assignments
+from tigon.planner.estimate import estimate
+from tigon.planner.gpus import find_gpu
+from tigon.planner.request import Request
+from tigon.techniques.records.choices import Choices
 
 # Their types are incomplete, and mypy checks this file.
 datasets, peft, tokenizers, transformers, trl, trl_utils = (
@@ -44,6 +56,7 @@ PAIRS, SEQ = 8, 64 if TINY else 1024
 COMPLETIONS = 4 if TINY else 64
 GIB = 1 << 30
 CHUNKED = trl_utils._ChunkedLogProbFunction
+HEADS = ("trl", "tigon", "logits", "head")
 Made = tuple[Any, dict[str, Any], int]
 """(trainer, a batch, tokens of the batch)"""
 
@@ -89,7 +102,14 @@ def text(words: int, seed: int) -> str:
 
 
 def policy() -> Any:
-    """Llama-3.2-1B with random weights in bf16, or a tiny Llama."""
+    """A model of `config()` with random weights in bf16."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return transformers.LlamaForCausalLM(config()).to(torch.bfloat16)
+
+
+def config() -> Any:
+    """The config of Llama-3.2-1B, or of a tiny Llama."""
     sizes: dict[str, Any] = (
         {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -97,13 +117,10 @@ def policy() -> Any:
         {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
          "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
     )  # fmt: skip
-    config = transformers.LlamaConfig(
+    return transformers.LlamaConfig(
         **sizes, max_position_embeddings=4096, tie_word_embeddings=True, pad_token_id=WORDS, eos_token_id=WORDS + 1,
         bos_token_id=WORDS + 1, attn_implementation="sdpa",
     )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
 def adapters(kind: str) -> Any:
@@ -157,8 +174,10 @@ def measure(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]:
     vars(trl_utils)["_ChunkedLogProbFunction"] = AllLogits if how == "logits" else CHUNKED
     trainer, batch, tokens = make(kind)
     model = trainer.model.to(DEVICE).train()
+    fused_adapters = 0
     if how == "tigon":
-        tigon.patch(model.base_model.model if kind == "lora" else model)
+        report = tigon.patch(model.base_model.model if kind == "lora" else model)
+        fused_adapters = report.counts.get("lora_linear", 0)
     if how in ("head", "tigon") and not fuse(trainer).fused:
         raise RuntimeError("nothing was fused")
     # As `Trainer.train` does.
@@ -182,7 +201,7 @@ def measure(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]:
     peak_bytes = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
     return {
         "trainer": make.__name__, "weights": kind, "head": how, "tokens_per_s": round(tokens / median_s),
-        "peak_gib": round(peak_bytes / GIB, 2), "loss": float(loss.detach()),
+        "peak_gib": round(peak_bytes / GIB, 2), "loss": float(loss.detach()), "fused_adapters": fused_adapters,
     }  # fmt: skip
 
 
@@ -194,19 +213,56 @@ def one_line(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]
         return {"trainer": make.__name__, "weights": kind, "head": how, "out_of_memory": str(error).split(". ")[0]}
 
 
+def planned_gib(trainer: str, kind: str) -> float:
+    """The planner's peak of such a step on an H200. GRPO's sequences are half prompt and half completion."""
+    batch, seq, keys = (PAIRS, SEQ, []) if trainer == "dpo" else (
+        COMPLETIONS, SEQ // 2, [f"post_training.completion_length={SEQ // 2}"]
+    )  # fmt: skip
+    # Frozen weights in bf16 under autocast for LoRA; bf16 weights and states otherwise, as in `policy` and AdamW.
+    choices = Choices(
+        precision="amp-bf16" if kind == "lora" else "bf16", checkpointing="full",
+        lora_rank=16 if kind == "lora" else None,
+    )  # fmt: skip
+    objective = planned_objective(of_assignments([f"train.objective={trainer}", *keys]))
+    request = Request(
+        model="llama", config=config(), batch=batch, seq=seq, choices=choices, objective=objective, masked=True,
+        clipped=False,
+    )  # fmt: skip
+    return estimate(request, gpu=find_gpu("h200"), evaluation=False).peak_allocated_bytes / GIB
+
+
+def add_plans(record: Path) -> None:
+    """Add `planned_gib` to the lines of `tigon` in a record."""
+    fields = json.loads(record.read_text(encoding="utf-8"))
+    for line in fields["measurements"]:
+        if line["head"] == "tigon":
+            line["planned_gib"] = round(planned_gib(line["trainer"], line["weights"]), 2)
+            print(json.dumps(line), flush=True)
+    record.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
-    given = step_record.options(__doc__)
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--head", action="append", choices=HEADS, help="measure only these lines")
+        parser.add_argument("--plan", type=Path, metavar="RECORD", help="only add the planner's peaks to this record")
+
+    given = step_record.options(__doc__, more)
+    if given.plan:
+        return add_plans(given.plan)
     record = step_record.StepRecord("measure_trl_step", torch.device(DEVICE), ("trl", "peft"))
-    lines = []
-    for how in ("trl", "tigon", "logits", "head"):
+    lines: list[dict[str, Any]] = []
+    for how in given.head or HEADS:
         for make in (dpo, grpo):
             for kind in ("lora", "full"):
                 lines.append(one_line(make, kind, how))
                 print(json.dumps(lines[-1]), flush=True)
+                record.write(
+                    given.json, pairs=PAIRS, completions=COMPLETIONS, tokens_per_sequence=SEQ, measurements=lines
+                )
                 gc.collect()
                 if DEVICE == "cuda":
                     torch.cuda.empty_cache()
-    record.write(given.json, pairs=PAIRS, completions=COMPLETIONS, tokens_per_sequence=SEQ, measurements=lines)
+    return None
 
 
 if __name__ == "__main__":

@@ -7,26 +7,47 @@ import importlib.metadata
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # PyTorch imports it from C
 
 from tigon.bench.record import environment
 
 
-def options(doc: str | None, switches: Mapping[str, str] | None = None) -> argparse.Namespace:
-    """The options of a script: `tiny`, and `json` for the record.
-
-    doc: the docstring of the script. switches: more flags by name, with their help.
-    """
+def options(doc: str | None, more: Callable[[argparse.ArgumentParser], Any] | None = None) -> argparse.Namespace:
+    """The options of a script: `tiny`, `json` for the record, and those that `more` adds. doc: the docstring."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a small model; also without a GPU")
     parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
-    for name, text in (switches or {}).items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
+    if more is not None:
+        more(parser)
     return parser.parse_args()
+
+
+def device_kernels(events: Any) -> list[Any]:
+    """The events of a profile that ran on the GPU: kernels, copies and collectives."""
+    return [event for event in events or () if event.device_type == DeviceType.CUDA]
+
+
+def busy_ms(kernels: list[Any]) -> float:
+    """Milliseconds in which the GPU ran at least one of these."""
+    total_us, end_us = 0.0, 0.0
+    for start, stop in sorted((one.time_range.start, one.time_range.end) for one in kernels):
+        total_us += max(0.0, stop - max(start, end_us))
+        end_us = max(end_us, stop)
+    return total_us / 1e3
+
+
+def by_name(kernels: list[Any], longest: int = 20) -> dict[str, tuple[int, float]]:
+    """Name -> (calls, milliseconds) of those that take the most time."""
+    sums: dict[str, tuple[int, float]] = {}
+    for one in kernels:
+        calls, ms = sums.get(one.name[:120], (0, 0.0))
+        sums[one.name[:120]] = calls + 1, ms + one.time_range.elapsed_us() / 1e3
+    return dict(sorted(sums.items(), key=lambda item: -item[1][1])[:longest])
 
 
 class StepRecord:

@@ -185,17 +185,20 @@ def truth_and_baseline(
     """
     truth = run(op.oracle, op, with_leaves(op, cast(inputs, torch.float64)), upstream)
     baseline = run(op.oracle, op, with_leaves(op, inputs), upstream)
-    exact = truth.named()
     for seed in range(1, product_orders):
-        other = _in_another_order(op, inputs, upstream, seed)
-        mine, its = baseline.named(), other.named()
-        worse = {n for n in mine if relative_error(its[n], exact[n]) > relative_error(mine[n], exact[n])}
-        outputs = enumerate(zip(baseline.outputs, other.outputs, strict=True))
-        baseline = Result(
-            [b if f"output {i}" in worse else a for i, (a, b) in outputs],
-            {n: other.grads[n] if f"gradient of {n}" in worse else g for n, g in baseline.grads.items()},
-        )
+        baseline = worse_of(baseline, _in_another_order(op, inputs, upstream, seed), truth)
     return truth, baseline
+
+
+def worse_of(first: Result, second: Result, truth: Result) -> Result:
+    """Each tensor of the result whose error is larger."""
+    mine, its, exact = first.named(), second.named(), truth.named()
+    worse = {n for n in mine if relative_error(its[n], exact[n]) > relative_error(mine[n], exact[n])}
+    outputs = enumerate(zip(first.outputs, second.outputs, strict=True))
+    return Result(
+        [b if f"output {i}" in worse else a for i, (a, b) in outputs],
+        {n: second.grads[n] if f"gradient of {n}" in worse else g for n, g in first.grads.items()},
+    )
 
 
 def _in_another_order(op: Op, inputs: Inputs, upstream: Sequence[Tensor], seed: int) -> Result:

@@ -98,7 +98,8 @@ def gpus() -> str:
 
 
 def _is_of(device: str, names: str) -> bool:
-    return any(device.endswith(name) for name in names.split(", "))
+    """Whether a card is one of those, such as `NVIDIA H100 80GB HBM3` of `H100, H200, GH200`."""
+    return any(re.search(rf"\b{re.escape(name)}( \d+GB( HBM\w*)?)?$", device) for name in names.split(", "))
 
 
 def packages() -> str:

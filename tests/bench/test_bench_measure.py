@@ -44,9 +44,8 @@ def test_row_has_times_memory_errors_and_rates(case):
         assert m.extra_peak_bytes > 0 and 0 < m.fraction < math.inf
         assert (m.tflop_per_s is not None) == bool(record.flops) != (m.gb_per_s is not None)
         gradients = {n for n in m.errors if n.startswith("gradient of ")}
-        assert gradients == {
-            f"gradient of {n}" for n in differentiable(OPS[case.op], make_inputs(case, torch.float32, CPU))
-        }
+        wanted = differentiable(OPS[case.op], make_inputs(case, torch.float32, CPU), case.frozen)
+        assert gradients == {f"gradient of {n}" for n in wanted}
         assert not m.breaks_rule and max(m.errors.values()) < 1e-5
     assert record.error_shape == list(case.shape) and record.repetitions == 2
     assert record.limit_ms > 0
@@ -191,10 +190,10 @@ def test_errors_are_measured_on_fewer_tokens_if_fp64_does_not_fit(monkeypatch):
     """Errors are then of fewer tokens, and the record says of how many."""
     whole = numerical_errors.oracle
 
-    def small_gpu(op, inputs, upstream, dtype=None):
+    def small_gpu(op, inputs, upstream, dtype=None, *problem):
         if dtype == torch.float64 and inputs["q"].shape[2] > 10:
             raise torch.cuda.OutOfMemoryError("out of memory")
-        return whole(op, inputs, upstream, dtype)
+        return whole(op, inputs, upstream, dtype, *problem)
 
     monkeypatch.setattr(numerical_errors, "oracle", small_gpu)
     record = measured(row("rope", 1, 4, 32, 16, options={"kv_heads": 2}), ("tigon", "eager"))
@@ -245,3 +244,54 @@ def test_row_of_log_probabilities_has_its_settings_variants_and_both_bounds():
         assert m.status == "ok" and m.eager_ms is not None, f"{name}: {m.detail}"
         assert not m.breaks_rule, name
     assert record.flops == 8 * 64 * 32 * 1000
+
+
+KL_ROWS = {row.problem: row for row in SMALL if row.op == "linear_kl"}
+
+
+def of_kl(problem: str, names: tuple[str, ...] = ("tigon", "eager", "trl", "liger jsd")) -> dict[str, Measurement]:
+    pytest.importorskip("trl.kernels")
+    return {m.impl: m for m in measured(KL_ROWS[problem], names).measurements}
+
+
+def test_divergence_of_two_trained_heads_has_gradients_of_both_and_eight_products():
+    by_name = of_kl("jsd, both heads trained")
+    assert {f"gradient of teacher_{name}" for name in ("hidden", "weight")} < set(by_name["tigon"].errors)
+    assert by_name["eight products"].status == "ok" and "six products" not in by_name
+    assert by_name["trl"].status == "not supported" and "teacher_weight" in by_name["trl"].detail
+
+
+def test_divergence_from_a_frozen_teacher_is_compared_with_trls_function():
+    by_name = of_kl("jsd, frozen teacher")
+    for name in ("tigon", "trl"):
+        m = by_name[name]
+        assert m.status == "ok" and not m.breaks_rule, (name, m.detail)
+        assert set(m.errors) == {"output 0", "gradient of hidden", "gradient of weight"}
+    assert by_name["liger jsd"].status in ("not supported", "not installed")
+    assert {"six products", "products once"} < set(by_name)
+
+
+@pytest.mark.parametrize("problem", ["mean jsd, frozen teacher", "mean forward KL, frozen teacher"])
+def test_mean_divergence_is_compared_with_trls_function(problem):
+    by_name = of_kl(problem)
+    for name in ("tigon", "eager", "trl"):
+        assert by_name[name].status == "ok" and not by_name[name].breaks_rule, (name, by_name[name].detail)
+
+
+def test_peer_that_returns_a_mean_is_called_with_the_arguments_of_its_divergence(monkeypatch):
+    def function(hidden, weight, teacher_hidden, teacher_weight, *, jsd_beta):
+        kind = "forward" if jsd_beta == 0.0 else "jsd"
+        return OPS["linear_kl"].oracle(hidden, weight, teacher_hidden, teacher_weight, kind=kind).mean()
+
+    (liger,) = (impl for impl in impls_module.PEERS if impl.name == "liger jsd")
+    with_peers(monkeypatch, dataclasses.replace(liger, target=function))
+    for problem in ("mean jsd, frozen teacher", "mean forward KL, frozen teacher"):
+        m = of_kl(problem, ("liger jsd",))["liger jsd"]
+        assert m.status == "ok" and not m.breaks_rule, m.detail
+    m = of_kl("jsd, frozen teacher", ("liger jsd",))["liger jsd"]
+    assert m.status == "not supported" and "mean over the tokens" in m.detail
+
+
+def test_cost_of_a_frozen_teacher_leaves_its_gradients_out():
+    both, frozen = (measured(KL_ROWS[name], ("tigon",)).flops for name in KL_ROWS if name.startswith("jsd"))
+    assert both == 16 * 64 * 32 * 1000 and frozen == 12 * 64 * 32 * 1000

@@ -49,7 +49,7 @@ def test_every_implementation_that_a_row_names_exists():
         for reach in row.reach:
             assert {reach.of, reach.vs} - {""} <= names, row.id
             assert (reach.quantity == "ratio") == bool(reach.vs), row.id
-        assert set(row.impls) <= names, row.id
+        assert {*row.impls, *row.limits} <= names, row.id
 
 
 def test_suites_cover_their_ops_and_sizes():

@@ -249,6 +249,7 @@ def test_nothing_is_written_if_nothing_was_measured(bench, model, tmp_path, monk
     ("arguments", "words"),
     [
         (("--variant", "unsloth:full"), "choose one of hf, compile, liger, trl, tigon, tigon-add"),
+        (("--variant", "tigon-graphs:auto"), "tigon-graphs recomputes none, full; got 'auto'"),
         (("--variant", "hf"), "hf recomputes none, full; got ''"),
         (("--variant", "liger:auto"), "liger recomputes none, full; got 'auto'"),
         (("--variant", "tigon:auto@4"), "the planner chooses the micro-batch of auto; write tigon:auto"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from trl_cases import lora
-from trl_runs import build, examples, model, tokenizer, train
+from trl_runs import FUSED_FORWARD_SINCE, build, examples, model, tokenizer, train, trl_version
 
 import tigon
 import tigon.integrations.trl as integration
@@ -21,6 +21,9 @@ from tigon.models.patch import unwrap
 
 pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
 pytestmark = pytest.mark.filterwarnings("ignore")
+needs_fused_forward = pytest.mark.skipif(
+    trl_version() < FUSED_FORWARD_SINCE, reason="before TRL 1.15 trainers do not give the model a fused forward"
+)
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
@@ -38,7 +41,9 @@ def globals_of_trl() -> dict[tuple[str, str], int]:
     return {(name, key): id(value) for name, module in modules for key, value in list(vars(module).items())}
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GKD", "Distillation"])
+@pytest.mark.parametrize(
+    "kind", ["SFT", "DPO", *(pytest.param(k, marks=needs_fused_forward) for k in ("ORPO", "GKD", "Distillation"))]
+)
 def test_restore_leaves_trainer_models_and_trl_as_they_were(kind: str) -> None:
     trainer = build(kind)
     before, modules = state_of(trainer), globals_of_trl()
@@ -65,6 +70,7 @@ def test_training_after_restore_is_trls() -> None:
     assert got.logs == want.logs
 
 
+@needs_fused_forward
 def test_a_forward_that_was_wrapped_since_runs_trls_code_after_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate wraps `model.forward` for mixed precision when training starts."""
     trainer = build("SFT")
@@ -97,6 +103,7 @@ def test_fused_trainer_of_a_patched_model_logs_trls_numbers(order: str) -> None:
         assert ours == pytest.approx(theirs, rel=2e-4)
 
 
+@needs_fused_forward
 def test_head_hook_that_changes_logits_takes_part_in_the_loss() -> None:
     """TRL alone multiplies by the head's weight and passes hooks by."""
     trainer = build("SFT")
@@ -117,6 +124,7 @@ def test_reference_of_a_lora_policy_is_the_model_without_the_adapter() -> None:
     assert got.logs[0]["rewards/chosen"] == pytest.approx(want.logs[0]["rewards/chosen"], rel=1e-4)
 
 
+@needs_fused_forward
 def test_batch_without_any_label_gives_zero_gradients() -> None:
     trainer = build("SFT")
     integration.fuse(trainer)
@@ -127,6 +135,7 @@ def test_batch_without_any_label_gives_zero_gradients() -> None:
     assert all(not p.grad.any() for p in trainer.model.parameters() if p.grad is not None)
 
 
+@needs_fused_forward
 def test_subclass_with_a_loss_of_its_own_is_left_to_it() -> None:
     trainer = build("ORPO")
 
@@ -174,6 +183,7 @@ def test_fused_trainer_warns_of_nothing() -> None:
         train("DPO", fused=True)
 
 
+@needs_fused_forward
 @pytest.mark.parametrize(("found", "says"), [("non-None value", False), (lambda outputs, labels: 0.0, True)])
 def test_only_a_loss_function_is_named_as_unfused_not_the_text_that_trl_sets(found: Any, says: bool) -> None:
     """TRL sets a text with transformers before 5.19, so that the Trainer does not divide the loss."""
@@ -184,6 +194,7 @@ def test_only_a_loss_function_is_named_as_unfused_not_the_text_that_trl_sets(fou
         assert ("compute_loss_func" in integration.fuse(trainer).unfused) == says
 
 
+@needs_fused_forward
 def test_reference_that_trl_put_under_autocast_is_fused_there(tmp_path):
     """TRL's constructor lets Accelerate wrap the reference's forward before `fuse` sees it."""
     import trl

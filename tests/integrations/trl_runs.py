@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.metadata
+import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -14,6 +18,27 @@ from torch import nn
 import tigon.integrations.trl as integration
 
 VOCAB = 64
+FUSED_FORWARD_SINCE = (1, 15)
+"""The first TRL whose trainers give the model a forward with log-probabilities. Earlier ones read the logits."""
+
+
+def trl_version() -> tuple[int, ...]:
+    """The installed TRL's, e.g. (1, 16); (0, 0) without TRL."""
+    try:
+        return tuple(int(part) for part in importlib.metadata.version("trl").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return (0, 0)
+
+
+def _interpret_trls_kernels() -> None:
+    """TRL 1.15 launches its Triton kernels on a CPU too. Imported like this, they run in Triton's interpreter."""
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        importlib.import_module("trl.kernels.chunked_divergence")
+        importlib.import_module("trl.kernels.logprob_entropy")
+
+
+if trl_version() == (1, 15):
+    _interpret_trls_kernels()
 CHAT = (
     "{% for m in messages %}{{ 'w4 ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' w2 ' }}"
     "{% endgeneration %}{% else %}{{ m.content + ' w3 ' }}{% endif %}{% endfor %}"
@@ -161,9 +186,9 @@ def build(
     evaluate: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """The trainer of one row of KINDS with these options of its config."""
-    import importlib
-
     row = KINDS[kind]
+    if kind == "Distillation" and trl_version() < FUSED_FORWARD_SINCE:
+        row = replace(row, package="trl.experimental.distillation", data="chat")
     package = importlib.import_module(row.package)
     preset = dict(row.options)
     policy = policy or preset.pop("policy", model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from helpers import relative_error
 from tigon.errors import OptionError, PatchError
 from tigon.models.fp8 import fp8_options
 from tigon.models.seams.fp8 import fp8_scaling
+from tigon.ops.linear import fp8, fp8_linear
+from tigon.ops.linear.fp8 import SCALINGS
+from tigon.techniques.checkpointing import enable, replace_function
+from tigon.techniques.mechanisms.recompute import recomputed
 
 IDS = torch.arange(24).view(2, 12) % 64
 
@@ -177,3 +182,41 @@ def test_adapters_products_stay_in_bf16_around_an_fp8_layer(order: str) -> None:
     assert fp8_grads.keys() == grads.keys()
     errors = {name: relative_error(fp8_grads[name], grads[name]) for name in grads}
     assert 0.001 < max(errors.values()) < 0.4, errors
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_recomputed_layer_takes_the_first_runs_magnitudes_and_casts_each_weight_once_for_both_products(
+    scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are those without recomputation, bit for bit. The last product is not computed again."""
+    model, calls = llama(), Counter[str]()
+    tigon.patch_fp8(model, scaling=scaling, bf16_layers=0)
+    want_loss, want = step(model)
+    enable(model)
+    replace_function(model, recomputed)
+    amax, cast, product = fp8_linear.fp8_amax, fp8.fp8_cast, fp8_linear.fp8_product
+
+    def counted_amax(*args: Any) -> Any:
+        calls["amax"] += 1
+        return amax(*args)
+
+    def counted_cast(x: Any, amax: Any, rowwise: bool, rows: bool, columns: bool, gradient: bool) -> Any:
+        calls[f"cast {'rows' * rows}{'+' * (rows and columns)}{'columns' * columns}{' of dy' * gradient}"] += 1
+        return cast(x, amax, rowwise, rows, columns, gradient)
+
+    def counted_product(*args: Any) -> Any:
+        calls["product"] += 1
+        return product(*args)
+
+    for module in (fp8, fp8_linear):
+        monkeypatch.setattr(module, "fp8_amax", counted_amax)
+    monkeypatch.setattr(fp8_linear, "fp8_product", counted_product)
+    monkeypatch.setattr(fp8, "fp8_cast", counted_cast)
+    loss, got = step(model)
+    assert loss == want_loss and all(torch.equal(got[name], want[name]) for name in want)
+    inputs, weights, layers = 4, 7, 4
+    assert calls == {
+        "amax": layers * (inputs + weights + weights), "cast rows": layers * (inputs + weights),
+        "cast rows+columns": layers * (inputs + weights), "cast rows+columns of dy": layers * weights,
+        "product": layers * (4 * weights - 1),
+    }  # fmt: skip

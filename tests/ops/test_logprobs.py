@@ -264,13 +264,15 @@ def test_nan_stays_in_its_row(chunk_bytes: int, backend: Any) -> None:
     assert bool(dx[4].isnan().all()) and relative_error(dx[others], dx_clean[others]) < 1e-6
 
 
-def test_nan_in_a_masked_row_reaches_no_gradient(backend: Any) -> None:
-    hidden, weight, ids = head(backend.device)
+@pytest.mark.parametrize("tokens, masked", [(N, N // 2), (400, 1)], ids=["half", "too few to drop"])
+@pytest.mark.parametrize("chunk_bytes", CHUNKS)
+def test_nan_in_a_masked_row_reaches_no_gradient(tokens: int, masked: int, chunk_bytes: int, backend: Any) -> None:
+    hidden, weight, ids = head(backend.device, tokens=tokens)
     broken = hidden.detach().clone()
-    mask = torch.arange(N, device=backend.device) % 2 == 0
+    mask = torch.arange(tokens, device=backend.device) >= masked
     broken[~mask] = torch.nan
     broken.requires_grad_()
-    found = linear_logprobs(broken, weight, ids, mask=mask)
+    found = linear_logprobs(broken, weight, ids, mask=mask, chunk_bytes=chunk_bytes)
     for gradient in torch.autograd.grad(found.sum(), (broken, weight)):
         assert bool(gradient.isfinite().all())
 

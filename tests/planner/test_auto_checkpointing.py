@@ -94,6 +94,22 @@ def test_micro_batch_is_chosen_with_the_layers() -> None:
     assert (whole.batch, whole.choices.accumulate, whole.choices.checkpointing) == (8, 1, "none")
 
 
+def test_batch_stays_whole_if_gradients_would_not_fit_beside_the_activations_of_its_parts() -> None:
+    """Micro-batches hold the gradients in their forward passes. The one batch does not."""
+    shape = {"num_hidden_layers": LAYERS, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 256}
+    request = request_of("llama", batch=4, seq=96, shape=shape, precision="bf16", kernels="tigon")
+
+    def peak_bytes(option: Option) -> int:
+        return option.estimate.peak_allocated_bytes
+
+    limit_bytes = peak_bytes(estimate_of(request, "full"))
+    gpu = replace(small_gpu(4000), memory_bytes=limit_bytes)
+    choice = choose(request, gpu, [(4, 1), (2, 2), (1, 4)], needs=peak_bytes)
+    divided = [option for (batch, _), option in choice.seen.items() if batch != 4]
+    assert divided and min(map(peak_bytes, divided)) > limit_bytes
+    assert choice.option.request.batch == 4 and peak_bytes(choice.option) <= limit_bytes
+
+
 def test_auto_itself_has_no_estimate() -> None:
     with pytest.raises(UsageError, match=r"checkpointing is auto, which stands for a choice"):
         estimate(asked(checkpointing="auto"), gpu=small_gpu(100))

@@ -71,3 +71,12 @@ def test_only_engines_read_which_engine_a_run_has():
     for path in files:
         read = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         assert not read & {"zero", "fsdp", "reshard"}, path.name
+
+
+def test_copies_of_shards_take_the_memory_of_fewer_gpus_and_more_traffic():
+    """Four GPUs with two copies hold as much as two GPUs with one."""
+    two, hybrid = request_of(fsdp=True, gpus=2), request_of(fsdp=True, gpus=4, replicas=2)
+    peaks = [pipeline.estimate(request, gpu=BARE).peak_allocated_bytes for request in (two, hybrid)]
+    assert peaks[0] == peaks[1]
+    traffic = [engine_of(r.choices).placement(r, model_weights(r)).traffic.peers for r in (two, hybrid)]
+    assert traffic[1] > traffic[0]

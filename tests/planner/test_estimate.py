@@ -389,6 +389,8 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
         ({"lora_rank": 4097}, "at most 4096"),
         ({"quantized": True}, r"lora\.rank: none"),
         ({"gpus": 2, "sequence_shards": 2}, r"sharding\.sequence is 2.*--nodes 1"),
+        ({"gpus": 4, "fsdp": True, "tensor_shards": 2}, r"sharding\.tensor is 2.*--nodes 1"),
+        ({"gpus": 4, "zero": 3, "zero_copy_ranks": 2}, r"ZeRO\+\+ .*zero_hpz_partition_size"),
     ],
     ids=str,
 )

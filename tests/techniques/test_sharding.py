@@ -215,3 +215,13 @@ def test_optimizer_on_sharded_weights_is_refused_or_trains_to_the_same_weights(n
         assert len(sharded) == len(weights) == 4
         for a, b in zip(sharded, weights, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_keys_of_zero_plus_plus_reach_deepspeed() -> None:
+    choices = {"zero_copy_ranks": 4, "zero_int8_weights": True, "zero_int4_gradients": True}
+    plain, plus = (
+        deepspeed_config(Choices(zero=3, gpus=8, **one), run_info("llama-3.2-1b"))["zero_optimization"]
+        for one in ({}, choices)
+    )
+    keys = {"zero_hpz_partition_size": 4, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    assert plus == {**plain, **keys} and not keys.keys() & plain.keys()

@@ -71,6 +71,15 @@ def test_run_with_shared_rows_trains_as_one_process_and_resumes(recipe, tigon, h
 
 
 @forks
+def test_shared_rows_under_fsdp2_and_autocast_train_as_one_process(recipe, tigon, here):
+    """FSDP2's mixed precision copies what the model is called with."""
+    path = recipe(model=MODEL, train={"precision": "amp-bf16"}, output={"name": "one"})
+    assert tigon("train", path).code == 0
+    succeeds(lambda rank: fsdp_rank(path, ["sharding.gpus=2", "sharding.sequence=2", "output.name=shared"]), here, 2)
+    assert losses(here / "runs" / "shared") == pytest.approx(losses(here / "runs" / "one"), rel=5e-3)
+
+
+@forks
 def test_fp8_of_shared_rows_is_as_close_to_fp32_as_that_of_one_process(recipe, tigon, here):
     """Each process scales its own tokens, so its losses differ from those of one process."""
     path = recipe(model=MODEL, train={"steps": 6})

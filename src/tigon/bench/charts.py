@@ -18,13 +18,15 @@ COLOURS = {
     "eager": "#9ca3af", "compile": "#0f766e", "torch": "#115e59", "liger": "#1d4ed8",
     "liger fp32": "#3b82f6", "liger cute": "#93c5fd", "liger scaled": "#60a5fa", "quack": "#7e22ce",
     "quack base": "#c084fc", "cce": "#a16207", "cce exact": "#facc15", "trl": "#be185d", "products": INK,
-    "two products": MUTED, "four products": MUTED, "six products": MUTED, "16-bit products": MUTED,
+    "liger jsd": "#1d4ed8", "two products": MUTED, "four products": MUTED, "six products": MUTED,
+    "eight products": MUTED, "products once": MUTED, "16-bit products": MUTED,
 }  # fmt: skip
 LABELS = {
     "eager": "Hugging Face", "compile": "torch.compile", "liger": "Liger", "liger fp32": "Liger, fp32 sums",
     "liger cute": "Liger CuTe", "liger scaled": "Liger scaled", "cce": "CCE", "cce exact": "CCE exact",
     "trl": "TRL", "products": "3 products alone", "two products": "2 products alone",
-    "four products": "4 products alone", "six products": "6 products alone",
+    "liger jsd": "Liger JSD", "four products": "4 products alone", "six products": "6 products alone",
+    "eight products": "8 products alone", "products once": "4 products alone",
     "16-bit products": "3 products in 16 bits",
 }  # fmt: skip
 # Names of the dimensions of a row's shape, per op.

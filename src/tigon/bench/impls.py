@@ -45,7 +45,6 @@ MEANINGS: Mapping[str, str] = {
     "tigon recomputed logits": "linear_logprobs in blocks of 512 MiB of logits, which the backward computes again",
     "tigon with entropy": "log-probabilities and entropies, both with a gradient: more work than the row's problem",
     "tigon half masked": "every second token is masked: less work than the row's problem",
-    "tigon frozen teacher": "divergence without gradients of the teacher: less work than the row's problem",
     "tigon frozen weight": "no gradient of the layer's weight: less work than the row's problem",
     "eager frozen weight": "the unfused formula without the weight's gradient",
     "eager": "the unfused formula in PyTorch, as transformers writes it; the baseline of errors",
@@ -55,17 +54,21 @@ MEANINGS: Mapping[str, str] = {
     "liger fp32": "liger-kernel's fused linear cross entropy with `accum_dtype=torch.float32`",
     "liger cute": "liger-kernel's CuTe kernels, which need nvidia-cutlass-dsl and a Hopper GPU or newer",
     "liger scaled": "liger-kernel's fused linear scaled cross entropy, whose loss per token is a log-probability",
+    "liger jsd": "liger-kernel's fused linear Jensen-Shannon divergence: the mean over the tokens, frozen teacher",
     "quack": "quack-kernels",
     "quack base": "quack-kernels' chunked linear cross entropy with `use_scaled_exp=False`",
     "cce": "cut-cross-entropy, which skips small probabilities in the gradient",
     "cce exact": "cut-cross-entropy with `filter_eps=None`, which skips nothing",
-    "trl": "TRL's chunked log-probability function, which its trainers call",
+    "trl": "TRL's chunked log-probability and divergence functions, which its trainers call",
     "products": "the three matrix products of an lm_head alone (logits and both gradients), by `torch.mm`; the "
     "bound of the rows of linear_cross_entropy and linear_logprobs",
     "two products": "a linear layer's output and the gradient of its input by `torch.mm`; the bound of the rows of "
     "lora_linear",
     "four products": "the same with the logits computed twice, for implementations that do not keep them",
     "six products": "logits of student and teacher, each computed twice, and the student's two gradients",
+    "eight products": "the six products and the teacher's two gradients",
+    "products once": "logits of student and teacher, each computed once, and the student's two gradients: enough for a "
+    "loss that computes its gradient in the forward",
     "16-bit products": "a linear layer's output and both gradients by `torch.mm`, which fp8_linear is to beat",
 }
 """What each implementation is, for the docs."""
@@ -100,6 +103,10 @@ class Impl:
     """False if the host waits for the device, which a CUDA graph cannot record."""
     compiled: bool = False
     """Run through torch.compile."""
+    frozen: tuple[str, ...] = ()
+    """Inputs that it gives no gradient. A row that asks for one is "not supported"."""
+    mean_only: bool = False
+    """It returns the mean over the tokens. A row of values per token is "not supported"."""
 
     @property
     def differentiates(self) -> bool:
@@ -208,10 +215,6 @@ TIGON = (
     _tigon_logprobs("tigon frozen head", role="variant", grads=("hidden",)),
     _tigon_logprobs("tigon eval", role="variant", grads=()),
     Impl(
-        name="tigon frozen teacher", op="linear_kl", role="variant", target=OPS["linear_kl"].call,
-        grads=("hidden", "weight"),
-    ),
-    Impl(
         name="tigon frozen weight", op="lora_linear", role="variant", target=OPS["lora_linear"].call,
         grads=("x", "lora_a", "lora_b"),
     ),
@@ -287,6 +290,24 @@ def _trl_logprobs(f: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
     return f(hidden, weight, None, ids, 1.0, 32768, None, 1.0, ())[0]
 
 
+def _trl_divergence(
+    f: Any, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, kind: str
+) -> Tensor:
+    # hidden, weight and bias of the student, then of the teacher
+    return f(hidden, weight, None, teacher_hidden, teacher_weight, None, _BETA[kind])[0]  # type: ignore[no-any-return]
+
+
+def _liger_divergence(
+    f: Any, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, kind: str
+) -> Tensor:
+    return f(hidden, weight, teacher_hidden, teacher_weight, jsd_beta=_BETA[kind])  # type: ignore[no-any-return]
+
+
+_TEACHER = ("teacher_hidden", "teacher_weight")
+_BETA = {"jsd": 0.5, "forward": 0.0, "reverse": 1.0}
+"""The divergence in TRL's and Liger's terms: the teacher's share of the mixture."""
+
+
 def _peers(name: str, target: str, rows: Mapping[str, tuple[str, Callable[..., Any]]], **fields: Any) -> list[Impl]:
     """Implementations of one library: op -> (function, adapter). `fields` apply to all of them."""
     return [
@@ -348,6 +369,13 @@ PEERS: Sequence[Impl] = (
     *_peers("trl", "trl.kernels:", {
         "linear_logprobs": ("ChunkedLogProbFunction.apply", _trl_logprobs),
     }),
+    *_peers("trl", "trl.kernels.chunked_divergence:", {
+        "linear_kl": ("ChunkedDivergenceFunction.apply", _trl_divergence),
+    }, frozen=_TEACHER),
+    # It computes the gradient in the forward. The backward compares the upstream gradient with 1 on the host.
+    *_peers("liger jsd", _LIGER, {
+        "linear_kl": ("fused_linear_jsd", _liger_divergence),
+    }, capturable=False, mean_only=True, frozen=_TEACHER),
     *_peers("quack", "quack.rmsnorm:", {
         "rms_norm": ("rmsnorm", _rms_norm),
         "add_rms_norm": ("rmsnorm", _quack_add_rms_norm),
@@ -409,6 +437,16 @@ def _six_of_kl(
     return _products(hidden, weight, logits_twice=True)
 
 
+def _eight_of_kl(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **_: Any) -> Tensor:
+    _products(teacher_hidden, teacher_weight, logits_twice=True)
+    return _products(hidden, weight, logits_twice=True)
+
+
+def _four_of_kl(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **_: Any) -> Tensor:
+    torch.mm(teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), teacher_weight.t())
+    return _products(hidden, weight)
+
+
 def _two_of_lora(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
     """y = x Wᵀ and dx = dy W: the products of a frozen layer without its adapter."""
     rows = x.reshape(-1, x.shape[-1])
@@ -429,5 +467,7 @@ LIMITS = (
     Impl(name="products", op="linear_logprobs", role="limit", target=_of_logprobs),
     Impl(name="four products", op="linear_logprobs", role="limit", target=_four_of_logprobs),
     Impl(name="six products", op="linear_kl", role="limit", target=_six_of_kl),
+    Impl(name="eight products", op="linear_kl", role="limit", target=_eight_of_kl),
+    Impl(name="products once", op="linear_kl", role="limit", target=_four_of_kl),
     Impl(name="two products", op="lora_linear", role="limit", target=_two_of_lora),
 )

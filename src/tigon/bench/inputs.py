@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,25 +53,26 @@ def _peak(inputs: Inputs) -> None:
         target[rows] = torch.where(kept[rows], drawn, target[rows])
 
 
-def differentiable(op: Op, inputs: Mapping[str, Any]) -> list[str]:
+def differentiable(op: Op, inputs: Mapping[str, Any], frozen: Collection[str] = ()) -> list[str]:
     """The inputs that get a gradient."""
-    return [name for name in op.grads if isinstance(inputs.get(name), Tensor)]
+    return [name for name in op.grads if isinstance(inputs.get(name), Tensor) and name not in frozen]
 
 
-def outputs_of(result: Any) -> list[Tensor]:
-    """The differentiable outputs of a call that returns a tensor or a tuple."""
+def outputs_of(result: Any, mean: bool = False) -> list[Tensor]:
+    """The differentiable outputs of a call that returns a tensor or a tuple; with `mean`, the mean of each."""
     tensors = (result,) if isinstance(result, Tensor) else tuple(result)
-    return [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+    outputs = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+    return [t.mean() if t.ndim else t for t in outputs] if mean else outputs
 
 
-def make_upstream(op: Op, inputs: Inputs) -> list[Tensor]:
-    """Upstream gradients: 1 for a loss, as in training, else random with the strides of the outputs.
+def make_upstream(op: Op, inputs: Inputs, mean: bool = False) -> list[Tensor]:
+    """Upstream gradients: 1 for a loss or a mean, as in training, else random with the strides of the outputs.
 
     Those of log-probabilities and divergences are random: every loss on them has another gradient per token.
     """
     torch.manual_seed(21)
-    if "target" in inputs:
-        return [torch.ones((), device=inputs["target"].device)]
+    if mean or "target" in inputs:
+        return [torch.ones((), device=inputs[op.grads[0]].device)]
     if "ids" in inputs:
         return [torch.randn(inputs["ids"].shape, device=inputs["ids"].device)]
     if "teacher_hidden" in inputs:
@@ -92,10 +93,23 @@ class Bound:
     """An implementation bound to its inputs. `forward()` and `both()` use the same tensors in every call.
 
     Tensors that the implementation overwrites are copies, and `restore()` resets their values.
+
+    Args:
+        frozen: inputs that get no gradient.
+        mean: take the mean of each output.
+
+    Raises:
+        NotImplementedError: the implementation lacks a gradient, or returns a mean where values per token are wanted.
     """
 
-    def __init__(self, impl: Impl, op: Op, inputs: Inputs, upstream: Sequence[Tensor]) -> None:
+    def __init__(
+        self, impl: Impl, op: Op, inputs: Inputs, upstream: Sequence[Tensor], frozen: Collection[str] = (),
+        mean: bool = False,
+    ) -> None:  # fmt: skip
         self.impl = impl
+        self._mean = mean and impl.role != "limit"
+        if impl.mean_only and not mean:
+            raise NotImplementedError("it returns the mean over the tokens, and this row has values per token")
         kept = inputs if impl.role == "ours" else {n: v for n, v in inputs.items() if n not in PERMISSIONS}
         self._pristine = {**kept, **impl.fixed}
         if impl.vary is not None:
@@ -103,7 +117,10 @@ class Bound:
         self._call = impl.load()
         inspect.signature(self._call).bind(**self._pristine)
         self._given = list(upstream)
-        self.names = [n for n in (differentiable(op, self._pristine)) if impl.grads is None or n in impl.grads]
+        names = differentiable(op, self._pristine, frozen)
+        if lacking := [name for name in names if name in impl.frozen]:
+            raise NotImplementedError(f"it has no gradient of {' and '.join(lacking)}")
+        self.names = [n for n in names if impl.grads is None or n in impl.grads]
         if impl.overwrites:
             self._own = {n: _copy(v) if isinstance(v, Tensor) else v for n, v in self._pristine.items()}
             self._upstream = [_copy(g) for g in upstream]
@@ -141,15 +158,15 @@ class Bound:
         """The outputs."""
         if not self.impl.differentiates:
             with torch.no_grad():
-                return outputs_of(self._call(**self._own))
-        return outputs_of(self._call(**self._leaves()))
+                return outputs_of(self._call(**self._own), self._mean)
+        return outputs_of(self._call(**self._leaves()), self._mean)
 
     def both(self) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs and gradients, in the order of `names`. The gradients are empty if no input is differentiable."""
         if not self.impl.differentiates:
             return self.forward(), []
         leaves = self._leaves()
-        outputs = outputs_of(self._call(**leaves))
+        outputs = outputs_of(self._call(**leaves), self._mean)
         upstream = [g.to(t.dtype) for g, t in zip(self._upstream, outputs, strict=True)]
         return outputs, list(torch.autograd.grad(outputs, [leaves[n] for n in self.names], upstream))
 

@@ -64,8 +64,8 @@ def bench_kernels(
         records.check_place(plot_dir / "table.md", flag="--plot")
     start_s = time.monotonic()
     run = RunRecord(
-        environment=records.environment(device), suite="shapes given" if shapes else suite, repetitions=repetitions,
-        ceilings=timing.ceilings(device, repetitions),
+        environment=records.environment(device, ("trl",)), suite="shapes given" if shapes else suite,
+        repetitions=repetitions, ceilings=timing.ceilings(device, repetitions),
     )  # fmt: skip
     _print_header(run)
     if resume and json_path is not None:

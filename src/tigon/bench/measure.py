@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tigon.bench import numerical_errors, timing
 from tigon.bench.impls import Impl, NoSuchOp, impls_for
-from tigon.bench.inputs import Bound, Inputs, make_inputs, make_upstream
+from tigon.bench.inputs import Bound, Inputs, differentiable, make_inputs, make_upstream
 from tigon.bench.record import Measurement, RowRecord, Times, jsonable
 from tigon.bench.suites import Row
 from tigon.bench.timing import Graphs, Run, Spread
@@ -47,14 +47,27 @@ class Problem:
     @classmethod
     def of(cls, row: Row, dtype: torch.dtype, device: torch.device) -> Problem:
         inputs = make_inputs(row, dtype, device)
-        return cls(row, inputs, make_upstream(OPS[row.op], inputs))
+        return cls(row, inputs, make_upstream(OPS[row.op], inputs, row.mean))
 
     @property
     def op(self) -> Op:
         return OPS[self.row.op]
 
     def bind(self, impl: Impl) -> Bound:
-        return Bound(impl, self.op, self.inputs, self.upstream)
+        return Bound(impl, self.op, self.inputs, self.upstream, self.row.frozen, self.row.mean)
+
+    def leaves(self) -> Inputs:
+        """The inputs, of which those that get a gradient require one. Some costs depend on it."""
+        if not self.row.frozen:
+            return self.inputs
+        names = differentiable(self.op, self.inputs, self.row.frozen)
+        return {
+            n: v.detach().requires_grad_(n in names) if isinstance(v, Tensor) else v for n, v in self.inputs.items()
+        }
+
+    def oracle(self, dtype: torch.dtype | None = None) -> numerical_errors.Named:
+        """Outputs and gradients of the unfused formula."""
+        return numerical_errors.oracle(self.op, self.inputs, self.upstream, dtype, self.row.frozen, self.row.mean)
 
     def with_half_the_tokens(self, dtype: torch.dtype, device: torch.device) -> Problem | None:
         """The same problem on half the tokens, or None if there is only one token."""
@@ -95,14 +108,16 @@ def measure_row(
 
 
 def implementations(row: Row, impls: Collection[str]) -> set[str]:
-    """Names of the implementations in `impls` that are measured on a row, and always the limit."""
+    """Names of the implementations in `impls` that are measured on a row, and always the row's limits."""
     wanted = set(impls) & set(row.impls) if row.impls else set(impls)
-    return {impl.name for impl in impls_for(OPS[row.op]) if impl.name in wanted or impl.role == "limit"}
+    found = impls_for(OPS[row.op])
+    limits = {impl.name for impl in found if impl.role == "limit" and (not row.limits or impl.name in row.limits)}
+    return limits | {impl.name for impl in found if impl.name in wanted and impl.role != "limit"}
 
 
 def _blank(problem: Problem, dtype: torch.dtype, ceilings: dict[str, float]) -> RowRecord:
     row, inputs = problem.row, problem.inputs
-    cost = problem.op.cost(**inputs)
+    cost = problem.op.cost(**problem.leaves())
     by_bytes_ms = cost.moved_bytes / ceilings["copy_gb_per_s"] / 1e6
     by_flops_ms = cost.flops / ceilings["matmul_tflop_per_s"] / 1e9
     return RowRecord(
@@ -112,6 +127,7 @@ def _blank(problem: Problem, dtype: torch.dtype, ceilings: dict[str, float]) -> 
         dtype=numerical_errors.DTYPE_NAMES[dtype],
         options=jsonable(row.options),
         logits=row.logits,
+        problem=row.problem,
         graph=row.graph,
         reach=[dataclasses.asdict(r) for r in row.reach],
         input_bytes=sum(t.nbytes for t in inputs.values() if isinstance(t, Tensor)),
@@ -178,7 +194,7 @@ def _judge_errors(
     op, inputs = smaller.op, smaller.inputs
     baseline: dict[str, float] | None = None
     with contextlib.suppress(torch.cuda.OutOfMemoryError):
-        baseline = numerical_errors.errors_of(numerical_errors.oracle(op, inputs, smaller.upstream), truth)
+        baseline = numerical_errors.errors_of(smaller.oracle(), truth)
     timing.release(device)
     record.allowed_errors = numerical_errors.allowed_errors(op, inputs, truth, dtype, baseline)
     for name, b in bound.items():
@@ -193,7 +209,7 @@ def _truth(problem: Problem, dtype: torch.dtype, device: torch.device) -> tuple[
     smaller: Problem | None = problem
     while smaller is not None:
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            return smaller, numerical_errors.oracle(smaller.op, smaller.inputs, smaller.upstream, torch.float64)
+            return smaller, smaller.oracle(torch.float64)
         timing.release(device)
         smaller = smaller.with_half_the_tokens(dtype, device)
     raise BenchError(f"fp64 results of {problem.row.id} do not fit on this device, even for one token.")

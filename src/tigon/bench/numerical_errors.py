@@ -5,14 +5,14 @@ dtype. The error is the relative Frobenius norm of the difference in an output o
 `Op.error_factor` (2) times (the larger of the baseline's error and the error of rounding the fp64 result, plus one
 rounding step of fp32). The op tests use the same rule.
 
-The mean loss over N tokens of a linear op has rounded logits, so its error is random. Its rounding error is taken as
+The mean over the N tokens of a linear op has rounded logits, so its error is random. Its rounding error is taken as
 eps / sqrt(N). tigon is not timed on a row where it breaks the rule. Another library is timed and marked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +35,10 @@ def name_results(outputs: Sequence[Tensor], names: Sequence[str], grads: Sequenc
     return named | {f"gradient of {name}": t for name, t in zip(names, grads, strict=True)}
 
 
-def oracle(op: Op, inputs: Inputs, upstream: Sequence[Tensor], dtype: torch.dtype | None = None) -> Named:
+def oracle(
+    op: Op, inputs: Inputs, upstream: Sequence[Tensor], dtype: torch.dtype | None = None,
+    frozen: Collection[str] = (), mean: bool = False,
+) -> Named:  # fmt: skip
     """Outputs and gradients of the unfused formula, in `dtype` or in the dtype of the inputs.
 
     A mean loss in fp64 is computed in chunks of tokens, because its logits can exceed the memory of a GPU.
@@ -47,9 +50,9 @@ def oracle(op: Op, inputs: Inputs, upstream: Sequence[Tensor], dtype: torch.dtyp
     }
     if dtype == torch.float64 and op.name in _BY_TOKENS and "reduction" not in plain:
         return _mean_by_tokens(op, cast)
-    names = differentiable(op, cast)
+    names = differentiable(op, cast, frozen)
     leaves = {n: v.detach().requires_grad_(n in names) if isinstance(v, Tensor) else v for n, v in cast.items()}
-    outputs = outputs_of(op.oracle(**leaves))
+    outputs = outputs_of(op.oracle(**leaves), mean)
     grads = torch.autograd.grad(
         outputs, [leaves[n] for n in names], [g.to(t.dtype) for g, t in zip(upstream, outputs, strict=True)]
     )
@@ -117,7 +120,7 @@ def allowed_errors(
         if exact.ndim:
             rounding = relative_error(exact.to(dtype), exact)
         else:
-            tokens = inputs["target"].numel()
+            tokens = inputs["target"].numel() if "target" in inputs else inputs["hidden"].shape[:-1].numel()
             rounding = torch.finfo(dtype).eps / tokens**0.5 if op.cost(**inputs).flops else 0.0
         unfused = recorded if baseline is None else baseline[name]
         allowed[name] = op.error_factor * (max(unfused, rounding) + _FP32_EPS)

@@ -88,6 +88,8 @@ class RowRecord:
     flops: int
     limit_ms: float
     """moved_bytes at the copy rate or flops at the product rate measured before the row, whichever is longer."""
+    problem: str = ""
+    """Tells the row from others of its shape."""
     tigon_commit: str | None = None
     date: str | None = None
     """Commit and date of this row. A resumed run may have rows of several commits and days."""
@@ -216,6 +218,8 @@ def resumed(run: RunRecord, path: Path, dtype: str) -> list[RowRecord]:
         return []
     earlier = load(path)
     there, here = earlier.environment, run.environment
+    # Older records lack the versions of packages that were added later.
+    there = {**there, "versions": {**here["versions"], **there["versions"]}}
     dtypes = {row.dtype for row in earlier.rows} or {dtype}
     for what, was, now in (
         ("suite", earlier.suite, run.suite),

@@ -39,7 +39,8 @@ def _summary_cells(row: RowRecord) -> list[str]:
     peer, wrong = best_of(row, ("peer", "baseline")), _faster_but_wrong(row)
     bound_ms, kind = bound(row)
     return [
-        f"{row.op} {'x'.join(map(str, row.shape))}{', peaked' if row.logits == 'peaked' else ''}",
+        f"{row.op} {'x'.join(map(str, row.shape))}{', peaked' if row.logits == 'peaked' else ''}"
+        f"{', ' + row.problem if row.problem else ''}",
         _number(_ms(best, row)) if best else _why_not(own),
         (_named(peer, row) if peer else "-") + (f", {_named(wrong, row)} {WRONG}" if wrong else ""),
         f"{_number(bound_ms)} ({kind})",

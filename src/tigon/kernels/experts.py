@@ -4,7 +4,7 @@ A slot is one of the K choices of a token; slot s belongs to token s // K. The S
 rows of expert e are Offsets[e] to Offsets[e + 1]. Order[m] is the slot of sorted row m. Slots whose expert is not in
 0 ... E - 1 lie outside all these ranges, and no kernel reads their rows.
 
-    grouped product     y_m = W_e x_m + b_e             x gathered by token, or y scattered to its slot
+    grouped product     y_m = W_e x_m + b_e + B_e h_m   x gathered by token, or y scattered to its slot
     weight gradient     dW_e = Σ_m a_m b_mᵀ             one tile of one expert per program, over its sorted rows
     bias gradient       db_e = Σ_m w_m x_m
     combine             y_t = Σ_k w_tk z_tk
@@ -25,6 +25,7 @@ from tigon.kernels._math import INTERPRETED
 from tigon.kernels.glu import activation
 
 ROW_BLOCK = 1024
+NARROW = 64  # the most rows or columns of a product that a tile of its own serves: an adapter's rank
 
 
 @triton.jit
@@ -50,15 +51,18 @@ def _in_bands(at, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def grouped_product_kernel(
-    X, W, Bias, Order, Offsets, Y, N, K, E, top_k, stride_x, stride_we, stride_wn, stride_wk,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    X, W, Bias, Low, LowWeight, Order, Offsets, Y, N, K, R, E, top_k, stride_x, stride_we, stride_wn, stride_wk,
+    stride_be, stride_bn, stride_br, GATHER: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LOW: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """y of sorted row m, from x of its token (GATHER) or x's row m, to the row of its slot (SCATTER) or to row m.
 
     Tiles are visited in bands of GROUP row tiles, column by column, so that the programs of one moment share
     their rows of x and their columns of W in L2.
+
+    Low and LowWeight are the sorted rows h (S, R) of an adapter and its B (E, N, R). Their product starts from the
+    weight's sum: a pass of its own would read and write y once more.
     """
     experts = tl.arange(0, BLOCK_E)
     firsts = tl.load(Offsets + experts, mask=experts < E, other=0)
@@ -88,6 +92,15 @@ def grouped_product_kernel(
             w_at = w_base + ks.to(tl.int64)[:, None] * stride_wk + cols.to(tl.int64)[None, :] * stride_wn
             w = tl.load(w_at, mask=(ks < K)[:, None] & (cols < N)[None, :], other=0.0)
             acc = _multiply(x, w, acc)
+        if HAS_LOW:
+            b_base = LowWeight + expert.to(tl.int64) * stride_be
+            for r in tl.range(0, R, BLOCK_R, num_stages=1):
+                rs = r + tl.arange(0, BLOCK_R)
+                h_at = Low + rows.to(tl.int64)[:, None] * R + rs[None, :]
+                h = tl.load(h_at, mask=inside[:, None] & (rs < R)[None, :], other=0.0)
+                b_at = b_base + rs[:, None] * stride_br + cols.to(tl.int64)[None, :] * stride_bn
+                b = tl.load(b_at, mask=(rs < R)[:, None] & (cols < N)[None, :], other=0.0)
+                acc = _multiply(h, b, acc)
         if HAS_BIAS:
             acc += tl.load(Bias + expert.to(tl.int64) * N + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         to_rows = slots if SCATTER else rows.to(tl.int64)
@@ -256,16 +269,26 @@ class Tile(NamedTuple):
     group: int = 8
 
 
-def _tile(x):
-    """The tile of a product with x."""
+def _tile(x, columns, rows=None, low=False):
+    """The tile of a product with x. low: whether it adds an adapter's product.
+
+    columns, rows: of the result; rows are None if they are slots. A result as narrow as an adapter's rank has a tile as
+    narrow. Such a product waits for memory, not for arithmetic.
+    """
     if INTERPRETED.value:
         return Tile(16, 16, 16, warps=4, group=2)
     shared_bytes = _device.shared_bytes(x.device.index)
+    thin_rows = rows is not None and rows <= NARROW
+    if thin_rows or columns <= NARROW:
+        wide, steps = (64, 32) if x.dtype is torch.float32 or shared_bytes <= 64 << 10 else (128, 64)
+        narrow = max(_device.next_power_of_2(rows if thin_rows else columns), 16)
+        # A step of 64 rows that are read element by element, as those of rank 3 are, spills registers.
+        return Tile(narrow, wide, 32, warps=4) if thin_rows else Tile(wide, narrow, steps, warps=4)
     # NVIDIA's Turing and AMD's Radeon spill registers with larger tiles.
     if shared_bytes <= 64 << 10 and _device.lanes() == 32:
         return Tile(64, 64, 32, warps=8)
     if x.dtype is torch.float32:
-        return Tile(64, 64, 32, warps=4)
+        return Tile(64, 64, 32, warps=8 if low else 4)  # with 4 warps the adapter's factors spill registers
     chip = chips.chip(x.device.index)
     # Three stages of the wide tile take 147 KB. It reads a quarter less per FLOP than the square one.
     return Tile(128, 256, 64, warps=8) if chip is not None and chip.wide_expert_tiles else Tile(128, 128, 64, warps=8)
@@ -286,21 +309,25 @@ def _dense(x):
     return x if x is None else x.contiguous()
 
 
-def grouped_product(x, weight, bias, order, offsets, top_k, gather, scatter):
-    """Launch the product; weight is (E, N, K) with any strides. Returns (S, N)."""
+def grouped_product(x, weight, bias, low, low_weight, order, offsets, top_k, gather, scatter):
+    """Launch the product; weight (E, N, K) and low_weight (E, N, R) have any strides. Returns (S, N)."""
     x, S, (E, N, K) = _rows(x), order.shape[0], weight.shape
     y = x.new_empty((S, N))
     if y.numel():
-        tile = _tile(x)
+        tile = _tile(x, N, low=low is not None)
         most = (_device.cdiv(S, tile.rows) + min(E, S)) * _device.cdiv(N, tile.columns)
         programs = min(most, _device.multiprocessors(x.device.index) * 2)
+        rank = 0 if low is None else low_weight.shape[2]
+        low_strides = (0, 0, 0) if low is None else low_weight.stride()
         launch(
             grouped_product_kernel, (programs,), x, num_warps=tile.warps,
-            X=x, W=weight, Bias=_dense(bias), Order=order, Offsets=offsets, Y=y,
-            N=N, K=K, E=E, top_k=top_k, stride_x=x.stride(0), stride_we=weight.stride(0), stride_wn=weight.stride(1),
-            stride_wk=weight.stride(2), GATHER=gather, SCATTER=scatter, HAS_BIAS=bias is not None,
-            BLOCK_E=_device.next_power_of_2(E), BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.steps,
-            GROUP=tile.group, STAGES=tile.stages, PROGRAMS=programs,
+            X=x, W=weight, Bias=_dense(bias), Low=_dense(low), LowWeight=low_weight, Order=order, Offsets=offsets, Y=y,
+            N=N, K=K, R=rank, E=E, top_k=top_k, stride_x=x.stride(0), stride_we=weight.stride(0),
+            stride_wn=weight.stride(1), stride_wk=weight.stride(2), stride_be=low_strides[0], stride_bn=low_strides[1],
+            stride_br=low_strides[2], GATHER=gather, SCATTER=scatter, HAS_BIAS=bias is not None,
+            HAS_LOW=low is not None, BLOCK_E=_device.next_power_of_2(E),
+            BLOCK_R=min(_device.next_power_of_2(max(rank, 16)), tile.steps), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+            BLOCK_K=tile.steps, GROUP=tile.group, STAGES=tile.stages, PROGRAMS=programs,
         )  # fmt: skip
     return y
 
@@ -310,7 +337,7 @@ def grouped_weight_gradient(a, b, offsets, weight):
     a, b, dw = _rows(a), _rows(b), torch.empty_like(weight)
     E, P, Q = dw.shape
     if dw.numel():
-        tile = _tile(a)
+        tile = _tile(a, Q, rows=P)
         tiles = E * _device.cdiv(P, tile.rows) * _device.cdiv(Q, tile.columns)
         launch(
             grouped_weight_gradient_kernel, (tiles,), a, num_warps=tile.warps,

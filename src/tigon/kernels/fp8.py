@@ -10,6 +10,9 @@ scale per column of x, because a scale must not change along the summed dimensio
 
 amax is the integer maximum of the bits of |x|. It does not depend on the order, so runs repeat bit for bit. It also
 keeps NaN and infinity: either makes every value that shares its scale NaN.
+
+The amax of a whole tensor is a list: each program of one launch writes the maximum of its part, and the cast reads the
+list. One number would need a second launch, which sets it to 0 before the programs compare with it.
 """
 
 import torch
@@ -24,6 +27,10 @@ from tigon.kernels._math import INTERPRETED
 # M rows, K columns. Tiles of 64 x 128: a transposed store then writes 64 consecutive bytes. Not tuned.
 BLOCK_M, BLOCK_K, WARPS = 64, 128, 8
 
+AMAX_BLOCK, AMAX_WARPS = 8192, 8
+MOST_PARTS = 512
+"""Programs that share a tensor's amax: about 4 per multiprocessor of an H200."""
+
 ALIGNMENT = 16
 """The summed dimension of an FP8 product is a multiple of this, so transposed rows are filled up with zeros."""
 
@@ -32,18 +39,36 @@ SMALLEST = tl.constexpr(1e-30)
 
 
 @triton.jit
-def amax_kernel(X, AMAX, M, K, ROWWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """AMAX: the bits of max |x| as int32, zeroed before; one, or M for the rows and then K for the columns."""
+def amax_kernel(X, AMAX, SIZE, STRIDE, BLOCK: tl.constexpr):
+    """AMAX: for each program the bits of max |x| of every STRIDE-th element from its own block on, as int32."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for first in range(start, SIZE, STRIDE):
+        place = first + tl.arange(0, BLOCK)
+        x = tl.load(X + place, mask=place < SIZE, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
+    tl.store(AMAX + tl.program_id(0), tl.max(largest, axis=0))
+
+
+@triton.jit
+def amax_rowwise_kernel(X, AMAX, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """AMAX: the bits of max |x| as int32, zeroed before; M for the rows and then K for the columns."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     x = tl.load(X + rows[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     bits = tl.abs(x).to(tl.int32, bitcast=True)
-    if ROWWISE:
-        tl.atomic_max(AMAX + rows, tl.max(bits, axis=1), mask=rows < M, sem="relaxed")
-        tl.atomic_max(AMAX + M + cols, tl.max(bits, axis=0), mask=cols < K, sem="relaxed")
-    else:
-        tl.atomic_max(AMAX, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+    tl.atomic_max(AMAX + rows, tl.max(bits, axis=1), mask=rows < M, sem="relaxed")
+    tl.atomic_max(AMAX + M + cols, tl.max(bits, axis=0), mask=cols < K, sem="relaxed")
+
+
+@triton.jit
+def _whole_amax(AMAX, PARTS, MOST: tl.constexpr):
+    """The maximum of a tensor's parts, at least the smallest one."""
+    parts = tl.arange(0, MOST)
+    bits = tl.max(tl.load(AMAX + parts, mask=parts < PARTS, other=0), axis=0)
+    amax = bits.to(tl.float32, bitcast=True)
+    return tl.where(amax < SMALLEST, SMALLEST, amax)
 
 
 @triton.jit
@@ -72,43 +97,41 @@ def _fp8_bits(x, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def cast_kernel(
-    X, AMAX, ROWS, COLUMNS, ROW_SCALES, COLUMN_SCALES, M, K, PADDED,
-    ROWWISE: tl.constexpr, WANT_ROWS: tl.constexpr, WANT_COLUMNS: tl.constexpr, MANTISSA: tl.constexpr,
-    NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    X, AMAX, ROWS, COLUMNS, ROW_SCALES, COLUMN_SCALES, M, K, PADDED, PARTS,
+    MOST: tl.constexpr, ROWWISE: tl.constexpr, WANT_ROWS: tl.constexpr, WANT_COLUMNS: tl.constexpr,
+    MANTISSA: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """ROWS (M, K) and COLUMNS (K, PADDED), both as bytes."""
+    """ROWS (M, K) and COLUMNS (K, PADDED), both as bytes. AMAX as int32: PARTS for the whole, or those of M and K."""
     LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     x = tl.load(X + rows[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if not ROWWISE:
+        whole = _whole_amax(AMAX, PARTS, MOST)
     if WANT_ROWS:
         if ROWWISE:
-            amax = tl.load(AMAX + rows, mask=rows < M, other=1.0)
+            amax = tl.load(AMAX + rows, mask=rows < M, other=0).to(tl.float32, bitcast=True)
             amax = tl.where(amax < SMALLEST, SMALLEST, amax)
             if tl.program_id(1) == 0:
                 tl.store(ROW_SCALES + rows, tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), mask=rows < M)
             factor = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)[:, None]
         else:
-            amax = tl.load(AMAX)
-            amax = tl.where(amax < SMALLEST, SMALLEST, amax)
             if tl.program_id(0) + tl.program_id(1) == 0:
-                tl.store(ROW_SCALES, tl.div_rn(amax, LARGEST))
-            factor = tl.div_rn(LARGEST, amax)
+                tl.store(ROW_SCALES, tl.div_rn(whole, LARGEST))
+            factor = tl.div_rn(LARGEST, whole)
         tl.store(ROWS + rows[:, None] * K + cols[None, :], _fp8_bits(x * factor, MANTISSA, NATIVE), mask=mask)
     if WANT_COLUMNS:
         if ROWWISE:
-            amax = tl.load(AMAX + M + cols, mask=cols < K, other=1.0)
+            amax = tl.load(AMAX + M + cols, mask=cols < K, other=0).to(tl.float32, bitcast=True)
             amax = tl.where(amax < SMALLEST, SMALLEST, amax)
             if tl.program_id(0) == 0:
                 tl.store(COLUMN_SCALES + cols, tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), mask=cols < K)
             factor = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)[None, :]
         else:
-            amax = tl.load(AMAX)
-            amax = tl.where(amax < SMALLEST, SMALLEST, amax)
             if tl.program_id(0) + tl.program_id(1) == 0:
-                tl.store(COLUMN_SCALES, tl.div_rn(amax, LARGEST))
-            factor = tl.div_rn(LARGEST, amax)
+                tl.store(COLUMN_SCALES, tl.div_rn(whole, LARGEST))
+            factor = tl.div_rn(LARGEST, whole)
         # Rows past M are zeros of x. Infinity as amax makes the factor 0, and NaN must not reach the filling.
         q = tl.where(mask, _fp8_bits(x * factor, MANTISSA, NATIVE), 0)
         transposed = (cols < K)[:, None] & (rows < PADDED)[None, :]
@@ -120,14 +143,29 @@ def padded(rows):
     return cdiv(rows, ALIGNMENT) * ALIGNMENT
 
 
+def amax_parts(size):
+    """How many numbers the amax of a tensor of this many elements has."""
+    return max(1, min(MOST_PARTS, cdiv(size, AMAX_BLOCK)))
+
+
 def fp8_amax(x_MK, rowwise):
-    (M, K), x_MK = x_MK.shape, x_MK.contiguous()
-    amax = torch.zeros(M + K if rowwise else 1, dtype=torch.float32, device=x_MK.device)
-    if x_MK.numel():
+    (M, K), x_MK, device = x_MK.shape, x_MK.contiguous(), x_MK.device
+    size = x_MK.numel()
+    if not size:
+        return torch.zeros(M + K if rowwise else 1, dtype=torch.float32, device=device)
+    if rowwise:
+        amax = torch.zeros(M + K, dtype=torch.float32, device=device)
         launch(
-            amax_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)), x_MK, X=x_MK, AMAX=amax.view(torch.int32), M=M, K=K,
-            ROWWISE=rowwise, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=WARPS,
+            amax_rowwise_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)), x_MK, X=x_MK, AMAX=amax.view(torch.int32), M=M,
+            K=K, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=WARPS,
         )  # fmt: skip
+        return amax
+    parts = amax_parts(size)
+    amax = torch.empty(parts, dtype=torch.float32, device=device)
+    launch(
+        amax_kernel, (parts,), x_MK, X=x_MK, AMAX=amax.view(torch.int32), SIZE=size, STRIDE=parts * AMAX_BLOCK,
+        BLOCK=AMAX_BLOCK, num_warps=AMAX_WARPS,
+    )  # fmt: skip
     return amax
 
 
@@ -146,12 +184,13 @@ def fp8_cast(x_MK, amax, rowwise, want_rows, want_columns, gradient):
                 result.zero_()
         return rows, columns, row_scales, column_scales
     chip = chips.chip(device.index)
+    native = not INTERPRETED.value and chip is not None and chip.casts_to_fp8
     launch(
-        cast_kernel, (cdiv(P if want_columns else M, BLOCK_M), cdiv(K, BLOCK_K)), x_MK, X=x_MK, AMAX=amax,
-        ROWS=_bytes(rows), COLUMNS=_bytes(columns), ROW_SCALES=row_scales, COLUMN_SCALES=column_scales, M=M, K=K,
-        PADDED=P, ROWWISE=rowwise, WANT_ROWS=want_rows, WANT_COLUMNS=want_columns, MANTISSA=mantissa,
-        NATIVE=not INTERPRETED.value and chip is not None and chip.casts_to_fp8, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K,
-        num_warps=WARPS,
+        cast_kernel, (cdiv(P if want_columns else M, BLOCK_M), cdiv(K, BLOCK_K)), x_MK, X=x_MK,
+        AMAX=amax.view(torch.int32), ROWS=_bytes(rows), COLUMNS=_bytes(columns), ROW_SCALES=row_scales,
+        COLUMN_SCALES=column_scales, M=M, K=K, PADDED=P, PARTS=amax.numel(), MOST=MOST_PARTS, ROWWISE=rowwise,
+        WANT_ROWS=want_rows, WANT_COLUMNS=want_columns, MANTISSA=mantissa, NATIVE=native, BLOCK_M=BLOCK_M,
+        BLOCK_K=BLOCK_K, num_warps=WARPS,
     )  # fmt: skip
     return rows, columns, row_scales, column_scales
 

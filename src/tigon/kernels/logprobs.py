@@ -86,7 +86,8 @@ def logprob_statistics_kernel(
         at = row * stride_r
         here = (ids >= first) & (ids < first + C) & (ids < V)
         r_k = tl.load(R + at + (ids - first), mask=here & counts & (k < K), other=0.0).to(tl.float32)
-        z_k, _ = _squash(r_k, scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
+        # Not `_`: the loops below assign a tile to it, and a variable of a loop keeps its type.
+        z_k, _slope_k = _squash(r_k, scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
         if FIRST:
             # An id outside the vocabulary stays NaN.
             z_k = tl.where(here, z_k, float("nan"))

@@ -34,6 +34,7 @@ from tigon.models.spec import (
     ADAPTER_SEAMS,
     EXPERT_FLAGS,
     EXPERT_SEAMS,
+    EXPERTS_BY_DEFAULT,
     LAYER_FLAGS,
     LOSS_FLAGS,
     OPTIONAL_FLAGS,
@@ -91,7 +92,8 @@ def patch(
             `torch.compile` and before FSDP or DeepSpeed wrap the model.
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
         lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
-        experts: the experts of a mixture as one op. None means off, because its kernels are not measured yet.
+        experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
+            adapters before `patch`, or call `patch` again.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
@@ -135,8 +137,9 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         home=package_of(type(model)), patched=sum(isinstance(m, PatchedModule) for m in model.modules())
     )
     # First, so that the seam of the experts' activation leaves these modules to it.
-    for flag in (flag for flag in EXPERT_FLAGS if flags[flag]):
-        _decide_layers(model, spec, flag, True, decision)
+    for flag in EXPERT_FLAGS:
+        if flags[flag] is not None or EXPERTS_BY_DEFAULT:
+            _decide_layers(model, spec, flag, flags[flag], decision)
     for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
     if flags["add_rms_norm"]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tigon.models.seams.base import Seam
 from tigon.models.seams.experts import ExpertsOpSeam
+from tigon.models.seams.experts_lora import ExpertsLoraSeam
 from tigon.models.seams.head.logits import LogitAttributes
 from tigon.models.seams.lora import LoraSeam
 from tigon.models.seams.rope import RopeSeam
@@ -16,13 +17,15 @@ from tigon.models.seams.rope import RopeSeam
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
 EXPERT_FLAGS = ("experts",)
-# Off unless they are True. The kernels of experts are not measured yet, and transformers has a fast implementation.
+EXPERTS_BY_DEFAULT = True
+"""Whether `experts=None` runs the op for every module of experts that it serves."""
+# Models need no module for them. add_rms_norm is off unless it is True.
 OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm")
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.
 ADAPTER_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"lora": (LoraSeam(),)})
-EXPERT_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"experts": (ExpertsOpSeam(),)})
+EXPERT_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"experts": (ExpertsOpSeam(), ExpertsLoraSeam())})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,10 @@ CHOICES_RULES = (
         "sharding.sequence has not been tried with TRL's trainers, which take whole rows; set sharding.sequence: 1",
     ),
     ChoicesRule(
+        lambda c: c.tensor_shards > 1,
+        "sharding.tensor has not been tried with TRL's trainers; set sharding.tensor: 1",
+    ),
+    ChoicesRule(
         lambda c: c.kernels == "liger",
         "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
     ),

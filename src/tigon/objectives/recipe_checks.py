@@ -146,6 +146,10 @@ _EXCLUSIONS = (
         "rows; set sharding.sequence: 1",
     ),
     HeadsExclusion(
+        when=(Condition("tensor_shards", "is at least", 2),),
+        reason="heads have not been tried with a model whose matrices are divided; set sharding.tensor: 1",
+    ),
+    HeadsExclusion(
         when=(Condition("kernels", "is", "liger"),),
         reason="heads.stage needs a loss over several heads, which Liger Kernel lacks; set model.kernels to tigon, "
         "no-flce or none",

@@ -16,6 +16,16 @@ experts' results are not saved. All sums have a fixed order; two runs give the s
 
 An index outside 0 ... E - 1 chooses no expert: the slot adds nothing and its weight's gradient is 0, as in transformers
 with expert parallelism.
+
+A projection W may have a low-rank adapter (LoRA, Hu et al. 2021, arXiv 2106.09685): W_e x + s · B_e A_e x. No product
+B_e A_e is formed, so no matrix of the weights' size exists beside them. h = s · A_e x and g = B_eᵀ dy are two numbers
+per rank and slot, and the products with B_e and A_eᵀ add to the same tile as the weight's:
+
+    saved       h of both projections
+    backward    dx += s · A_eᵀ g            dB_e = Σ dy hᵀ          dA_e = s · Σ g xᵀ
+
+A weight may also be a function that makes it, such as the dequantisation of a 4-bit weight. The forward and the
+backward call it once each, so that one dense weight of one projection exists at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +46,10 @@ from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, check_number, first_order
 from tigon.ops.lm_head import no_autocast, product_dtype
 
-# T tokens, K experts per token, S = T · K slots, E experts, H hidden, F inner width of an expert.
+# T tokens, K experts per token, S = T · K slots, E experts, H hidden, F inner width of an expert, R rank of an adapter.
+
+Weight = Tensor | Callable[[], Tensor]
+"""A weight of all experts, or a function that makes it, such as the dequantisation of a 4-bit weight."""
 
 _KERNELS = "tigon.kernels.experts"
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -106,8 +119,8 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _product_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, offsets: Tensor, top_k: int,
-    gather: bool, scatter: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None, order: Tensor,
+    offsets: Tensor, top_k: int, gather: bool, scatter: bool,
 ) -> Tensor:  # fmt: skip
     y = x.new_zeros(order.shape[0], weight.shape[1])
     for expert, rows in _groups(offsets):
@@ -115,14 +128,17 @@ def _product_reference(
         part = F.linear(
             x[slots // top_k] if gather else x[rows], weight[expert], None if bias is None else bias[expert]
         )
+        if low is not None and low_weight is not None:
+            part.addmm_(low[rows], low_weight[expert].t())
         y[slots if scatter else rows] = part
     return y
 
 
 def _weight_gradient_reference(a: Tensor, b: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:
     dw = torch.zeros_like(weight)
+    dtype = torch.promote_types(a.dtype, weight.dtype)  # the gradient of an fp32 adapter is never rounded to 16 bits
     for expert, rows in _groups(offsets):
-        dw[expert] = a[rows].t() @ b[rows]
+        dw[expert] = a[rows].t().to(dtype) @ b[rows].to(dtype)
     return dw
 
 
@@ -219,11 +235,11 @@ def _unit_bwd_fake(
 
 grouped_product = Primitive(
     "grouped_product",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor order, Tensor offsets, int top_k, bool gather, bool scatter)"
-    " -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? low, Tensor? low_weight, Tensor order, Tensor offsets, int top_k,"
+    " bool gather, bool scatter) -> Tensor",
     reference=_product_reference,
     kernel=f"{_KERNELS}:grouped_product",
-    fake=lambda x, weight, bias, order, *_: x.new_empty((order.shape[0], weight.shape[1])),
+    fake=lambda x, weight, bias, low, low_weight, order, *_: x.new_empty((order.shape[0], weight.shape[1])),
 )
 grouped_weight_gradient = Primitive(
     "grouped_weight_gradient",
@@ -271,26 +287,48 @@ def _sorted_slots(experts_TK: Tensor, number_of_experts: int) -> tuple[Tensor, T
     return order, torch.searchsorted(sorted_experts, bounds, out_int32=True)
 
 
+def _made(stored: Tensor | None, make: Callable[[], Tensor] | None, dtype: torch.dtype) -> Tensor:
+    """The weight of a product. A weight that is made lives for one product."""
+    if make is not None:
+        return make().to(dtype)
+    assert stored is not None
+    return stored
+
+
 class Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor,
+        ctx: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Weight, down: Weight,
         gate_up_bias: Tensor | None, down_bias: Tensor | None,
+        gate_up_lora_a: Tensor | None, gate_up_lora_b: Tensor | None,
+        down_lora_a: Tensor | None, down_lora_b: Tensor | None, gate_up_scaling: float, down_scaling: float,
         activation: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
     ) -> Tensor:  # fmt: skip
-        unit = (activation, alpha, limit, up_offset, interleaved)
-        E, top_k = gate_up.shape[0], top_k_index.shape[1]
+        unit, dtype = (activation, alpha, limit, up_offset, interleaved), hidden.dtype
+        stored_gate_up, ctx.make_gate_up = (None, gate_up) if callable(gate_up) else (gate_up, None)
+        stored_down, ctx.make_down = (None, down) if callable(down) else (down, None)
+        top_k = top_k_index.shape[1]
         with no_autocast(hidden):
             experts_TK = top_k_index.contiguous()
+            weight = _made(stored_gate_up, ctx.make_gate_up, dtype)
+            E = weight.shape[0]
             order, offsets = _sorted_slots(experts_TK, E)
             weights = top_k_weights.reshape(-1).to(torch.promote_types(top_k_weights.dtype, torch.float32))
-            pre = grouped_product(hidden, gate_up, gate_up_bias, order, offsets, top_k, True, False)
+            h_gate_up, b = _low(hidden, gate_up_lora_a, gate_up_lora_b, gate_up_scaling, order, offsets, top_k, True)
+            pre = grouped_product(hidden, weight, gate_up_bias, h_gate_up, b, order, offsets, top_k, True, False)
+            del weight
             y = expert_unit_fwd(pre, *unit)
-            z = grouped_product(y, down, down_bias, order, offsets, top_k, False, True)
-            del y
+            h_down, b = _low(y, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, False)
+            weight = _made(stored_down, ctx.make_down, dtype)
+            z = grouped_product(y, weight, down_bias, h_down, b, order, offsets, top_k, False, True)
+            del y, weight
             out = combine_slots(z, weights, experts_TK, E)
-        ctx.save_for_backward(hidden, experts_TK, weights, order, offsets, pre, gate_up, down, down_bias)
+        ctx.save_for_backward(
+            hidden, experts_TK, weights, order, offsets, pre, stored_gate_up, stored_down, down_bias,
+            gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, h_gate_up, h_down,
+        )  # fmt: skip
         ctx.unit, ctx.weights_dtype, ctx.weights_shape = unit, top_k_weights.dtype, top_k_weights.shape
+        ctx.scalings = gate_up_scaling, down_scaling
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -300,35 +338,95 @@ class Experts(torch.autograd.Function):
             return _backward(ctx, dy)
 
 
+def _scaled(lora: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """An adapter's matrix in the dtype of the products, rounded once."""
+    if scaling != 1.0:
+        lora = lora.to(torch.promote_types(lora.dtype, torch.float32)) * scaling
+    return lora.to(dtype).contiguous()
+
+
+def _low(
+    x: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, scaling: float, order: Tensor, offsets: Tensor,
+    top_k: int, gather: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """h = s · A_e x of each sorted row, and B in the dtype of x; (None, None) without an adapter."""
+    if lora_a is None or lora_b is None:
+        return None, None
+    a = _scaled(lora_a, scaling, x.dtype)
+    h = grouped_product(x, a, None, None, None, order, offsets, top_k, gather, False)
+    return h, _scaled(lora_b, 1.0, x.dtype)
+
+
+def _low_gradient(
+    dy: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, scaling: float, order: Tensor, offsets: Tensor,
+    top_k: int, gather: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """g = B_eᵀ dy of each sorted row, and s · Aᵀ, whose product adds to dx; (None, None) without an adapter."""
+    if lora_a is None or lora_b is None:
+        return None, None
+    b = _scaled(lora_b, 1.0, dy.dtype)
+    g = grouped_product(dy, b.transpose(1, 2), None, None, None, order, offsets, top_k, gather, False)
+    return g, _scaled(lora_a, scaling, dy.dtype).transpose(1, 2)
+
+
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    hidden, experts_TK, weights, order, offsets, pre, gate_up, down, down_bias = ctx.saved_tensors
-    want_x, _, want_w, want_gate_up, want_down, want_b, want_c = ctx.needs_input_grad[:7]
-    want_dpre, top_k = want_x or want_gate_up or want_b, experts_TK.shape[1]
+    (
+        hidden, experts_TK, weights, order, offsets, pre, stored_gate_up, stored_down, down_bias,
+        gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, h_gate_up, h_down,
+    ) = ctx.saved_tensors  # fmt: skip
+    want_x, _, want_w, want_gate_up, want_down, want_b, want_c, *want_lora = ctx.needs_input_grad[:11]
+    want_gate_up_a, want_gate_up_b, want_down_a, want_down_b = want_lora
+    gate_up_scaling, down_scaling = ctx.scalings
+    dtype, top_k = hidden.dtype, experts_TK.shape[1]
+    want_dpre = want_x or want_gate_up or want_b or want_gate_up_a or want_gate_up_b
     dx = dw = d_gate_up = d_down = db = dc = None
-    da = None
-    if want_dpre or want_w:
-        da = grouped_product(dy, down.transpose(1, 2), None, order, offsets, top_k, True, False)
+    d_gate_up_a = d_gate_up_b = d_down_a = d_down_b = da = g = None
+    if want_dpre or want_w or want_down_a:
+        g, a_t = _low_gradient(dy, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, True)
+        if want_dpre or want_w:
+            weight = _made(stored_down, ctx.make_down, dtype).transpose(1, 2)
+            da = grouped_product(dy, weight, None, g, a_t, order, offsets, top_k, True, False)
+            del weight
     dpre, wy, dweights = expert_unit_bwd(
-        pre, da, weights, order, offsets, *ctx.unit, want_dpre, want_down, want_w
+        pre, da, weights, order, offsets, *ctx.unit, want_dpre, want_down or want_down_a, want_w
     )  # fmt: skip
     del da
     if want_w:
         if down_bias is not None:
             dweights = dweights + _bias_part(dy, down_bias, experts_TK).to(dweights.dtype)
         dw = dweights.view(ctx.weights_shape).to(ctx.weights_dtype)
-    if want_down:
-        d_down = grouped_weight_gradient(dy[order // top_k], wy, offsets, down)
-    del wy
+    if want_down_a:
+        d_down_a = grouped_weight_gradient(g, wy, offsets, down_lora_a).mul_(down_scaling)
+    if want_down or want_down_b:
+        rows = dy[order // top_k]
+        if want_down:
+            d_down = grouped_weight_gradient(rows, wy, offsets, stored_down)
+        if want_down_b:
+            d_down_b = grouped_weight_gradient(rows, (h_down * weights[order, None]).to(dtype), offsets, down_lora_b)
+        del rows
+    del wy, g
     if want_c:
         dc = grouped_sum(dy, weights, order, offsets, top_k, True)
     if want_b:
         db = grouped_sum(dpre, None, order, offsets, top_k, False)
-    if want_gate_up:
-        d_gate_up = grouped_weight_gradient(dpre, hidden[order // top_k], offsets, gate_up)
+    if want_x or want_gate_up_a:
+        g, a_t = _low_gradient(dpre, gate_up_lora_a, gate_up_lora_b, gate_up_scaling, order, offsets, top_k, False)
+    if want_gate_up_b:
+        d_gate_up_b = grouped_weight_gradient(dpre, h_gate_up, offsets, gate_up_lora_b)
+    if want_gate_up or want_gate_up_a:
+        rows = hidden[order // top_k]
+        if want_gate_up:
+            d_gate_up = grouped_weight_gradient(dpre, rows, offsets, stored_gate_up)
+        if want_gate_up_a:
+            d_gate_up_a = grouped_weight_gradient(g, rows, offsets, gate_up_lora_a).mul_(gate_up_scaling)
+        del rows
     if want_x:
-        slots = grouped_product(dpre, gate_up.transpose(1, 2), None, order, offsets, top_k, False, True)
-        dx = combine_slots(slots, None, experts_TK, gate_up.shape[0])
-    return dx, None, dw, d_gate_up, d_down, db, dc, None, None, None, None, None
+        weight = _made(stored_gate_up, ctx.make_gate_up, dtype)
+        slots = grouped_product(dpre, weight.transpose(1, 2), None, g, a_t, order, offsets, top_k, False, True)
+        del dpre, weight
+        dx = combine_slots(slots, None, experts_TK, offsets.shape[0] - 1)
+    lora = (d_gate_up_a, d_gate_up_b, d_down_a, d_down_b)
+    return dx, None, dw, d_gate_up, d_down, db, dc, *lora, *(None,) * 7
 
 
 def _bias_part(dy: Tensor, down_bias: Tensor, experts_TK: Tensor) -> Tensor:
@@ -344,7 +442,8 @@ _experts = Differentiable(
     "experts",
     Experts.apply,
     "(Tensor hidden, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
-    f" Tensor? down_bias, {_UNIT}) -> Tensor",
+    " Tensor? down_bias, Tensor? gate_up_lora_a, Tensor? gate_up_lora_b, Tensor? down_lora_a, Tensor? down_lora_b,"
+    f" float gate_up_scaling, float down_scaling, {_UNIT}) -> Tensor",
 )
 
 _PLAIN_UNIT = ExpertUnit()
@@ -354,27 +453,41 @@ def experts(
     hidden: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weight,
+    down: Weight,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     unit: ExpertUnit = _PLAIN_UNIT,
     transposed: bool = False,
+    gate_up_lora_a: Tensor | None = None,
+    gate_up_lora_b: Tensor | None = None,
+    down_lora_a: Tensor | None = None,
+    down_lora_b: Tensor | None = None,
+    gate_up_scaling: float = 1.0,
+    down_scaling: float = 1.0,
 ) -> Tensor:
-    """The weighted sum of each token's experts, each expert a gated MLP.
+    """The weighted sum of each token's experts, each expert a gated MLP, with low-rank adapters if there are any.
 
     Args:
         hidden: (T, H), fp16, bf16, fp32 or fp64. Under autocast, hidden and all weights are cast to autocast's dtype.
         top_k_index: (T, K), int32 or int64, the experts of each token. An index outside 0 ... E - 1 chooses no expert.
         top_k_weights: (T, K), any of the four dtypes; it multiplies the experts' results.
         gate_up: (E, 2F, H), the first projection of each expert: all rows of gate, then all of up, unless the unit says
-            that they alternate.
-        down: (E, H, F), the second projection.
+            that they alternate. Or a function that returns it: it is called in the forward and in the backward, so
+            that a 4-bit weight is dequantised for one product at a time. Such a weight is frozen.
+        down: (E, H, F), the second projection, or a function that returns it.
         gate_up_bias: (E, 2F) or None.
         down_bias: (E, H) or None.
         unit: the gated unit; by default silu(gate) · up.
         transposed: gate_up is (E, H, 2F) and down is (E, F, H), as in GPT-OSS. They are read in place.
+        gate_up_lora_a: (E, R, H), the first matrix of each expert's adapter of gate_up, in any of the four dtypes. It
+            is cast to the products' dtype; its gradient has its own dtype. None: gate_up has no adapter.
+        gate_up_lora_b: (E, 2F, R), the second matrix; given if and only if gate_up_lora_a is.
+        down_lora_a: (E, R, F), likewise for down; the two ranks may differ.
+        down_lora_b: (E, H, R).
+        gate_up_scaling: multiplies the result of gate_up's adapter; PEFT's `lora_alpha / r`.
+        down_scaling: multiplies the result of down's adapter.
 
     Returns:
         (T, H), in hidden's dtype.
@@ -382,42 +495,73 @@ def experts(
     Raises:
         ShapeError: a tensor has the wrong shape, or the tensors are on several devices.
         DtypeError: a dtype is not supported.
-        OptionError: top_k_index is not int32 or int64.
+        OptionError: top_k_index is not int32 or int64, a scaling is not a finite number, or one matrix of an adapter is
+            given without the other.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    if transposed and gate_up.ndim == 3 and down.ndim == 3:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    _check(hidden, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias)
-    dtype = product_dtype(hidden, gate_up, down)
+    gate_up, down = _as_read(gate_up, transposed), _as_read(down, transposed)
+    lora = (gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b)
+    for name, scaling in (("gate_up_scaling", gate_up_scaling), ("down_scaling", down_scaling)):
+        if not -math.inf < check_number(name, scaling) < math.inf:
+            raise OptionError(f"{name}={scaling} must be finite.")
+    _check(hidden, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, lora)
+    dtype = product_dtype(hidden, *(weight for weight in (gate_up, down) if isinstance(weight, Tensor)))
     if top_k_weights.dtype is torch.float64 and dtype is not torch.float64:
         top_k_weights = top_k_weights.float()  # no kernel computes in fp64
+    if torch.compiler.is_compiling():  # an operator takes tensors only
+        gate_up, down = (weight() if callable(weight) else weight for weight in (gate_up, down))
     arguments = (
-        hidden.to(dtype), top_k_index, top_k_weights, gate_up.to(dtype), down.to(dtype),
+        hidden.to(dtype), top_k_index, top_k_weights,
+        gate_up if callable(gate_up) else gate_up.to(dtype), down if callable(down) else down.to(dtype),
         None if gate_up_bias is None else gate_up_bias.to(dtype), None if down_bias is None else down_bias.to(dtype),
-        *unit.values,
+        *lora, float(gate_up_scaling), float(down_scaling), *unit.values,
     )  # fmt: skip
     out: Tensor = _experts(*arguments) if torch.compiler.is_compiling() else Experts.apply(*arguments)
     return out.to(hidden.dtype)
 
 
+def _as_read(weight: Weight, transposed: bool) -> Weight:
+    """The weight with one row per output."""
+    if not transposed:
+        return weight
+    if callable(weight):
+        return lambda: weight().transpose(1, 2)
+    return weight.transpose(1, 2) if weight.ndim == 3 else weight
+
+
 def _check(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Weight, down: Weight,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, lora: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
-    check_dtype(hidden, top_k_weights, gate_up, down, gate_up_bias, down_bias)
+    stored = [None if callable(weight) else weight for weight in (gate_up, down)]
+    check_dtype(hidden, top_k_weights, *stored, gate_up_bias, down_bias, *lora)
     if top_k_index.dtype not in (torch.int32, torch.int64):
         raise OptionError(f"top_k_index is {top_k_index.dtype}; it must be int32 or int64.")
-    if hidden.ndim != 2 or top_k_index.ndim != 2 or gate_up.ndim != 3 or not gate_up.shape[0] or gate_up.shape[1] % 2:
+    for name, a, b in (("gate_up", *lora[:2]), ("down", *lora[2:])):
+        if (a is None) != (b is None):
+            raise OptionError(f"{name}_lora_{'b' if b is None else 'a'} is missing; an adapter has both matrices.")
+    first = stored[0]
+    if hidden.ndim != 2 or top_k_index.ndim != 2:
         raise ShapeError(
-            f"hidden is {tuple(hidden.shape)}, top_k_index {tuple(top_k_index.shape)} and gate_up "
-            f"{tuple(gate_up.shape)}; they must be (T, H), (T, K) and (E, 2F, H) with at least one expert."
+            f"hidden is {tuple(hidden.shape)} and top_k_index {tuple(top_k_index.shape)}; they must be (T, H) and "
+            "(T, K)."
         )
-    (T, H), (E, twice, _) = hidden.shape, gate_up.shape
-    wanted = {
-        "top_k_index": (top_k_index, (T, top_k_index.shape[1])), "top_k_weights": (top_k_weights, top_k_index.shape),
-        "gate_up": (gate_up, (E, twice, H)), "down": (down, (E, H, twice // 2)),
-        "gate_up_bias": (gate_up_bias, (E, twice)), "down_bias": (down_bias, (E, H)),
-    }  # fmt: skip
+    if first is not None and (first.ndim != 3 or not first.shape[0] or first.shape[1] % 2):
+        raise ShapeError(f"gate_up is {tuple(first.shape)}; it must be (E, 2F, H) with at least one expert.")
+    T, H = hidden.shape
+    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "top_k_index": (top_k_index, (T, top_k_index.shape[1])),
+        "top_k_weights": (top_k_weights, tuple(top_k_index.shape)),
+    }
+    if first is not None:  # the shape of a weight that is made is known when it is made
+        E, twice, _ = first.shape
+        ranks = [0 if b is None else b.shape[-1] for b in (lora[1], lora[3])]
+        wanted |= {
+            "gate_up": (first, (E, twice, H)), "down": (stored[1], (E, H, twice // 2)),
+            "gate_up_bias": (gate_up_bias, (E, twice)), "down_bias": (down_bias, (E, H)),
+            "gate_up_lora_a": (lora[0], (E, ranks[0], H)), "gate_up_lora_b": (lora[1], (E, twice, ranks[0])),
+            "down_lora_a": (lora[2], (E, ranks[1], twice // 2)), "down_lora_b": (lora[3], (E, H, ranks[1])),
+        }  # fmt: skip
     for name, (tensor, shape) in wanted.items():
         if tensor is not None and tensor.shape != shape:
             raise ShapeError(f"{name} is {tuple(tensor.shape)}; with hidden {(T, H)} it must be {tuple(shape)}.")
@@ -436,15 +580,30 @@ def experts_oracle(
     down_bias: Tensor | None = None,
     unit: ExpertUnit = _PLAIN_UNIT,
     transposed: bool = False,
+    gate_up_lora_a: Tensor | None = None,
+    gate_up_lora_b: Tensor | None = None,
+    down_lora_a: Tensor | None = None,
+    down_lora_b: Tensor | None = None,
+    gate_up_scaling: float = 1.0,
+    down_scaling: float = 1.0,
 ) -> Tensor:
     """The unfused formula: a loop over the experts."""
     if transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+
+    def projected(
+        e: int, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float
+    ) -> Tensor:
+        y = F.linear(x, weight[e], None if bias is None else bias[e])
+        if a is None or b is None:
+            return y
+        return y + F.linear(F.linear(x, a[e].to(y.dtype)), b[e].to(y.dtype)) * scaling
+
     out = torch.zeros_like(hidden)
     for e in range(gate_up.shape[0]):
         token, k = torch.where(top_k_index == e)
-        y = unit(F.linear(hidden[token], gate_up[e], None if gate_up_bias is None else gate_up_bias[e]))
-        z = F.linear(y, down[e], None if down_bias is None else down_bias[e])
+        y = unit(projected(e, hidden[token], gate_up, gate_up_bias, gate_up_lora_a, gate_up_lora_b, gate_up_scaling))
+        z = projected(e, y, down, down_bias, down_lora_a, down_lora_b, down_scaling)
         out = out.index_add(0, token, (z * top_k_weights[token, k, None]).to(out.dtype))
     return out
 
@@ -461,7 +620,16 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     inner = options.pop("inner", 8)
     route, biased = options.pop("route", "random"), options.pop("biased", False)
     scale, weights_dtype = options.pop("scale", 1.0), options.pop("weights_dtype", dtype)
-    transposed = options.get("transposed", False)
+    transposed, lora = options.get("transposed", False), {}
+    if rank := options.pop("rank", 0):
+        adapter_dtype = options.pop("adapter_dtype", dtype)
+        lora = {
+            name: randn(E, rows, columns, dtype=adapter_dtype, device=device, scale=columns**-0.5)
+            for name, rows, columns in (
+                ("gate_up_lora_a", rank, H), ("gate_up_lora_b", 2 * inner, rank), ("down_lora_a", rank, inner),
+                ("down_lora_b", H, rank),
+            )
+        }  # fmt: skip
     index = torch.rand(T, max(E, K), device=device).argsort(1)[:, :K] % E
     if route == "one":
         index = torch.full_like(index, E - 1)
@@ -482,18 +650,28 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
         "down": down,
         "gate_up_bias": randn(E, 2 * inner, dtype=dtype, device=device) if biased else None,
         "down_bias": randn(E, H, dtype=dtype, device=device) if biased else None,
+        **lora,
         **options,
     }
 
 
-def _cost(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor, **_: Any) -> Cost:
+def _cost(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor, **options: Any
+) -> Cost:
     S, H = top_k_index.numel(), hidden.shape[1]
     inner = gate_up.numel() // (2 * gate_up.shape[0] * H)
     slots = hidden.element_size() * S
     # per slot: x, pre, y, z forward; dy, da, pre, dpre, wy, x, dx backward. Weights: read twice, written once.
     moved = slots * (2 * H + 6 * inner) + slots * (5 * H + 11 * inner) + 3 * (gate_up.nbytes + down.nbytes)
     saved = hidden.nbytes + slots * 2 * inner + 24 * S
-    return Cost(moved_bytes=moved, saved_bytes=saved, flops=18 * S * H * inner)
+    flops = 18 * S * H * inner
+    for b, outputs, inputs in (
+        (options.get("gate_up_lora_b"), 2 * inner, H), (options.get("down_lora_b"), H, inner),
+    ):  # fmt: skip
+        if b is not None:
+            saved += slots * b.shape[-1]
+            flops += 6 * S * b.shape[-1] * (outputs + inputs)
+    return Cost(moved_bytes=moved, saved_bytes=saved, flops=flops)
 
 
 EXPERTS = Op(
@@ -501,7 +679,10 @@ EXPERTS = Op(
     call=experts,
     oracle=experts_oracle,
     make=_make,
-    grads=("hidden", "top_k_weights", "gate_up", "down", "gate_up_bias", "down_bias"),
+    grads=(
+        "hidden", "top_k_weights", "gate_up", "down", "gate_up_bias", "down_bias",
+        "gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b",
+    ),
     cases=tuple(
         # The weights' gradient has two numbers a token: one order of summation may err little on so few by luck. Cases
         # with biases stay at few tokens, because Triton's interpreter cuts fp32 off to bf16 and a bias sums all of it.
@@ -520,6 +701,17 @@ EXPERTS = Op(
                 id="gelu-tanh", shape=(42, 2, 3, 16),
                 options={"unit": ExpertUnit(activation="gelu_tanh"), "weights_dtype": torch.float32},
             ),
+            Case(id="lora", shape=(45, 2, 4, 24), options={"rank": 4, "gate_up_scaling": 2.0, "down_scaling": 0.5}),
+            Case(
+                id="lora-fp32-adapters", shape=(45, 2, 3, 16),
+                options={"rank": 3, "adapter_dtype": torch.float32, "gate_up_scaling": 1.5},
+            ),
+            Case(
+                id="lora-gpt-oss", shape=(42, 2, 3, 16),
+                options={"inner": 6, "biased": True, "transposed": True, "unit": GPT_OSS_UNIT, "rank": 20},
+            ),
+            Case(id="lora-outside", shape=(9, 2, 3, 16), options={"route": "outside", "rank": 2}),
+            Case(id="qwen3-30b-lora", shape=(512, 8, 128, 2048), options={"inner": 768, "rank": 16}, small=False),
             Case(id="qwen3-30b", shape=(512, 8, 128, 2048), options={"inner": 768}, small=False),
         )
     ),

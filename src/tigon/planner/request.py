@@ -11,7 +11,7 @@ from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.remembered_config import real_config
-from tigon.techniques import matrix
+from tigon.techniques import matrix, sharding
 from tigon.techniques.layer_checkpointing import AUTO, is_by_layer, states_of
 from tigon.techniques.records.choices import Choices
 
@@ -85,7 +85,8 @@ def refusals(request: Request, choices: Choices) -> tuple[str, ...]:
 
 
 def check(request: Request) -> None:
-    """Raise UsageError for a value out of range, and RecipeError for checkpointing of another number of layers.
+    """Raise UsageError for a value out of range, and RecipeError for checkpointing of another number of layers, or for
+    copies that do not divide the GPUs.
 
     `techniques.matrix` checks which choices exclude each other.
     """
@@ -96,11 +97,16 @@ def check(request: Request) -> None:
         raise UsageError("checkpointing is auto, which stands for a choice; planner.search.checkpointing makes it.")
     for reason in (*matrix.wrong_values(request.choices), *matrix.untraceable(request.choices)):
         raise UsageError(f"{reason}.")
-    if request.choices.sequence_shards > 1:
-        raise UsageError(
-            f"sharding.sequence is {request.choices.sequence_shards}, which only plans of clusters know; compare "
-            "divisions with tigon plan MODEL --gpus 8 --nodes 1, or plan without sharding.sequence."
-        )
+    for key, size in (("sequence", request.choices.sequence_shards), ("tensor", request.choices.tensor_shards)):
+        if size > 1:
+            raise UsageError(
+                f"sharding.{key} is {size}, which only plans of clusters know; compare divisions with tigon plan MODEL "
+                f"--gpus 8 --nodes 1, or plan without sharding.{key}."
+            )
+    if used := sharding.zero_plus_plus(request.choices):
+        keys = ", ".join(f"zero_optimization.{name}" for name in used)
+        raise UsageError(f"ZeRO++ ({keys}) is not part of any plan; plan without its keys.")
+    sharding.check_sizes(request.choices)
     text = text_config(request.config)
     if text.num_hidden_layers < 1:
         depth = text.num_hidden_layers

@@ -308,6 +308,7 @@ class ShardingConfig:
 
     gpus: int = technique_key("gpus")
     sequence: int = technique_key("sequence_shards")
+    tensor: int = technique_key("tensor_shards")
     zero: int = technique_key("zero")
     fsdp: bool = technique_key("fsdp")
     offload: str = technique_key("offload")

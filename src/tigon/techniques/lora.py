@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from tigon.techniques import model_kernels
 from tigon.techniques.mechanisms import adapter_targets
 from tigon.techniques.mechanisms.adapter_targets import EXPERTS, WORDS
+from tigon.techniques.mechanisms.four_bit_experts import shown_as_plain
 from tigon.techniques.precision import BF16_WEIGHTS, WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion, KeySwitch
@@ -106,7 +108,7 @@ def _adapters(model: Any, choices: Choices, run_info: RunInfo) -> Any:
         target_modules=adapter_targets.short_names(model, targets),
         target_parameters=list(targets.parameters) or None, task_type="CAUSAL_LM",
     )  # fmt: skip
-    with quiet_peft():
+    with quiet_peft(), shown_as_plain(model):
         wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=choices.precision not in BF16_WEIGHTS)
     keep_trained_in_fp32(wrapped, choices)
     # Otherwise no input of a checkpointed layer with frozen weights would require a gradient.
@@ -121,15 +123,11 @@ def _peft_init(choices: Choices) -> bool | str:
 def _quantization(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
     from transformers import BitsAndBytesConfig
 
+    from tigon.techniques.mechanisms import expert_quantizer  # loads transformers
+
     if choices.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    compute = getattr(torch, _COMPUTE_DTYPES[choices.precision])
-    return {
-        "quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=compute,
-        )
-    }  # fmt: skip
+    return {"quantization_config": expert_quantizer.config(getattr(torch, _COMPUTE_DTYPES[choices.precision]))}
 
 
 def _without_cpu_packing(model: Any, choices: Choices, run_info: RunInfo) -> Any:
@@ -220,6 +218,7 @@ _SUBSPACE = Condition("lora_init", "starts with", adapter_targets.SUBSPACE_INITS
 _FP32_BASE, _QUANTIZE = Condition("lora_base", "is", "fp32"), Condition("quantized", "is", True)
 
 
+_NOT_TIGON = Condition("kernels", "is not one of", tuple(sorted(model_kernels.OF_TIGON)))
 _PARAM_WRAPPER = "peft 0.21 tuners/lora/layer.py: ParamWrapper"
 _CONVERSION = "peft 0.21 tuners/lora/model.py: subtract_mutated_init"
 _EXCLUSIONS = (
@@ -244,6 +243,12 @@ _EXCLUSIONS = (
         when=(_FP32_BASE, Condition("zero", "is at least", 1), Condition("precision", "starts with", "amp")),
         reason="DeepSpeed keeps every weight in 16 bits, with an fp32 copy of those that are trained",
         instead="lora.base: auto, or sharding.zero: 0", source="DeepSpeed's configuration: bf16.enabled, fp16.enabled",
+    ),
+    Exclusion(
+        when=(_EXPERTS, _QUANTIZE, _NOT_TIGON),
+        reason="PEFT leaves the adapter of a 4-bit weight of experts behind after each forward, so that they add up",
+        instead="model.kernels: tigon, or lora.targets without experts",
+        source="peft 0.21.2 tuners/lora/layer.py: ParamWrapper._remove_parametrizations",
     ),
     Exclusion(
         when=(_EXPERTS, Condition("lora_dropout", "is above", 0)),

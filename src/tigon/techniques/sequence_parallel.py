@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,17 +47,23 @@ def shards_of(model: nn.Module) -> int:
     return _shared.get(model, 1)
 
 
-@dataclass
 class Shard:
-    """What attention needs to know about the rows of one call of the model."""
+    """What attention needs to know about the rows of one call of the model.
 
-    group: Any
-    """The processes that share the rows."""
-    positions_BT: Tensor
-    mask: Tensor | None
-    """(B, 1, T, T), True where a token sees another; None if each row holds one document."""
-    layers: set[int] = field(default_factory=set)
-    """The attention modules that used it."""
+    It is not a dataclass, because FSDP2's mixed precision hands copies of those to the model, and `layers` is shared.
+    """
+
+    def __init__(self, group: Any, positions_BT: Tensor, mask: Tensor | None) -> None:
+        """Describe rows.
+
+        Args:
+            group: The processes that share the rows.
+            positions_BT: The position of each token in its document.
+            mask: (B, 1, T, T), True where a token sees another; None if each row holds one document.
+        """
+        self.group, self.positions_BT, self.mask = group, positions_BT, mask
+        self.layers: set[int] = set()
+        """The attention modules that used it."""
 
 
 def share_rows(model: nn.Module, group: Any) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from tigon.errors import RecipeError
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion, KeyExclusion, KeySwitch
 from tigon.techniques.records.setting import Flag, Setting
@@ -40,7 +41,7 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 10 * run_info.hidden_size,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    zero |= _offloads(choices, run_info)
+    zero |= _offloads(choices, run_info) | zero_plus_plus(choices)
     pure = choices.precision == "bf16"
     config: dict[str, Any] = {
         "zero_optimization": zero,
@@ -62,6 +63,18 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
             "overlap_events": True,
         }
     return config
+
+
+def zero_plus_plus(choices: Choices) -> dict[str, Any]:
+    """Returns the keys of ZeRO++ (arXiv 2306.10209) in DeepSpeed's configuration."""
+    keys: dict[str, Any] = {}
+    if choices.zero_copy_ranks > 1:
+        keys["zero_hpz_partition_size"] = choices.zero_copy_ranks
+    if choices.zero_int8_weights:
+        keys["zero_quantized_weights"] = True
+    if choices.zero_int4_gradients:
+        keys["zero_quantized_gradients"] = True
+    return keys
 
 
 def _offloads(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
@@ -163,8 +176,30 @@ def partitioned_loading(choices: Choices, run_info: RunInfo) -> Iterator[None]:
         del alive
 
 
+def shard_ranks(choices: Choices) -> int:
+    """Returns the number of processes that hold one whole copy of the states between them, under FSDP2."""
+    return choices.gpus // choices.replicas
+
+
+def check_sizes(choices: Choices) -> None:
+    """Raise RecipeError if the copies of `sharding.replicas` or `sharding.zero_copy_ranks` do not divide the GPUs."""
+    if choices.gpus % choices.zero_copy_ranks:
+        raise RecipeError(
+            f"sharding.zero_copy_ranks is {choices.zero_copy_ranks}, and sharding.gpus {choices.gpus} is not a "
+            f"multiple of it; set it to a divisor of {choices.gpus}"
+        )
+    size, gpus = choices.replicas, choices.gpus
+    if size > 1 and (gpus % size or gpus < 2 * size):
+        raise RecipeError(
+            f"sharding.replicas is {size}, and each copy needs the same number of at least 2 GPUs, but sharding.gpus "
+            f"is {gpus} in all; set sharding.replicas to a divisor of {gpus} below it"
+            + ("" if gpus > 3 else ", which needs at least 4 GPUs")
+        )
+
+
 def _fsdp(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
     return {
+        **_mesh(choices),
         "fsdp": True,
         "fsdp_config": {
             "version": 2,
@@ -174,6 +209,16 @@ def _fsdp(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
             "state_dict_type": "FULL_STATE_DICT",
         },
     }
+
+
+def _mesh(choices: Choices) -> Mapping[str, Any]:
+    """The argument that says which processes shard and which hold copies. By default all of them shard."""
+    if choices.replicas == 1:
+        return {}
+    from accelerate import ParallelismConfig
+
+    config = ParallelismConfig(dp_replicate_size=choices.replicas, dp_shard_size=shard_ranks(choices))
+    return {"parallelism_config": config}
 
 
 PLACEMENTS: tuple[Mapping[str, Any], ...] = (
@@ -208,7 +253,31 @@ _SETTINGS = (
         label=lambda choices: "FSDP2" if choices.fsdp else "",
     ),
     Setting(
+        field="replicas", key="sharding.replicas",
+        help="FSDP2: copies of the sharded states (hybrid sharding). Each is divided over `gpus` / `replicas` "
+        "consecutive processes; with as many copies as machines, weights are gathered within each machine.",
+        minimum=1, maximum=1024,
+        label=lambda choices: f"{choices.replicas} copies" if choices.replicas > 1 else "",
+    ),
+    Setting(
         field="reshard", key="sharding.reshard", help="FSDP2: free a layer's gathered weights after its forward pass.",
+    ),
+    Setting(
+        field="zero_copy_ranks", key="sharding.zero_copy_ranks",
+        help="ZeRO++ (hpZ): this many consecutive processes, such as those of one machine, keep a second copy of the "
+        "16-bit weights between them, and the backward pass gathers from it. Requires `zero: 3`.",
+        minimum=1, maximum=64,
+        label=lambda choices: f"hpZ {choices.zero_copy_ranks}" if choices.zero_copy_ranks > 1 else "",
+    ),
+    Setting(
+        field="zero_int8_weights", key="sharding.zero_int8_weights",
+        help="ZeRO++ (qwZ): gather weights as 8-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
+        label=lambda choices: "qwZ" if choices.zero_int8_weights else "",
+    ),
+    Setting(
+        field="zero_int4_gradients", key="sharding.zero_int4_gradients",
+        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
+        label=lambda choices: "qgZ" if choices.zero_int4_gradients else "",
     ),
     Setting(
         field="offload", key="sharding.offload",
@@ -223,6 +292,10 @@ _SETTINGS = (
 _CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc if there is a GPU")
 _CPU, _NVME = (Condition("offload", "is", place) for place in ("cpu", "nvme"))
 _ZERO, _OFFLOADED = Condition("zero", "is at least", 1), Condition("offload", "is not", "none")
+_ZERO_PLUS_PLUS = (
+    Condition("zero_copy_ranks", "is at least", 2), Condition("zero_int8_weights", "is", True),
+    Condition("zero_int4_gradients", "is", True),
+)  # fmt: skip
 _ZERO_EFFECT_ON_RESULT = (
     "Weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under autocast."
 )
@@ -256,6 +329,36 @@ _TECHNIQUES = (
     _stage(3, "Weights too, divided by the GPUs. A layer's weights are gathered for its forward and its backward pass.",
            "1.5 times the traffic of DDP, because the weights are gathered twice."),
     Technique(
+        name="zero-3-hpz", page="zero",
+        saves="Traffic between machines: the backward pass gathers weights from a second copy, which the processes of "
+        "one machine hold between them.",
+        costs="2 / `sharding.zero_copy_ranks` bytes per parameter on each GPU.",
+        effect_on_result=_ZERO_EFFECT_ON_RESULT, needs=("deepspeed",),
+        recipe={"sharding.gpus": 4, "sharding.zero": 3, "sharding.zero_copy_ranks": 2},
+        chosen=(Condition("zero", "is", 3), Condition("zero_copy_ranks", "is at least", 2)),
+        source="DeepSpeed, zero_hpz_partition_size; arXiv 2306.10209",
+    ),
+    Technique(
+        name="zero-3-int8-weights", page="zero",
+        saves="Half of the traffic of gathered weights: they are sent as 8-bit integers with scales per block.",
+        costs="Rounding of the weights in both passes, and kernels that convert them.", tools=("nvcc",),
+        effect_on_result="Gathered weights have about 8 bits of precision. No GPU has run it with tigon yet.",
+        needs=("deepspeed",), devices=("cuda",),
+        recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int8_weights": True},
+        chosen=(Condition("zero", "is", 3), Condition("zero_int8_weights", "is", True)), change_rank=1,
+        source="DeepSpeed, zero_quantized_weights; arXiv 2306.10209",
+    ),
+    Technique(
+        name="zero-3-int4-gradients", page="zero",
+        saves="Three quarters of the traffic of reduced gradients: they are sent as 4-bit integers.",
+        costs="Rounding of the gradients, and kernels that convert them.", tools=("nvcc",),
+        effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
+        needs=("deepspeed",), devices=("cuda",),
+        recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int4_gradients": True},
+        chosen=(Condition("zero", "is", 3), Condition("zero_int4_gradients", "is", True)), change_rank=1,
+        source="DeepSpeed, zero_quantized_gradients; arXiv 2306.10209",
+    ),
+    Technique(
         name="zero-offload-cpu", page="offload",
         saves="12 bytes per parameter of the GPU's memory: the optimizer's states and their fp32 weights move to the "
         "host. With stage 3 the bf16 weights move too.",
@@ -284,6 +387,15 @@ _TECHNIQUES = (
         source="torch.distributed.fsdp.fully_shard; arXiv 2304.11277",
     ),
     Technique(
+        name="fsdp2-hybrid", page="fsdp2",
+        saves="As FSDP2 over `sharding.gpus` / `sharding.replicas` GPUs.",
+        costs="Weights are gathered among the GPUs of one copy only. After that, gradients of each shard are summed "
+        "over the copies: the only traffic between machines if each holds one copy.", devices=("cuda",),
+        recipe={"sharding.gpus": 4, "sharding.fsdp": True, "sharding.replicas": 2},
+        chosen=(Condition("fsdp", "is", True), Condition("replicas", "is at least", 2)),
+        source="torch.distributed.fsdp.fully_shard on a mesh of two dimensions; arXiv 2304.11277 §3.2.2",
+    ),
+    Technique(
         name="fsdp2-offload", page="fsdp2",
         saves="FSDP2's weights, gradients and states stay on the host, and the optimizer runs there.",
         costs="Each layer's weights are copied to the GPU for each pass, and gradients to the host.", devices=("cuda",),
@@ -307,11 +419,39 @@ _EXCLUSIONS = (
         instead="train.precision: amp-bf16, or sharding.offload: none",
         source="deepspeed 0.19.8 runtime/base_optimizer.py: _configure_master_weights",
     ),
+    *(
+        Exclusion(
+            when=(used, condition),
+            reason="tigon has not tried ZeRO++ with it",
+            instead=instead,
+            source="tigon.techniques.sharding",
+        )
+        for used in _ZERO_PLUS_PLUS
+        for condition, instead in (
+            (_OFFLOADED, "sharding.offload: none"),
+            (Condition("lora_rank", "is at least", 1), "lora.rank: none"),
+        )
+    ),
     Exclusion(
         when=(Condition("fsdp", "is", True), _ZERO),
         reason="both partition the same states",
         instead="one of sharding.fsdp and sharding.zero",
         source="transformers 5.17 training_args.py",
+    ),
+    Exclusion(
+        when=(Condition("replicas", "is at least", 2), Condition("fsdp", "is", False)),
+        reason="FSDP2 shards the copies",
+        instead="sharding.fsdp: true",
+        source="torch.distributed.fsdp.fully_shard",
+    ),
+    *(
+        Exclusion(
+            when=(used, Condition("zero", "is not", 3)),
+            reason="ZeRO++ is part of stage 3",
+            instead="sharding.zero: 3",
+            source="arXiv 2306.10209",
+        )
+        for used in _ZERO_PLUS_PLUS
     ),
     Exclusion(
         when=(_OFFLOADED, Condition("zero", "is", 0), Condition("fsdp", "is", False)),
@@ -343,6 +483,13 @@ DECLARATION = Declaration(
         ),
     ),
     key_switches=(
-        KeySwitch(keys=("sharding.reshard",), on=Condition("fsdp", "is", True), instead="sharding.fsdp: true"),
+        KeySwitch(
+            keys=("sharding.reshard", "sharding.replicas"), on=Condition("fsdp", "is", True),
+            instead="sharding.fsdp: true",
+        ),
+        KeySwitch(
+            keys=("sharding.zero_copy_ranks", "sharding.zero_int8_weights", "sharding.zero_int4_gradients"),
+            on=Condition("zero", "is", 3), instead="sharding.zero: 3",
+        ),
     ),
 )  # fmt: skip

@@ -34,6 +34,7 @@ from tigon.objectives.base import Objective, Step
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.device import used_bytes
 from tigon.recipe.keys import TrainConfig
+from tigon.techniques import tensor_parallel
 from tigon.techniques.mechanisms.fused_linear import has_fused_linears
 from tigon.techniques.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, whole_files
@@ -78,6 +79,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         TRL's trainers shard their reference by the same policy while they are made.
         """
         super().create_accelerator_and_postprocess()
+        if tensor_parallel.group_size(self.model) > 1:  # it would make DTensors of weights that kernels read
+            self.accelerator._prepare_tp = lambda *prepared: prepared
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         policy = getattr(plugin, "mixed_precision_policy", None)
         if plugin is not None and policy is not None:
@@ -99,6 +102,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self._fuses_accumulation = has_fused_linears(self.model)
         self.row_shards = shards_of(self.model)
         """The processes that share each row, and read the same samples."""
+        self.readers_alike = self.row_shards * tensor_parallel.group_size(self.model)
+        """The processes that read the same samples."""
         self.gate = NanGuard(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
@@ -243,6 +248,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         optimizer = super().create_optimizer(*args, **kwargs)
         if not self._grouped:
             self.objective.group(self.model, optimizer)
+            if tensor_parallel.group_size(self.model) > 1:
+                tensor_parallel.step_by_mesh(self.model, optimizer)
             self._grouped = True
         return optimizer
 
@@ -254,11 +261,14 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self.n_micro_steps += 1
         self.tokens_since_mark += self.tokens_in(inputs)
         with accumulation_fusion() if self._fuses_accumulation else nullcontext():
-            return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
+            loss = self.gate.add(super().training_step(model, inputs, *args, **kwargs))
+        if self.accelerator.sync_gradients:
+            tensor_parallel.sum_gradients(self.model)
+        return loss
 
     def tokens_in(self, inputs: Any) -> int:
-        """The tokens of a micro-batch that this process computes, padding included."""
-        return int(inputs["input_ids"].numel()) // self.row_shards
+        """This process's share of the tokens of a micro-batch, padding included."""
+        return int(inputs["input_ids"].numel()) // self.readers_alike
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer. It sums over all processes, and would count a shared row once per process."""
@@ -267,6 +277,10 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return int(super().get_total_train_batch_size(args)) // self.row_shards
+
+    def get_tp_size(self) -> int:
+        """As in the Trainer. Some of its versions know only what transformers' own loader divided."""
+        return tensor_parallel.group_size(self.model)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         model_loss = partial(super().compute_loss, model, inputs, *args, **kwargs)

@@ -22,7 +22,7 @@ from tigon.models.loading import hub
 from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import head_groups, layer_checkpointing, sequence_parallel
+from tigon.techniques import head_groups, layer_checkpointing, sequence_parallel, tensor_parallel
 from tigon.trainer import model
 from tigon.trainer.checkpoint import elastic
 from tigon.trainer.distributed import extension_lock, launch
@@ -135,6 +135,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     choices = preflight.check_techniques(recipe, device)
     head_groups.check_groups(config, choices.attention_groups)
     sequence_parallel.check(config, choices)
+    tensor_parallel.check(config, choices)
     if layer_checkpointing.is_by_layer(choices.checkpointing):
         layer_checkpointing.states_of(choices.checkpointing, config.get_text_config().num_hidden_layers)
     objective = objective_of(recipe, config, lambda: shapes)

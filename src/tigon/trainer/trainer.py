@@ -154,7 +154,7 @@ class TigonTrainer(GuardedTrainer):
                 batch_sums = self._sums_at(first, samples)
                 if batch_sums is not None:
                     sums += batch_sums
-                    first += size * self.args.world_size // self.row_shards
+                    first += size * self.args.world_size // self.readers_alike
         finally:
             self.model.train(was_training)
         total, n_learned = self.accelerator.reduce(sums).tolist()
@@ -174,7 +174,7 @@ class TigonTrainer(GuardedTrainer):
         without samples left runs the first sample and does not count it. The Trainer's own loader counts it twice.
         """
         size = self.args.per_device_eval_batch_size
-        start, error = first + self.args.process_index // self.row_shards * size, None
+        start, error = first + self.args.process_index // self.readers_alike * size, None
         own = [samples[i] for i in range(start, min(start + size, len(samples)))]
         # Determined before the forward pass: one that fails leaves the weights gathered.
         together = self.args.world_size > 1 and _is_sharded(self.model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -66,7 +68,11 @@ def test_host_memory_limits_loading_and_offload():
 def test_divisions_of_data_and_of_rows_run():
     assert Division(sharding="weights", data=8).runs and Division(data=8).runs
     assert Division(sharding="weights", data=4, sequence=2).runs
-    for changes in ({"tensor": 2}, {"pipeline": 2}, {"sharding": "weights", "within_node": True}):
+    assert Division(sharding="weights", data=16, within_node=True).runs
+    assert Division(sharding="weights", data=4, tensor=2).runs
+    weights: dict[str, Any] = {"sharding": "weights", "tensor": 2}
+    alone, copies, rows = {**weights, "data": 1}, {**weights, "data": 4, "within_node": True}, {**weights, "data": 4}
+    for changes in ({"tensor": 2}, {"pipeline": 2}, alone, copies, {**rows, "sequence": 2}, {**rows, "offload": True}):
         assert not Division(**changes).runs
 
 

@@ -17,6 +17,7 @@ CODE_COLOURS = {
     "trl": "#be185d",
     "tigon": "#c2410c",
     "tigon-add": "#fb923c",
+    "tigon-graphs": "#7f1d1d",
 }
 KIND_COLOURS = {
     "products": "#1d4ed8", "attention": "#7e22ce", "fused": "#c2410c", "optimizer": "#a16207", "rest": "#9ca3af",

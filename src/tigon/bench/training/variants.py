@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tigon.errors import OptionError
 from tigon.models.patch import patch
 from tigon.planner import model_plan
-from tigon.techniques import SETTINGS, checkpointing
+from tigon.techniques import SETTINGS, checkpointing, cuda_graphs
 from tigon.techniques.layer_checkpointing import STATES, is_by_layer
 
 WHOLE, FITS, AUTO = "whole", "fits", "auto"
@@ -49,6 +49,8 @@ class Code:
     """The value of `model.kernels` by which the planner knows it."""
     ours: bool = False
     """Whether tigon recomputes, so that `auto` and the states of layers exist."""
+    finish: Callable[[Any, Ready, str], Ready] | None = None
+    """Changes the model once more, after its recomputation is set up. Only for `none` and `full`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class Variant:
         if self.code.ours:
             ready = self.code.prepare(own)
             model_plan.checkpoint(own, recomputed)
-            return ready
+            return ready if self.code.finish is None else self.code.finish(own, ready, recomputed)
         if recomputed == "full":
             checkpointing.enable(own)
         return self.code.prepare(own)
@@ -153,6 +155,21 @@ def _tigon_add(model: Any) -> Ready:
     return Ready(_by_forward(model))
 
 
+def _in_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
+    if next(model.parameters()).device.type != "cuda":
+        raise NotImplementedError("CUDA graphs need a GPU")
+    graphs = cuda_graphs.graph(model, recomputes=recomputed == "full")
+
+    @contextlib.contextmanager
+    def active() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            graphs.release()  # their memory would count in the turns of the other variants
+
+    return Ready(ready.loss, active)
+
+
 CODES: Mapping[str, Code] = {
     code.name: code
     for code in (
@@ -164,6 +181,8 @@ CODES: Mapping[str, Code] = {
         Code(name="tigon", meaning="transformers with `tigon.patch`", prepare=_tigon, kernels="tigon", ours=True),
         Code(name="tigon-add", meaning="`tigon` with `tigon.patch(model, add_rms_norm=True)`; the planner's `auto` and "
              "predictions are those of `tigon`", prepare=_tigon_add, kernels="tigon", ours=True),
+        Code(name="tigon-graphs", meaning="`tigon` with `train.cuda_graphs`; the predictions are those of `tigon`",
+             prepare=_tigon, kernels="tigon", ours=True, finish=_in_graphs),
     )
 }  # fmt: skip
 
@@ -179,7 +198,7 @@ def parse(text: str, flag: str = "--variant") -> Variant:
     recomputed, at, micro = rest.partition("@")
     if name not in CODES:
         raise OptionError(f"{flag} {text}: {name!r} is not known; choose one of {', '.join(CODES)}.")
-    ours = CODES[name].ours
+    ours = CODES[name].ours and CODES[name].finish is None
     usual = ("none", "full", AUTO) if ours else ("none", "full")
     by_layer = ours and is_by_layer(recomputed) and not SETTINGS["checkpointing"].problem(recomputed)
     if recomputed not in usual and not by_layer:

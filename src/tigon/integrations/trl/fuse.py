@@ -216,9 +216,11 @@ def _fuse_gkd(result: FusedTrainer) -> None:
 
 
 def _check_methods(trainer: Any, *names: str) -> None:
-    """Raise PatchError if a subclass of TRL's trainer replaces one of these methods."""
+    """Raise PatchError if TRL's trainer lacks one of these methods, or a subclass of it replaces one."""
     cls = _trl_class(trainer)
     for name in names:
+        if not hasattr(cls, name):
+            raise PatchError(f"this {cls.__name__} of TRL has no {name}, and computes its loss from logits")
         if getattr(type(trainer), name) is not getattr(cls, name) or name in vars(trainer):
             raise PatchError(f"{type(trainer).__name__} overrides {name}")
 

@@ -118,6 +118,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
         "sliding_window": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    # 30.5 B parameters, of which 3.3 B compute each token
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
     # five layers with a window of 512 tokens before each layer without
     "gemma-3-1b": {
         "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
@@ -183,6 +191,7 @@ HUB_SHAPES: Mapping[str, str] = {
     "Qwen/Qwen3-1.7B": "qwen3-1.7b",
     "Qwen/Qwen3-4B": "qwen3-4b",
     "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
     "google/gemma-3-1b-it": "gemma-3-1b",
     "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
     "meta-llama/Llama-3.2-3B-Instruct": "llama-3.2-3b",

@@ -2,12 +2,16 @@
 
 The interface gives a module its weights in three dimensions and flags for their layout. A module's gated unit is read
 from its attributes and compared with its own `_apply_gate`, so a unit that no `ExpertUnit` describes is refused.
+
+A weight may be stored in 4 bits, by bitsandbytes' parametrization. The op dequantises it for one product at a time.
+PEFT adds an adapter as a parametrization too, for one forward. The op reads its two factors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -70,16 +74,80 @@ def unit_objection(module: Any) -> str | None:
     )
 
 
-def run_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The op on the weights of a module of the interface."""
+@dataclass(frozen=True)
+class Adapter:
+    """The low-rank factors of one projection's adapter."""
+
+    a: Tensor
+    """(E, R, inputs)."""
+    b: Tensor
+    """(E, outputs, R)."""
+    scaling: float
+
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+def run_experts(
+    module: Any,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    adapters: Mapping[str, Adapter] | None = None,
+) -> Tensor:
+    """The op on the weights of a module of the interface. adapters: those of its projections, by the weight's name."""
     unit = unit_of(module)
     if unit is None:
         raise PatchError(f"tigon's experts: {type(module).__name__} has an activation without a gated op.")
+    weights, found = [], dict(adapters or {})
+    for name in PROJECTIONS:
+        weight, adapter = _stored(module, name)
+        weights.append(weight)
+        if adapter is not None:
+            found[name] = adapter
+    lora: dict[str, Any] = {}
+    for name, adapter in found.items():
+        of = name.removesuffix("_proj")
+        lora |= {f"{of}_lora_a": adapter.a, f"{of}_lora_b": adapter.b, f"{of}_scaling": adapter.scaling}
     return ops.experts(
-        hidden, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, unit=unit,
+        hidden, top_k_index, top_k_weights, *weights, unit=unit,
         gate_up_bias=module.gate_up_proj_bias if module.has_bias else None,
-        down_bias=module.down_proj_bias if module.has_bias else None, transposed=module.is_transposed,
+        down_bias=module.down_proj_bias if module.has_bias else None, transposed=module.is_transposed, **lora,
     )  # fmt: skip
+
+
+def _stored(module: Any, name: str) -> tuple[Tensor | Callable[[], Tensor], Adapter | None]:
+    """(the weight, or a function that dequantises it; the adapter that PEFT has added for this forward)."""
+    if name not in getattr(module, "parametrizations", ()):
+        return getattr(module, name), None
+    stored = module.parametrizations[name]
+    steps, weight = list(stored), getattr(stored, "original", None)
+    if steps and is_dequantisation(steps[0]):
+        weight = partial(steps.pop(0), weight)
+    if weight is None or len(steps) > 1 or any(type(step).__name__ != "_LoraFactorsProxy" for step in steps):
+        return getattr(module, name), None  # another package's parametrization
+    if not steps:
+        return weight, None
+    left, right, scaling = steps[0].lhs, steps[0].rhs, steps[0].scaling  # their product has the weight's layout
+    if module.is_transposed:
+        left, right = right.transpose(1, 2), left.transpose(1, 2)
+    return weight, Adapter(right, left, scaling)
+
+
+def is_dequantisation(step: Any) -> bool:
+    """Whether a parametrization is that of bitsandbytes' 4-bit weights."""
+    return type(step).__name__ == "Bnb4bitParametrization"
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The module without its parametrizations, for stand-ins: torch has given it a class whose weights are computed."""
+    if "parametrizations" not in module._modules:
+        return module
+    computed = [c for c in type(module).__mro__ if c.__name__.startswith("Parametrized")]
+    plain = object.__new__(computed[-1].__bases__[0])
+    vars(plain).update(vars(module))
+    vars(plain)["_modules"] = {name: child for name, child in module._modules.items() if name != "parametrizations"}
+    return plain
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -109,7 +177,7 @@ _checked: set[tuple[type, ExpertUnit | None, bool]] = set()
 
 
 class ExpertsOpSeam(Seam):
-    """Calls the op instead of the implementation that the config names. It is used on request alone."""
+    """Calls the op instead of the implementation that the config names."""
 
     op: ClassVar[str] = "experts"
     flag: ClassVar[str] = "experts"
@@ -124,7 +192,7 @@ class ExpertsOpSeam(Seam):
         return hasattr(module, "is_transposed") and callable(getattr(type(module), "_apply_gate", None))
 
     def objection(self, module: nn.Module) -> str | None:
-        state: Any = module
+        state: Any = (module := _plain(module))
         objection = unit_objection(state)
         if objection is not None:
             return objection
@@ -137,7 +205,7 @@ class ExpertsOpSeam(Seam):
         plain_forward: Any = base.forward
 
         def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            if is_dtensor(self.gate_up_proj) or is_dtensor(hidden_states) or unit_of(self) is None:
+            if unit_of(self) is None or is_dtensor(hidden_states) or any(is_dtensor(p) for p in self.parameters()):
                 return plain_forward(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
             return run_experts(self, hidden_states, top_k_index, top_k_weights)
 

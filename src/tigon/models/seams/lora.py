@@ -251,7 +251,7 @@ def plain_adapter(module: Any, x: Tensor) -> str | None:
     layer, a, b = module.base_layer, module.lora_A[name], module.lora_B[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None or b.bias is not None:
         return None
-    if any(_is_hooked(part) for part in (layer, a, b)) or is_dtensor(layer.weight) or is_dtensor(a.weight):
+    if any(is_hooked(part) for part in (layer, a, b)) or is_dtensor(layer.weight) or is_dtensor(a.weight):
         return None
     if _is_4bit(layer):
         stored = getattr(layer.weight, "quant_state", None) is not None  # it is quantised when it moves to the device
@@ -262,7 +262,7 @@ def plain_adapter(module: Any, x: Tensor) -> str | None:
     return name if dtype_fits else None
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """Whether something must run when this module is called."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

@@ -28,6 +28,8 @@ SCALINGS = ("tensorwise", "rowwise")
 ALIGNMENT = 16
 """FP8 tensor cores take matrices whose sizes are multiples of this."""
 _SMALLEST = 1e-30
+PART_ELEMENTS, MOST_PARTS = 8192, 512
+"""Elements and number of the parts of a tensor whose largest magnitudes one launch finds; as in `kernels/fp8.py`."""
 
 
 def format_of(rowwise: bool, gradient: bool) -> torch.dtype:
@@ -35,28 +37,36 @@ def format_of(rowwise: bool, gradient: bool) -> torch.dtype:
     return torch.float8_e5m2 if gradient and not rowwise else torch.float8_e4m3fn
 
 
-def _padded(rows: int) -> int:
+def transposed_rows(rows: int) -> int:
+    """P: the columns of the transposed operand of M rows."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 # --- the largest magnitude ---
 
 
+def _parts(x_MK: Tensor) -> int:
+    return max(1, min(MOST_PARTS, -(-x_MK.numel() // PART_ELEMENTS)))
+
+
 def _amax(x_MK: Tensor, rowwise: bool) -> Tensor:
-    size = x_MK.float().abs()
+    amax, size = _amax_fake(x_MK, rowwise).zero_(), x_MK.float().abs()
     if not size.numel():
-        return _amax_fake(x_MK, rowwise).zero_()
-    return torch.cat([size.amax(1), size.amax(0)]) if rowwise else size.amax().reshape(1)
+        return amax
+    if rowwise:
+        return torch.cat([size.amax(1), size.amax(0)])
+    amax[0] = size.amax()
+    return amax
 
 
 def _amax_fake(x_MK: Tensor, rowwise: bool) -> Tensor:
-    return x_MK.new_empty(sum(x_MK.shape) if rowwise else 1, dtype=torch.float32)
+    return x_MK.new_empty(sum(x_MK.shape) if rowwise else _parts(x_MK), dtype=torch.float32)
 
 
 fp8_amax = Primitive(
     "fp8_amax", "(Tensor x_MK, bool rowwise) -> Tensor", fake=_amax_fake, kernel=f"{KERNELS}:fp8_amax", reference=_amax
 )
-"""max |x| in fp32: one number, or those of the M rows and then of the K columns."""
+"""max |x| in fp32: those of the M rows and then of the K columns; or numbers whose maximum is that of the whole."""
 
 
 # --- the cast ---
@@ -68,6 +78,7 @@ def _cast(
     x_MK: Tensor, amax: Tensor, rowwise: bool, want_rows: bool, want_columns: bool, gradient: bool
 ) -> _Cast:  # fmt: skip
     M, dtype = x_MK.shape[0], format_of(rowwise, gradient)
+    amax = amax if rowwise else amax.amax().reshape(1)
     amax = torch.where(amax < _SMALLEST, _SMALLEST, amax)
     # A number divided by a tensor would be multiplied by its rounded reciprocal, and the kernel divides.
     largest = torch.full_like(amax, torch.finfo(dtype).max)
@@ -79,7 +90,7 @@ def _cast(
     if want_columns:
         column_scales, factor = (scales[M:].clone(), factors[M:]) if rowwise else (scales.clone(), factors)
         q_MK = (x_MK.float() * factor).to(dtype)
-        columns = torch.zeros(x_MK.shape[1], _padded(M), dtype=dtype, device=x_MK.device)
+        columns = torch.zeros(x_MK.shape[1], transposed_rows(M), dtype=dtype, device=x_MK.device)
         columns.view(torch.uint8)[:, :M] = q_MK.view(torch.uint8).t()
     return rows, columns, row_scales, column_scales
 
@@ -90,7 +101,7 @@ def _cast_fake(
     (M, K), dtype = x_MK.shape, format_of(rowwise, gradient)
     return (
         x_MK.new_empty((M, K) if want_rows else 0, dtype=dtype),
-        x_MK.new_empty((K, _padded(M)) if want_columns else 0, dtype=dtype),
+        x_MK.new_empty((K, transposed_rows(M)) if want_columns else 0, dtype=dtype),
         x_MK.new_empty((M if rowwise else 1) if want_rows else 0, dtype=torch.float32),
         x_MK.new_empty((K if rowwise else 1) if want_columns else 0, dtype=torch.float32),
     )

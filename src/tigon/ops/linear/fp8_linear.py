@@ -4,7 +4,8 @@
 
 Q rounds a factor to FP8 with scales from its own values (`fp8.py`). The backward is the derivative of the products
 as if Q were the identity. The weight keeps its dtype: it is cast again in each pass, because a second copy of all
-weights would take more memory than the casts take time.
+weights would take more memory than the casts take time. A recomputation casts it both ways in one pass, because the
+backward pass follows. It takes the largest magnitudes from the first run, which in turn leaves out the transposed x.
 
 For dW the forward keeps x in FP8, transposed: half the bytes of x in bf16. Layers that share their input, such as the
 query, key and value projections, share its cast.
@@ -22,9 +23,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from tigon.errors import OptionError, ShapeError
+from tigon.ops import recomputation
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
-from tigon.ops.linear.fp8 import SCALINGS, Operand, fp8_amax, fp8_product, operand
+from tigon.ops.linear.fp8 import SCALINGS, Operand, fp8_amax, fp8_product, operand, transposed_rows
 from tigon.ops.lm_head import no_autocast, product_dtype
 
 # N tokens, H input width, F output width.
@@ -41,6 +43,7 @@ class _Kept(NamedTuple):
     version: int
     scaling: str
     capturing: bool
+    run: recomputation.Run
     operand: Operand
 
 
@@ -53,89 +56,170 @@ class _LastCast(threading.local):
 _last = _LastCast()
 
 
+def _amax(x_MK: Tensor, scaling: str) -> Tensor:
+    return recomputation.keep(lambda: fp8_amax(x_MK, scaling == "rowwise"))
+
+
 def _input_operand(x: Tensor, scaling: str, columns: bool) -> Operand:
     """The FP8 operand of a layer's input; that of the last call if x is the same tensor with the same values."""
+    x_NH = x.reshape(-1, x.shape[-1])
     if type(x) not in (Tensor, FakeTensor) or x.is_inference():
-        return operand(x.reshape(-1, x.shape[-1]), scaling, rows=True, columns=columns)
+        return operand(x_NH, scaling, rows=True, columns=columns, amax=_amax(x_NH, scaling))
     # A captured CUDA graph must contain the cast, so it cannot use one that ran before the capture.
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    kept = _last.kept
+    # A first run and its recomputation must keep and take the same magnitudes, so they share no cast with other runs.
+    kept, run = _last.kept, recomputation.current()
     if (
-        kept is not None and kept.of() is x and (x._version, scaling, capturing) == kept[1:4]
+        kept is not None and kept.of() is x and (x._version, scaling, capturing) == kept[1:4] and kept.run is run
         and (kept.operand.columns is not None or not columns)
     ):  # fmt: skip
         return kept.operand
-    cast = operand(x.reshape(-1, x.shape[-1]), scaling, rows=True, columns=columns)
+    cast = operand(x_NH, scaling, rows=True, columns=columns, amax=_amax(x_NH, scaling))
     cast = cast if columns else Operand(cast.rows, None, cast.row_scales, None)
 
     def forget(reference: weakref.ref[Tensor], last: _LastCast = _last) -> None:
         if last.kept is not None and last.kept.of is reference:
             last.kept = None
 
-    _last.kept = _Kept(weakref.ref(x, forget), x._version, scaling, capturing, cast)
+    _last.kept = _Kept(weakref.ref(x, forget), x._version, scaling, capturing, run, cast)
     return cast
 
 
 # --- the three products -----------------------------------------------------------------------------------------------
 
 
-class Forward(NamedTuple):
-    y: Tensor
+class Factors(NamedTuple):
     x: Operand
+    weight: Operand
     weight_amax: Tensor
 
 
-def forward_product(x: Tensor, weight_FH: Tensor, bias: Tensor | None, scaling: str, *, columns: bool) -> Forward:
-    """Q(x) Q(W)ᵀ + b. columns: whether x is also cast for the weight's gradient."""
+def factors_of(
+    x: Tensor, weight_FH: Tensor, scaling: str, *, columns: bool, weight_columns: bool = False
+) -> Factors:  # fmt: skip
+    """Q(x) and Q(W). columns: whether x is also cast for the weight's gradient; weight_columns: W for x's."""
     cast = _input_operand(x, scaling, columns)
-    amax = fp8_amax(weight_FH, scaling == "rowwise")
-    w = operand(weight_FH, scaling, rows=True, columns=False, amax=amax)
-    y = fp8_product(cast.rows, w.rows, cast.row_scales, w.row_scales, bias, list(x.shape[:-1]), x.dtype, FAST_FORWARD)
-    return Forward(y, cast, amax)
+    amax = _amax(weight_FH, scaling)
+    return Factors(cast, operand(weight_FH, scaling, rows=True, columns=weight_columns, amax=amax), amax)
 
 
-def input_gradient(dy: Operand, weight_FH: Tensor, amax: Tensor, scaling: str, leading: list[int]) -> Tensor:
-    """Q(dy) Q(Wᵀ)ᵀ. amax: that of the weight, from the forward."""
-    w = operand(weight_FH, scaling, rows=False, columns=True, amax=amax)
-    # W's transposed rows are as long as dy's, unless the output width is not a multiple of 16.
-    rows, columns = dy.rows, w.columns
-    if columns is not None and rows is not None and columns.shape[1] != rows.shape[1]:
-        columns = columns[:, : rows.shape[1]]
+def forward_product(factors: Factors, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Q(x) Q(W)ᵀ + b, with x's leading dimensions and dtype."""
+    cast, w, _ = factors
     return fp8_product(  # type: ignore[no-any-return]
-        rows, columns, dy.row_scales, w.column_scales, None, leading, weight_FH.dtype, False
+        cast.rows, w.rows, cast.row_scales, w.row_scales, bias, list(x.shape[:-1]), x.dtype, FAST_FORWARD
     )
+
+
+def input_gradient(
+    dy: Operand, weight_FH: Tensor, amax: Tensor, scaling: str, leading: list[int], columns: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Q(dy) Q(Wᵀ)ᵀ. amax: that of the weight, from the forward; columns, scales: Q(Wᵀ), if it is there already."""
+    if columns is None:
+        w = operand(weight_FH, scaling, rows=False, columns=True, amax=amax)
+        columns, scales = w.columns, w.column_scales
+    # W's transposed rows are as long as dy's, unless the output width is not a multiple of 16.
+    if columns is not None and dy.rows is not None and columns.shape[1] != dy.rows.shape[1]:
+        columns = columns[:, : dy.rows.shape[1]]
+    return fp8_product(  # type: ignore[no-any-return]
+        dy.rows, columns, dy.row_scales, scales, None, leading, weight_FH.dtype, False
+    )
+
+
+_Columns = tuple[Tensor | None, Tensor | None]
+
+
+def _columns_of(cast: Operand, of: Tensor, scaling: str) -> _Columns:
+    """The transposed operand; if it was left out, because saved tensors are dropped, tensors of its shapes."""
+    if not recomputation.current().drops_saved or cast.row_scales is None or cast.rows is None:
+        return cast.columns, cast.column_scales
+    K = of.shape[-1]
+    columns = cast.rows.new_empty(1).expand(K, transposed_rows(of.numel() // max(K, 1)))
+    return columns, cast.row_scales.new_empty(1).expand(K if scaling == "rowwise" else 1)
+
+
+def _factors_and_saved(
+    ctx: Any, x: Tensor, weight: Tensor, scaling: str
+) -> tuple[Factors, tuple[Tensor | None, ...]]:  # fmt: skip
+    """The factors of the forward product, and what the backward needs."""
+    want_x, want_weight, *_ = ctx.needs_input_grad
+    run = recomputation.current()
+    # Both runs of a recomputed layer save the transposed weight: the first its shape, the second its values.
+    now = want_x and (run.drops_saved or run.backward_follows)
+    with no_autocast(x):
+        factors = factors_of(
+            x, weight, scaling, columns=want_weight and not run.drops_saved,
+            weight_columns=now and not run.drops_saved,
+        )  # fmt: skip
+    of_x = _columns_of(factors.x, x, scaling) if want_weight else (None, None)
+    of_weight = _columns_of(factors.weight, weight, scaling) if now else (None, None)
+    return factors, (weight, factors.weight_amax, *of_x, *of_weight)
+
+
+class _Saved(torch.autograd.Function):
+    """A node that saves what a layer's backward needs before the layer computes its product.
+
+    A recomputation ends when all tensors are saved. A function saves its own after its forward, so that the last
+    layer's product would be computed for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: str, factors: list[Factors]) -> Tensor:
+        made, saved = _factors_and_saved(ctx, x, weight, scaling)
+        factors.append(made)
+        ctx.save_for_backward(*saved)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on this node")
 
 
 class Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
-        want_weight = ctx.needs_input_grad[1]
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str,
+        saved: tuple[Tensor, Factors] | None = None,
+    ) -> Tensor:  # fmt: skip
+        ctx.scaling, ctx.shape, ctx.saved = scaling, x.shape, None
+        if saved is None:
+            factors, of_backward = _factors_and_saved(ctx, x, weight, scaling)
+            ctx.save_for_backward(*of_backward)
+        else:
+            ctx.saved, factors = saved
         with no_autocast(x):
-            result = forward_product(x, weight, bias, scaling, columns=want_weight)
-        kept = (result.x.columns, result.x.column_scales) if want_weight else (None, None)
-        ctx.save_for_backward(weight, result.weight_amax, *kept)
-        ctx.scaling, ctx.shape = scaling, x.shape
-        return result.y
+            return forward_product(factors, x, bias)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, amax, x_columns, x_scales = ctx.saved_tensors
-        want_x, want_weight, want_bias, _ = ctx.needs_input_grad
+        saved = ctx.saved_tensors if ctx.saved is None else ctx.saved.grad_fn.saved_tensors
+        weight, amax, x_columns, x_scales, w_columns, w_scales = saved
+        want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
         scaling, dx, dw, db = ctx.scaling, None, None, None
         dy_NF = dy.reshape(-1, dy.shape[-1])
         with no_autocast(dy):
             if want_x or want_weight:
                 cast = operand(dy_NF, scaling, rows=want_x, columns=want_weight, gradient=True)
             if want_x:
-                dx = input_gradient(cast, weight, amax, scaling, list(ctx.shape[:-1]))
+                dx = input_gradient(cast, weight, amax, scaling, list(ctx.shape[:-1]), w_columns, w_scales)
             if want_weight:
                 dw = fp8_product(
                     cast.columns, x_columns, cast.column_scales, x_scales, None, [weight.shape[0]], weight.dtype, False
                 )
             if want_bias:
                 db = dy_NF.sum(0)
-        return dx, dw, db, None
+        return (dx, dw, db, None, None)[: len(ctx.needs_input_grad)]
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
+    follows = recomputation.current().backward_follows
+    if not follows or not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return Fp8Linear.apply(x, weight, bias, scaling)  # type: ignore[no-any-return]
+    factors: list[Factors] = []
+    saved = _Saved.apply(x, weight, scaling, factors)
+    return Fp8Linear.apply(x, weight, bias, scaling, (saved, factors[0]))  # type: ignore[no-any-return]
 
 
 _fp8_linear = Differentiable(
@@ -180,10 +264,10 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if not torch.is_grad_enabled():
         weight = weight.detach()  # a function's `needs_input_grad` does not know of no_grad
-    run = _fp8_linear if torch.compiler.is_compiling() else Fp8Linear.apply
+    run = _fp8_linear if torch.compiler.is_compiling() else _run
     if x.ndim == 1:
-        return run(x.unsqueeze(0), weight, bias, scaling).squeeze(0)  # type: ignore[no-any-return]
-    return run(x, weight, bias, scaling)  # type: ignore[no-any-return]
+        return run(x.unsqueeze(0), weight, bias, scaling).squeeze(0)
+    return run(x, weight, bias, scaling)
 
 
 def check_scaling(scaling: str) -> None:

@@ -32,7 +32,7 @@ from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import check_dtype, check_number, first_order, planned_device
 from tigon.ops.linear.fp8 import operand
-from tigon.ops.linear.fp8_linear import check_scaling, forward_product, fp8_linear, input_gradient
+from tigon.ops.linear.fp8_linear import check_scaling, factors_of, forward_product, fp8_linear, input_gradient
 from tigon.ops.lm_head import no_autocast, product_dtype, product_into
 
 # N tokens, H input width, F output width, R rank.
@@ -105,7 +105,9 @@ class LoraLinear(torch.autograd.Function):
                 y_NF = low_rank_into(y.view(len(h_NR), b_FR.shape[0]), h_NR, b_FR, scaling, bias)
                 y_NF.addmm_(x.reshape(-1, x.shape[-1]), dense(weight, x.dtype).t())
             else:
-                y, _, amax = forward_product(x, dense(weight, x.dtype), bias, fp8, columns=False)
+                factors = factors_of(x, dense(weight, x.dtype), fp8, columns=False)
+                y, amax = forward_product(factors, x, bias), factors.weight_amax
+                del factors
                 y.view(-1, y.shape[-1]).addmm_(h_NR, b_FR.t(), alpha=scaling)
         if early is None:
             ctx.save_for_backward(x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax)

@@ -251,8 +251,9 @@ def _gradients(
     with no_autocast(pair.p_hidden_NG):
         for rows in plan.token_slices(pair.tokens):
             of_rows = upstream.part(rows)
-            p_sums.begin(rows)
-            q_sums.begin(rows)
+            left_out_n = None if of_rows.counts_N is None else of_rows.counts_N == 0
+            p_sums.begin(rows, left_out_n)
+            q_sums.begin(rows, left_out_n)
             for columns in plan.column_slices(pair.vocab):
                 block, grads = logits(rows, columns)
                 divergence_gradient(
@@ -277,9 +278,11 @@ def _backward_fake(
         *empty_gradients(pair.p, options.p or _NOTHING, plan), *empty_gradients(pair.q, options.q or _NOTHING, plan)
     )
     if isinstance(N, int):
-        # The planner traces this fake: the buffers and the sums of dX are alive inside the operator.
+        # The planner traces this fake: the buffers, copies of X and sums of dX are alive inside the operator.
         alive: list[object] = [_Buffers(pair, plan)]
         for x, wanted in ((pair.p_hidden_NG, options.p), (pair.q_hidden_NH, options.q)):
+            if wanted is not None and wanted.want_weight and upstream.counts_N is not None:
+                alive.append(torch.empty_like(x[: plan.tokens]))
             if wanted is not None and wanted.want_hidden and plan.columns < pair.vocab:
                 alive.append(x.new_empty((min(plan.tokens, N), x.shape[1]), dtype=_sum_dtype(x, True)))
         del alive

@@ -126,7 +126,7 @@ class LinearLogprobs(torch.autograd.Function):
             Upstream(ids_NK, stats_2N, entropy_N, dlogprob_NK, dlse, dentropy, scale),
             kept_NV,
             ctx.options,
-            BackwardOptions(want_hidden, want_weight, want_bias, ctx.block_bytes),
+            BackwardOptions(want_hidden, want_weight, want_bias, ctx.block_bytes, gathered=index is not None),
         )
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         return (
@@ -324,6 +324,8 @@ LINEAR_LOGPROBS = Op(
         Case(id="peaked", shape=(42, 24, 100), options={**_ALL, "peaked": True, "chunk_bytes": 42 * 40 * 4}),
         Case(id="half-masked", shape=(42, 24, 100), options={**_ALL, "masked": 0.5, "chunk_bytes": 42 * 40 * 4}),
         Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
+        # Several blocks of columns, which need more than 1,024 columns.
+        Case(id="odd-vocab-softcap", shape=(9, 16, 4099), options={**_ALL, "softcap": 3.0, "chunk_bytes": 40_000}),
         Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
         Case(id="qwen-head", shape=(2048, 1024, 151936), options={**_ALL, "chunk_bytes": 128 * MIB}, small=False),
         Case(id="gemma-3-head", shape=(512, 640, 262144), options=_ALL, small=False),

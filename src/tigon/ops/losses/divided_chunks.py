@@ -129,7 +129,8 @@ def _chunk(heads: HeadTensors, call: DividedChunksCall, rows: slice, sums: Gradi
     if U and len(x_NH):
         logits_NU = computed.kept_NV
         gradient_into(Block(logits_NU, 0, U), upstream, of_local, logits_NU)
-        sums.begin(rows)
+        left_out_NK = local.local_NK == of_local.ignore_index
+        sums.begin(rows, None if call.index is not None else left_out_NK.squeeze(1))
         sums.add(logits_NU, slice(0, U))
         sums.end()
     else:

@@ -96,7 +96,11 @@ class Division:
     @property
     def runs(self) -> bool:
         """Whether `tigon train` can run it. The others are arithmetic only."""
-        return self.tensor == self.pipeline == 1 and not self.within_node
+        fsdp = self.sharding == "weights" and self.engine == "PyTorch"
+        if self.pipeline > 1 or (self.within_node and not fsdp):
+            return False
+        plain = not (self.within_node or self.offload) and self.sequence == 1
+        return self.tensor == 1 or (fsdp and plain and self.data > 1)
 
     @property
     def family(self) -> str:

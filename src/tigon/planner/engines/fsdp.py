@@ -23,6 +23,7 @@ from tigon.planner.simulate.model_states import ModelWeights, managed_bytes, sta
 from tigon.planner.trace.trace import weight_itemsize
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
+from tigon.techniques.sharding import shard_ranks
 
 HOST_CALLS = 130
 """Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4 x
@@ -42,7 +43,7 @@ class Fsdp(Engine):
         return 2 if self.choices.precision.startswith("amp") else 1
 
     def placement(self, request: Request, model: ModelWeights) -> Placement:
-        choices, gpus, widening = self.choices, self.choices.gpus, self._widening
+        choices, gpus, widening = self.choices, shard_ranks(self.choices), self._widening
         weights = share(widening * model.weight_bytes, gpus)
         grads = share(widening * sum(weight.grad_bytes for weight in model.trained), gpus)
         shards = [
@@ -85,7 +86,7 @@ class Fsdp(Engine):
         return GatheredSizes(
             both_passes=min(tail + layer if reshard else model.weight_bytes, model.weight_bytes),
             backward=2 * layer if reshard else layer,
-            before_copy=tail + layer if self.choices.gpus > 1 else 0,
+            before_copy=tail + layer if shard_ranks(self.choices) > 1 else 0,
         )
 
     def _traffic(self, model: ModelWeights, link: int) -> Traffic:
@@ -94,9 +95,13 @@ class Fsdp(Engine):
             return Traffic(link=link, host_calls=host_calls)
         # Weights below the first trained one are not gathered for backward. A run whose layers are frozen gathers once.
         passes = 2 if any(weight.layer is not None for weight in model.trained) else 1
+        shard_bytes = share(sum(weight.nbytes for weight in model.trained), shard_ranks(self.choices))
         return Traffic(
             link=link,
-            peers=passes * model.weight_bytes + sum(weight.nbytes for weight in model.trained),
+            # gathers, a reduction, and an all-reduce of the shards of gradients over the copies
+            peers=passes * model.weight_bytes
+            + sum(weight.nbytes for weight in model.trained)
+            + (2 * shard_bytes if self.choices.replicas > 1 else 0),
             peers_last=embedding_grad_bytes(model),
             # gathered weights are copied out twice, gradients into the reduction's input
             copied=6 * model.weight_bytes,
@@ -109,9 +114,10 @@ class Fsdp(Engine):
         The last of these is the gradient, which stays unless it goes to the host (_fsdp_collectives.py,
         foreach_reduce).
         """
-        made = [GradientCopy(share=1 / self.choices.gpus, stays=True)]
+        ranks = shard_ranks(self.choices)
+        made = [GradientCopy(share=1 / ranks, stays=True)]
         if self._widening > 1:
-            made.append(GradientCopy(share=self._widening / self.choices.gpus))
+            made.append(GradientCopy(share=self._widening / ranks))
         return tuple(made if self.choices.offload != "none" else made[:-1])
 
     def load(self, loading: Loading) -> None:
@@ -124,7 +130,7 @@ class Fsdp(Engine):
         whole = loading.load_whole()
         # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
         for weight in model.weights:
-            ledger.alloc(share(loading.widening * weight.nbytes, self.choices.gpus), "weights")
+            ledger.alloc(share(loading.widening * weight.nbytes, shard_ranks(self.choices)), "weights")
         for tensors in whole:
             ledger.free_all(tensors)
 

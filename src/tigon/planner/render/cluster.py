@@ -132,7 +132,11 @@ def _notes(plan: ClusterPlan, fitting: list[PlannedDivision], console: Console) 
         )
     first = next((one for one in fitting if one.division.runs), None)
     if first is not None:
-        found.append(f"The fastest that tigon runs: {first.division.family} ({_recipe(first)}).")
+        found.append(f"The fastest that tigon runs: {first.division.family} ({_recipe(first, plan.cluster)}).")
+    if any(one.division.runs and one.division.tensor > 1 for one in fitting):
+        found.append(
+            "With TP, the plan divides the tokens of norms too. tigon does not, so its layers keep more activations."
+        )
     for note in found:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
@@ -141,13 +145,17 @@ def _sharded_widely(one: PlannedDivision, cluster: Cluster) -> bool:
     return one.division.sharding == "weights" and shard_group(one.division, cluster).nodes > WIDE_NODES
 
 
-def _recipe(one: PlannedDivision) -> str:
+def _recipe(one: PlannedDivision, cluster: Cluster) -> str:
     """The recipe's keys of a division that tigon trains."""
     division = one.division
     zero: Mapping[str, int] = {"optimizer": 1, "gradients": 2, "weights": 3}
     keys = [f"train.batch_size={division.micro_batch}", f"train.gradient_accumulation={division.accumulate}"]
     if division.sequence > 1:
         keys.append(f"sharding.sequence={division.sequence}")
+    if division.tensor > 1:
+        keys.append(f"sharding.tensor={division.tensor}")
+    if division.within_node:
+        keys.append(f"sharding.replicas={cluster.nodes}")
     if division.engine == "DeepSpeed":
         keys.append(f"sharding.zero={zero[division.sharding]}")
     elif division.sharding == "weights":

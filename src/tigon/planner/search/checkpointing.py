@@ -63,12 +63,15 @@ def choose(
     best: Option | None = None
     for batch, accumulate in reversed(splits[: start + 1]):
         layers = _Layers(request_of(request, batch, accumulate), gpu, seen, needs)
-        option = layers.fastest(beats=_speed(best) if best else 0.0)
-        if best is not None and (not layers.fits(option) or _speed(option) <= _speed(best)):
+        option = layers.fastest(beats=_speed(best) if best is not None and layers.fits(best) else 0.0)
+        if best is not None and layers.fits(best) and not layers.better(option, best):
             break  # larger micro-batches recompute more still
-        best = option
-        if not layers.fits(option):
-            break
+        best = option if best is None or layers.better(option, best) else best
+    # A batch that is not divided holds no gradients in its forward pass, so it may keep more than its parts.
+    undivided = splits[0][1] == 1 and splits[0][0] != best.request.batch if best is not None else False
+    if best is not None and undivided and best.request.choices.checkpointing != "none":
+        option = largest.fastest(beats=_speed(best) if largest.fits(best) else 0.0)
+        best = option if largest.better(option, best) else best
     assert best is not None, "there is at least one split"
     return Choice(best, seen)
 
@@ -111,6 +114,12 @@ class _Layers:
 
     def fits(self, option: Option) -> bool:
         return self.needs(option) <= self.gpu.memory_bytes
+
+    def better(self, option: Option, than: Option) -> bool:
+        """Whether `option` fits and `than` does not. If both fit: is faster. If neither: is smaller."""
+        if self.fits(option) != self.fits(than):
+            return self.fits(option)
+        return _speed(option) > _speed(than) if self.fits(option) else self.needs(option) < self.needs(than)
 
     @property
     def depth(self) -> int:

@@ -262,8 +262,9 @@ def _fp8_product(args: Mapping[str, Any]) -> float:
 
 
 def _grouped_product(args: Mapping[str, Any]) -> float:
-    """FLOPs of each slot times its expert's weight, (E, outputs, inputs)."""
-    return float(2 * len(args["order"]) * math.prod(args["weight"].shape[1:]))
+    """FLOPs of each slot times its expert's weight, (E, outputs, inputs), and its adapter's, (E, outputs, rank)."""
+    weights = (args["weight"], args["low_weight"])
+    return float(sum(2 * len(args["order"]) * math.prod(w.shape[1:]) for w in weights if w is not None))
 
 
 def _grouped_weight_gradient(args: Mapping[str, Any]) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from tigon.errors import RecipeError
+from tigon.techniques.mechanisms.four_bit_experts import names_in_4_bits
 
 LINEAR, HEAD, EMBEDDINGS, EXPERTS = "all-linear", "head", "embeddings", "experts"
 WORDS = (LINEAR, "linear", HEAD, EMBEDDINGS, EXPERTS)
@@ -122,10 +123,11 @@ def _nearest(modules: Mapping[str, nn.Module], target: str) -> str:
 
 
 def expert_parameters(model: Any) -> Iterator[str]:
-    """Paths of the parameters that hold all experts of a layer, (experts, ..., ...)."""
+    """Paths of the parameters that hold all experts of a layer, (experts, ..., ...), in 4 bits too."""
     for path, module in model.named_modules():
         if "expert" in path.lower() and not isinstance(module, nn.Conv1d):
             yield from (f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if p.ndim == 3)
+            yield from (f"{path}.{name}" for name in names_in_4_bits(module))
 
 
 def modules_to_save(model: Any, names: tuple[str, ...]) -> dict[str, list[str]]:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from tigon.ops import recomputation
+
 
 def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns `function(*args, **kwargs)` and recomputes its saved tensors when the backward pass needs them.
@@ -39,9 +41,21 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     device = _device_of(args, function.keywords if isinstance(function, functools.partial) else {})
     if device is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return checkpoint(function, *args, use_reentrant=False)
-    frame = _Frame(function, args, device)
-    with saved_tensors_hooks(frame.pack, frame.unpack):
-        return function(*args)
+    return _first_run(_Frame(function, args, device, []), args)
+
+
+def recomputed_in_a_graph(function: Callable[..., Any], x: Tensor, *others: Tensor) -> Any:
+    """As `recomputed(function, x, *others)`, for a backward pass that a CUDA graph captures and repeats.
+
+    The repeated recomputation reads other values than this run, so no results of this run are kept for it. No random
+    numbers may be drawn.
+    """
+    return _first_run(_Frame(function, (x, *others), x.device, None), (x, *others))
+
+
+def _first_run(frame: _Frame, args: tuple[Any, ...]) -> Any:
+    with recomputation.running(recomputation.first_run(frame.kept)), saved_tensors_hooks(frame.pack, frame.unpack):
+        return frame.function(*args)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -83,9 +97,11 @@ class _Inputs(torch.autograd.Function):
 class _Frame:
     """One call of the function: its inputs, and the tensors that its ops saved."""
 
-    __slots__ = ("again", "args", "autocast", "function", "inputs", "recomputed", "rng", "saved", "task")
+    __slots__ = ("again", "args", "autocast", "function", "inputs", "kept", "recomputed", "rng", "saved", "task")
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> None:
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device, kept: list[Tensor] | None
+    ) -> None:
         tensors = [a for a in args if isinstance(a, Tensor)]
         self.function = function
         self.args = [None if isinstance(a, Tensor) else a for a in args]
@@ -94,6 +110,8 @@ class _Frame:
         self.inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
         self.autocast = {kind: _autocast(kind) for kind in {device.type, "cpu"}}
         self.rng = _Generators(device)
+        self.kept = kept
+        """Small results of ops, which the recomputation does not compute again; None: it does."""
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         """Shape and dtype of each tensor that an op saved, in order."""
         self.recomputed: list[Tensor | None] = []
@@ -133,10 +151,11 @@ class _Frame:
                 if _autocast(kind) != state:
                     enabled, dtype, cached = state
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-            if self.rng.have_moved():
+            if not _captures() and self.rng.have_moved():
                 stack.enter_context(self.rng.as_before())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
+            stack.enter_context(recomputation.running(recomputation.second_run(self.kept)))
             self.function(*args)
         got = [(tensor.shape, tensor.dtype) for tensor in recomputed_tensors if tensor is not None]
         if got != self.saved:
@@ -149,6 +168,11 @@ class _Frame:
 
 def _summary(saved: list[tuple[torch.Size, torch.dtype]]) -> str:
     return f"{len(saved)} tensors ({', '.join(f'{tuple(shape)} {dtype}' for shape, dtype in saved[:4])}, ...)"
+
+
+def _captures() -> bool:
+    """Whether a CUDA graph is being captured, in which generators cannot be asked."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:

@@ -41,8 +41,13 @@ class Choices:
     quantize_to: str = "nf4"
     gpus: int = 1
     sequence_shards: int = 1
+    tensor_shards: int = 1
     zero: int = 0
+    zero_copy_ranks: int = 1
+    zero_int8_weights: bool = False
+    zero_int4_gradients: bool = False
     fsdp: bool = False
+    replicas: int = 1
     reshard: bool = True
     offload: str = "none"
     accumulate: int = 1

@@ -21,7 +21,10 @@ from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 
-ENGINE_KEYS = ("sharding.gpus", "sharding.sequence", "sharding.fsdp", "sharding.reshard", "sharding.offload")
+ENGINE_KEYS = (
+    "sharding.gpus", "sharding.sequence", "sharding.tensor", "sharding.fsdp", "sharding.replicas", "sharding.reshard",
+    "sharding.offload",
+)  # fmt: skip
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
 ALIKE = ("evaluations_without_progress",)  # counters that are equal in all processes
@@ -33,8 +36,8 @@ def processes_now(recipe: Recipe) -> int:
 
 
 def readers(recipe: Recipe, processes: int) -> int:
-    """The processes, or groups of them that share rows, that read different samples."""
-    return max(1, processes // recipe.sharding.sequence)
+    """The processes, or groups of them that share rows or divide matrices, that read different samples."""
+    return max(1, processes // (recipe.sharding.sequence * recipe.sharding.tensor))
 
 
 def samples_per_step(recipe: Recipe, processes: int) -> int:

@@ -22,7 +22,7 @@ from tigon.models import packed_documents
 from tigon.ops.linear.fp8 import has_fp8
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
-from tigon.techniques import matrix
+from tigon.techniques import matrix, sharding
 from tigon.techniques.lora import frozen_dtype
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
@@ -120,6 +120,7 @@ def check_techniques(recipe: Recipe, device: torch.device, *, n_nodes: int = 1) 
         recipe.choices(precision=precision), gpus=max(n_nodes * recipe.sharding.gpus, launch.world_size())
     )
     matrix.check(choices, device=device.type)
+    sharding.check_sizes(choices)
     if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):
         raise RecipeError(
             "sharding.zero on the CPU supports one process in fp32 only, because of Accelerate; use GPUs, or leave "

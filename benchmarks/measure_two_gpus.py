@@ -1,0 +1,368 @@
+"""Measure tigon's engines for several GPUs on two GPUs of one host, beside plain FSDP2 and beside predictions.
+
+    python -m benchmarks.measure_two_gpus --json RECORD [--only RE] [--time-limit S]     on two GPUs
+    python -m benchmarks.measure_two_gpus --json RECORD --predict         adds predictions, on any machine
+
+The cases answer three questions:
+
+    8b-*      How fast do FSDP2 and ZeRO-3 train Llama-3.1-8B? The engines are those that `tigon train` starts. The
+              baseline `8b-plain-fsdp2` is a loop as in torchtitan: transformers' model without tigon, fully_shard per
+              layer, fused AdamW. All have bf16 weights and states, full checkpointing, and clipped gradients.
+    long-*    Can two GPUs train a row that is twice the longest of one GPU (Ulysses)?
+    equal-*   Are the loss and its gradient's norm those of one process, in fp32?
+
+Weights and tokens are random. Each case runs in its own processes with its own time limit. The record is written after
+every case. `--tiny` runs the cases with small models on the CPU, to check the script. FSDP2 and ZeRO-3 need a GPU, so
+they become DDP there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import measure_plans
+from benchmarks.measure_plans import Case
+from benchmarks.step_record import busy_ms, by_name, device_kernels
+from tigon.bench.record import environment
+from tigon.planner.cluster.compute import Workload
+from tigon.planner.cluster.division import Division
+from tigon.planner.cluster.search import planned_division
+from tigon.planner.cluster.shape import shape_of
+from tigon.planner.cluster.topology import Cluster
+from tigon.planner.estimate import estimate
+from tigon.planner.gpus import row_of
+from tigon.planner.request import Request
+from tigon.recipe.keys import ModelConfig
+from tigon.techniques import sharding
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
+from tigon.trainer import model as models
+from tigon.trainer.distributed import launch
+from tigon.trainer.timed_run import StepMeter
+
+GPUS = 2
+LONGEST = 39_168
+"""The longest row of one document that `tigon plan llama-3.2-1b --gpu h100 --batch 1 --checkpointing none --longest`
+predicts to fit one H100."""
+WARM_UP = 3
+"""Steps before the timed ones: they compile kernels, and make the optimizer's states."""
+
+_8B = functools.partial(
+    Case, model="llama-3.1-8b", batch=8, seq=512, precision="bf16", checkpointing="full", steps=WARM_UP + 5
+)
+_1B = functools.partial(Case, model="llama-3.2-1b", batch=1)
+_ZERO = {"gpus": GPUS, "zero": 3}
+_FSDP, _ROW = {"gpus": GPUS, "fsdp": True}, {"gpus": GPUS, "fsdp": True, "sequence": GPUS}
+
+LARGE = {"reduce_bucket_size": 5 * 10**8, "stage3_prefetch_bucket_size": 2 * 10**8}
+"""More than the weights of one layer, in elements. DeepSpeed's own default prefetches 5e7."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One case, and how to run it."""
+
+    case: Case
+    limit_s: int
+    """Seconds after which its processes are killed."""
+    plain: bool = False
+    """Whether it is the baseline without tigon."""
+    buckets: Mapping[str, int] = field(default_factory=dict)
+    """DeepSpeed's sizes in place of tigon's."""
+    profiled: bool = False
+    """Whether the kernels of its last step are recorded instead of times."""
+
+
+# The most important first, because a time limit cuts off the end.
+RUNS: Mapping[str, Run] = {
+    "8b-plain-fsdp2": Run(case=_8B(kernels="none", sharding=_FSDP), limit_s=75, plain=True),
+    "8b-fsdp2": Run(case=_8B(sharding=_FSDP), limit_s=80),
+    "8b-zero-3": Run(case=_8B(sharding=_ZERO), limit_s=90),
+    "8b-zero-3-profile": Run(case=_8B(sharding=_ZERO), limit_s=90, profiled=True),
+    "8b-zero-3-buckets": Run(case=_8B(sharding=_ZERO), limit_s=90, buckets=LARGE),
+    "long-two-gpus": Run(case=_1B(seq=2 * LONGEST, sharding=_ROW), limit_s=70),
+    "long-one-gpu": Run(case=_1B(seq=LONGEST), limit_s=60),
+    "equal-one-process": Run(case=_1B(seq=512, precision="fp32", steps=1), limit_s=45),
+    "equal-two-processes": Run(case=_1B(seq=512, precision="fp32", steps=1, sharding=_ROW), limit_s=60),
+}
+
+
+def tiny(run: Run) -> Run:
+    """The same run with a small model, on the CPU."""
+    sharding = {name: value for name, value in run.case.sharding.items() if name not in ("fsdp", "zero")}
+    return dataclasses.replace(
+        run, case=dataclasses.replace(measure_plans.tiny(run.case), sharding=sharding), limit_s=90
+    )
+
+
+# --- one process of a case -------------------------------------------------------------------------------------------
+
+
+class _Unskipped:
+    """What `StepMeter.end` asks a trainer, for a loop that skips no step."""
+
+    class accelerator:
+        optimizer_step_was_skipped = False
+
+    class gate:
+        left_out = 0
+
+
+def plain_fsdp2(case: Case, meter: StepMeter, device: torch.device) -> dict[str, Any]:
+    """Train transformers' own model with FSDP2 in a plain loop, as torchtitan divides it."""
+    config = models.load_config(ModelConfig(name=case.model, config=dict(case.config) or None))
+    section = ModelConfig(name=case.model, config=dict(case.config) or None, kernels="none")
+    model = models.build(section, config, dtype=torch.bfloat16, device=device, seed=1)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    meter.mark("load")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    rank = dist.get_rank()
+    first: dict[str, Any] = {}
+    rows = measure_plans.rows_of(case, case.readers * case.steps * case.batch, config.vocab_size)
+    for step in range(case.steps):
+        start = (step * case.readers + rank) * case.batch
+        tokens_BT = torch.stack([rows[start + i].tokens_T for i in range(case.batch)]).long().to(device)
+        meter.begin()
+        loss = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+        meter.mark("forward")
+        loss.backward()
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        meter.mark("backward")
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.end(_Unskipped)
+        if not first:
+            mean = loss.detach().float()
+            dist.all_reduce(mean)
+            first = {"first_loss": float(mean) / case.readers, "first_grad_norm": float(norm.full_tensor())}
+    return first
+
+
+@contextlib.contextmanager
+def _buckets(sizes: Mapping[str, int]) -> Iterator[None]:
+    """Let DeepSpeed use these sizes."""
+    own = sharding.deepspeed_config
+
+    def config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
+        made = own(choices, run_info)
+        return made | {"zero_optimization": made["zero_optimization"] | sizes}
+
+    sharding.deepspeed_config = config
+    try:
+        yield
+    finally:
+        sharding.deepspeed_config = own
+
+
+class _Kernels(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Records the kernels of the last step. The profiler makes that step slower."""
+
+    def __init__(self, last: int) -> None:
+        self._last, self.record = last, dict[str, Any]()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._last - 1:
+            kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+            self._profiler = profile(activities=[kind])
+            self._profiler.start()
+            self._begin_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._last:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            profiled_s = time.perf_counter() - self._begin_s
+            self._profiler.stop()
+            kernels = device_kernels(self._profiler.events())
+            products = [one for one in kernels if "nccl" not in one.name.lower()]
+            self.record = {
+                "profiled_s": profiled_s, "busy_ms": busy_ms(kernels), "busy_without_nccl_ms": busy_ms(products),
+                "kernels": by_name(kernels),
+            }  # fmt: skip
+
+
+def measured(run: Run, device: torch.device) -> dict[str, Any]:
+    """The row of a case in this process."""
+    if run.plain:
+        meter = StepMeter(device)
+        row = {"status": "ok", "detail": "", **plain_fsdp2(run.case, meter, device)}
+        row |= {"allocated_bytes": meter.allocated_bytes, "reserved_bytes": meter.reserved_bytes}
+        row |= {"phases": meter.phases, "all_steps_s": meter.step_s}
+    else:
+        with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder, _buckets(run.buckets):
+            kernels = _Kernels(run.case.steps) if run.profiled else None
+            row = measure_plans.run(run.case, device, Path(folder), callbacks=(kernels,) if kernels else ())
+            row |= kernels.record if kernels else {}
+    if row["status"] == "ok":
+        steps_s = row["all_steps_s"][WARM_UP:] or row["all_steps_s"][-1:]
+        tokens = run.case.readers * run.case.batch * run.case.seq
+        row |= {"step_s": statistics.median(steps_s), "tokens_per_s": tokens / statistics.median(steps_s)}
+    memory_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    about = {"case": dataclasses.asdict(run.case), "environment": environment(device), "memory_bytes": memory_bytes}
+    return row | about
+
+
+def one_process(run: Run, path: Path, *, small: bool) -> None:
+    """Run a case in this process, and write its row beside those of the other processes."""
+    transformers.utils.logging.set_verbosity_error()
+    launch.ignore_accelerate_variables()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu") if small else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    launch.init_distributed(device)
+    row = measured(run, device)
+    path.with_suffix(f".{rank}").write_text(json.dumps(row), encoding="utf-8")
+    if row["status"] != "ok":
+        sys.stdout.flush()
+        os._exit(1)  # the other process may wait in a collective, and the launcher then ends it
+    launch.shutdown_distributed()
+
+
+# --- all cases -------------------------------------------------------------------------------------------------------
+
+
+def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any]:
+    """Run a case in its own processes. Returns rank 0's row, with the peaks of all ranks."""
+    ranks, path = int(run.case.sharding.get("gpus", 1)), folder / name
+    command = [sys.executable]
+    command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command += ["-m", "benchmarks.measure_two_gpus", "--case", name, "--json", str(path)]
+    begin_s = time.monotonic()
+    environ = {**os.environ, "OMP_NUM_THREADS": "1" if small else "4"}
+    with subprocess.Popen(
+        [*command, *(["--tiny"] if small else [])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=environ, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            printed, _ = process.communicate(timeout=run.limit_s)
+            detail = "" if process.returncode == 0 else printed[-5000:]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)  # its own session, so nothing else is killed
+            printed, _ = process.communicate()
+            detail = f"killed after {run.limit_s} s: {printed[-5000:]}"
+    rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{name}.[0-9]*"))]
+    row = rows[0] if rows else {"status": "failed"}
+    row["detail"] = row.get("detail") or detail
+    row["peak_bytes"] = [one["allocated_bytes"] for one in rows]
+    return {"name": name, **row, "seconds": round(time.monotonic() - begin_s, 1)}
+
+
+def predicted(run: Run, gpu_name: str, memory_bytes: int) -> dict[str, float]:
+    """The seconds per step, tokens/s and allocated bytes that the planner predicts for a case.
+
+    The planner of one node knows no shared rows; the arithmetic of cluster plans stands in for it.
+    """
+    case, gpu = run.case, row_of(gpu_name, memory_bytes)
+    config = models.load_config(ModelConfig(name=case.model, config=dict(case.config) or None))
+    choices = case.recipe("cuda").choices()
+    request = Request(model=case.model, config=config, batch=case.batch, seq=case.seq, choices=choices)
+    shards = int(case.sharding.get("sequence", 1))
+    if shards == 1:
+        plan = estimate(request, gpu=gpu, evaluation=False)
+        return {"step_s": plan.step_s, "tokens_per_s": plan.tokens_per_s, "allocated_bytes": plan.peak_allocated_bytes}
+    work = Workload(shape=shape_of(request), seq=case.seq, samples=case.readers * case.batch, states=case.precision)
+    division = Division(sharding="weights", data=case.readers, sequence=shards, micro_batch=case.batch)
+    best = planned_division(work, division, Cluster(gpu=gpu, gpus_per_node=GPUS))
+    return {"step_s": best.time.seconds, "tokens_per_s": best.tokens_per_s, "allocated_bytes": best.memory.device}
+
+
+def save(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Run the cases one after the other, and write the record after each."""
+    begin_s = time.monotonic()
+    record: dict[str, Any] = {"command": "python -m benchmarks.measure_two_gpus", "cases": []}
+    if options.json.exists():  # cases that are not measured now stay
+        record = json.loads(options.json.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder:
+        for name, run in RUNS.items():
+            left_s = options.time_limit - (time.monotonic() - begin_s)
+            if not options.only.search(name) or left_s < 15:
+                continue
+            limited = dataclasses.replace(tiny(run) if options.tiny else run)
+            limited = dataclasses.replace(limited, limit_s=int(min(limited.limit_s, left_s)))
+            row = run_case(name, limited, Path(folder), small=options.tiny)
+            record["environment"] = row.pop("environment", None) or record.get("environment")
+            row["tigon_commit"] = (record["environment"] or {}).get("tigon_commit")
+            record["memory_bytes"] = row.pop("memory_bytes", record.get("memory_bytes"))
+            cases = {one["name"]: one for one in [*record["cases"], row]}
+            record["cases"] = [cases[name] for name in RUNS if name in cases]
+            save(options.json, record)
+            print(json.dumps({key: row.get(key) for key in PRINTED}), flush=True)
+
+
+PRINTED = (
+    "name",
+    "status",
+    "tokens_per_s",
+    "step_s",
+    "peak_bytes",
+    "first_loss",
+    "first_grad_norm",
+    "seconds",
+    "detail",
+)
+
+
+def add_predictions(path: Path) -> None:
+    """Write predictions beside each case of a record."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    for row in record["cases"]:
+        if RUNS[row["name"]].case.precision != "fp32":
+            row["predicted"] = predicted(RUNS[row["name"]], record["environment"]["device"], record["memory_bytes"])
+            print(row["name"], row["predicted"], flush=True)
+    save(path, record)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="where the record goes")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), help="cases whose name this finds")
+    parser.add_argument("--time-limit", type=float, default=250, help="seconds for all cases together")
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
+    parser.add_argument("--predict", action="store_true", help="add predictions to an existing record")
+    parser.add_argument("--case", choices=RUNS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.predict:
+        add_predictions(options.json)
+    elif options.case:
+        run = RUNS[options.case]
+        one_process(tiny(run) if options.tiny else run, options.json, small=options.tiny)
+    else:
+        run_all(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""Decoder layers as CUDA graphs: two launches per layer instead of one for each kernel.
+
+A layer has one graph for its forward pass and one for its backward pass, with the recomputation if the layer is
+recomputed. A graph reads and writes fixed addresses. All layers share the buffers of their input, and of the gradient
+of their output:
+
+    forward     hidden buffer := input          replay          output := copy of the hidden buffer
+    backward    hidden buffer := saved input    gradient buffer := dout    replay    dx := copy of the gradient buffer
+
+A copy is left out if the buffer already holds the tensor, which is so between neighbouring layers. The weights'
+gradients have buffers outside the graphs' memory. They become `.grad`, and a second micro-batch adds to a copy of them.
+
+Graphs of one shape share the memory of their other tensors. A graph may write to what an earlier graph has used: the
+backward pass of layer i to the memory of layer i + 1, whose backward pass is over by then. A layer that is not
+recomputed keeps its activations there, so it has one forward pass at a time. A further one before the backward pass
+runs without graphs.
+
+The layers' own forward is captured, so results equal those without graphs if the kernels are deterministic.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tigon.errors import RecipeError
+from tigon.techniques.mechanisms.recompute import recomputed, recomputed_in_a_graph
+
+KEY = "train.cuda_graphs"
+MOST_SHAPES = 4
+"""Batches with further shapes run without graphs, because each shape holds a set of gradients."""
+WARM_UPS = 2
+"""Passes before a capture, so that every kernel is compiled and every library has its handles."""
+_NOT_READ = ("num_items_in_batch",)
+"""Arguments that transformers passes through the layers to the loss."""
+
+
+class Capture(Protocol):
+    """Records `work(prepare())`, of which `prepare` runs once, before. Returns a function that runs the recorded work
+    again, and what `work` returned."""
+
+    def __call__(self, work: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Callable[[], None], Any]: ...
+
+
+class CudaCapture:
+    """Captures into CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def __call__(self, work: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        if self._pool is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        stream, graph = self._stream, torch.cuda.CUDAGraph()
+        # A backward pass runs on the stream of its forward pass, which has to be the stream of the capture.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            prepared = prepare()
+        torch.cuda.current_stream().wait_stream(stream)
+        # Other threads, such as a data loader's, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            result = work(prepared)
+        return graph.replay, result
+
+
+class LayerGraphs:
+    """The graphs of a model's layers. Set `of(layer)` as the checkpointing function of a layer.
+
+    recomputes: whether the layers are recomputed, or keep their activations. new_capture: makes the capture of a shape.
+    """
+
+    def __init__(self, *, recomputes: bool, new_capture: Callable[[], Capture] = CudaCapture) -> None:
+        self.recomputes, self.new_capture = recomputes, new_capture
+        self.buffers: dict[Any, _Buffers] = {}
+        self.layers: list[_GraphedLayer] = []
+
+    def of(self, layer: torch.nn.Module) -> Callable[..., Any]:
+        """A checkpointing function that runs `layer` as graphs."""
+        graphed = _GraphedLayer(layer, self)
+        self.layers.append(graphed)
+        return graphed
+
+    def release(self) -> None:
+        """Free all graphs. The next step captures again."""
+        self.buffers.clear()
+        for layer in self.layers:
+            layer.passes.clear()
+
+
+class _Held:
+    """A buffer, and which tensor it holds."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.buffer = torch.empty_like(like, memory_format=torch.preserve_format, requires_grad=False)
+        self._held: Any = None
+        self._storage: Any = None
+        """Of the held tensor, so that no other tensor gets its address. The tensor would keep autograd's graph."""
+
+    def fill(self, tensor: Tensor) -> None:
+        """Copy the tensor into the buffer, unless it is there already."""
+        if self._held != self._state(tensor):
+            self.buffer.copy_(tensor.detach())
+            self.holds(tensor)
+
+    def holds(self, tensor: Tensor) -> None:
+        """Note that the buffer holds the tensor's values."""
+        self._held, self._storage = self._state(tensor), tensor.untyped_storage()
+
+    def forget(self) -> None:
+        """Note that a graph writes to the buffer, which changes no version."""
+        self._held = self._storage = None
+
+    def _state(self, tensor: Tensor) -> Any:
+        return tensor.data_ptr(), tensor._version, tensor.stride(), self.buffer._version
+
+
+class _Buffers:
+    """What the graphs of all layers read and write, for one shape of the arguments."""
+
+    def __init__(self, tensors: list[Tensor], capture: Capture) -> None:
+        self.capture = capture
+        self.arguments = [_Held(tensor) for tensor in tensors]
+        """The first is the layer's input, and after the forward graph its output."""
+        self.gradient = _Held(tensors[0])
+        """The gradient of the output, and after the backward graph that of the input."""
+
+    @property
+    def hidden(self) -> _Held:
+        return self.arguments[0]
+
+
+class _Passes:
+    """The two graphs of one layer for one shape."""
+
+    def __init__(self, buffers: _Buffers, parameters: list[Tensor]) -> None:
+        self.buffers, self.parameters = buffers, parameters
+        self.forward: Callable[[], None] = lambda: None
+        self.backward: Callable[[], None] = lambda: None
+        self.gradients: list[Tensor | None] = []
+        self.activations: Any = None
+        """The output of a layer that is not recomputed; autograd's graph behind it holds its activations."""
+        self.last: Callable[[], Any] = lambda: None
+        """The pass to which the activations belong, if it is still in use."""
+        self.waits = False
+        """Whether that pass has not run its backward."""
+
+    def record(self, call: Callable[[list[Tensor]], Tensor], *, recomputes: bool) -> None:
+        """Capture both passes. call: runs the layer."""
+        hidden, gradient = self.buffers.hidden.buffer, self.buffers.gradient.buffer
+        others = [held.buffer for held in self.buffers.arguments[1:]]
+
+        def leaf(x: Tensor) -> Tensor:
+            return x.detach().requires_grad_()
+
+        def forward(_: Any) -> Any:
+            if recomputes:
+                with torch.no_grad():
+                    hidden.copy_(call([hidden, *others]))
+                return None
+            # The layer saves its input, and the next layer writes to the buffer.
+            x = leaf(hidden.clone())
+            with torch.enable_grad():
+                y = call([x, *others])
+            hidden.copy_(y.detach())
+            return [x, y]
+
+        def to_recompute() -> Any:
+            x = leaf(hidden)
+            with torch.enable_grad():
+                return [x, recomputed_in_a_graph(lambda *static: call([*static]), x, *others)]
+
+        def backward(kept: Any) -> None:
+            x, y = kept
+            inputs = [x, *self.parameters]
+            dx, *gradients = torch.autograd.grad(y, inputs, gradient, allow_unused=True, retain_graph=not recomputes)
+            gradient.copy_(dx)
+            if not self.gradients:
+                # Not in the memory of the graphs, to which the other layers' graphs write.
+                self.gradients = [None if g is None else torch.empty_like(g) for g in gradients]
+            owned = [own for own in self.gradients if own is not None]
+            if owned:
+                torch._foreach_copy_(owned, [g for g in gradients if g is not None])
+
+        start = hidden.clone()
+        gradient.zero_()
+        for _ in range(WARM_UPS):
+            kept = forward(None)
+            hidden.copy_(start)
+            backward(to_recompute() if recomputes else kept)
+        del kept
+        self.forward, self.activations = self.buffers.capture(forward, lambda: None)
+        hidden.copy_(start)
+        prepare = to_recompute if recomputes else lambda: self.activations
+        self.backward, _ = self.buffers.capture(backward, prepare)
+
+    def begins(self) -> Any:
+        """Note a new forward pass, and return what stands for it."""
+        token = _Token()
+        self.last, self.waits = weakref.ref(token), True
+        return token
+
+    def is_free(self) -> bool:
+        """Whether no earlier forward pass needs the activations."""
+        return not (self.waits and self.last() is not None)
+
+    def keep_gradients(self) -> None:
+        """Copy each `.grad` that lies in the memory to which the backward graph writes."""
+        for parameter, own in zip(self.parameters, self.gradients, strict=True):
+            grad = parameter.grad
+            if grad is not None and own is not None and grad.data_ptr() == own.data_ptr():
+                parameter.grad = grad.clone()
+
+
+class _Token:
+    """Stands for one forward pass, while its backward may still run."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _GraphedLayer:
+    """Stands for one layer's checkpointing function."""
+
+    def __init__(self, layer: torch.nn.Module, graphs: LayerGraphs) -> None:
+        self._layer = weakref.ref(layer)
+        self._graphs = graphs
+        self.passes: dict[Any, _Passes] = {}
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            function = functools.partial(function, **kwargs)
+        if not torch.is_grad_enabled():
+            return function(*args)
+        function, keywords = _without_keywords(function)
+        leaves, form = pytree.tree_flatten((args, keywords))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        layer = self._layer()
+        assert layer is not None
+        _check(layer, args, leaves)
+        key = _key(form, tensors, constants)
+        if key not in self.passes:
+            if len(self.passes) >= MOST_SHAPES:
+                return self._without_graphs(function, args, keywords)
+            self.passes[key] = self._recorded(key, function, leaves, form, layer)
+        passes = self.passes[key]
+        if not self._graphs.recomputes and not passes.is_free():
+            return self._without_graphs(function, args, keywords)
+        return _Replay.apply(passes, self._graphs.recomputes, len(tensors), *tensors, *passes.parameters)
+
+    def _without_graphs(self, function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if self._graphs.recomputes:
+            return recomputed(function, *args, **keywords)
+        return function(*args, **keywords)
+
+    def _recorded(
+        self, key: Any, function: Callable[..., Any], leaves: list[Any], form: Any, layer: torch.nn.Module
+    ) -> _Passes:  # fmt: skip
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[place].detach() for place in places]
+        buffers = self._graphs.buffers.get(key)
+        if buffers is None:
+            buffers = self._graphs.buffers[key] = _Buffers(tensors, self._graphs.new_capture())
+        for held, tensor in zip(buffers.arguments, tensors, strict=True):
+            held.fill(tensor)
+        passes = _Passes(buffers, [p for p in layer.parameters() if p.requires_grad])
+        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        kind = tensors[0].device.type
+        # Autocast's cache would keep casts that only the graph computes.
+        autocast = functools.partial(
+            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+        )
+
+        def call(static: list[Tensor]) -> Tensor:
+            filled = list(constants)
+            for place, tensor in zip(places, static, strict=True):
+                filled[place] = tensor
+            args, keywords = pytree.tree_unflatten(filled, form)
+            with autocast():
+                result = function(*args, **keywords)
+            if not isinstance(result, Tensor) or result.shape != static[0].shape or result.dtype != static[0].dtype:
+                raise RecipeError(
+                    f"{KEY}: {type(layer).__name__} does not return one tensor like its input; set {KEY}: false"
+                )
+            return result
+
+        try:
+            passes.record(call, recomputes=self._graphs.recomputes)
+        except RuntimeError as error:
+            raise RecipeError(
+                f"{KEY}: {type(layer).__name__} cannot be captured as a CUDA graph "
+                f"({str(error).partition(chr(10))[0]}); set {KEY}: false"
+            ) from error
+        return passes
+
+
+def _without_keywords(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function without its bound keywords, and those that a layer reads. transformers binds a layer's arguments."""
+    if not isinstance(function, functools.partial):
+        return function, {}
+    keywords = {name: value for name, value in function.keywords.items() if name not in _NOT_READ}
+    return functools.partial(function.func, *function.args), keywords
+
+
+def _check(layer: torch.nn.Module, args: tuple[Any, ...], leaves: list[Any]) -> None:
+    """Raise RecipeError for arguments that a graph cannot read."""
+    name = type(layer).__name__
+    if not args or not isinstance(args[0], Tensor):
+        raise RecipeError(f"{KEY}: {name} does not take its input first; set {KEY}: false")
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if leaf is not args[0] and leaf.requires_grad:
+                raise RecipeError(f"{KEY}: {name} takes a second trained tensor; set {KEY}: false")
+        elif leaf is not None and not isinstance(leaf, (bool, int, float, str, torch.dtype)):
+            raise RecipeError(
+                f"{KEY}: {name} takes a {type(leaf).__name__}, which a CUDA graph cannot read anew; set {KEY}: false"
+            )
+
+
+def _key(form: Any, tensors: list[Tensor], constants: list[Any]) -> Any:
+    kind = tensors[0].device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    of_tensors = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
+    return form, of_tensors, tuple(constants), autocast
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passes: _Passes, recomputes: bool, n_tensors: int, *tensors: Tensor) -> Tensor:
+        arguments, buffers = tensors[:n_tensors], passes.buffers
+        for held, tensor in zip(buffers.arguments, arguments, strict=True):
+            held.fill(tensor)
+        buffers.hidden.forget()
+        passes.forward()
+        output = buffers.hidden.buffer.clone()
+        buffers.hidden.holds(output)
+        if recomputes:
+            ctx.save_for_backward(*arguments)
+        ctx.token = None if recomputes else passes.begins()
+        ctx.passes, ctx.n_tensors = passes, n_tensors
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        passes: _Passes = ctx.passes
+        buffers = passes.buffers
+        if ctx.token is None:
+            for held, tensor in zip(buffers.arguments, ctx.saved_tensors, strict=True):
+                held.fill(tensor)
+        elif ctx.token is not passes.last():
+            raise RecipeError(
+                f"{KEY}: a second backward pass needs activations that a later forward pass has overwritten; set "
+                f"{KEY}: false"
+            )
+        passes.waits = False
+        buffers.gradient.fill(dout)
+        buffers.gradient.forget()
+        passes.keep_gradients()
+        passes.backward()
+        dx = buffers.gradient.buffer.clone()
+        buffers.gradient.holds(dx)
+        wanted = ctx.needs_input_grad[3 + ctx.n_tensors :]
+        gradients = [
+            None if gradient is None or not want else gradient.detach()
+            for gradient, want in zip(passes.gradients, wanted, strict=True)
+        ]
+        first = dx if ctx.needs_input_grad[3] else None
+        return None, None, None, first, *[None] * (ctx.n_tensors - 1), *gradients

@@ -1,0 +1,196 @@
+"""Layers as CUDA graphs: what a step computes, and what is refused. On the CPU a replay runs the work again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tigon.errors import RecipeError
+from tigon.techniques import cuda_graphs
+from tigon.techniques.checkpointing import enable, replace_function
+from tigon.techniques.mechanisms.layer_graphs import MOST_SHAPES, CudaCapture, LayerGraphs
+from tigon.techniques.mechanisms.recompute import recomputed
+
+transformers = pytest.importorskip("transformers")
+
+
+def repeated(work: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A capture without a GPU: a replay runs the work again, and its results take the place of the first ones."""
+    results = work(prepare())
+
+    def replay() -> None:
+        fresh = work(prepare())
+        if results is not None:
+            results[:] = fresh
+
+    return replay, results
+
+
+def model_of(device: str = "cpu", recomputes: bool = True) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(device).train()
+    if recomputes:
+        enable(model)
+        replace_function(model, recomputed)
+    return model
+
+
+def graphed(device: str = "cpu", recomputes: bool = True) -> tuple[Any, LayerGraphs]:
+    model = model_of(device, recomputes)
+    new_capture = CudaCapture if device == "cuda" else lambda: repeated
+    return model, cuda_graphs.graph(model, recomputes=recomputes, new_capture=new_capture)
+
+
+def ids_of(batch: int, seq: int, seed: int, device: str) -> Tensor:
+    return torch.randint(0, 64, (batch, seq), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def train(model: Any, device: str, *, steps: int = 3, micro_batches: int = 2, autocast: bool = False) -> list[Tensor]:
+    """The losses and the weights of some optimizer steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        for number in range(micro_batches):
+            ids = ids_of(2, 16, 10 * step + number, device)
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=ids, labels=ids).loss / micro_batches
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def on_each_device(test: Any) -> Any:
+    return pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])(test)
+
+
+recomputed_or_not = pytest.mark.parametrize("recomputes", [True, False], ids=["full", "none"])
+
+
+@on_each_device
+@recomputed_or_not
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_steps_with_graphs_equal_steps_without_bit_for_bit(device: str, recomputes: bool, micro_batches: int) -> None:
+    want = train(model_of(device, recomputes), device, micro_batches=micro_batches)
+    model, graphs = graphed(device, recomputes)
+    got = train(model, device, micro_batches=micro_batches)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert [len(layer.passes) for layer in graphs.layers] == [1, 1, 1]
+
+
+@on_each_device
+@recomputed_or_not
+def test_forwards_before_their_backwards_keep_their_own_inputs(device: str, recomputes: bool) -> None:
+    results = []
+    for model in (model_of(device, recomputes), graphed(device, recomputes)[0]):
+        losses = [model(input_ids=ids, labels=ids).loss for ids in (ids_of(2, 16, n, device) for n in range(2))]
+        losses[0].backward()
+        losses[1].backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_each_device
+def test_forward_without_a_backward_leaves_the_graphs_free(device: str) -> None:
+    model, graphs = graphed(device, recomputes=False)
+    ids = ids_of(2, 16, 0, device)
+    loss = model(input_ids=ids, labels=ids).loss
+    passes = [next(iter(layer.passes.values())) for layer in graphs.layers]
+    assert not any(one.is_free() for one in passes)
+    del loss
+    assert all(one.is_free() for one in passes)
+
+
+@on_each_device
+def test_second_backward_after_another_forward_is_refused_without_recomputation(device: str) -> None:
+    model, _ = graphed(device, recomputes=False)
+    ids = ids_of(2, 16, 0, device)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(RecipeError, match="a later forward pass has overwritten"):
+        loss.backward()
+
+
+@on_each_device
+def test_released_graphs_are_captured_again(device: str) -> None:
+    want = train(model_of(device), device)
+    model, graphs = graphed(device)
+    train(model, device, steps=1)
+    graphs.release()
+    assert not graphs.buffers
+    model.load_state_dict(model_of(device).state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(train(model, device), want, strict=True))
+
+
+@on_each_device
+def test_a_mask_is_read_anew_by_each_batch(device: str) -> None:
+    results = []
+    for model in (model_of(device), graphed(device)[0]):
+        for padding in (3, 5):
+            ids, mask = ids_of(2, 16, padding, device), torch.ones(2, 16, dtype=torch.long, device=device)
+            mask[1, -padding:] = 0
+            model(input_ids=ids, labels=ids, attention_mask=mask).loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_each_device
+def test_frozen_weights_get_no_gradient_and_evaluation_uses_no_graph(device: str) -> None:
+    model, graphs = graphed(device)
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(False)
+    ids = ids_of(2, 16, 0, device)
+    with torch.no_grad():
+        model(input_ids=ids, labels=ids)
+    model.eval()(input_ids=ids, labels=ids)
+    assert not graphs.buffers
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+def test_more_shapes_than_the_limit_run_without_graphs() -> None:
+    model, graphs = graphed()
+    for number in range(MOST_SHAPES + 2):
+        ids = ids_of(1, 8 + number, number, "cpu")
+        loss = model(input_ids=ids, labels=ids).loss
+        assert torch.equal(loss, model_of()(input_ids=ids, labels=ids).loss)
+        loss.backward()
+    assert {len(layer.passes) for layer in graphs.layers} == {MOST_SHAPES}
+
+
+@on_each_device
+def test_autocast_steps_equal_those_without_graphs(device: str) -> None:
+    got, want = (train(model, device, autocast=True) for model in (graphed(device)[0], model_of(device)))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_argument_that_a_graph_cannot_read_is_refused() -> None:
+    model, _ = graphed()
+    with pytest.raises(RecipeError, match=r"train.cuda_graphs: LlamaDecoderLayer takes a object, which a CUDA graph"):
+        model(input_ids=ids_of(2, 16, 0, "cpu"), something=object())
+
+
+def test_failed_capture_names_the_key() -> None:
+    def refuses(work: Any, prepare: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    model = model_of()
+    cuda_graphs.graph(model, recomputes=True, new_capture=lambda: refuses)
+    with pytest.raises(RecipeError, match=r"operation not permitted when stream is capturing\); set train.cuda_graphs"):
+        model(input_ids=ids_of(2, 16, 0, "cpu"))
+
+
+def test_model_without_checkpointed_layers_is_refused() -> None:
+    with pytest.raises(RecipeError, match="are not transformers' checkpointed layers"):
+        cuda_graphs.graph(nn.Sequential(nn.Linear(2, 2)), recomputes=True)
