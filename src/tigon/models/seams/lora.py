@@ -220,6 +220,8 @@ def _dequantise(layer: Any) -> Callable[[], Tensor]:
         return by_bitsandbytes
     ours = functools.partial(in_one_pass, weight.quant_state.dtype)
     device = weight.device
+    if device not in _AGREES and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return by_bitsandbytes  # a comparison waits for the GPU, which a capture must not
     if device not in _AGREES:
         _AGREES[device] = _agree(ours(), by_bitsandbytes())
         if not _AGREES[device]:
