@@ -104,7 +104,7 @@ class Siblings:
     layers: Sequence[weakref.ref[Any]]
     x: Tensor | None = None
     state: tuple[Any, ...] = ()
-    """What the results depend on besides x; see `_state`."""
+    """The results depend on it besides x; see `_state`."""
     results: dict[int, Tensor] = field(default_factory=dict)
     apart: bool = False
     """Whether the model has called them with different inputs."""
@@ -141,7 +141,7 @@ def with_siblings(module: Any, x: Tensor, weight: Callable[[Any], Tensor | Calla
         if not siblings.results:
             siblings.forget()
         return result
-    # What is left belongs to an input that a sibling has not read. An interrupted pass leaves results too.
+    # The results that are left belong to an input that a sibling has not read. An interrupted pass leaves some too.
     siblings.apart = result is not None and siblings.x is not x
     siblings.forget()
     if siblings.apart:

@@ -154,7 +154,7 @@ class LoraLinear(torch.autograd.Function):
 
 
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:
-    """What a node saved, or what its `Saved` did, which is released as the node's own would be."""
+    """The tensors that a node or its `Saved` kept. Those of `Saved` are released as the node's own would be."""
     if ctx.saved is None:
         return ctx.saved_tensors  # type: ignore[no-any-return]
     if ctx.saved is _RELEASED:
