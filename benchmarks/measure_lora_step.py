@@ -1,11 +1,12 @@
 """A LoRA step of Llama-3.1-8B: tokens per second and peak memory with PEFT's layers and with tigon's fused ones.
 
-    python -m benchmarks.measure_lora_step --json RECORD     # on the GPU: about 2 minutes
+    python -m benchmarks.measure_lora_step --json RECORD     # on the GPU: about 3 minutes
+    python -m benchmarks.measure_lora_step --json RECORD --quantised    # 4-bit weights alone: about 90 s
     python -m benchmarks.measure_lora_step --tiny            # a small model on the CPU, to see that it runs
 
 4 x 2048 tokens, random weights, rank 16 on all layers, fp32 adapters under bf16 autocast, AdamW. The frozen weights are
 bf16, or 4-bit if bitsandbytes is installed. Both versions run under `tigon.patch`; only its flag `lora` differs. They
-take turns, twice.
+take turns, twice. The record is written after each line, so that a run that is ended leaves what it measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,13 +115,12 @@ def kernel_times(model: Any, ids_BT: torch.Tensor, most: int = 16) -> list[dict[
     ]
 
 
-def measure(tiny: bool, four_bit: bool) -> list[dict[str, Any]]:
-    """Both versions without and with activation checkpointing."""
+def measure(tiny: bool, four_bit: bool, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Both versions without and with activation checkpointing. keep: gets each line when it is measured."""
     model = adapted(tiny, four_bit)
     batch, seq = (2, 32) if tiny else (4, 2048)
     ids_BT = torch.randint(0, model.config.vocab_size, (batch, seq), device=DEVICE)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=DEVICE == "cuda")
-    lines: list[dict[str, Any]] = []
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -129,29 +130,37 @@ def measure(tiny: bool, four_bit: bool) -> list[dict[str, Any]]:
                 report = tigon.patch(model, lora=fused)
                 if DEVICE == "cuda":
                     torch.cuda.empty_cache()
-                lines.append({
+                line: dict[str, Any] = {
                     "weights": "4-bit" if four_bit else "bf16", "checkpointing": checkpointing, "layers": layers,
                     **timed(model, ids_BT, optimizer),
-                })  # fmt: skip
+                }  # fmt: skip
+                print(json.dumps(line), flush=True)
                 if DEVICE == "cuda" and not checkpointing and round_ == ROUNDS - 1:
-                    lines[-1]["kernels"] = kernel_times(model, ids_BT)
-                print(json.dumps(lines[-1]), flush=True)
+                    line["kernels"] = kernel_times(model, ids_BT)
+                keep(line)
                 report.undo()
-    return lines
 
 
 def main() -> None:
-    given = step_record.options(__doc__)
-    four_bit = importlib.util.find_spec("bitsandbytes") is not None
-    packages = ("peft", "bitsandbytes") if four_bit else ("peft",)
+    given = step_record.options(
+        __doc__, lambda p: p.add_argument("--quantised", action="store_true", help="measure 4-bit weights alone")
+    )
+    has_4_bit = importlib.util.find_spec("bitsandbytes") is not None
+    if given.quantised and not has_4_bit:
+        raise SystemExit("--quantised needs bitsandbytes")
+    packages = ("peft", "bitsandbytes") if has_4_bit else ("peft",)
     record = step_record.StepRecord("measure_lora_step", torch.device(DEVICE), packages)
     lines: list[dict[str, Any]] = []
-    for quantised in (False, True) if four_bit else (False,):
-        lines += measure(given.tiny, quantised)
+
+    def keep(line: dict[str, Any]) -> None:
+        lines.append(line)
+        record.write(given.json, measurements=lines)
+
+    for four_bit in [kind for kind in (True, False) if (has_4_bit if kind else not given.quantised)]:
+        measure(given.tiny, four_bit, keep)
         gc.collect()
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
-    record.write(given.json, measurements=lines)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import tigon
 PUBLIC = [
     "AutoModelForCausalLM",
     "ExpertUnit",
+    "LoraLayer",
     "PatchReport",
     "VocabParallelOptions",
     "__version__",
@@ -29,6 +30,7 @@ PUBLIC = [
     "linear_logprobs",
     "logprobs",
     "lora_linear",
+    "lora_linears",
     "losses",
     "multi_head_linear_cross_entropy",
     "nn",

@@ -1,11 +1,12 @@
-"""Write recipes/models/ and the table of docs/model-recipes.md: one recipe per model and method.
+"""Write recipes/models/ and the table of docs/model-recipes.md: recipes per model, method and class of GPU memory.
 
     python -m benchmarks.pages.model_recipes                 # plan every model again, and write recipes and table
     python -m benchmarks.pages.model_recipes --only qwen3    # of models whose name contains this
     python -m benchmarks.pages.model_recipes --check         # print what differs from a new plan, and write nothing
 
 A recipe is named by the smallest class of GPU memory that it fits: of each class the planner's table has a GPU whose
-usable memory is among the smallest. A step has 16 rows of 2,048 tokens, one at a time. No recipe uses memory of the
+usable memory is among the smallest. A larger class gets a recipe of its own if its memory allows one that changes the
+numbers less or recomputes nothing. A step has 16 rows of 2,048 tokens, one at a time. No recipe uses memory of the
 host, because its size is not known.
 """
 
@@ -47,6 +48,8 @@ class Model:
     """Its folder under recipes/models."""
     hub_id: str
     methods: tuple[str, ...] = ("full", "lora", "qlora")
+    attention: str = "sdpa"
+    """The value of `model.attention`."""
 
 
 MODELS = (
@@ -63,8 +66,8 @@ MODELS = (
     Model("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3"),
     Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
     Model("qwen3-8b", "Qwen/Qwen3-8B"),
-    # Its experts are single parameters, which bitsandbytes does not quantise.
-    Model("gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", ("lora",)),
+    # Its experts are single parameters, which bitsandbytes does not quantise. transformers has no sdpa for its sinks.
+    Model("gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", ("lora",), attention="eager"),
 )
 LEARNING_RATES: Mapping[str, str] = {"full": "1.0e-5", "lora": "2.0e-4", "qlora": "2.0e-4"}
 TITLES: Mapping[str, str] = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
@@ -89,39 +92,48 @@ def asked(model: Model, method: str, gb: int, **given: object) -> SearchProblem:
     found = problem_of(
         Flags(
             target=model.hub_id, gpu=find_gpu(CLASSES[gb]), batch=1, seq=SEQUENCE, method=method,
-            given={"accumulate": EFFECTIVE_BATCH, **given},
+            given={"accumulate": EFFECTIVE_BATCH, "attention": model.attention, **given},
         )
     )  # fmt: skip
     return replace(found, gpu=space.with_headroom(found.gpu))
 
 
-def chosen(model: Model, method: str) -> Row | None:
-    """The recipe for the smallest class of memory that fits, with the first of SETTINGS that fits any; None if none.
+def chosen(model: Model, method: str) -> list[Row]:
+    """The recipes by class of memory: the first of SETTINGS that fits with a kind of checkpointing, and the first kind.
 
-    Within the class, activations are recomputed only if they do not fit.
+    A class whose recipe is that of the smaller class has none.
     """
-    largest = max(CLASSES)
-    for settings in SETTINGS if method == "full" else SETTINGS[:1]:
-        options = {}
-        for kind in KINDS:
-            problem = asked(model, method, largest, checkpointing=kind, **settings)
-            options[kind] = estimate_option(problem.request, problem.gpu)
-        for gb, name in CLASSES.items():
-            room = space.with_headroom(find_gpu(name)).memory_bytes
-            for kind in KINDS:
-                if options[kind].estimate.device_bytes <= room:
-                    problem = asked(model, method, gb, checkpointing=kind, **settings)
-                    option = estimate_option(problem.request, problem.gpu)
-                    if option.fits(problem.gpu):
-                        return Row(model, method, gb, option)
-    return None
+    rows: list[Row] = []
+    combinations = [(s, kind) for s in (SETTINGS if method == "full" else SETTINGS[:1]) for kind in KINDS]
+    largest: list[Option] = []
+    for settings, kind in combinations:
+        problem = asked(model, method, max(CLASSES), checkpointing=kind, **settings)
+        largest.append(estimate_option(problem.request, problem.gpu))
+    best = len(combinations)
+    for gb, name in CLASSES.items():
+        room = space.with_headroom(find_gpu(name)).memory_bytes
+        for place, (settings, kind) in enumerate(combinations[:best]):
+            if largest[place].estimate.device_bytes > room:
+                continue
+            problem = asked(model, method, gb, checkpointing=kind, **settings)
+            option = estimate_option(problem.request, problem.gpu)
+            if option.fits(problem.gpu):
+                rows.append(Row(model, method, gb, option))
+                best = place
+                break
+    return rows
+
+
+def memory_class(path: Path) -> int:
+    """The GB in the name of a recipe."""
+    found = re.search(r"-(\d+)gb\.yaml$", path.name)
+    assert found is not None, path
+    return int(found[1])
 
 
 def replanned(model: Model, method: str, path: Path) -> Row:
     """The plan of a recipe as it stands in its file."""
-    found = re.search(r"-(\d+)gb\.yaml$", path.name)
-    assert found is not None, path
-    gb = int(found[1])
+    gb = memory_class(path)
     problem = problem_of(Flags(target=str(path), gpu=find_gpu(CLASSES[gb])))
     option = estimate_option(problem.request, problem.gpu)
     return Row(model, method, gb, option)
@@ -135,7 +147,7 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
         "# The text is what every Python carries, to try the recipe; name your own rows.",
         "#",
         f"#     tigon train {path} --set data.source=rows.jsonl",
-        "model:", f"  name: {model.hub_id}",
+        "model:", f"  name: {model.hub_id}", *(f"  attention: {a}" for a in [model.attention] if a != "sdpa"),
         "data:", "  source: python-docs", f"  sequence_length: {request.seq}",
         "train:", "  epochs: 1", f"  batch_size: {request.batch}", f"  gradient_accumulation: {choices.accumulate}",
         f"  learning_rate: {LEARNING_RATES[method]}", "  warmup_steps: 10", f"  precision: {choices.precision}",
@@ -169,7 +181,7 @@ def recipe_files() -> Iterator[tuple[Model, str, Path]]:
     """The models' recipes that exist, in the order of MODELS."""
     for model in MODELS:
         for method in model.methods:
-            for path in sorted((FOLDER / model.name).glob(f"{method}-*gb.yaml")):
+            for path in sorted((FOLDER / model.name).glob(f"{method}-*gb.yaml"), key=memory_class):
                 yield model, method, path
 
 
@@ -188,16 +200,16 @@ def main() -> None:
     new: dict[Path, Row] = {}
     for model in MODELS if not arguments.check else ():
         for method in model.methods if arguments.only in model.name else ():
-            row = chosen(model, method)
+            found = chosen(model, method)
             for old in (FOLDER / model.name).glob(f"{method}-*gb.yaml"):
                 old.unlink()
-            if row is None:
+            if not found:
                 print(f"{model.name} {method}: fits no class", file=sys.stderr)
-                continue
-            row.path.parent.mkdir(parents=True, exist_ok=True)
-            row.path.write_text(text(model, method, row.gb, row.option.request), encoding="utf-8")
-            new[row.path] = row
-            print(f"{row.path}: {row.option.estimate.device_bytes / GIB:.1f} GiB", file=sys.stderr, flush=True)
+            for row in found:
+                row.path.parent.mkdir(parents=True, exist_ok=True)
+                row.path.write_text(text(model, method, row.gb, row.option.request), encoding="utf-8")
+                new[row.path] = row
+                print(f"{row.path}: {row.option.estimate.device_bytes / GIB:.1f} GiB", file=sys.stderr, flush=True)
     rows = [new.get(path) or replanned(model, method, path) for model, method, path in recipe_files()]
     if not arguments.check:
         write_table(rows)

@@ -11,6 +11,7 @@ from tigon import errors, losses, nn
 from tigon.models import AutoModelForCausalLM, PatchReport, patch, patch_fp8
 from tigon.ops import (
     ExpertUnit,
+    LoraLayer,
     VocabParallelOptions,
     add_rms_norm,
     cross_entropy,
@@ -23,6 +24,7 @@ from tigon.ops import (
     linear_logprobs,
     logprobs,
     lora_linear,
+    lora_linears,
     multi_head_linear_cross_entropy,
     prepare_targets,
     rms_norm,
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoModelForCausalLM",
     "ExpertUnit",
+    "LoraLayer",
     "PatchReport",
     "VocabParallelOptions",
     "__version__",
@@ -54,6 +57,7 @@ __all__ = [
     "linear_logprobs",
     "logprobs",
     "lora_linear",
+    "lora_linears",
     "losses",
     "multi_head_linear_cross_entropy",
     "nn",

@@ -25,6 +25,11 @@ def in_ms(time_ms: float) -> str:
     return f"{time_ms:.3g} ms" if time_ms < 100 else f"{time_ms:.0f} ms"
 
 
+def in_parameters(n: int) -> str:
+    """Format a number of parameters, in millions from 100,000 on."""
+    return f"{n / 1e6:,.1f} M parameters" if n >= 100_000 else f"{n:,} parameters"
+
+
 def off_by(predicted: float, measured: float) -> str:
     """Format the error of a prediction relative to the measurement, such as +1.5%; "" if that is 0."""
     return f"{predicted / measured - 1:+.1%}" if measured else ""

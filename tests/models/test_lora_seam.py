@@ -200,3 +200,87 @@ def test_weight_that_a_function_makes_gives_the_result_of_the_weight() -> None:
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, a, b))))
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
     assert len(made) == 2, "once in the forward, once in the backward"
+
+
+def linear_of_8() -> tuple[torch.Tensor, list[int], Any]:
+    """x, a list that grows with each product of the frozen weight, and a layer that squares its result's input."""
+    torch.manual_seed(1)
+    x, w, a, b = (torch.randn(*shape) for shape in ((2, 5, 8), (6, 8), (2, 8), (6, 2)))
+    made: list[int] = []
+
+    def weight() -> torch.Tensor:
+        made.append(1)
+        return w
+
+    a.requires_grad_()
+    return x.requires_grad_(), made, lambda x: tigon.lora_linear(x * 1.5, weight, a, b)
+
+
+def test_recomputation_leaves_out_the_product_of_a_last_layer() -> None:
+    """One product forward and one for the gradient of x, as without a checkpoint."""
+    x, made, layer = linear_of_8()
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    assert len(made) == 2
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    (got,) = torch.autograd.grad(y.square().sum(), x)
+    assert len(made) == 4 and torch.equal(got, expected)
+
+
+def test_tensors_that_hooks_hold_are_kept_for_as_long_as_the_graph() -> None:
+    x, _, layer = linear_of_8()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = layer(x).sum()
+    first, second = (torch.autograd.grad(y, x, retain_graph=keep)[0] for keep in (True, False))
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="freed by an earlier backward"):
+        torch.autograd.grad(y, x)
+
+
+def test_layer_that_is_called_with_another_input_than_its_sibling_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the keys of cross-attention, which read another sequence than the queries."""
+    model = adapted()
+    only_lora(model)
+    attention = model.base_model.model.model.layers[0].self_attn
+    x, other = torch.randn(1, 3, 32).bfloat16(), torch.randn(1, 3, 32).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        expected = [attention.q_proj(x), attention.k_proj(other)]
+        with calls_of_the_op(monkeypatch) as seen:
+            got = [attention.q_proj(x), attention.k_proj(other)]
+    assert all(torch.equal(p, q) for p, q in zip(got, expected, strict=True))
+    assert not any("together" in kwargs for kwargs in seen), "after the first miss"
+
+
+def test_result_that_a_sibling_left_is_not_used_after_a_weight_has_changed() -> None:
+    model = adapted()
+    only_lora(model)
+    attention = model.base_model.model.model.layers[0].self_attn
+    x = torch.randn(1, 3, 32).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        attention.q_proj(x)
+        attention.k_proj.lora_B["default"].weight.mul_(3)
+        stale = attention.k_proj(x)
+        attention.v_proj(x)
+        assert torch.equal(stale, attention.k_proj(x.clone()))
+
+
+def test_results_that_siblings_left_do_not_outlive_their_use() -> None:
+    model = adapted()
+    only_lora(model)
+    step(model)
+    assert not any(siblings.results or siblings.x is not None for siblings in lora._SIBLINGS.values())
+
+
+def test_kernel_of_4_bit_weights_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    layer = pytest.importorskip("bitsandbytes").nn.Linear4bit(64, 8, bias=False, quant_type="nf4").to("cpu")
+    right = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    for offset, made_by_ours in ((0.0, True), (0.1, False)):
+        monkeypatch.setattr(lora, "_AGREES", {})
+        monkeypatch.setattr(lora, "dequantiser", lambda *_, offset=offset: lambda dtype: (right + offset).to(dtype))
+        if made_by_ours:
+            lora._dequantise(layer)
+        else:
+            with pytest.warns(UserWarning, match="differs from bitsandbytes'"):
+                made = lora._dequantise(layer)
+            assert torch.equal(made(), right)
+        assert {torch.device("cpu"): made_by_ours} == lora._AGREES

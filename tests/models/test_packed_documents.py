@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-
 from models_helpers import tiny_model
+
 from tigon.models import MODELS
 from tigon.models.packed_documents import MASK_WITHOUT_POSITIONS, keep_apart, objection
 

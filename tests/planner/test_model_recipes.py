@@ -43,9 +43,17 @@ def test_every_recipe_stands_in_the_table_and_belongs_to_a_model_and_method():
     assert known == set(FILES)
 
 
-def test_every_model_has_one_recipe_for_each_of_its_methods():
-    names = sorted((path.split("/")[0], path.split("/")[1].split("-")[0]) for path in FILES)
-    assert names == sorted((model.name, method) for model in model_recipes.MODELS for method in model.methods)
+def test_every_model_has_a_recipe_for_each_of_its_methods():
+    names = {(path.split("/")[0], path.split("/")[1].split("-")[0]) for path in FILES}
+    assert names == {(model.name, method) for model in model_recipes.MODELS for method in model.methods}
+
+
+def test_each_class_of_a_model_and_method_has_settings_of_its_own():
+    settings: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for name, cells in rows().items():
+        model, file = name.split("/")
+        settings.setdefault((model, file.split("-")[0]), []).append((cells[4], cells[6]))
+    assert all(len(set(each)) == len(each) for each in settings.values())
 
 
 def test_every_recipe_is_what_the_script_writes_for_its_settings():

@@ -56,6 +56,11 @@ def test_set_takes_an_alias_with_and_without_its_section(tmp_path):
     assert loaded(tmp_path, text, "gradient_checkpointing=true").train.checkpointing == "full"
 
 
+def test_wrong_key_offers_the_recipe_key_and_the_other_librarys_name(tmp_path):
+    with pytest.raises(RecipeError, match=r"train\.epochs, which is num_train_epochs in TrainingArguments"):
+        loaded(tmp_path, "train: {steps: 1}\n", "train.num_train_epoch=1")
+
+
 def test_on_gpu_takes_aliases(tmp_path):
     text = "train: {steps: 1}\non_gpu: {micro_batch_size: 5, train: {logging_steps: 2}}\n"
     train = loaded(tmp_path, text, gpu=True).train

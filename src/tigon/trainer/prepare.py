@@ -130,7 +130,6 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     harness.check(recipe.eval.lm_eval)
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
-    preflight.check_documents(recipe, config)
     shapes = model.parameter_shapes(config)
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
@@ -140,6 +139,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if layer_checkpointing.is_by_layer(choices.checkpointing):
         layer_checkpointing.states_of(choices.checkpointing, config.get_text_config().num_hidden_layers)
     objective = objective_of(recipe, config, lambda: shapes)
+    if objective.trl is None:  # TRL's rows are not packed
+        preflight.check_documents(recipe, config)
     frozen_experts = adapter_checks.check(objective, config, choices)
     preflight.check_disk(recipe, choices, shapes)
     preflight.check_memory(recipe, choices, device, shapes)

@@ -31,6 +31,7 @@ from tigon.recipe.keys import ComparisonConfig, Recipe
 from tigon.trainer import model, prepare
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction, preflight
+from tigon.units import in_parameters
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -247,7 +248,7 @@ def _label(prepared: Prepared) -> str:
 def _details(prepared: Prepared) -> dict[str, str]:
     parts, train = preflight.environment(prepared.device), prepared.recipe.train
     return {
-        "model": f"{prepared.recipe.model.name}, {prepared.n_parameters / 1e6:,.1f} M parameters",
+        "model": f"{prepared.recipe.model.name}, {in_parameters(prepared.n_parameters)}",
         "samples per micro-batch": f"{train.batch_size} of {prepared.recipe.data.sequence_length} tokens",
         "micro-batches per step": str(train.gradient_accumulation),
         "precision": prepared.choices.precision,

@@ -35,6 +35,7 @@ from tigon.trainer.guards import fault_messages, prediction, preflight, self_tes
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared, prepare, quiet_libraries
 from tigon.trainer.run_folder import RunFolder
+from tigon.units import in_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -244,10 +245,10 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         per_step = f"{samples_per_step:,} {what} per step"
         counts = f"{data['rows']:,} rows with {data['tokens']:,} tokens, {len(prepared.rows[1]):,} rows for evaluation"
     techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.choices))
-    name, millions = recipe.model.name, prepared.n_parameters / 1e6
+    name = recipe.model.name
     lines = [
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
-        f"model    {name}, {millions:,.1f} M parameters, kernels: {recipe.model.kernels}",
+        f"model    {name}, {in_parameters(prepared.n_parameters)}, kernels: {recipe.model.kernels}",
         f"data     {recipe.data.source_names}: {counts}",
         *prepared.rows_line,
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",

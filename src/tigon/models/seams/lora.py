@@ -12,6 +12,7 @@ them with another tensor, as cross-attention does, its layers run singly from th
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class Siblings:
     layers: Sequence[weakref.ref[Any]]
     x: Tensor | None = None
     state: tuple[Any, ...] = ()
-    """What the results depend on besides x; see `_state`."""
+    """The results depend on it besides x; see `_state`."""
     results: dict[int, Tensor] = field(default_factory=dict)
     apart: bool = False
     """Whether the model has called them with different inputs."""
@@ -140,7 +141,7 @@ def with_siblings(module: Any, x: Tensor, weight: Callable[[Any], Tensor | Calla
         if not siblings.results:
             siblings.forget()
         return result
-    # What is left belongs to an input that a sibling has not read. An interrupted pass leaves results too.
+    # The results that are left belong to an input that a sibling has not read. An interrupted pass leaves some too.
     siblings.apart = result is not None and siblings.x is not x
     siblings.forget()
     if siblings.apart:
@@ -213,10 +214,32 @@ def _dequantise(layer: Any) -> Callable[[], Tensor]:
     from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
 
     weight = layer.weight
+    by_bitsandbytes: Callable[[], Tensor] = lambda: dequantize_4bit(weight.data, weight.quant_state)  # noqa: E731
     in_one_pass = dequantiser(weight.data, weight.quant_state)
-    if in_one_pass is not None:
-        return functools.partial(in_one_pass, weight.quant_state.dtype)
-    return lambda: dequantize_4bit(weight.data, weight.quant_state)
+    if in_one_pass is None:
+        return by_bitsandbytes
+    ours = functools.partial(in_one_pass, weight.quant_state.dtype)
+    device = weight.device
+    if device not in _AGREES and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return by_bitsandbytes  # a comparison waits for the GPU, which a capture must not
+    if device not in _AGREES:
+        _AGREES[device] = _agree(ours(), by_bitsandbytes())
+        if not _AGREES[device]:
+            warnings.warn(
+                "tigon's kernel for NF4 weights differs from bitsandbytes' on this device; bitsandbytes' is used.",
+                stacklevel=2,
+            )
+    return ours if _AGREES[device] else by_bitsandbytes
+
+
+_AGREES: dict[torch.device, bool] = {}
+"""Whether the kernel for NF4 weights gave bitsandbytes' weights, by device. The first one of a process is compared."""
+
+
+def _agree(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal up to one rounding of the result: the scale may differ in the last bit of fp32."""
+    step = torch.finfo(theirs.dtype).eps * 2
+    return bool(((ours.float() - theirs.float()).abs() <= step * theirs.float().abs()).all())
 
 
 def plain_adapter(module: Any, x: Tensor) -> str | None:

@@ -56,17 +56,50 @@ def low_rank_into(
     return torch.addmm(bias, h_NR, b_FR.t(), alpha=scaling, out=y_NF)
 
 
+class Saved(torch.autograd.Function):
+    """A node that saves what a layer's backward needs before the layer computes its large product.
+
+    A recomputation ends when all tensors are saved. A function saves its own after its forward, so that the product of
+    the last layer would be computed for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *more: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, *more)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on this node")
+
+
+def saves_early(*tensors: Tensor | None) -> bool:
+    """Whether saved tensors go to hooks, such as those of activation checkpointing, and there is a graph."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return (
+        top is not None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        and top(False) is not None
+    )  # fmt: skip
+
+
+def _low(x: Tensor, lora_a_RH: Tensor, adapter_x: Tensor | None) -> Tensor:
+    """h = x Aᵀ, (N, R)."""
+    with no_autocast(x):
+        return F.linear(x if adapter_x is None else adapter_x, lora_a_RH.to(x.dtype)).flatten(0, -2)
+
+
 class LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, lora_a_RH: Tensor, lora_b_FR: Tensor,
-        adapter_x: Tensor | None, scaling: float, fp8: str | None = None,
+        adapter_x: Tensor | None, scaling: float, fp8: str | None = None, early: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
+        """early: the result of `Saved`, and h."""
         stored_FH, ctx.made = (None, weight) if callable(weight) else (weight, None)
-        a_RH, b_FR = lora_a_RH.to(x.dtype), lora_b_FR.to(x.dtype)
+        b_FR = lora_b_FR.to(x.dtype)
+        ctx.saved, h_NR = (None, _low(x, lora_a_RH, adapter_x)) if early is None else early
         with no_autocast(x):
             # y has x's leading dimensions from the start: a view of it would show a gated unit two holders.
-            h_NR = F.linear(x if adapter_x is None else adapter_x, a_RH).flatten(0, -2)
             if fp8 is None:
                 y, amax = x.new_empty(*x.shape[:-1], b_FR.shape[0]), None
                 y_NF = low_rank_into(y.view(len(h_NR), b_FR.shape[0]), h_NR, b_FR, scaling, bias)
@@ -76,14 +109,15 @@ class LoraLinear(torch.autograd.Function):
                 y, amax = forward_product(factors, x, bias), factors.weight_amax
                 del factors
                 y.view(-1, y.shape[-1]).addmm_(h_NR, b_FR.t(), alpha=scaling)
-        ctx.save_for_backward(x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax)
+        if early is None:
+            ctx.save_for_backward(x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax)
         ctx.scaling, ctx.fp8 = scaling, fp8
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax = ctx.saved_tensors
+        x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax = saved_tensors(ctx)
         weight: Weight = stored_FH if ctx.made is None else ctx.made
         want_x, want_weight, want_bias, want_a, want_b, want_entering, *_ = ctx.needs_input_grad
         s: float = ctx.scaling
@@ -116,7 +150,22 @@ class LoraLinear(torch.autograd.Function):
                 da = small_gradient(g_NR.t(), (adapter_x if apart else x).flatten(0, -2), lora_a_RH, s)
             if want_b:
                 d_b = small_gradient(dy_NF.t(), h_NR, lora_b_FR, s)
-        return dx, dw, db, da, d_b, d_entering, None, None
+        return dx, dw, db, da, d_b, d_entering, None, None, None
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """The tensors that a node or its `Saved` kept. Those of `Saved` are released as the node's own would be."""
+    if ctx.saved is None:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    if ctx.saved is _RELEASED:
+        raise RuntimeError("lora_linear: the graph was freed by an earlier backward; call that one with retain_graph.")
+    tensors: tuple[Any, ...] = ctx.saved.grad_fn.saved_tensors
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.saved = _RELEASED
+    return tensors
+
+
+_RELEASED = object()
 
 
 def small_gradient(left: Tensor, right: Tensor, like: Tensor, scaling: float) -> Tensor:
@@ -181,7 +230,13 @@ def lora_linear(
     one_row = x.ndim == 1
     if one_row:
         x, adapter_x = x.unsqueeze(0), None if adapter_x is None else adapter_x.unsqueeze(0)
-    y: Tensor = LoraLinear.apply(x, weight, bias, lora_a, lora_b, adapter_x, float(scaling), fp8)
+    early = None
+    if fp8 is None and saves_early(x, lora_a, lora_b):
+        stored = None if callable(weight) else weight
+        with torch.no_grad():
+            h_NR = _low(x, lora_a, adapter_x)
+        early = Saved.apply(x, stored, lora_a, lora_b, adapter_x, h_NR, None), h_NR
+    y: Tensor = LoraLinear.apply(x, weight, bias, lora_a, lora_b, adapter_x, float(scaling), fp8, early)
     return y.squeeze(0) if one_row else y
 
 

@@ -145,7 +145,7 @@ def lora_linears(x: Tensor, layers: Sequence[LoraLayer]) -> tuple[Tensor, ...]:
     Raises:
         ShapeError: a tensor has the wrong shape, or the tensors are on several devices.
         DtypeError: a dtype is not fp16, bf16, fp32 or fp64.
-        OptionError: there is no layer, a scaling is not a finite number, a weight requires a gradient, or the matrices
+        OptionError: layers is empty, a scaling is not a finite number, a weight requires a gradient, or the matrices
             A or the products have several dtypes.
         DoubleBackwardError: in backward, with create_graph=True.
     """

@@ -200,7 +200,7 @@ class TraceRecorder(TorchDispatchMode):
             return
         cost.launches += 1
         product = _PRODUCTS.get(name)
-        if product is not None:
+        if product is not None and not _waits_for_memory(name, args):
             names = (argument.name for argument in func._schema.arguments)
             flops = product(dict(zip(names, args, strict=False)))
             flat = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,))]
@@ -242,6 +242,14 @@ def _sums_gradients(func: Any, args: Any) -> bool:
         and isinstance(args[1], Tensor)
         and args[0].shape == args[1].shape
     )
+
+
+_THIN = 64
+
+
+def _waits_for_memory(name: str, args: Any) -> bool:
+    """Whether a product into an existing matrix has so small a summed dimension that its bytes take the time."""
+    return name == "aten::addmm_" and args[1].shape[1] <= _THIN
 
 
 def _mm(args: Mapping[str, Any]) -> float:
@@ -327,6 +335,7 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "aten::mm": _mm,
     "aten::bmm": _mm,
     "aten::addmm": _mm,
+    "aten::addmm_": _mm,
     "tigon::fp8_product": _fp8_product,
     "tigon::grouped_product": _grouped_product,
     "tigon::grouped_weight_gradient": _grouped_weight_gradient,

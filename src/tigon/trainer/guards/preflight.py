@@ -165,9 +165,8 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
 
 def check_documents(recipe: Recipe, config: Any) -> None:
     """Raise RecipeError if the model cannot keep the documents of a packed sample apart."""
-    data, objective = recipe.data, recipe.train.objective
-    packs = data.packing and not data.cross_document_attention and objective in ("auto", "causal_lm", "medusa")
-    if not packs:
+    data = recipe.data
+    if not data.packing or data.cross_document_attention:
         return
     if (reason := packed_documents.objection(config)) is not None:
         raise RecipeError(

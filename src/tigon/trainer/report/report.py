@@ -24,6 +24,7 @@ from tigon.trainer.report import charts
 from tigon.trainer.report.charts import value_of
 from tigon.trainer.report.progress import format_bytes, format_seconds
 from tigon.trainer.run_folder import RunFolder
+from tigon.units import in_parameters
 
 COMPARISON_COLUMNS = ("last loss", "largest difference", "peak memory", "peak of the step alone", "saved", "tokens/s")
 
@@ -58,12 +59,12 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
     recipe = recipe_checks.loads_saved(run.path / run_folder.RECIPE)
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
     train, section = [record for record in run.records() if record["event"] == "train"], objective.metric_section()
-    millions, sources = data["parameters"] / 1e6, recipe.data.source_names
+    sources = recipe.data.source_names
     writes_text = objective.trl is None or objective.trl.writes_text
     on_gpu = environment["hardware"]["device"].startswith("cuda")
     return {
         "title": run.path.name,
-        "lead": f"{recipe.model.name}, {millions:,.1f} M parameters, on {sources}",
+        "lead": f"{recipe.model.name}, {in_parameters(data['parameters'])}, on {sources}",
         "tiles": tiles(train, summary, section),
         "warnings": [text for r in run.records() if r["event"] == "warnings" for text in r["warnings"]],
         "metrics": section,
@@ -113,7 +114,7 @@ def tiles(
         steady = [r["tokens_per_s"] for r in train[1:]] or [train[0]["tokens_per_s"]]
         tiles += [
             (f"{name}, first to last", f"{measured[0]:.3f} → {measured[-1]:.3f}"),
-            ("tokens/s, median", f"{statistics.median(steady):,.0f}"),
+            (_speed_name(steady), f"{statistics.median(steady):,.0f}"),
             ("peak memory", format_bytes(max(r["memory_peak_bytes"] for r in train))),
         ]
     if summary.get("memory"):
@@ -128,6 +129,14 @@ def tiles(
     if summary.get("evaluation_error"):
         tiles.append(("evaluation failed", summary["evaluation_error"]))
     return [{"name": name, "value": value} for name, value in tiles]
+
+
+def _speed_name(tokens_per_s: Sequence[float]) -> str:
+    """The name of the median, with how far the records lie apart."""
+    if len(tokens_per_s) == 1:
+        return "tokens/s, of one record"
+    low, high = min(tokens_per_s), max(tokens_per_s)
+    return f"tokens/s, median of {len(tokens_per_s)} records from {low:,.0f} to {high:,.0f}"
 
 
 def _metric_rows(section: MetricSection, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
