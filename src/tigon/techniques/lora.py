@@ -47,6 +47,11 @@ def frozen_dtype(choices: Choices) -> str:
     return _COMPUTE_DTYPES[choices.precision]
 
 
+def compute_dtype(choices: Choices) -> torch.dtype:
+    """Returns the dtype of matmuls, which is also that of 4-bit weights when they are dequantised."""
+    return getattr(torch, _COMPUTE_DTYPES[choices.precision])  # type: ignore[no-any-return]
+
+
 def check(model: Any, choices: Choices) -> None:
     """Refuse adapters that PEFT cannot make for this model. model: without data, and not quantised.
 
@@ -127,7 +132,7 @@ def _quantization(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
 
     if choices.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {"quantization_config": expert_quantizer.config(getattr(torch, _COMPUTE_DTYPES[choices.precision]))}
+    return {"quantization_config": expert_quantizer.config(compute_dtype(choices))}
 
 
 def _without_cpu_packing(model: Any, choices: Choices, run_info: RunInfo) -> Any:
