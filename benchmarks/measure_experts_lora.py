@@ -1,6 +1,6 @@
 """LoRA of Qwen3-30B-A3B by shape on one GPU: tokens/s and peak of a training step, with the planner's prediction.
 
-    python -m benchmarks.measure_experts_lora --json RECORD     # on an H200, about 3 minutes
+    python -m benchmarks.measure_experts_lora --json RECORD     # on a GPU with 80 GB, about 2 minutes
     python -m benchmarks.measure_experts_lora --tiny            # a small model, also without a GPU
 
 1 x 4096 tokens, random bf16 weights, adapters of rank 16 in fp32 under bf16 autocast, full activation checkpointing,
@@ -40,7 +40,7 @@ from tigon.techniques.records.technique import RunInfo
 transformers = importlib.import_module("transformers")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TURNS, STEPS, WARM_UPS, SECONDS = 4, 3, 1, 170
+TURNS, STEPS, WARM_UPS, SECONDS = 4, 3, 1, 100
 TARGETS = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "experts": ("experts",)}
 VERSIONS = ("transformers", "grouped_mm", "tigon")
 TINY = {

@@ -217,6 +217,18 @@ def test_adapters_of_4_bit_experts_load_in_peft(run, here, checkpoints):
     assert losses(here / "runs" / "r")[-1] < losses(here / "runs" / "r")[0]
 
 
+def test_experts_in_mxfp4_are_refused_with_the_way_on(run, here, checkpoints):
+    config = checkpoints("bf16") / "config.json"
+    plain = config.read_text(encoding="utf-8")
+    try:
+        config.write_text(json.dumps({**json.loads(plain), "quantization_config": {"quant_method": "mxfp4"}}))
+        refused = run("bf16", "lora.rank=4", "lora.quantize=true").outcome
+    finally:
+        config.write_text(plain, encoding="utf-8")
+    assert re.search("experts in MXFP4.*gpt-oss-20b-BF16.*lora.quantize: true", refused.error_line())
+    assert not (here / "runs").exists()
+
+
 def test_4_bit_experts_get_adapters_from_tigons_op_alone(run, here):
     refused = run("experts", "lora.rank=4", "lora.targets=experts", "lora.quantize=true", kernels="none").outcome
     assert re.search("behind after each forward.*model.kernels: tigon", refused.error_line())
