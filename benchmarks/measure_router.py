@@ -28,7 +28,7 @@ TURNS, WARM_UPS, CALLS, LAYERS = 10, 3, 10, 48
 
 def timed_ms(run: Callable[[], Any]) -> float:
     """The median time of a call, from the GPU's clock; calls follow each other without waiting."""
-    times = []
+    times: list[float] = []
     for turn in range(WARM_UPS + TURNS):
         if DEVICE.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

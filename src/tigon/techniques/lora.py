@@ -333,8 +333,8 @@ DECLARATION = Declaration(
         Technique(
             name="qlora", page="lora",
             saves="As LoRA, and the frozen weights of experts and of every `nn.Linear` except `lm_head` take 0.516 "
-            "bytes per parameter instead of 2 (or 4 in fp32): 4 bits, 1/64 byte for a scale per 64 weights, and 1/4096 byte "
-            "for an fp32 scale per 256 of those scales. `lora.quantize_to: int8` takes 1 byte per parameter.",
+            "bytes per parameter instead of 2 (or 4 in fp32): 4 bits, 1/64 byte for a scale per 64 weights, and 1/4096 "
+            "byte for an fp32 scale per 256 of those scales. `lora.quantize_to: int8` takes 1 byte per parameter.",
             costs="Weights are dequantised before each matmul.",
             effect_on_result="As LoRA, and the frozen weights are rounded to 16 levels (NF4, blocks of 64, scales "
             "in 8 bits).",

@@ -69,7 +69,8 @@ class ExpertsLoraSeam(Seam):
         def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             adapters = None if kwargs or len(args) != 2 else plain_adapters(self)
             if adapters is not None and not is_dtensor(x):
-                return run_experts(_innermost(self), x, *args, adapters=adapters)
+                index, weights = args
+                return run_experts(_innermost(self), x, index, weights, adapters)
             try:
                 return plain_forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
             finally:
