@@ -3,8 +3,8 @@
     python -m benchmarks.measure_router --json RECORD     # on a GPU, about 20 seconds
     python -m benchmarks.measure_router --tiny            # a small layer, also without a GPU
 
-Three parts are timed. Qwen3-MoE's router has a product, softmax, top-k and normalisation. The load-balancing loss covers
-all layers. One layer of `tigon.experts` has the gradients of a full fine-tuning.
+Three parts are timed. Qwen3-MoE's router has a product, softmax, top-k and normalisation. The load-balancing loss
+covers all layers. One layer of `tigon.experts` has the gradients of a full fine-tuning.
 """
 
 from __future__ import annotations

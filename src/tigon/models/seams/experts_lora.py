@@ -1,8 +1,8 @@
 """PEFT's adapters on the three-dimensional weights of experts: the experts and their adapters as one op.
 
 PEFT's `ParamWrapper` adds the adapters' products to the weights of all experts before each forward, and keeps the sums
-for the backward. These are dense weights of every layer, where two small factors suffice. One wrapper adapts one weight,
-so that the experts have a wrapper in a wrapper. The outer one calls the op.
+for the backward. These are dense weights of every layer, where two small factors suffice. One wrapper adapts one
+weight, so that the experts have a wrapper in a wrapper. The outer one calls the op.
 
 PEFT's forward stays in charge of everything but the plain case, as in `lora.py`.
 """
