@@ -66,11 +66,20 @@ MODELS = (
     Model("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3"),
     Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
     Model("qwen3-8b", "Qwen/Qwen3-8B"),
-    # Its experts are single parameters, which bitsandbytes does not quantise. transformers has no sdpa for its sinks.
-    Model("gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", ("lora",), attention="eager"),
+    # transformers has no sdpa for its sinks.
+    Model("gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", ("lora", "qlora", "qlora-experts"), attention="eager"),
+    Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", ("lora", "lora-experts", "qlora", "qlora-experts")),
 )
-LEARNING_RATES: Mapping[str, str] = {"full": "1.0e-5", "lora": "2.0e-4", "qlora": "2.0e-4"}
-TITLES: Mapping[str, str] = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+_ADAPTERS = "2.0e-4"
+LEARNING_RATES: Mapping[str, str] = {
+    "full": "1.0e-5", "lora": _ADAPTERS, "lora-experts": _ADAPTERS, "qlora": _ADAPTERS, "qlora-experts": _ADAPTERS,
+}  # fmt: skip
+TITLES: Mapping[str, str] = {
+    "full": "Full fine-tuning", "lora": "LoRA", "lora-experts": "LoRA, experts included,", "qlora": "QLoRA",
+    "qlora-experts": "QLoRA, experts included,",
+}  # fmt: skip
+WITH_EXPERTS = "-experts"
+"""The end of a method whose adapters are on the experts too."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +100,15 @@ def asked(model: Model, method: str, gb: int, **given: object) -> SearchProblem:
     """The question for the run of a model and method on a GPU of this class, with these settings."""
     found = problem_of(
         Flags(
-            target=model.hub_id, gpu=find_gpu(CLASSES[gb]), batch=1, seq=SEQUENCE, method=method,
+            target=model.hub_id, gpu=find_gpu(CLASSES[gb]), batch=1, seq=SEQUENCE,
+            method=method.removesuffix(WITH_EXPERTS),
             given={"accumulate": EFFECTIVE_BATCH, "attention": model.attention, **given},
         )
     )  # fmt: skip
-    return replace(found, gpu=space.with_headroom(found.gpu))
+    request = found.request
+    if method.endswith(WITH_EXPERTS):
+        request = replace(request, choices=replace(request.choices, lora_targets=("all-linear", "experts")))
+    return replace(found, request=request, gpu=space.with_headroom(found.gpu))
 
 
 def chosen(model: Model, method: str) -> list[Row]:
@@ -154,8 +167,9 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
         f"  optimizer: {choices.optimizer}", f"  checkpointing: {choices.checkpointing}",
     ]  # fmt: skip
     if method != "full":
-        lines += ["lora:", "  rank: 16", "  targets: all-linear"]
-    if method == "qlora":
+        targets = "[all-linear, experts]" if method.endswith(WITH_EXPERTS) else "all-linear"
+        lines += ["lora:", "  rank: 16", f"  targets: {targets}"]
+    if method.startswith("qlora"):
         lines.append("  quantize: true")
     lines += ["output:", f"  name: {model.name}-{method}", "  if_exists: number"]
     return "\n".join(lines) + "\n"
@@ -181,7 +195,7 @@ def recipe_files() -> Iterator[tuple[Model, str, Path]]:
     """The models' recipes that exist, in the order of MODELS."""
     for model in MODELS:
         for method in model.methods:
-            for path in sorted((FOLDER / model.name).glob(f"{method}-*gb.yaml"), key=memory_class):
+            for path in sorted((FOLDER / model.name).glob(f"{method}-[0-9]*gb.yaml"), key=memory_class):
                 yield model, method, path
 
 
@@ -201,7 +215,7 @@ def main() -> None:
     for model in MODELS if not arguments.check else ():
         for method in model.methods if arguments.only in model.name else ():
             found = chosen(model, method)
-            for old in (FOLDER / model.name).glob(f"{method}-*gb.yaml"):
+            for old in (FOLDER / model.name).glob(f"{method}-[0-9]*gb.yaml"):
                 old.unlink()
             if not found:
                 print(f"{model.name} {method}: fits no class", file=sys.stderr)

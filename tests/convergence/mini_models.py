@@ -28,6 +28,20 @@ MINI_MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_SIZES, "tie_word_embeddings": True},
     "mistral": {**_SIZES, "sliding_window": 8},
     "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+    "qwen3_moe": {
+        **_SIZES, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
+        "norm_topk_prob": True, "output_router_logits": True,
+    },
+    "gpt_oss": {
+        **_SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "deepseek_v2": {
+        **_SIZES, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 4, "n_shared_experts": 1,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
+    },
     "qwen2": dict(_SIZES),
     "qwen3": {**_SIZES, "head_dim": 16},
     "gemma2": {**_SIZES, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
@@ -49,7 +63,8 @@ def mini_model(
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**MINI_MODELS[family], **overrides})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    if dtype == torch.float64 and hasattr(config, "num_local_experts"):
+    # Every expert serves each token: with fewer, a rounding may change the choice between two.
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped product, their default, has no fp64
     for parameter in model.parameters():
         value = parameter.detach()

@@ -152,6 +152,18 @@ def test_saved_adapters_load_in_peft_with_the_trained_results(folders: dict[str,
     assert float((got - want).norm() / want.norm()) <= 1e-4
 
 
+def test_adapters_of_4_bit_experts_without_the_op_are_refused(folders: dict[str, Path]) -> None:
+    from tigon.errors import RecipeError
+    from tigon.trainer.guards import adapter_checks
+
+    choices = Choices(lora_rank=3, lora_targets=("linear", "experts"), quantized=True)
+    model = adapted(in_4_bits(folders["qwen3_moe"]))
+    with pytest.raises(RecipeError, match=r"does not run .*mlp\.experts.*leave experts out of lora.targets"):
+        adapter_checks.check_fused_experts(model, choices)
+    tigon.patch(model)
+    adapter_checks.check_fused_experts(model, choices)
+
+
 def test_pefts_own_forward_leaves_nothing_on_a_4_bit_weight(folders: dict[str, Path]) -> None:
     model = in_4_bits(folders["qwen3_moe"])
     dense = adapted(dequantised(model, folders["qwen3_moe"]))

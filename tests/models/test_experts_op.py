@@ -1,7 +1,8 @@
-"""The experts of a mixture as one op: transformers' experts interface and `tigon.patch(experts=True)`."""
+"""The experts of a mixture as one op: transformers' experts interface and `tigon.patch`."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -53,9 +54,21 @@ def test_interface_and_patch_agree_with_transformers_eager_experts(family: str) 
     assert_agree(results(model), want)
 
 
-def test_experts_are_left_to_transformers_unless_asked_for() -> None:
-    report = tigon.patch(tiny_model("mixtral"))
-    assert all(entry.op != "experts" for entry in report.replaced)
+def test_experts_run_the_op_unless_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tigon.patch(tiny_model("mixtral")).counts["experts"] == 2
+    assert "experts" not in tigon.patch(tiny_model("mixtral"), experts=False).counts
+    monkeypatch.setattr(sys.modules["tigon.models.patch"], "EXPERTS_BY_DEFAULT", False)  # the name is also a function
+    assert "experts" not in tigon.patch(tiny_model("mixtral")).counts
+    assert "experts" not in tigon.patch(tiny_model("llama")).counts
+
+
+def test_experts_that_the_op_does_not_serve_are_left_alone_with_the_reason() -> None:
+    model: Any = tiny_model("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.experts.has_gate = False
+    report = tigon.patch(model, mlp=False)
+    assert "experts" not in report.counts
+    assert any(entry.op == "experts" and "no gate" in entry.reason for entry in report.left_alone)
 
 
 def test_patch_with_every_flag_can_be_undone() -> None:

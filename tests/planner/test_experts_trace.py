@@ -34,3 +34,54 @@ def test_each_requested_gradient_adds_its_product(frozen: tuple[str, ...], per_s
             found = experts(top_k_index=index, top_k_weights=weights, **tensors)
             found.backward(torch.empty_like(found))
     assert sum(segment.cost.flops for segment in recorder.tape.segments) == 2 * T * K * H * F * per_slot
+
+
+def test_adapters_add_their_thin_products() -> None:
+    rank = 4
+    shapes = {
+        "hidden": (T, H), "gate_up": (E, 2 * F, H), "down": (E, H, F), "gate_up_lora_a": (E, rank, H),
+        "gate_up_lora_b": (E, 2 * F, rank), "down_lora_a": (E, rank, F), "down_lora_b": (E, H, rank),
+    }  # fmt: skip
+    recorder = TraceRecorder(scratch_bytes(H200.sm_count), {})
+    with FakeTensorMode(), planned_for_cuda(recorder, arch=H200.arch, ignored=0):
+        tensors = {
+            name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=name not in ("gate_up", "down"))
+            for name, shape in shapes.items()
+        }
+        index = torch.empty(T, K, dtype=torch.int64)
+        weights = torch.empty(T, K, dtype=torch.bfloat16, requires_grad=True)
+        with recorder:
+            found = experts(top_k_index=index, top_k_weights=weights, **tensors)
+            found.backward(torch.empty_like(found))
+    # Each of the four matrices: one product forward, one for the gradient of its input, one for its own.
+    thin = 3 * rank * (H + 2 * F + F + H)
+    assert sum(segment.cost.flops for segment in recorder.tape.segments) == 2 * T * K * (6 * H * F + thin)
+
+
+def test_experts_in_4_bits_are_planned_as_they_are_stored() -> None:
+    from tigon.models.verification.tiny import tiny_config
+    from tigon.planner.request import Request
+    from tigon.planner.search.option import estimate_option
+    from tigon.planner.simulate.model_states import model_weights
+    from tigon.planner.trace.adapters import nf4_bytes
+    from tigon.techniques.records.choices import Choices
+
+    pytest.importorskip("peft")
+    config = tiny_config("qwen3_moe", {"num_experts": 64, "hidden_size": 256, "moe_intermediate_size": 256})
+    config.use_cache = False
+    targets, peaks = ("linear", "experts"), {}
+    for quantized in (False, True):
+        choices = Choices(precision="amp-bf16", lora_rank=2, lora_targets=targets, quantized=quantized)
+        request = Request(model="tiny", config=config, batch=1, seq=64, choices=choices)
+        peaks[quantized] = estimate_option(request, H200).estimate.peak_allocated_bytes
+        found = [w for w in model_weights(request).weights if len(w.shape) == 3]
+        assert len(found) == 2 * config.num_hidden_layers and not any(weight.trained for weight in found)
+        if quantized:
+            assert all(weight.nf4 for weight in found)
+            numel = [64 * 512 * 256, 64 * 256 * 256]
+            for weight in found:
+                assert weight.numel in numel and 0 <= weight.nbytes - sum(nf4_bytes(weight.numel)) < 4 * 512
+            experts_bytes = sum(2 * weight.numel for weight in found)
+    # One projection of one layer is dense at a time.
+    saved = peaks[False] - peaks[True]
+    assert experts_bytes - 2 * max(numel) - experts_bytes / 3 < saved < 0.75 * experts_bytes

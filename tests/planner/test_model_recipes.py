@@ -44,7 +44,7 @@ def test_every_recipe_stands_in_the_table_and_belongs_to_a_model_and_method():
 
 
 def test_every_model_has_a_recipe_for_each_of_its_methods():
-    names = {(path.split("/")[0], path.split("/")[1].split("-")[0]) for path in FILES}
+    names = {(path.split("/")[0], path.split("/")[1].rpartition("-")[0]) for path in FILES}
     assert names == {(model.name, method) for model in model_recipes.MODELS for method in model.methods}
 
 
@@ -52,7 +52,7 @@ def test_each_class_of_a_model_and_method_has_settings_of_its_own():
     settings: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name, cells in rows().items():
         model, file = name.split("/")
-        settings.setdefault((model, file.split("-")[0]), []).append((cells[4], cells[6]))
+        settings.setdefault((model, file.rpartition("-")[0]), []).append((cells[4], cells[6]))
     assert all(len(set(each)) == len(each) for each in settings.values())
 
 
@@ -62,7 +62,8 @@ def test_every_recipe_is_what_the_script_writes_for_its_settings():
         request = problem_of(Flags(target=str(path), gpu=find_gpu(model_recipes.CLASSES[gb]))).request
         assert path.read_text(encoding="utf-8") == model_recipes.text(model, method, gb, request)
         assert (request.choices.lora_rank is None) == (method == "full")
-        assert request.choices.quantized == (method == "qlora")
+        assert request.choices.quantized == method.startswith("qlora")
+        assert ("experts" in request.choices.lora_targets) == method.endswith("experts")
 
 
 def check_plan(name: str) -> None:

@@ -39,6 +39,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     kinds: dict[str, dict[str, Any]] = {
         "bf16": {}, "fp32": {"dtype": torch.float32}, "tied": {"tie_word_embeddings": True},
         "experts": {"model_type": "qwen3_moe", **EXPERTS}, "biases": {"attention_bias": True},
+        # bitsandbytes dequantises rows on a CPU rightly only if their length is a multiple of 64
+        "wide experts": {"model_type": "qwen3_moe", **EXPERTS, "hidden_size": 64, "moe_intermediate_size": 64},
     }  # fmt: skip
     store = tmp_path_factory.mktemp("checkpoints")
 
@@ -191,6 +193,45 @@ def test_adapters_of_each_kind_load_in_peft_and_merge_on_request(name, run, here
     assert merged.dtype == dtype
     assert rms(logits_of(merged) - got) < 0.03 * scale
     assert not (here / "runs" / "r" / "initial-adapters").exists()
+
+
+def test_adapters_of_experts_in_tigons_op_load_in_peft(run, here, checkpoints):
+    outcome = run("experts", "lora.rank=4", "lora.targets=[linear, experts]", kernels="tigon")
+    assert outcome.code == 0
+    got = logits_of(adapted(checkpoints("experts"), here / "runs" / "r" / "adapters"))
+    scale = float(outcome.logits.std())
+    assert rms(got - outcome.logits) < 0.03 * scale  # PEFT rounds the sum of weight and adapter to bf16
+    assert rms(got - logits_of(whole(checkpoints("experts")))) > 0.1 * scale, "nothing was learned"
+
+
+def test_adapters_of_4_bit_experts_load_in_peft(run, here, checkpoints):
+    pytest.importorskip("bitsandbytes")
+    sets = ("lora.rank=4", "lora.targets=[linear, experts]", "lora.quantize=true")
+    outcome = run("wide experts", *sets, kernels="tigon")
+    assert outcome.code == 0
+    got = logits_of(adapted(checkpoints("wide experts"), here / "runs" / "r" / "adapters"))
+    scale = float(outcome.logits.std())
+    # The trained model's weights are rounded to 4 bits, an error of a tenth; these are the checkpoint's.
+    learned = rms(got - logits_of(whole(checkpoints("wide experts"))))
+    assert rms(got - outcome.logits) < min(learned, 0.4 * scale)
+    assert losses(here / "runs" / "r")[-1] < losses(here / "runs" / "r")[0]
+
+
+def test_experts_in_mxfp4_are_refused_with_the_way_on(run, here, checkpoints):
+    config = checkpoints("bf16") / "config.json"
+    plain = config.read_text(encoding="utf-8")
+    try:
+        config.write_text(json.dumps({**json.loads(plain), "quantization_config": {"quant_method": "mxfp4"}}))
+        refused = run("bf16", "lora.rank=4", "lora.quantize=true").outcome
+    finally:
+        config.write_text(plain, encoding="utf-8")
+    assert re.search("experts in MXFP4.*gpt-oss-20b-BF16.*lora.quantize: true", refused.error_line())
+    assert not (here / "runs").exists()
+
+
+def test_4_bit_experts_get_adapters_from_tigons_op_alone(run, here):
+    refused = run("experts", "lora.rank=4", "lora.targets=experts", "lora.quantize=true", kernels="none").outcome
+    assert re.search("behind after each forward.*model.kernels: tigon", refused.error_line())
 
 
 def test_merging_adds_nothing_but_rounding_to_the_weights(run, here, checkpoints):

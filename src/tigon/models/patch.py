@@ -213,12 +213,14 @@ def spec_of(model: nn.Module) -> PatchSpec:
 
 def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None, decision: _Decision) -> None:
     seams = ADAPTER_SEAMS.get(flag) or EXPERT_SEAMS.get(flag) or spec.seams.get(flag, ())
-    patched = any(isinstance(m, PatchedModule) and m._tigon_seam.flag == flag for m in model.modules())
+    before = [m for m in model.modules() if isinstance(m, PatchedModule)]
+    patched = any(m._tigon_seam.flag == flag for m in before)
     if on is False:
         if patched:
             decision.notes.append(f"{flag}=False, but it was patched before; undo that patch first")
         return
-    accepted = False
+    # Another flag's op may serve the modules, as that of experts does for mlp.
+    accepted = any(seam.candidate(m) for m in before for seam in seams)
     fitted: dict[type, Seam] = {}
     changed = {id(change.module) for change in decision.changes}
     for path, module in model.named_modules():

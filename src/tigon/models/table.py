@@ -100,7 +100,7 @@ _ROWS = (
     PatchSpec(model_type="nemotron", norm=NEMOTRON, rope=HALF, keep=_NO_GATE),
     PatchSpec(
         model_type="gpt_oss", norm=FP32_WEIGHT, rope=HALF_TABLES,
-        keep={"mlp": "its experts clamp gate and up, alternate them by column and add 1 to up; experts=True runs them"},
+        keep={"mlp": "its experts clamp gate and up, alternate them by column and add 1 to up; experts runs them"},
     ),
     PatchSpec(model_type="llama4_text", norm=LLAMA4, mlp=ACTIVATION_FN, rope=COMPLEX),
     PatchSpec(model_type="deepseek_v2", norm=LLAMA, mlp=GATED + EXPERTS, rope=COMPLEX, tiny={"num_key_value_heads": 4}),

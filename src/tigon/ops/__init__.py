@@ -9,7 +9,8 @@ import importlib
 import pkgutil
 
 from tigon.ops._op import Case, Cost, Op
-from tigon.ops.experts import ExpertUnit, experts
+from tigon.ops.expert_operators import ExpertUnit
+from tigon.ops.experts import experts
 from tigon.ops.glu import geglu, swiglu
 from tigon.ops.linear.fp8_linear import fp8_linear
 from tigon.ops.linear.lora_linear import lora_linear

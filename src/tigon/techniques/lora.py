@@ -47,6 +47,11 @@ def frozen_dtype(choices: Choices) -> str:
     return _COMPUTE_DTYPES[choices.precision]
 
 
+def compute_dtype(choices: Choices) -> torch.dtype:
+    """Returns the dtype of matmuls, which is also that of 4-bit weights when they are dequantised."""
+    return getattr(torch, _COMPUTE_DTYPES[choices.precision])  # type: ignore[no-any-return]
+
+
 def check(model: Any, choices: Choices) -> None:
     """Refuse adapters that PEFT cannot make for this model. model: without data, and not quantised.
 
@@ -127,7 +132,7 @@ def _quantization(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
 
     if choices.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {"quantization_config": expert_quantizer.config(getattr(torch, _COMPUTE_DTYPES[choices.precision]))}
+    return {"quantization_config": expert_quantizer.config(compute_dtype(choices))}
 
 
 def _without_cpu_packing(model: Any, choices: Choices, run_info: RunInfo) -> Any:
@@ -200,7 +205,8 @@ _BASE = Setting(
 )  # fmt: skip
 _QUANTIZED = Setting(
     field="quantized", key="lora.quantize",
-    help="QLoRA: keep the frozen weights of linear modules except `lm_head` in 4 or 8 bits (`quantize_to`).",
+    help="QLoRA: keep the frozen weights of linear modules except `lm_head` in 4 or 8 bits (`quantize_to`); with 4 "
+    "bits also those of experts.",
     flag=Flag(
         name="qlora", help="Keep the base weights in 4 bits; without --lora the rank is 16.",
         implies=(("lora_rank", DEFAULT_RANK),),
@@ -326,9 +332,9 @@ DECLARATION = Declaration(
         ),
         Technique(
             name="qlora", page="lora",
-            saves="As LoRA, and the frozen weights of every `nn.Linear` except `lm_head` take 0.516 bytes per "
-            "parameter instead of 2 (or 4 in fp32): 4 bits, 1/64 byte for a scale per 64 weights, and 1/4096 byte "
-            "for an fp32 scale per 256 of those scales. `lora.quantize_to: int8` takes 1 byte per parameter.",
+            saves="As LoRA, and the frozen weights of experts and of every `nn.Linear` except `lm_head` take 0.516 "
+            "bytes per parameter instead of 2 (or 4 in fp32): 4 bits, 1/64 byte for a scale per 64 weights, and 1/4096 "
+            "byte for an fp32 scale per 256 of those scales. `lora.quantize_to: int8` takes 1 byte per parameter.",
             costs="Weights are dequantised before each matmul.",
             effect_on_result="As LoRA, and the frozen weights are rounded to 16 levels (NF4, blocks of 64, scales "
             "in 8 bits).",

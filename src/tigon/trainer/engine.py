@@ -30,6 +30,7 @@ from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import MakeOptimizer
+from tigon.trainer.guards import adapter_checks
 from tigon.trainer.guards.nan_guard import first_nonfinite
 
 
@@ -116,6 +117,7 @@ def build(
         built = technique.model(built, choices, run_info)
     if choices.lora_rank is not None:
         models.patch_adapters(built, kernels, **(ops or {}))
+        adapter_checks.check_fused_experts(built, choices)
     if choices.precision == "fp8":
         models.patch_fp8(built, choices, report)
     if saves_adapters:

@@ -92,13 +92,26 @@ def load_config(model: ModelConfig) -> Any:
     try:
         if not is_hub_id(model.name):
             declared_in(Path(model.name) / "config.json")
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except UsageError as error:
         raise RecipeError(f"model.name: {error}") from None
     except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot load
         raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
+    _refuse_mxfp4(model.name, config)
+    return config
+
+
+def _refuse_mxfp4(name: str, config: Any) -> None:
+    """transformers runs such experts with kernels without a backward, or reads them in 16 bits if it has no kernels."""
+    stored = getattr(config, "quantization_config", None) or {}
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
+    if str(getattr(method, "value", method)) == "mxfp4":
+        raise RecipeError(
+            f"model.name: {name} stores its experts in MXFP4, which tigon does not train; name a checkpoint in 16 "
+            "bits, such as unsloth/gpt-oss-20b-BF16, with lora.quantize: true for experts in 4 bits"
+        )
 
 
 def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:

@@ -110,14 +110,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
-    # a vocabulary of 256,000 and capped logits
-    "gemma-2-2b": {
-        "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
-        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
-        "sliding_window": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
     # 30.5 B parameters, of which 3.3 B compute each token
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
@@ -125,6 +117,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    # a vocabulary of 256,000 and capped logits
+    "gemma-2-2b": {
+        "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     # five layers with a window of 512 tokens before each layer without
     "gemma-3-1b": {

@@ -144,7 +144,7 @@ def _plain(module: nn.Module) -> nn.Module:
     if "parametrizations" not in module._modules:
         return module
     computed = [c for c in type(module).__mro__ if c.__name__.startswith("Parametrized")]
-    plain = object.__new__(computed[-1].__bases__[0])
+    plain: nn.Module = object.__new__(computed[-1].__bases__[0])
     vars(plain).update(vars(module))
     vars(plain)["_modules"] = {name: child for name, child in module._modules.items() if name != "parametrizations"}
     return plain

@@ -1,7 +1,7 @@
 """PEFT's adapters on the three-dimensional weights of experts: the experts and their adapters as one op.
 
-PEFT's `ParamWrapper` forms the weights of all experts plus their adapters' products before each forward, and keeps them
-for the backward: two matrices of the weights' size per layer, where the two factors suffice. One wrapper adapts one
+PEFT's `ParamWrapper` adds the adapters' products to the weights of all experts before each forward, and keeps the sums
+for the backward. These are dense weights of every layer, where two small factors suffice. One wrapper adapts one
 weight, so that the experts have a wrapper in a wrapper. The outer one calls the op.
 
 PEFT's forward stays in charge of everything but the plain case, as in `lora.py`.
@@ -29,7 +29,7 @@ def factors(wrapper: Any, name: str) -> Adapter:
     """The factors of one adapter, as views of its two matrices.
 
     PEFT stores A as (E · R, inputs) and B as (outputs, R · E). Its first releases with this layer took the last
-    dimension of every weight for the outputs, so that the two change places for weights with one row per output.
+    dimension of every weight for the outputs. For weights with one row per output the two then change places.
     """
     a, b, experts = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
     a = a.reshape(experts, -1, a.shape[-1])
@@ -69,7 +69,8 @@ class ExpertsLoraSeam(Seam):
         def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             adapters = None if kwargs or len(args) != 2 else plain_adapters(self)
             if adapters is not None and not is_dtensor(x):
-                return run_experts(_innermost(self), x, *args, adapters=adapters)
+                index, weights = args
+                return run_experts(_innermost(self), x, index, weights, adapters)
             try:
                 return plain_forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
             finally:

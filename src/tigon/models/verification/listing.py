@@ -96,7 +96,7 @@ def _families(names: list[str], verified: bool, device: str, dtype: torch.dtype)
 
 _COLUMNS = {
     "norm": ("rms_norm", "layer_norm"),
-    "MLP": ("swiglu", "geglu"),
+    "MLP": ("swiglu", "geglu", "experts"),
     "rope": ("rope",),
     "loss": ("linear_cross_entropy",),
 }
@@ -116,14 +116,14 @@ def _proof(verification: Verification) -> str:
     return f"{len(applicable)} checks passed"
 
 
-HEADING = f"{'family':18s}{'norm':24s}{'MLP':9s}{'rope':6s}loss in training"
+HEADING = f"{'family':18s}{'norm':24s}{'MLP':18s}{'rope':6s}loss in training"
 
 
 def text_lines(family: Family) -> Iterator[str]:
     """The lines of one family for the terminal."""
     name, norm, mlp, rope, loss = _cells(family)
     proof = "" if family.verification is None else f"   {_proof(family.verification)}"
-    yield f"{name:18s}{norm:24s}{mlp:9s}{rope:6s}{loss}{proof}"
+    yield f"{name:18s}{norm:24s}{mlp:18s}{rope:6s}{loss}{proof}"
     for what, why in family.left_alone:
         yield f"{'':18s}{what} left alone: {why}"
 

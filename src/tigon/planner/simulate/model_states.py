@@ -132,7 +132,7 @@ def _built_weights(key: TraceKey) -> ModelWeights:
 
 
 def _weights(model: Any, choices: Choices, own_parameters: str | None) -> tuple[Weight, ...]:
-    quantized = {id(m.weight) for m in model.modules() if isinstance(m, adapters.Nf4Linear)}
+    quantized = adapters.quantized_ids(model)
     layers = {
         id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
     }

@@ -6,15 +6,18 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, register_parametrization
 
 from tigon._install import install_command
 from tigon.errors import UsageError
 from tigon.models.seams import lora
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.mechanisms.adapter_targets import expert_parameters
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 
@@ -70,8 +73,44 @@ class Nf4Linear(nn.Linear):
         return (y if self.bias is None else y + self.bias).to(entered)
 
 
-def quantize(model: Any, watch: Watch = lambda moved_bytes: None) -> None:
-    """Convert all linear modules except the head to 4 bits, as transformers does. Each product calls `watch`."""
+class Bnb4bitParametrization(nn.Module):
+    """A weight of experts that is stored in 4 bits. It has the name and the attributes of bitsandbytes' class.
+
+    Its parameter keeps the dense shape; `model_states` counts the bytes of the stored weight.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+        self.quant_state = SimpleNamespace(shape=weight.shape, dtype=dtype, absmax=weight.new_empty(0))
+
+    def forward(self, stored: Tensor) -> Tensor:
+        """The dense weight, without data."""
+        dtype: torch.dtype = self.quant_state.dtype
+        self.watch(sum(nf4_bytes(stored.numel())) + stored.numel() * dtype.itemsize)
+        return stored.new_empty(stored.shape, dtype=dtype)
+
+
+def quantized_ids(model: nn.Module) -> set[int]:
+    """The ids of the parameters that a run stores in 4 bits."""
+    found = {id(module.weight) for module in model.modules() if isinstance(module, Nf4Linear)}
+    for module in model.modules():
+        if isinstance(module, ParametrizationList) and isinstance(module[0], Bnb4bitParametrization):
+            found.add(id(module.original))
+    return found
+
+
+def quantize(model: Any, watch: Watch = lambda moved_bytes: None, compute_dtype: torch.dtype = torch.bfloat16) -> None:
+    """Convert all linear modules except the head, and all experts, to 4 bits, as a run does. Products call `watch`.
+
+    compute_dtype: the dtype of the experts' dequantised weights.
+    """
+    for path in list(expert_parameters(model)):
+        module_path, _, name = path.rpartition(".")
+        module = model.get_submodule(module_path)
+        weight = getattr(module, name).requires_grad_(False)
+        step = Bnb4bitParametrization(weight, compute_dtype, watch)
+        register_parametrization(module, name, step, unsafe=True)
     head = model.get_output_embeddings()
     for module in model.modules():
         if type(module) is nn.Linear and module is not head:

@@ -40,7 +40,7 @@ from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, layer_checkpointing, loss_memory, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
-from tigon.techniques.lora import frozen_dtype
+from tigon.techniques.lora import compute_dtype, frozen_dtype
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
@@ -195,7 +195,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         text_config(config)._attn_implementation = "eager"
     model: Any = build(request.model, config)
     if choices.quantized:
-        adapters.quantize(model, functools.partial(_count_dequantisation, recorder))
+        adapters.quantize(model, functools.partial(_count_dequantisation, recorder), compute_dtype(choices))
     fused_lora = choices.kernels in model_kernels.OF_TIGON
     if choices.lora_rank is not None:
         adapters.attach(model, choices, fused=fused_lora)

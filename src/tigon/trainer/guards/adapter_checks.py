@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 from tigon.errors import RecipeError
+from tigon.models.seams.base import PatchedModule
+from tigon.models.seams.experts_lora import is_wrapper
 from tigon.objectives.base import Objective
 from tigon.techniques import lora
 from tigon.techniques.mechanisms import adapter_targets
@@ -34,6 +36,29 @@ def check(objective: Objective, config: Any, choices: Choices) -> tuple[str, ...
     if objective.reads_plain_head:
         _check_head(objective, built, choices)
     return _frozen_experts(built, choices)
+
+
+def check_fused_experts(built: Any, choices: Choices) -> None:
+    """Refuse adapters of 4-bit experts that tigon's op does not compute.
+
+    PEFT 0.21.2 leaves such an adapter on the weight after each forward, so that the next forward adds it again.
+
+    Args:
+        built: The model with its adapters, after it was patched.
+        choices: The techniques in use.
+
+    Raises:
+        RecipeError: The message names the module.
+    """
+    if not choices.quantized:
+        return
+    for path, module in built.named_modules():
+        if is_wrapper(module) and not isinstance(module, PatchedModule):
+            raise RecipeError(
+                f"lora.targets includes experts and lora.quantize is true, but tigon's op does not run {path}: "
+                f"{type(module.get_base_layer()).__name__}; leave experts out of lora.targets, or set lora.quantize: "
+                "false"
+            )
 
 
 def _check_head(objective: Objective, built: Any, choices: Choices) -> None:
