@@ -167,9 +167,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             weight = _made(stored_down, ctx.make_down, dtype).transpose(1, 2)
             da = grouped_product(dy, weight, None, g, a_t, order, offsets, top_k, True, False)
             del weight
-    dpre, wy, dweights = expert_unit_bwd(
-        pre, da, weights, order, offsets, *ctx.unit, want_dpre, want_down or want_down_a, want_w
-    )  # fmt: skip
+    want_wy, dpre, wy, dweights = want_down or want_down_a, pre, pre, weights
+    if want_dpre or want_wy or want_w:
+        dpre, wy, dweights = expert_unit_bwd(
+            pre, da, weights, order, offsets, *ctx.unit, want_dpre, want_wy, want_w
+        )  # fmt: skip
     del da
     if want_w:
         if down_bias is not None:
