@@ -46,6 +46,7 @@ DIMENSIONS = {
     "linear_logprobs": ("tokens", "hidden size", "vocabulary"),
     "linear_kl": ("tokens", "hidden size", "vocabulary"),
     "lora_linear": ("tokens", "input width", "output width", "rank"),
+    "lora_linears": ("tokens", "input width", "first output width", "second output width", "rank"),
     "multi_head_linear_cross_entropy": ("batch", "tokens", "hidden size", "vocabulary"),
 }
 _PANELS_PER_LINE = 3

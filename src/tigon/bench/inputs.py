@@ -80,6 +80,10 @@ def make_upstream(op: Op, inputs: Inputs, mean: bool = False) -> list[Tensor]:
     if op.name in ("lora_linear", "fp8_linear"):
         x = inputs["x"]
         return [torch.randn(*x.shape[:-1], inputs["weight"].shape[0], device=x.device).to(x.dtype)]
+    if op.name == "lora_linears":
+        x = inputs["x"]
+        widths = [inputs[f"weight_{i}"].shape[0] for i in range(2)]
+        return [torch.randn(*x.shape[:-1], width, device=x.device).to(x.dtype) for width in widths]
     if op.name == "rope":
         like = [inputs["q"], inputs["k"]]
     elif op.name == "add_rms_norm":

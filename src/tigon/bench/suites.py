@@ -260,6 +260,7 @@ SMALL = (
     row("experts", 16, 2, 4, 32, options={"inner": 24}),
     row("fp8_linear", 64, 32, 48),
     row("lora_linear", 64, 32, 48, 4, options={"scaling": 2.0}),
+    row("lora_linears", 64, 32, 48, 40, 4, options={"scaling_0": 2.0}),
     row("multi_head_linear_cross_entropy", 2, 16, 32, 500, graph=False),
 )
 
