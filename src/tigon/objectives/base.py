@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tigon.data.documents import RowReader
 from tigon.data.packing import Collator, Packed, Sample
 from tigon.data.preferences import RowFormat
 from tigon.data.tokenizer import Encoded
@@ -331,6 +332,18 @@ class Objective(Protocol):
         ...
 
     # --- data --------------------------------------------------------------------------------------------------------
+
+    def rows(self, data: DataConfig) -> str | RowReader:
+        """The format of the rows, or their reader."""
+        ...
+
+    def load_processor(self) -> Any:
+        """The processor of a model that reads more than text; None: its tokenizer suffices.
+
+        Raises:
+            RecipeError: The model has none.
+        """
+        ...
 
     def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
         """Make the training samples, or those for evaluation, of encoded documents."""

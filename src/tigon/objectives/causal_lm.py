@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tigon.data.documents import RowReader
 from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.models.seams.head.loss import without_logits
@@ -144,6 +145,12 @@ class CausalLM:
 
     def attach(self, built: Any) -> Any:
         return built
+
+    def rows(self, data: DataConfig) -> str | RowReader:
+        return data.format if self.trl is None else self.trl.rows
+
+    def load_processor(self) -> Any:
+        return None
 
     def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
         return pack(
