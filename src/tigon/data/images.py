@@ -29,7 +29,7 @@ from tigon.data.documents import BadRows, Document, Message, Segment
 from tigon.data.messages import IMAGE_PARTS
 from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
-from tigon.errors import DataError, RecipeError
+from tigon.errors import DataError, RecipeError, UsageError
 
 COLUMNS = ("images", "image")
 """Columns that hold a row's images."""
@@ -488,6 +488,88 @@ class PicturedCollator(Collator):
             text=texts, **more, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt"
         )
         return made
+
+
+# --- planning ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The model's arguments for one row with images, without pixels. Equal layouts make equal traces."""
+
+    prompt: tuple[int, ...]
+    """The tokens of a question with its images."""
+    n_image_tokens: int
+    token_kinds: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name -> values of the arguments that have one value per token, such as whether it is an image's."""
+    tensors: tuple[tuple[str, tuple[int, ...], str, tuple[int, ...]], ...]
+    """(name, shape, dtype, values) of the other arguments. Pixels and their masks have no values."""
+
+    @classmethod
+    def of(cls, processor: Any, n_images: int, size: int) -> Layout:
+        """The layout of a row with `n_images` blank images of `size` x `size` pixels.
+
+        Raises:
+            DataError: The processor refuses it.
+        """
+        from PIL import Image
+
+        tok = processor.tokenizer
+        chat = [{"role": "user", "content": [*[{"type": "image"}] * n_images, {"type": "text", "text": "a"}]}]
+        try:
+            text = tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            made = processor(
+                text=[text], images=[[Image.new("RGB", (size, size), "grey")] * n_images], add_special_tokens=False,
+                return_tensors="pt",
+            )  # fmt: skip
+        except Exception as error:  # templates and processors raise many types
+            raise DataError(f"{n_images} images of {size} x {size} pixels cannot be planned: {_short(error)}") from None
+        ids = made["input_ids"]
+        own = {tok.convert_tokens_to_ids(getattr(processor, "image_token", None) or image_tokens(processor)[0])}
+        own |= {token for token in getattr(processor, "image_token_ids", None) or () if token is not None}
+        others = {n: v for n, v in made.items() if isinstance(v, Tensor) and n not in ("input_ids", "attention_mask")}
+        kinds = {name: value for name, value in others.items() if value.shape == ids.shape}
+        return cls(
+            tuple(ids[0].tolist()), sum(token in own for token in ids[0].tolist()),
+            tuple((name, tuple(value[0].tolist())) for name, value in kinds.items()),
+            tuple(
+                (name, tuple(value.shape), str(value.dtype).removeprefix("torch."), _values(value))
+                for name, value in others.items() if name not in kinds
+            ),
+        )  # fmt: skip
+
+    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
+        """The arguments for `batch` rows of `seq` tokens. Tensors without values are not initialised.
+
+        Raises:
+            UsageError: The images have more tokens than a row.
+        """
+        n_text = seq - len(self.prompt)
+        if n_text < 1:
+            raise UsageError(
+                f"seq is {seq}, but a question with its images has {len(self.prompt)} tokens, {self.n_image_tokens} of "
+                "them of images; raise seq, or lower image_size or images"
+            )
+        rows: dict[str, Any] = {"input_ids": [*self.prompt, *self.prompt[-1:] * n_text]}
+        rows |= {name: [*values, *[0] * n_text] for name, values in self.token_kinds}
+        made = {name: torch.tensor([values] * batch) for name, values in rows.items()}
+        made["attention_mask"] = torch.ones(batch, seq, dtype=torch.int64)
+        made["labels"] = torch.empty(batch, seq, dtype=torch.int64)
+        for name, shape, dtype, values in self.tensors:
+            whole = (batch * shape[0], *shape[1:])
+            made[name] = (
+                torch.tensor(list(values) * batch, dtype=getattr(torch, dtype)).reshape(whole)
+                if values
+                else torch.empty(whole, dtype=getattr(torch, dtype))
+            )
+        return made
+
+
+def _values(tensor: Tensor) -> tuple[int, ...]:
+    """The values of a table of integers, such as the sizes of images; () for pixels and their masks."""
+    if tensor.is_floating_point() or tensor.ndim > 2:
+        return ()
+    return tuple(int(value) for value in tensor.flatten().tolist())
 
 
 def prompt_inputs(

@@ -51,8 +51,16 @@ class PlannedCausalLM:
         return False
 
     @property
+    def reads_values(self) -> bool:
+        return False
+
+    @property
     def least_batch(self) -> int:
         return 1
+
+    @property
+    def most_batch(self) -> int:
+        return 1 << 16
 
     def attach(self, model: Any) -> Any:
         return model
@@ -68,6 +76,9 @@ class PlannedCausalLM:
 
     def inputs(self, batch: int, seq: int) -> dict[str, torch.Tensor]:
         return {name: torch.empty(batch, seq, dtype=torch.int64) for name in ("input_ids", "labels")}
+
+    def ignored_labels(self, batch: int) -> int:
+        return batch
 
     def loss(self, models: TracedModels, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         count = torch.empty((), dtype=torch.int64)
