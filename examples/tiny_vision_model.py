@@ -31,7 +31,10 @@ COLOURS = ("red", "green", "blue", "yellow", "purple", "white")
 SHAPES = ("circle", "square", "triangle", "bar")
 SIZE = 32
 """Pixels of an image's sides."""
-SPECIAL = ("<pad>", "<end_of_utterance>", "<image>", "<fake_token_around_image>", "<global-img>")
+SPECIAL = (
+    "<pad>", "<end_of_utterance>", "<image>", "<fake_token_around_image>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)  # fmt: skip
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}:{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %} {{ part['text'] }}{% endif %}{% endfor %}<end_of_utterance>\n"
@@ -40,8 +43,14 @@ CHAT_TEMPLATE = (
 """SmolVLM's."""
 
 
-def processor() -> Any:
-    """SmolVLM's processor for images of `SIZE` pixels, with one token per byte of text."""
+def processor(*, tile: int = SIZE, tokens: int = 4, divides: bool = False) -> Any:
+    """SmolVLM's processor, with one token per byte of text.
+
+    Args:
+        tile: Pixels of the sides of an image, or of its tiles.
+        tokens: Tokens of each of them.
+        divides: Whether larger images are divided into up to 4 x 4 tiles.
+    """
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -53,9 +62,10 @@ def processor() -> Any:
         additional_special_tokens=list(SPECIAL[2:]),
     )  # fmt: skip
     images = Idefics3ImageProcessorPil(
-        size={"longest_edge": SIZE}, max_image_size={"longest_edge": SIZE}, do_image_splitting=False
-    )
-    return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=CHAT_TEMPLATE)
+        size={"longest_edge": 4 * tile if divides else tile}, max_image_size={"longest_edge": tile},
+        do_image_splitting=divides,
+    )  # fmt: skip
+    return Idefics3Processor(images, tokenizer, image_seq_len=tokens, chat_template=CHAT_TEMPLATE)
 
 
 def save_model(folder: Path, *, hidden_size: int = 64) -> None:
@@ -78,8 +88,8 @@ def save_model(folder: Path, *, hidden_size: int = 64) -> None:
     made.save_pretrained(folder)
 
 
-def drawn(colour: str, shape: str, place: random.Random) -> Image.Image:
-    """A shape on black, somewhere."""
+def drawn(colour: str, shape: str, place: random.Random, size: int = SIZE) -> Image.Image:
+    """A shape on black, somewhere in an image of `size` x `size` pixels."""
     image = Image.new("RGB", (SIZE, SIZE))
     draw = ImageDraw.Draw(image)
     left, top, side = place.randint(0, 8), place.randint(0, 8), place.randint(16, 22)
@@ -92,10 +102,10 @@ def drawn(colour: str, shape: str, place: random.Random) -> Image.Image:
         draw.polygon(((left, bottom), (right, bottom), ((left + right) // 2, top)), fill=colour)
     else:
         draw.rectangle((left, top + side // 3, right, top + side // 2), fill=colour)
-    return image
+    return image if size == SIZE else image.resize((size, size))
 
 
-def save_rows(path: Path, n_rows: int = 480) -> None:
+def save_rows(path: Path, n_rows: int = 480, *, size: int = SIZE) -> None:
     """Write rows as chats, and their images as PNG files beside them."""
     place, lines = random.Random(0), []
     images = path.parent / "images"
@@ -103,7 +113,7 @@ def save_rows(path: Path, n_rows: int = 480) -> None:
     for number in range(n_rows):
         colour, shape = place.choice(COLOURS), place.choice(SHAPES)
         name = f"{number:04}.png"
-        drawn(colour, shape, place).save(images / name)
+        drawn(colour, shape, place, size).save(images / name)
         question = {"type": "text", "text": "What is it?"}
         messages = [
             {"role": "user", "content": [{"type": "image", "path": f"images/{name}"}, question]},

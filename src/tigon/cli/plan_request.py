@@ -196,9 +196,8 @@ def _with_images(flags: Flags, config: Any) -> PlannedObjective:
         processor = load_processor(name, revision=None, trust_remote_code=False)
         return planned_images(flags.target, config, flags.images, flags.image_size, processor)
     except RecipeError as error:
-        raise UsageError(
-            str(error).replace("model.name: ", "").replace("set data.images: 0", "leave --images out")
-        ) from None
+        text = str(error).replace("model.name: ", "").replace("data.images is", "--images is")
+        raise UsageError(text.replace("set data.images: 0", "leave --images out")) from None
 
 
 def _post_training(objective: str, assignments: Sequence[str]) -> PlannedObjective:
