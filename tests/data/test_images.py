@@ -14,7 +14,6 @@ pytest.importorskip("PIL")
 pytest.importorskip("transformers")
 
 from PIL import Image
-from vision import FAMILIES, NEEDS, example, without_images, write
 
 from tigon.data.chat_template import Rendering
 from tigon.data.documents import BadRows
@@ -30,6 +29,7 @@ from tigon.data.packing import fingerprint
 from tigon.data.reading import read
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError
+from vision import FAMILIES, NEEDS, example, without_images, write
 
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "What is it?"}
 ANSWER = {"role": "assistant", "content": "A dog."}
@@ -136,7 +136,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_row_that_cannot_be_used_is_refused_with_its_line(folder, case):
     row, reason = WRONG[case]
-    with pytest.raises(DataError, match="rows.jsonl:2") as refused:
+    with pytest.raises(DataError, match=r"rows\.jsonl:2") as refused:
         documents(folder, chat({**IMAGE, "path": "a.png"}, TEXT), row)
     assert reason in str(refused.value)
 
@@ -215,7 +215,7 @@ def test_missing_and_damaged_images_are_named(folder, checkpoint):
     processor = processor_of(checkpoint("smolvlm"))
     (folder / "bad.png").write_bytes(b"no image")
     for name, reason in (("none.png", "no such file"), ("bad.png", "Pillow cannot read it")):
-        with pytest.raises(DataError, match="rows.jsonl:1") as refused:
+        with pytest.raises(DataError, match=r"rows\.jsonl:1") as refused:
             encoded(folder, processor, chat({**IMAGE, "path": name}, TEXT))
         assert reason in str(refused.value)
         assert name in str(refused.value)
@@ -231,7 +231,7 @@ def test_an_image_token_in_the_text_is_refused(folder, checkpoint):
 def test_rows_longer_than_a_sample_are_refused_or_dropped(folder, checkpoint):
     processor = processor_of(checkpoint("smolvlm"))
     rows = encoded(folder, processor, chat({**IMAGE, "path": "a.png"}, TEXT))
-    with pytest.raises(DataError, match="over data.sequence_length 16"):
+    with pytest.raises(DataError, match=r"over data\.sequence_length 16"):
         samples(rows, 16, too_long="error")
     dropped = samples(rows, 16, too_long="drop")
     assert (dropped.samples, dropped.n_dropped) == ([], 1)
