@@ -16,6 +16,7 @@ from commands import tigon  # noqa: F401
 from tigon.data.images import load_processor
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.config import load_config
+from tigon.objectives import vision_language
 from tigon.objectives.vision_language import planned_images
 from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
@@ -116,15 +117,16 @@ def test_models_of_text_and_too_many_images_are_refused(checkpoint, tmp_path):
     with pytest.raises(RecipeError, match="reads text alone"):
         planned_images("text", load_config(str(text)), 1, None, None)
     objective = request_of(checkpoint("smolvlm"), images=2).objective
-    assert objective.batch_refusal(512) is None
-    assert "at most 1024 images" in objective.batch_refusal(513)
+    most = vision_language.MOST_PLANNED_IMAGES
+    assert objective.batch_refusal(most // 2) is None
+    assert f"at most {most} images" in objective.batch_refusal(most // 2 + 1)
 
 
 def test_the_command_plans_a_model_and_a_recipe_with_images(tigon, checkpoint, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = checkpoint("smolvlm")
-    # A small GPU keeps the search for the largest batch short.
-    words = ("--gpu", "1GiB", "--batch", "2", "--seq", "96", "--image-size", "32")
+    monkeypatch.setattr(vision_language, "MOST_PLANNED_IMAGES", 4)  # the search for the largest batch ends there
+    words = ("--gpu", "24GiB", "--batch", "2", "--seq", "96", "--image-size", "32")
     planned = tigon("plan", folder, "--images", "1", *words)
     assert planned.code == 0, planned.err
     assert "4 image tokens" in planned.out

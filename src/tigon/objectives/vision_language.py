@@ -23,7 +23,7 @@ from tigon.recipe.keys import DataConfig, Recipe
 PLANNED_SIZE = 1024
 """Pixels of an image's sides in a plan without `data.image_size`."""
 
-MOST_PLANNED_IMAGES = 1024
+MOST_PLANNED_IMAGES = 256
 """The most images of a micro-batch in a plan: models take them apart one by one, and so does the trace."""
 
 
