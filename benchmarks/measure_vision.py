@@ -30,8 +30,8 @@ from tigon.data.chat_template import Rendering
 from tigon.data.documents import BadRows
 from tigon.trainer import run
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import tiny_vision_model as made
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "vision"))
+import make_model as made
 
 SMOLVLM_256M: Mapping[str, Any] = {
     "text_config": {

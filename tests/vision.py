@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-_EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny_vision_model.py"
+_EXAMPLE = Path(__file__).parents[1] / "examples" / "vision" / "make_model.py"
 
 
 def example() -> Any:
     """The example that makes a tiny SmolVLM and its rows."""
-    spec = importlib.util.spec_from_file_location("tiny_vision_model", _EXAMPLE)
+    spec = importlib.util.spec_from_file_location("make_model", _EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

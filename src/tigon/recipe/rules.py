@@ -132,10 +132,6 @@ _IMAGES = tuple(
     Rule(lambda r, breaks=breaks: r.data.images > 0 and breaks(r), reason)  # type: ignore[misc]
     for breaks, reason in (
         (
-            lambda r: r.heads.stage is not None,
-            "data.images has not been tried with heads.stage; set data.images: 0, or leave heads out",
-        ),
-        (
             lambda r: r.train.objective not in ("auto", "vision_language"),
             "data.images trains the next token's loss; set train.objective: auto, or data.images: 0",
         ),

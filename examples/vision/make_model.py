@@ -1,6 +1,6 @@
 """Makes what `recipes/vision.yaml` trains: a tiny vision-language model, drawn images, and rows that ask about them.
 
-    python examples/tiny_vision_model.py            # writes runs/vision/model and runs/vision/shapes.jsonl
+    python examples/vision/make_model.py            # writes runs/vision/model and runs/vision/shapes.jsonl
     tigon train recipes/vision.yaml
 
 The model has the shape of SmolVLM (transformers' idefics3) with random weights, and its own processor. A checkpoint of
