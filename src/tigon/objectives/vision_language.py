@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tigon.data import images
 from tigon.data.documents import RowReader
+from tigon.data.images import Layout
 from tigon.data.packing import Collator, Packed
 from tigon.data.tokenizer import Encoded
 from tigon.errors import RecipeError
@@ -33,7 +34,7 @@ class PlannedVisionLanguage(PlannedCausalLM):
 
     images: int
     size: int | None
-    layout: images.Layout
+    layout: Layout
 
     @property
     def in_study(self) -> bool:
@@ -90,7 +91,7 @@ def planned_images(name: str, config: Any, most: int, size: int | None, processo
     """
     _check(name, config, most)
     side = size or PLANNED_SIZE
-    return PlannedVisionLanguage(most, size, images.Layout.of(processor, most, side))
+    return PlannedVisionLanguage(most, size, Layout.of(processor, most, side))
 
 
 def _check(name: str, config: Any, most: int) -> None:

@@ -65,7 +65,7 @@ def _as_numbers(indices: Any) -> list[Any]:
     numbers: list[Any] = []
     for index in indices:
         if isinstance(index, Tensor) and not isinstance(index, FakeTensor) and index.dtype == torch.bool:
-            with _disable_current_modes():  # type: ignore[no-untyped-call]
+            with _disable_current_modes():
                 numbers += index.nonzero(as_tuple=True)
         else:
             numbers.append(index)
