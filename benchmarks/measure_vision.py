@@ -12,9 +12,9 @@ which is made before, are timed with and without tigon's kernels. In a run, the 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -30,8 +30,11 @@ from tigon.data.chat_template import Rendering
 from tigon.data.documents import BadRows
 from tigon.trainer import run
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "vision"))
-import make_model as made
+_EXAMPLE = Path(__file__).parents[1] / "examples" / "vision" / "make_model.py"
+_spec = importlib.util.spec_from_file_location("make_model", _EXAMPLE)
+assert _spec is not None and _spec.loader is not None
+made: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(made)
 
 SMOLVLM_256M: Mapping[str, Any] = {
     "text_config": {

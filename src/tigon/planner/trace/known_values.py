@@ -41,13 +41,13 @@ class KnownValues(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not is_fake and (tensors or name in _CONSTANTS):
-            with _disable_current_modes():  # type: ignore[no-untyped-call]
+            with _disable_current_modes():
                 made = func(*args, **kwargs)
             if tensors or not made.is_floating_point():
                 self._recorder.follow(made)
                 return made
         elif name in _COMPARISONS and not args[0].is_floating_point() and args[0].numel() <= _MOST:
-            with _disable_current_modes():  # type: ignore[no-untyped-call]
+            with _disable_current_modes():
                 made = torch.ones(func(*(_shape_of(arg) for arg in args)).shape, dtype=torch.bool)
             self._recorder.follow(made)
             return made
