@@ -20,7 +20,11 @@ from tigon.objectives import vision_language
 from tigon.objectives.vision_language import planned_images
 from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
+from tigon.planner.simulate.ledger import Ledger
+from tigon.planner.simulate.playback import GradientRules, replay
+from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, trace
+from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.techniques.records.choices import Choices
 from vision import FAMILIES, NEEDS, without_images
 
@@ -53,6 +57,12 @@ def request_of(
 
 def allocated(traced: Trace) -> int:
     return sum(traced.tape.sizes)
+
+
+def live_peak(tape: Tape) -> int:
+    ledger = Ledger()
+    replay(ledger, tape, GradientRules(keep=True))
+    return max(ledger.phases.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,3 +175,34 @@ def test_a_request_of_a_recipe_is_that_of_the_same_model(checkpoint, tmp_path):
     assert dataclasses.replace(own, config=None, model="") == dataclasses.replace(
         request_of(folder), config=None, model=""
     )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
+@pytest.mark.parametrize("family", ["smolvlm", "llava"])
+def test_a_traced_step_with_images_has_the_peak_of_a_real_one(checkpoint, family, precision):
+    """Eager attention on the CPU runs the operators that are traced, so the peaks must agree."""
+    from transformers import AutoModelForImageTextToText
+
+    folder, batch, seq = checkpoint(family), 6, 128
+    request = request_of(folder, images=2, batch=batch, seq=seq, kernels="none", attention="eager")
+    request = dataclasses.replace(request, choices=Choices(precision=precision, kernels="none", attention="eager"))
+    config = load_config(str(folder))
+    config.use_cache = False
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).train()
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start(training_state(model, torch.optim.SGD(model.parameters())))
+    inputs = request.objective.inputs(batch, seq)
+    for name, value in inputs.items():
+        if value.is_floating_point():
+            value.normal_()
+        elif name.startswith("pixel"):
+            value.fill_(1)
+    inputs["labels"].random_(0, 200)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp-bf16"):
+        outputs = model(**inputs, num_items_in_batch=torch.tensor(500))
+    outputs.logits = outputs.logits.float()
+    loss = outputs.loss
+    del outputs
+    loss.backward()
+    measured = meter.stop().step_bytes
+    assert live_peak(trace(request, GPU).tape) == pytest.approx(measured, rel=0.03)

@@ -194,7 +194,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     choices = request.choices
     config = shallow_config(request.config, layers)
     if choices.attention == "eager":
-        text_config(config)._attn_implementation = "eager"
+        config._attn_implementation = "eager"  # of a vision tower too
     model: Any = build(request.model, config)
     if choices.quantized:
         adapters.quantize(model, functools.partial(_count_dequantisation, recorder))
