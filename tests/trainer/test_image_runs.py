@@ -17,7 +17,7 @@ from trainer_helpers import records
 
 pytest.importorskip("PIL")
 
-from vision import example, smolvlm, without_images, write
+from vision import example, llava, smolvlm, without_images, write
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, a model of text alone, and rows with images."""
     folder = tmp_path_factory.mktemp("vision")
     smolvlm(folder / "model")
+    llava(folder / "llava")
     without_images(folder / "text-model")
     example().save_rows(folder / "shapes.jsonl", 40)
     return folder
@@ -128,6 +129,25 @@ def test_adapters_are_on_the_language_model_alone(run, here):
     assert all(".text_model.layers." in name for name in adapters)
     assert losses(here / "runs" / "r")[-1] < losses(here / "runs" / "r")[0]
     assert (here / "runs" / "r" / "model" / "processor_config.json").exists()
+
+
+def test_two_processes_train_a_model_that_leaves_a_layer_out(run, here, made):
+    """LLaVA does not use the last layer of its vision tower, so that its weights have no gradient."""
+    one = ("train.batch_size=8", "data.sequence_length=96", f"model.name={made}/llava", "train.steps=2")
+    assert run(*one, "output.name=one").code == 0
+    outcome = run(*one, "train.batch_size=4", "sharding.gpus=2")
+    assert outcome.code == 0, outcome.err
+    assert losses(here / "runs" / "r") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
+
+
+def test_rows_without_images_are_refused_in_two_processes(run, here, made):
+    good = (made / "shapes.jsonl").read_text(encoding="utf-8").replace('"images/', f'"{made}/images/')
+    row = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]}
+    (here / "some.jsonl").write_text(good + (json.dumps(row) + "\n") * 9, encoding="utf-8")
+    assert run("data.source=some.jsonl", "train.steps=1", "output.name=alone").code == 0
+    outcome = run("data.source=some.jsonl", "sharding.gpus=2")
+    assert outcome.code != 0
+    assert not (here / "runs" / "r" / "summary.json").exists()
 
 
 def test_recomputed_layers_give_the_same_losses(run, here):
