@@ -231,7 +231,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         if not recipe.output.sample_prompt:
             prompt_inputs = images.prompt_inputs((eval_samples or train.samples)[0], collator, len(prompt))
         data_summary["images"] = sum(len(document.images) for document in (*train_docs, *eval_docs))
-        _check_every_row_has_images(train.samples, choices)
+        check_every_row_has_images(train.samples, choices)
     return Prepared(
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
@@ -246,7 +246,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     )  # fmt: skip
 
 
-def _check_every_row_has_images(samples: Sequence[Sample], choices: Choices) -> None:
+def check_every_row_has_images(samples: Sequence[Sample], choices: Choices) -> None:
     """Refuse rows without images in a run of several processes.
 
     A micro-batch of text alone gives the vision tower no gradient, for which the other processes would wait.

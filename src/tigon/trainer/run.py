@@ -486,7 +486,8 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
     else:
         args = trainers.arguments(
             recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
-            evaluate=bool(prepared.eval_samples), reads_images=prepared.processor is not None and prepared.choices.lora_rank is None,
+            evaluate=bool(prepared.eval_samples),
+            reads_images=prepared.processor is not None and prepared.choices.lora_rank is None,
         )  # fmt: skip
         eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
         trainer = trainers.TigonTrainer(
