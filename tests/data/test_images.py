@@ -211,6 +211,21 @@ def test_bytes_and_decoded_images_of_the_package_datasets_are_read(folder):
         assert document.images[0].decoded(None).getpixel((0, 0)) == (255, 0, 0)
 
 
+def test_images_of_a_data_set_stay_the_bytes_of_their_files(folder):
+    datasets = pytest.importorskip("datasets")
+    from tigon.data.hub_datasets import with_stored_images
+
+    content = (folder / "a.png").read_bytes()
+    held = {"bytes": content, "path": None}
+    row = chat(IMAGE, TEXT)
+    features = datasets.Features({"image": datasets.Image(), "images": datasets.List(datasets.Image())})
+    rows = datasets.Dataset.from_dict({"image": [held], "images": [[held]]}, features=features)
+    (read_row,) = with_stored_images(rows)
+    for name in ("image", "images"):
+        document = PicturedRows(1).read({**row, name: read_row[name]}, "set/train:1")
+        assert document.images[0].read() == content
+
+
 def test_missing_and_damaged_images_are_named(folder, checkpoint):
     processor = processor_of(checkpoint("smolvlm"))
     (folder / "bad.png").write_bytes(b"no image")
