@@ -216,3 +216,26 @@ def test_a_checkpoint_with_images_can_be_trained_on_text_alone(run, here, made):
     write(here / "text.jsonl", *rows)
     outcome = run("data.source=text.jsonl", "data.images=1")
     assert outcome.code == 0, outcome.err
+
+
+def test_a_model_trained_on_images_chats_and_is_exported_with_its_processor(run, here, tigon, monkeypatch):
+    from transformers import AutoProcessor
+
+    assert run().code == 0
+    shown = []
+    from tigon.trained.chat import Conversation
+
+    encode = Conversation._encode
+
+    def look(self: Any, messages: Any, text: str) -> Any:
+        ids = encode(self, messages, text)
+        shown.append(self.loaded.tokenizer.decode(ids[0]))
+        return ids
+
+    monkeypatch.setattr(Conversation, "_encode", look)
+    outcome = tigon("chat", "runs/r", "--prompt", "What is it?", "--max-tokens", "2")
+    assert outcome.code == 0, outcome.err
+    assert shown == ["User: What is it?<end_of_utterance>\nAssistant:"]
+    outcome = tigon("export", "runs/r", "exported")
+    assert outcome.code == 0, outcome.err
+    assert type(AutoProcessor.from_pretrained(here / "exported")).__name__ == "Idefics3Processor"
