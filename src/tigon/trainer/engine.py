@@ -22,6 +22,7 @@ from tigon.techniques.sharding import (
     are_drawn_in_place,
     are_read_in_parts,
     fit_whole,
+    name_present_layers,
     partitioned_loading,
     weights_are_sharded,
 )
@@ -105,6 +106,8 @@ def build(
         models.make_buffers_anew(built, model, config, dtype=dtype)
     else:
         built = load(device=None)
+    if choices.fsdp:
+        name_present_layers(built)
     saves_adapters = saves_adapters and choices.lora_rank is not None
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, base)
