@@ -16,13 +16,23 @@ def trunk_of(model: Any) -> Any:
     return getattr(model, "model", model) if trunk is model else trunk
 
 
+def language_model(model: Any) -> Any:
+    """The trunk, or the part of it that reads text if the model has towers for images too."""
+    trunk = trunk_of(model)
+    towers = (getattr(trunk, name, None) for name in _LANGUAGE_MODELS)
+    return next((tower for tower in towers if isinstance(tower, nn.Module)), trunk)
+
+
+_LANGUAGE_MODELS = ("language_model", "text_model")
+"""The names that models of text and images have for the part that reads text."""
+
+
 def decoder_stack(model: Any) -> nn.ModuleList:
     """The list of the repeated layers: the longest in the trunk; empty if there is none.
 
     An objective's modules and a vision tower, which may have more layers, are outside.
     """
-    trunk = trunk_of(model)
-    trunk = getattr(trunk, "language_model", trunk)
+    trunk = language_model(model)
     stacks = [module for module in trunk.modules() if isinstance(module, nn.ModuleList)]
     return max(stacks, key=len, default=nn.ModuleList())
 

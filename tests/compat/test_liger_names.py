@@ -46,6 +46,16 @@ def test_each_reason_has_at_least_one_name() -> None:
     assert {row.reason for row in ABSENT} == {reason_for(dotted) for _, _, dotted in _dotted()} - {None}
 
 
+def test_the_names_that_people_import_are_counted() -> None:
+    """Distinct names of the four packages that scripts import from, `apply_liger_kernel_to_*` among them."""
+    packages = ("transformers", "transformers.functional", "ops", "chunked_loss")
+    dotted = {name: (f"liger_kernel.{package}", f"{package}.{name}") for package in packages for name in NAMES[package]}
+    offered = {name for name, (module, _) in dotted.items() if name in OFFERED[module]}
+    absent = {name for name, (_, path) in dotted.items() if reason_for(path)}
+    assert offered | absent == set(dotted)
+    assert (len(dotted), len(offered), len(absent)) == (198, 180, 18)
+
+
 def test_refusal_of_a_name_gives_the_reason() -> None:
     message = missing("liger_kernel.megatron.rms_norm.LigerMegatronRMSNorm")
     assert "Megatron-LM" in message and "docs/liger.md" in message

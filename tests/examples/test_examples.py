@@ -38,6 +38,7 @@ PRINTED = {
     "trl_grpo.py": r"fused \['model'\], not fused \{\}\nmean reward of 5 steps 0\.\d+ -> [01]\.\d+",
     "trl_kto.py": r"fused \['model', 'ref_model'\], not fused \{\}\nreward of good answers .*, of bad answers -0",
     "trl_sft.py": r"fused \['model'\], not fused \{\}\nloss 3\.\d+ -> 2\.\d+",
+    "vision_language.py": r"loss 5\.\d+ -> [0-2]\.\d+ in 40 steps",
 }
 """Script -> what its last lines say when its own checks held."""
 RUN_ALL = """

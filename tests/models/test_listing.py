@@ -44,6 +44,14 @@ def test_every_family_is_printed_with_its_ops_and_reasons(capsys):
     assert "nemotron" in out and "mlp left alone: it has no gate" in out and "capped by final_logit_softcapping" in out
 
 
+def test_a_family_gets_an_op_in_each_column_or_a_reason():
+    for family in listing.families():
+        named = " ".join(what.lower() for what, _ in family.left_alone)
+        assert {"swiglu", "geglu"} & set(family.report.counts) or "mlp" in named, family.row.model_type
+        assert "rope" in family.report.counts or "rope" in named, family.row.model_type
+        assert {"rms_norm", "layer_norm"} & set(family.report.counts), family.row.model_type
+
+
 def test_json_holds_the_verification_of_each_family(capsys):
     assert models(["llama", "gpt2"], as_json=True) is True
     record = json.loads(capsys.readouterr().out)

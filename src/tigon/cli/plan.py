@@ -84,6 +84,13 @@ def command(
     objective: Annotated[
         str, typer.Option(metavar="NAME", help=f"causal_lm, or post-training: {', '.join(post_training_rules.TAKES)}.")
     ] = CAUSAL_LM,
+    images: Annotated[
+        int | None, typer.Option(metavar="N", help="Rows with up to N images, for a model that reads them.")
+    ] = None,
+    image_size: Annotated[
+        int | None,
+        typer.Option("--image-size", metavar="PIXELS", help="With --images: the pixels of their longer side."),
+    ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; with --objective: post_training."),
@@ -105,8 +112,9 @@ def command(
     """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
     run(
         target, gpu=gpu, batch=batch, seq=seq, effective_batch=effective_batch, method=method, nodes=nodes, link=link,
-        host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, assignments=assignments or (),
-        longest=longest, estimator=estimator, policy=policy, as_json=as_json, plot=plot, explain=explain, **given,
+        host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, images=images, image_size=image_size,
+        assignments=assignments or (), longest=longest, estimator=estimator, policy=policy, as_json=as_json, plot=plot,
+        explain=explain, **given,
     )  # fmt: skip
 
 
@@ -114,7 +122,8 @@ def run(
     model: str, *, gpu: str | None = None, batch: int | None = None, seq: int | None = None,
     effective_batch: int | None = None, method: str = AUTO, nodes: int | None = None, link: str | None = None,
     host_memory: str | None = None, medusa: int | None = None, stage: int | None = None,
-    objective: str = CAUSAL_LM, assignments: Sequence[str] = (), longest: bool = False, estimator: str = "trace",
+    objective: str = CAUSAL_LM, images: int | None = None, image_size: int | None = None,
+    assignments: Sequence[str] = (), longest: bool = False, estimator: str = "trace",
     policy: str = "search", as_json: bool = False, plot: Path | None = None, explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
     """Predict, plan and print. given: Fields of Choices; a flag that was left out is None.
@@ -132,13 +141,15 @@ def run(
     flags = Flags(
         target=model, gpu=find_gpu(gpu or plan_cluster.DEFAULT_GPU), batch=batch, seq=seq,
         effective_batch=effective_batch, method=method, host_memory=host_memory, medusa=medusa, stage=stage,
-        objective=objective, assignments=assignments, free_kernels=policy == "study",
+        objective=objective, images=images, image_size=image_size, assignments=assignments,
+        free_kernels=policy == "study",
         given={name: value for name, value in given.items() if value is not None and value is not False},
     )  # fmt: skip
     if clustered:
         unused = {
             "plot": plot is not None, "explain": explain, "longest": longest, "stage": stage is not None,
-            "set": bool(assignments), "estimator": estimator != "trace", "policy": policy != "search",
+            "set": bool(assignments), "images": images is not None, "image-size": image_size is not None,
+            "estimator": estimator != "trace", "policy": policy != "search",
         }  # fmt: skip
         plan_cluster.run(plan_cluster.ClusterFlags(flags=flags, nodes=nodes, link=link, unused=unused), as_json=as_json)
         return

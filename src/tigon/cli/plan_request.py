@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon._quiet import quiet_packages
-from tigon.errors import UsageError
+from tigon.errors import RecipeError, UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import load_config
 from tigon.models.loading.presets import carried
@@ -18,6 +18,7 @@ from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.choose import planned_objective
 from tigon.objectives.medusa import planned_medusa
+from tigon.objectives.vision_language import planned_images
 from tigon.planner.gpus import GIB, Gpu, size_bytes
 from tigon.planner.remembered_config import real_config, remembered_config
 from tigon.planner.render import as_recipe
@@ -64,6 +65,8 @@ class Flags:
     medusa: int | None = None
     stage: int | None = None
     objective: str = CAUSAL_LM
+    images: int | None = None
+    image_size: int | None = None
     assignments: Sequence[str] = ()
     free_kernels: bool = False
     """Whether the search may change the kernels, as the study's ladder does."""
@@ -105,7 +108,14 @@ def check_flags(flags: Flags) -> dict[str, Any]:
     Raises:
         UsageError: A value is unknown or out of range, or flags contradict --method.
     """
-    _check_sizes({"batch": flags.batch, "seq": flags.seq, "effective-batch": flags.effective_batch})
+    _check_sizes({
+        "batch": flags.batch, "seq": flags.seq, "effective-batch": flags.effective_batch, "images": flags.images,
+        "image-size": flags.image_size,
+    })  # fmt: skip
+    if flags.images and (flags.medusa is not None or flags.objective != CAUSAL_LM):
+        raise UsageError("--images trains the next token's loss; leave --medusa and --objective out.")
+    if flags.image_size is not None and not flags.images and not flags.is_recipe:
+        raise UsageError(f"--image-size {flags.image_size} requires --images N; add --images 1.")
     given = _with_method(flags.method, flags.given)
     _check_settings(given)
     return given
@@ -128,6 +138,8 @@ def _of_model(flags: Flags) -> SearchProblem:
     config = config_of(flags.target)
     if flags.medusa is not None:
         planned: PlannedObjective = planned_medusa(flags.target, real_config(config), flags.medusa, flags.stage or 1)
+    elif flags.images:
+        planned = _with_images(flags, real_config(config))
     elif flags.objective == CAUSAL_LM:
         planned = PlannedCausalLM()
     else:
@@ -172,6 +184,20 @@ def check_objective(
     if "study" in words.values():
         name = next(name for name, value in words.items() if value == "study")
         raise UsageError(f"--{name} study describes {CAUSAL_LM}, not --objective {objective}; leave --{name} out.")
+
+
+def _with_images(flags: Flags, config: Any) -> PlannedObjective:
+    from tigon.data.images import load_processor  # not for --help
+
+    assert flags.images is not None
+    path = Path(flags.target)
+    name = str(path.parent) if path.is_file() else flags.target
+    try:
+        processor = load_processor(name, revision=None, trust_remote_code=False)
+        return planned_images(flags.target, config, flags.images, flags.image_size, processor)
+    except RecipeError as error:
+        text = str(error).replace("model.name: ", "").replace("data.images is", "--images is")
+        raise UsageError(text.replace("set data.images: 0", "leave --images out")) from None
 
 
 def _post_training(objective: str, assignments: Sequence[str]) -> PlannedObjective:
@@ -251,6 +277,10 @@ def _assignments(flags: Flags, path: Path) -> list[str]:
         values["train.batch_size"] = flags.batch
     if flags.seq is not None:
         values["data.sequence_length"] = flags.seq
+    if flags.images is not None:
+        values["data.images"] = flags.images
+    if flags.image_size is not None:
+        values["data.image_size"] = flags.image_size
     if flags.effective_batch is not None:
         each = values.get("train.batch_size", recipe.train.batch_size) * given.get("gpus", recipe.sharding.gpus)
         if flags.effective_batch % each:

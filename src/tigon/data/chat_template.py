@@ -254,8 +254,8 @@ def _other(message: Message, content: str) -> Message:
     if calls := more.get("tool_calls"):
         function = {"name": content, "arguments": {content: content}}
         more["tool_calls"] = [{**call, "function": {**call["function"], **function}} for call in calls]
-        return replace(message, content=content if message.content else "", more=more)
-    return replace(message, content=content)
+        return replace(message.with_content(content if message.content else ""), more=more)
+    return message.with_content(content)
 
 
 def _n_alike(one: str, other: str) -> int:

@@ -7,7 +7,7 @@ Plain text is one learned segment. Chat messages stay messages here, because a c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tigon.errors import DataError
@@ -33,10 +33,18 @@ class Message:
     """Other keys that chat templates know, such as `tool_calls`."""
     learned: bool = True
     """Whether the turn is learned if it is the assistant's."""
+    parts: tuple[Mapping[str, Any], ...] | None = None
+    """The content as a list of texts and images, for templates of models with images; None: `content` is text."""
 
     def as_mapping(self) -> dict[str, Any]:
         """The turn as chat templates take it."""
-        return {"role": self.role, "content": self.content, **self.more}
+        content = self.content if self.parts is None else [dict(part) for part in self.parts]
+        return {"role": self.role, "content": content, **self.more}
+
+    def with_content(self, content: str) -> Message:
+        """The turn with another text in place of its content."""
+        parts = None if self.parts is None else ({"type": "text", "text": content},)
+        return replace(self, content=content, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class Document:
     """Whether a document with both forms becomes messages if the tokenizer has a chat template."""
     weight: float = 1.0
     """How often the document is used in each pass over the data."""
+    images: tuple[Any, ...] = ()
+    """The images of the messages in their order (`tigon.data.images.Picture`)."""
 
     @property
     def is_text(self) -> bool:

@@ -27,13 +27,26 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = datasets.load_dataset(
             source.name, source.subset, split=split, revision=source.revision, streaming=source.streaming
         )
-        for row in rows:
+        for row in with_stored_images(rows):
             number += 1
             yield f"{source.name}/{split}:{number}", row
     except DataError:
         raise
     except Exception as error:  # the package raises a dozen kinds, builtin ones among them
         raise DataError(_message(source, split, error)) from None
+
+
+def with_stored_images(rows: Any) -> Any:
+    """The rows with images as the bytes of their files. Decoded, each would hold all of its pixels in memory."""
+    import datasets
+
+    stored = datasets.Image(decode=False)
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, stored)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):  # a list of images
+            rows = rows.cast_column(name, type(feature)(stored))
+    return rows
 
 
 def _message(source: Source, split: str, error: Exception) -> str:

@@ -12,6 +12,8 @@ from tigon.errors import DataError
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
          "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
          "observation": "tool", "function": "tool", "ipython": "tool", "function_call": "assistant"}  # fmt: skip
+IMAGE_PARTS = ("image", "image_url")
+"""Types of the parts of a message that are images."""
 MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
 """Keys of a message besides role and content that chat templates know."""
 
@@ -63,7 +65,8 @@ def _content(turn: Mapping[str, Any], key: str, where: str) -> str:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
-            raise DataError(f"{where}: {key} has a part of type {kind!r}, and only text is trained on; remove it")
+            fix = "set data.images to the most images of a row" if kind in IMAGE_PARTS else "remove it"
+            raise DataError(f"{where}: {key} has a part of type {kind!r}, and only text is trained on; {fix}")
         texts.append(string(part, "text", where))
     return "".join(texts)
 

@@ -37,6 +37,10 @@ class Sample:
     labels_T: Tensor
     positions_T: Tensor
 
+    def more_bytes(self) -> bytes:
+        """What identifies the sample besides its tensors."""
+        return b""
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -239,9 +243,10 @@ def unigram_entropy(samples: Iterable[Sample]) -> float:
 
 
 def fingerprint(samples: Iterable[Sample]) -> str:
-    """SHA-256 of tokens and labels. A resumed run must see the same data."""
+    """SHA-256 of tokens, labels and images. A resumed run must see the same data."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(sample.tokens_T.numpy().tobytes())
         digest.update(sample.labels_T.numpy().tobytes())
+        digest.update(sample.more_bytes())
     return digest.hexdigest()

@@ -66,11 +66,12 @@ def read(
     return documents
 
 
-def first_look(sources: Sequence[Source], *, seconds: float = FIRST_LOOK_S) -> None:
+def first_look(sources: Sequence[Source], *, reader: RowReader | None = None, seconds: float = FIRST_LOOK_S) -> None:
     """Read the rows of local files for at most `seconds`, so that a malformed row ends the run before slow imports.
 
     Args:
         sources: The sources of a recipe whose `data.bad_rows` is error.
+        reader: The reader of rows that are not text alone; None: each source has its format.
         seconds: The time after which the check stops; the rows that it has not seen are checked when they are read.
 
     Raises:
@@ -82,9 +83,10 @@ def first_look(sources: Sequence[Source], *, seconds: float = FIRST_LOOK_S) -> N
         if source.is_built_in or source.is_hub:
             continue
         for path in named.files(source.name, bad.take):
-            if not _has_rows(path, source.format):
+            own = reader or source.format
+            if not _has_rows(path, own):
                 continue
-            for _ in _rows(row_files.read_rows(path, bad.take), source, source.format, bad):
+            for _ in _rows(row_files.read_rows(path, bad.take), source, own, bad):
                 if time.perf_counter() > end_s:
                     return
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tigon.data.documents import RowReader
 from tigon.data.packing import Collator, Packed, Sample
 from tigon.data.preferences import RowFormat
 from tigon.data.tokenizer import Encoded
@@ -182,8 +183,18 @@ class PlannedObjective(Protocol):
         ...
 
     @property
+    def reads_values(self) -> bool:
+        """Whether the model reads the values of its integer inputs, such as the places of images."""
+        ...
+
+    @property
     def least_batch(self) -> int:
         """The fewest samples of a micro-batch. The search for the largest batch tries multiples of it."""
+        ...
+
+    @property
+    def most_batch(self) -> int:
+        """The most samples of a micro-batch that the planner traces."""
         ...
 
     @property
@@ -220,6 +231,10 @@ class PlannedObjective(Protocol):
 
     def inputs(self, batch: int, seq: int) -> dict[str, torch.Tensor]:
         """The inputs of a micro-batch of `batch` samples of `seq` tokens. The planner calls it under a fake mode."""
+        ...
+
+    def ignored_labels(self, batch: int) -> int:
+        """How many labels of a micro-batch are ignored at least."""
         ...
 
     def loss(self, models: TracedModels, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -331,6 +346,18 @@ class Objective(Protocol):
         ...
 
     # --- data --------------------------------------------------------------------------------------------------------
+
+    def rows(self, data: DataConfig) -> str | RowReader:
+        """The format of the rows, or their reader."""
+        ...
+
+    def load_processor(self) -> Any:
+        """The processor of a model that reads more than text; None: its tokenizer suffices.
+
+        Raises:
+            RecipeError: The model has none.
+        """
+        ...
 
     def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
         """Make the training samples, or those for evaluation, of encoded documents."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tigon.data.documents import RowReader
 from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.models.seams.head.loss import without_logits
@@ -50,8 +51,16 @@ class PlannedCausalLM:
         return False
 
     @property
+    def reads_values(self) -> bool:
+        return False
+
+    @property
     def least_batch(self) -> int:
         return 1
+
+    @property
+    def most_batch(self) -> int:
+        return 1 << 16
 
     def attach(self, model: Any) -> Any:
         return model
@@ -67,6 +76,9 @@ class PlannedCausalLM:
 
     def inputs(self, batch: int, seq: int) -> dict[str, torch.Tensor]:
         return {name: torch.empty(batch, seq, dtype=torch.int64) for name in ("input_ids", "labels")}
+
+    def ignored_labels(self, batch: int) -> int:
+        return batch
 
     def loss(self, models: TracedModels, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         count = torch.empty((), dtype=torch.int64)
@@ -144,6 +156,12 @@ class CausalLM:
 
     def attach(self, built: Any) -> Any:
         return built
+
+    def rows(self, data: DataConfig) -> str | RowReader:
+        return data.format if self.trl is None else self.trl.rows
+
+    def load_processor(self) -> Any:
+        return None
 
     def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
         return pack(

@@ -176,6 +176,10 @@ RULES = post_training_rules.RULES + Rules(
             "train.load_best and train.early_stopping_patience have not been tried with heads.stage; leave them out",
         ),
         Rule(
+            lambda r: r.data.images > 0 and r.heads.stage is not None,
+            "data.images has not been tried with heads.stage; set data.images: 0, or leave heads out",
+        ),
+        Rule(
             lambda r: r.heads.kind == "mtp" and r.heads.layers is not None,
             "heads.layers is for medusa heads, and an MTP module has exactly one transformer layer; leave it out, or "
             "use heads.kind: medusa",

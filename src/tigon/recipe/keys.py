@@ -171,6 +171,14 @@ class DataConfig:
         "cases. Longer text is cut into several samples.",
         choices=("error", "truncate", "drop"),
     )  # fmt: skip
+    images: int = key(
+        0, "Most images of a row; 0: rows are text. Needs a vision-language model with its processor. Samples are then "
+        "padded, not packed.", minimum=0, maximum=1000,
+    )  # fmt: skip
+    image_size: int | None = key(
+        None, "Scale down images whose longer side has more pixels; none: the model's processor alone decides.",
+        minimum=16, maximum=16384,
+    )  # fmt: skip
     bad_rows: str = key(
         "error", "If a JSONL row or a text file cannot be used (invalid JSON or UTF-8, unknown columns, an empty "
         "answer, refused by the chat template): stop and name it, or leave it out (the report counts it).",
@@ -212,7 +220,8 @@ class TrainConfig:
     epochs: float | None = key(None, "Passes over the samples; give this or `steps`.", above=0, maximum=1_000_000)
     objective: str = key(
         "auto", "The loss to minimise: `causal_lm`, `medusa`, `dpo`, `kto`, `orpo`, `grpo`, `distill`, `reward`, or "
-        "the name of your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`, else `causal_lm`.",
+        "the name of your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`, `vision_language` with "
+        "`data.images`, else `causal_lm`.",
     )  # fmt: skip
     batch_size: int = key(8, "Samples per micro-batch, in each process.", limits="batch")
     gradient_accumulation: int = technique_key("accumulate")

@@ -128,6 +128,40 @@ _EVALUATION = (
     ),
 )  # fmt: skip
 
+_IMAGES = tuple(
+    Rule(lambda r, breaks=breaks: r.data.images > 0 and breaks(r), reason)  # type: ignore[misc]
+    for breaks, reason in (
+        (
+            lambda r: r.train.objective not in ("auto", "vision_language"),
+            "data.images trains the next token's loss; set train.objective: auto, or data.images: 0",
+        ),
+        (
+            lambda r: r.data.template == "plain",
+            "data.template: plain has no place for data.images; set data.template: auto",
+        ),
+        (
+            lambda r: r.data.tokenizer != "auto",
+            "data.tokenizer replaces the tokenizer of a model's processor, which data.images needs; leave it out",
+        ),
+        (
+            lambda r: r.data.too_long == "truncate",
+            "data.too_long: truncate could cut through an image's tokens; with data.images set it to error or drop",
+        ),
+        (
+            lambda r: bool(r.data.columns),
+            "data.columns has not been tried with data.images; rename the columns in the data: messages and images",
+        ),
+        (
+            lambda r: bool(r.eval.generate or r.eval.lm_eval),
+            "eval.generate and eval.lm_eval write prompts without images; with data.images leave them out",
+        ),
+        (
+            lambda r: r.sharding.sequence > 1,
+            "sharding.sequence divides rows of text; with data.images set sharding.sequence: 1",
+        ),
+    )
+)
+
 # The checks that techniques declare, and those of the comparison. `refusals` covers pairs of techniques.
 _RULES = Rules(
     (
@@ -142,6 +176,7 @@ _RULES = Rules(
         ),
         *_CHECKPOINTS,
         *_EVALUATION,
+        *_IMAGES,
         Rule(
             lambda r: "none" in r.train.report_to and len(r.train.report_to) > 1,
             "train.report_to names none and a tracker; keep one of them",
@@ -152,6 +187,7 @@ _RULES = Rules(
             ("train.save_async",), "train.save_steps", lambda r: r.train.save_steps is not None or r.train.load_best,
             "train.save_steps: 100",
         ),
+        Switch(("data.image_size",), "data.images", lambda r: r.data.images > 0, "data.images: 1"),
         Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
         Switch(
             ("output.merge", "output.dtype", "output.max_shard_size"), "output.save_model",

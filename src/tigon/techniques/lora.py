@@ -161,9 +161,9 @@ _RANK = Setting(
 )  # fmt: skip
 _TARGETS = Setting(
     field="lora_targets", key="lora.targets",
-    help="Modules with adapters: `all-linear` or `linear` (every linear module except `lm_head`), `head` (`lm_head`), "
-    "`embeddings`, `experts` (the three-dimensional weights of mixtures of experts), the name or path of a module such "
-    "as `q_proj`, or a regular expression for whole paths such as `.*\\.[qv]_proj`.",
+    help="Modules with adapters: `all-linear` or `linear` (every linear module of the language model except "
+    "`lm_head`), `head` (`lm_head`), `embeddings`, `experts` (the three-dimensional weights of mixtures of experts), "
+    "the name or path of a module such as `q_proj`, or a regular expression for whole paths such as `.*\\.[qv]_proj`.",
     words=(*WORDS, "NAME", "PATTERN"), pattern=".+", invalid=adapter_targets.invalid, traced=True,
 )  # fmt: skip
 _DROPOUT = Setting(

@@ -122,6 +122,17 @@ def _zero(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
     return {"deepspeed": deepspeed_config(choices, run_info)}
 
 
+def name_present_layers(model: Any) -> None:
+    """Leave the classes out of the model's `_no_split_modules` that it has no module of.
+
+    FSDP2 wraps these classes, and Accelerate refuses one that it does not find. LLaVA names those of every tower.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    names = getattr(model, "_no_split_modules", None)
+    if names is not None:
+        model._no_split_modules = [name for name in names if name in present]
+
+
 def weights_are_sharded(choices: Choices) -> bool:
     """Returns whether a process holds only a part of the weights between steps."""
     return choices.zero == 3 or choices.fsdp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +70,10 @@ class Conversation:
     def _encode(self, messages: list[dict[str, str]], text: str) -> torch.Tensor:
         tokenizer = self.loaded.tokenizer
         if self.has_template:
-            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            rendered = _rendered(tokenizer, messages)
+            if text.strip() not in rendered:  # a template of a model with images may leave out content that is no list
+                parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
+                rendered = _rendered(tokenizer, parts)
             ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer(text)["input_ids"]
@@ -150,3 +153,7 @@ def _lines(terminal: bool) -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

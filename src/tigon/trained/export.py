@@ -26,6 +26,8 @@ from tigon.trainer.checkpoint.adapter_files import merged
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "auto")
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""The files of a model that reads images, beside those of its tokenizer."""
 SHARD_BYTES = 5 * 10**9  # the hub's advice for one file
 
 
@@ -94,6 +96,9 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> None:
         model = model.to(DTYPES[wanted.dtype])
     model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
     tokenizer.save_pretrained(folder)
+    for name in PROCESSOR_FILES:
+        if (file := Path(trained.tokenizer) / name).is_file():
+            shutil.copy(file, folder / name)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from tigon import medusa
 from tigon.data.tokenizer import load_tokenizer
 from tigon.errors import OptionError, PatchError, UsageError
 from tigon.models.loading import weight_files
+from tigon.models.loading.auto_class import auto_class
 from tigon.trained.find import TrainedModel
 from tigon.trainer.checkpoint.checkpoint import no_pickles
 from tigon.trainer.checkpoint.whole_files import consolidate
@@ -100,13 +101,14 @@ def whole(trained: TrainedModel, *, near: Path | None = None) -> Iterator[Traine
 def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") -> Any:
     """The whole model on the CPU, without adapters. transformers would fill missing tensors with random numbers."""
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    options = {"revision": trained.revision, "trust_remote_code": trained.trust_remote_code}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            trained.weights, dtype=dtype, revision=trained.revision, trust_remote_code=trained.trust_remote_code,
-            use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
+        config = AutoConfig.from_pretrained(trained.weights, **options)
+        model, info = auto_class(config).from_pretrained(
+            trained.weights, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{trained.weights} cannot be loaded: {weight_files.one_line(error)}") from None
     report = weight_files.report_of(info)

@@ -23,6 +23,7 @@ from tigon.techniques.sharding import (
     are_drawn_in_place,
     are_read_in_parts,
     fit_whole,
+    name_present_layers,
     partitioned_loading,
     weights_are_sharded,
 )
@@ -109,6 +110,8 @@ def build(
         built = load(device=None)
     if not model.attention.startswith("flash") and choices.sequence_shards == 1:
         packed_documents.keep_apart(built)
+    if choices.fsdp:
+        name_present_layers(built)
     saves_adapters = saves_adapters and choices.lora_rank is not None
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, base)

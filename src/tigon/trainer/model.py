@@ -19,6 +19,7 @@ from tigon.models import PatchReport
 from tigon.models import patch as patch_model
 from tigon.models import patch_fp8 as to_fp8
 from tigon.models.loading import weight_files
+from tigon.models.loading.auto_class import auto_class
 from tigon.models.loading.config import check_counts, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import one_line
@@ -277,11 +278,9 @@ def _problem_of(config: Any) -> str | None:
 
 
 def _on_meta(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-        return AutoModelForCausalLM.from_config(config)
+        return auto_class(config).from_config(config)
 
 
 def without_data(config: Any) -> Any:
@@ -326,24 +325,29 @@ def build(
         home = device or torch.device("cpu")
         built = _drawn(model, config, dtype, home, through or home)
     else:
-        built = read(model, dtype=dtype, attn_implementation=model.attention, **(loading or {}))
+        built = read(model, config, dtype=dtype, attn_implementation=model.attention, **(loading or {}))
     if not loading and device is not None:
         built = built.to(device)
     built.config.use_cache = False  # with a cache, transformers ignores the document boundaries in position_ids
     return built
 
 
-def read(model: ModelConfig, *, dtype: torch.dtype, **loading: Any) -> Any:
-    """Load a checkpoint, and check that its files held every tensor. loading: More options of from_pretrained.
+def read(model: ModelConfig, config: Any, *, dtype: torch.dtype, **loading: Any) -> Any:
+    """Load a checkpoint, and check that its files held every tensor.
+
+    Args:
+        model: The `model` section of the recipe.
+        config: The transformers config, for the class of the model.
+        dtype: The dtype of the weights.
+        loading: More options of from_pretrained.
 
     Raises:
         RecipeError: The checkpoint cannot be loaded, holds only adapters, or lacks a tensor of the model.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     try:
-        built, info = AutoModelForCausalLM.from_pretrained(
+        built, info = auto_class(config).from_pretrained(
             model.name, dtype=dtype, revision=model.revision, trust_remote_code=model.trust_remote_code,
             use_safetensors=True, output_loading_info=True, **loading,
         )  # fmt: skip
@@ -361,11 +365,10 @@ def read(model: ModelConfig, *, dtype: torch.dtype, **loading: Any) -> Any:
 
 def _undrawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """A model with uninitialised weights. In CPU memory they take no physical memory until they are written."""
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), torch.device(device):
-        return AutoModelForCausalLM.from_config(
+        return auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
         )
 
@@ -461,12 +464,18 @@ KERNELS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def sample(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, seed: int) -> str:
-    """Generate `n_tokens` after `prompt` at temperature 0.8, and return the text. Keeps the global random state."""
+def sample(
+    model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, seed: int, inputs: Mapping[str, Any] | None = None
+) -> str:
+    """Generate `n_tokens` after `prompt` at temperature 0.8, and return the text. Keeps the global random state.
+
+    inputs: More arguments of the model, such as the prompt's images.
+    """
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        return _generated(model, tokenizer, prompt, n_tokens, do_sample=True, temperature=0.8, top_k=50)
+        held = {name: value.to(device) for name, value in (inputs or {}).items()}
+        return _generated(model, tokenizer, prompt, n_tokens, do_sample=True, temperature=0.8, top_k=50, **held)
 
 
 def continuation(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int) -> str:

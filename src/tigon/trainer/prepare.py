@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
-from tigon.data import chat_template, documents, preferences, preview, reading, token_cache, tokenizer
+from tigon.data import chat_template, documents, images, preferences, preview, reading, token_cache, tokenizer
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError, TigonError
@@ -81,6 +82,10 @@ class Prepared:
     collator: Collator
     prompt: list[int]
     data: dict[str, Any]
+    processor: Any = None
+    """The processor of a model that reads images too."""
+    prompt_inputs: Mapping[str, Any] = field(default_factory=dict)
+    """The model's arguments for the prompt besides its tokens: its images."""
     rows: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
     """The rows to train on and those for evaluation, if a trainer of TRL takes them; None: it takes the samples."""
     bad_rows: tuple[str, ...] = ()
@@ -99,6 +104,19 @@ class Prepared:
     """Tensors in the checkpoint's files that the model lacks."""
     command: str = ""
     prediction: Prediction | None = None
+
+    @property
+    def saved_tokenizer(self) -> Any:
+        """What is saved with the model: its processor, which holds the tokenizer, or its tokenizer."""
+        return self.tokenizer if self.processor is None else self.processor
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt that the text sample continues. An image's tokens are shown once."""
+        return _LONG_RUN.sub(r"\1 x many", self.tokenizer.decode(self.prompt))
+
+
+_LONG_RUN = re.compile(r"(<[^<>]+>)\1{3,}")
 
 
 def prepare(recipe: Recipe, device: torch.device) -> Prepared:
@@ -147,7 +165,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     unused_tensors = model.check_weights(recipe.model, config)
     data = recipe.data
     bad = documents.BadRows(data.bad_rows)
-    layout = data.format if objective.trl is None else objective.trl.rows
+    layout = objective.rows(data)
     read = reading.read(data.sources(), layout, data.max_text_mib, bad)
     if data.eval_source:
         train_docs, eval_docs = read, reading.read(data.eval_sources(), layout, None, bad, "data.eval_source")
@@ -160,15 +178,20 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         _check_teacher(recipe, config)
         preferences.check_alike([*train_docs, *eval_docs])
         train_docs, eval_docs = ([text for row in part for text in row.texts] for part in (train_docs, eval_docs))
-    tok = _tokenizer(recipe, train_docs)
+    processor = objective.load_processor()
+    tok = _tokenizer(recipe, train_docs) if processor is None else processor.tokenizer
     rendering = chat_template.choose(tok, data.template, data.learn)
     preflight.check_vocabulary(recipe, config, len(tok))
     if objective.trl is not None:
         _check_chat(tok, read[0])
+    n_ids = config.get_text_config().vocab_size
     cache = token_cache.TokenCache(
-        token_cache.default_folder() if data.cache else None, tok, config.get_text_config().vocab_size, bad, rendering
-    )
-    encoded = cache.encode(train_docs), cache.encode(eval_docs) if eval_docs else []
+        token_cache.default_folder() if data.cache else None, tok, n_ids, bad, rendering
+    )  # fmt: skip
+    encode = cache.encode
+    if processor is not None:
+        encode = images.Encoder(processor, rendering, n_ids, data.image_size, bad).encode
+    encoded = encode(train_docs), encode(eval_docs) if eval_docs else []
     rows = None
     if objective.trl is not None:
         rows, encoded = preferences.fitting(row_docs, encoded, data.sequence_length, too_long=data.too_long)
@@ -181,7 +204,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     _check_enough(recipe, n_samples, n_readers)
     if eval_packed is not None and not eval_packed.samples:
         raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped + n_dropped)
-    prompt = _prompt(recipe, tok, eval_samples or train.samples, only_prompt=rows is not None)
+    prompt = _prompt(recipe, tok, eval_samples or train.samples, only_prompt=rows is not None or processor is not None)
     preflight.check_sample(recipe, config, len(prompt))
     as_chat = chat_template.is_chat(read[0], tok, rendering) if rows is None else preferences.is_chat(read[0])
     if rows is None and as_chat and not chat_template.has_template(tok):
@@ -204,9 +227,17 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         **({"unigram_entropy": unigram_entropy(eval_samples or train.samples)} if rows is None else {}),
         "fingerprint": fingerprint([*train.samples, *eval_samples]),
     }
+    collator = objective.collator(data, pad_id=pad_id, flatten=flatten)
+    prompt_inputs: Mapping[str, Any] = {}
+    if processor is not None:
+        processor.chat_template = tok.chat_template
+        if not recipe.output.sample_prompt:
+            prompt_inputs = images.prompt_inputs((eval_samples or train.samples)[0], collator, len(prompt))
+        data_summary["images"] = sum(len(document.images) for document in (*train_docs, *eval_docs))
+        check_every_row_has_images(train.samples, choices)
     return Prepared(
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
-        tok, train, eval_samples, objective.collator(data, pad_id=pad_id, flatten=flatten), prompt, data_summary,
+        tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),
         warnings=frozen_experts + warnings_of(
@@ -216,6 +247,19 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         wrong_ops=self_test.wrong_ops(recipe, choices, device),
         unused_tensors=unused_tensors,
     )  # fmt: skip
+
+
+def check_every_row_has_images(samples: Sequence[Sample], choices: Choices) -> None:
+    """Refuse rows without images in a run of several processes.
+
+    A micro-batch of text alone gives the vision tower no gradient, for which the other processes would wait.
+    """
+    without = sum(not isinstance(sample, images.PicturedSample) for sample in samples)
+    if without and (choices.gpus > 1 or launch.world_size() > 1 or choices.zero or choices.fsdp):
+        raise DataError(
+            f"data.source: {without} of {len(samples)} rows have no image, and in several processes every row needs "
+            "one; remove these rows, or train in one process"
+        )
 
 
 def _cache_line(cache: token_cache.TokenCache) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.data import preview, reading, sources
+from tigon.data.images import PicturedRows
 from tigon.data.packing import SampleDataset
 from tigon.errors import RunFolderError, TigonError
 from tigon.objectives import recipe_checks
@@ -128,7 +129,8 @@ def _check_data(recipe: Recipe) -> None:
     sources.check(data.eval_sources(), "data.eval_source")
     # Rows for post-training are read by the objective, which needs the model's config.
     if data.bad_rows == "error" and not launch.started_by_launcher() and not is_post_training(recipe):
-        reading.first_look((*data.sources(), *data.eval_sources()))
+        reader = PicturedRows(data.images, data.format) if data.images else None
+        reading.first_look((*data.sources(), *data.eval_sources()), reader=reader)
 
 
 def _train_alone_or_joined(
@@ -230,7 +232,7 @@ def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
         run.append({"event": "self_test", "step": 0, "wrong_ops": dict(prepared.wrong_ops)})
     if prepared.unused_tensors:
         run.append({"event": "checkpoint", "step": 0, "unused_tensors": list(prepared.unused_tensors)})
-    prepared.tokenizer.save_pretrained(run.path / "tokenizer")
+    prepared.saved_tokenizer.save_pretrained(run.path / "tokenizer")
 
 
 def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
@@ -358,16 +360,16 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     n_sample, seed = recipe.output.sample_tokens if alone and writes_text else 0, recipe.train.seed
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
         console.print(f"sample   {objective.no_sample_line()}: the weights are sharded", markup=False)
-    sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
+    sample = {"prompt": prepared.prompt_text, "before": "", "after": ""}
     if prepared.rows is not None and writes_text and built.generation_config.eos_token_id is None:
         built.generation_config.eos_token_id = tok.eos_token_id  # a preset has none, and answers have an end
     if n_sample:
-        sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
+        sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
     with fault_messages.explain_out_of_memory(run, prepared):
         trainer, outcome = _train(run, prepared, built, console, stop)
     fused = getattr(trainer, "fused", "")
     if n_sample:
-        sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
+        sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
     decoded = None
     if n_sample:
         decoded = objective.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
@@ -402,7 +404,7 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
     written = objective.save(built, final)
     if final.is_first and written:
         for folder in final_model.folders_in(run.path):
-            prepared.tokenizer.save_pretrained(folder)
+            prepared.saved_tokenizer.save_pretrained(folder)
 
 
 def _train(
@@ -486,6 +488,7 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
         args = trainers.arguments(
             recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
             evaluate=bool(prepared.eval_samples),
+            reads_images=prepared.processor is not None and prepared.choices.lora_rank is None,
         )  # fmt: skip
         eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
         trainer = trainers.TigonTrainer(

@@ -42,12 +42,17 @@ class EvaluationBroken(Exception):
 
 
 def arguments(
-    train: TrainConfig, choices: Choices, run_info: RunInfo, *, folder: Path, device: torch.device, evaluate: bool
-) -> Any:
-    """The TrainingArguments of an ordinary run."""
+    train: TrainConfig, choices: Choices, run_info: RunInfo, *, folder: Path, device: torch.device, evaluate: bool,
+    reads_images: bool = False,
+) -> Any:  # fmt: skip
+    """The TrainingArguments of an ordinary run.
+
+    reads_images: Whether a vision tower is trained. Some models leave its last layer out, as LLaVA does, so DDP has to
+        look for weights without a gradient.
+    """
     values = argument_values(train, choices, run_info, folder=folder, device=device, evaluate=evaluate)
-    own = {"remove_unused_columns": False, "label_names": ["labels"]}
-    return without_data_parallel(TrainingArguments(**values, **own))
+    own = {"remove_unused_columns": False, "label_names": ["labels"], "ddp_find_unused_parameters": reads_images}
+    return without_data_parallel(TrainingArguments(**{**values, **own}))
 
 
 def argument_values(

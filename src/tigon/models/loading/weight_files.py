@@ -19,6 +19,7 @@ import torch
 
 from tigon._files import open_regular, read_text, refuse_special
 from tigon.errors import UsageError
+from tigon.models.loading.auto_class import auto_class
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
@@ -166,8 +167,6 @@ def compare(
     Raises:
         UsageError: transformers cannot build the model, or cannot convert the tensors.
     """
-    from transformers import AutoModelForCausalLM
-
     tensors = {
         name: torch.empty(header.shape, dtype=DTYPES.get(header.dtype, torch.float32), device="meta")
         for name, header in headers.items()
@@ -176,7 +175,7 @@ def compare(
         try:
             if cls is None:
                 with torch.device("meta"):
-                    cls = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+                    cls = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
             built, info = cls.from_pretrained(
                 None, config=copy.deepcopy(config), state_dict=tensors, device_map={"": "meta"},
                 output_loading_info=True, ignore_mismatched_sizes=True, attn_implementation=attention,

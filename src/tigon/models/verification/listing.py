@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,8 @@ class Family:
     @property
     def left_alone(self) -> list[tuple[str, str]]:
         """(what, why), from the row and from the report."""
-        reported = [(entry.cls, entry.reason) for entry in self.report.left_alone]
-        return [*self.row.keep.items(), *reported]
+        named = [*self.row.keep.items(), *((entry.cls, entry.reason) for entry in self.report.left_alone)]
+        return [*named, *_without_op(self.report.counts, named)]
 
     def to_dict(self) -> dict[str, Any]:
         """The family as a JSON-serialisable dict."""
@@ -100,6 +100,31 @@ _COLUMNS = {
     "rope": ("rope",),
     "loss": ("linear_cross_entropy",),
 }
+
+
+_NO_CANDIDATE = {
+    "MLP": (
+        ("mlp", "expert", "moe"),
+        "none has the layers of a gated one, and an activation alone is not worth a kernel",
+    ),
+    "rope": (("attention", "rope"), "no attention calls a rotary function of its file"),
+}
+"""Column -> (words in the names of parts with a reason of their own, why no module is a candidate)."""
+
+
+def _without_op(ops: Collection[str], named: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(column, why) of the columns in which a family gets nothing although no part of it was refused.
+
+    Args:
+        ops: The ops that the family gets.
+        named: (what, why) of the parts that have a reason of their own.
+    """
+    refused = " ".join(what.lower() for what, _ in named)
+    return [
+        (column, why)
+        for column, (words, why) in _NO_CANDIDATE.items()
+        if not any(op in ops for op in _COLUMNS[column]) and not any(word in refused for word in words)
+    ]
 
 
 def _cells(family: Family) -> list[str]:
@@ -171,8 +196,10 @@ def surveyed_markdown(outcomes: Iterable[Surveyed]) -> str:
     lines += ["| family | outcome | gets | what was left alone, or why there is no outcome |", "|---|---|---|---|"]
     for o in surveyed:
         gets = "" if o.verification is None else ", ".join(sorted(o.verification.counts))
-        left = o.verification.left_alone if o.verification else ()
-        reason = o.reason or "; ".join(f"{cls}: {why}" for cls, why in dict(left).items())
+        left = list(dict(o.verification.left_alone).items()) if o.verification else []
+        if o.verification:
+            left += _without_op(o.verification.counts, left)
+        reason = o.reason or "; ".join(f"{cls}: {why}" for cls, why in left)
         lines.append(f"| {o.model_type} | {o.outcome} | {gets} | {_cell(reason)} |")
     return "\n".join(lines)
 

@@ -44,7 +44,8 @@ def largest_batch(request: Request, gpu: Gpu) -> int:
     """The most samples per micro-batch that fit, as a multiple of the objective's least batch; or 0."""
     unit = request.objective.least_batch
     return unit * largest(
-        lambda n: _room(request, gpu, batch=n * unit), start=max(1, request.batch // unit), limit=(1 << 16) // unit,
+        lambda n: _room(request, gpu, batch=n * unit), start=max(1, request.batch // unit),
+        limit=max(1, request.objective.most_batch // unit),
         empty=_empty(request, gpu),
     )  # fmt: skip
 

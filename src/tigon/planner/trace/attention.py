@@ -75,12 +75,12 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: TraceRecorder, groups: int, share: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: TraceRecorder, groups: int, share: float, causal: bool
     ) -> Tensor:
         out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], q.shape[2])
         ctx.save_for_backward(q, k, v, out_BThD, lse)
-        ctx.recorder, ctx.groups, ctx.share = recorder, groups, share
-        _products(recorder, q, _FORWARD_PRODUCTS, causal=True, share=share)
+        ctx.recorder, ctx.groups, ctx.share, ctx.causal = recorder, groups, share, causal
+        _products(recorder, q, _FORWARD_PRODUCTS, causal=causal, share=share)
         return out_BThD  # type: ignore[no-any-return]
 
     @staticmethod
@@ -99,9 +99,9 @@ class _Flash(torch.autograd.Function):
         ]
         if k.shape[1] != q.shape[1]:  # dK and dV are computed per query head, then summed over the group
             scratch += [k.new_empty((B, T, h, D)), v.new_empty((B, T, h, D))]
-        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=True, share=ctx.share)
+        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=ctx.causal, share=ctx.share)
         del scratch
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None, None, None
 
 
 class _Efficient(torch.autograd.Function):
@@ -154,7 +154,8 @@ def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -
             return _without_flash(query, key, value, recorder), None
         if attention_mask is None:
             share = product_share(query.shape[-1], arch)
-            return _Flash.apply(query, key, value, recorder, groups, share), None
+            causal = getattr(module, "is_causal", True)  # a vision tower's is not
+            return _Flash.apply(query, key, value, recorder, groups, share, causal), None
         return _Efficient.apply(query, key, value, attention_mask.to(query.dtype), recorder), None
 
     if groups == 1:
@@ -193,13 +194,22 @@ def _repeated(x_BkTD: Tensor, groups: int) -> Tensor:
 def mask_maker(*, masked: bool, dense: bool) -> Callable[..., Tensor | None]:
     """The mask function. It returns a (B, 1, T, T) bool mask if a mask is needed, else None.
 
-    A mask is needed if samples hold several documents (`masked`) or a window is narrower than the sample.
+    Between the parts of an image there is none. For text, a mask is needed if samples hold several documents (`masked`)
+    or a window is narrower than the sample.
     dense: whether the attention accepts masks; the variable-length flash kernels do not.
     """
 
     def make(
-        *, batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, **_: Any
+        *,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        local_size: int | None = None,
+        allow_is_bidirectional_skip: bool = False,
+        **_: Any,
     ) -> Tensor | None:
+        if allow_is_bidirectional_skip:  # an image without padding; transformers then makes no mask
+            return None
         windowed = local_size is not None and local_size < kv_length
         if not dense or not (masked or windowed):
             return None

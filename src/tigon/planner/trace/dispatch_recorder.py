@@ -157,6 +157,12 @@ class TraceRecorder(TorchDispatchMode):
             self._charge(func, name, args, results)
         return out
 
+    def follow(self, results: Any) -> None:
+        """Record the memory of tensors that another mode has made."""
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(result, Tensor):
+                self._follow(result, None)
+
     def transient(self, nbytes: int) -> None:
         """Record memory that is allocated and freed within one operator."""
         if nbytes > 0:

@@ -36,6 +36,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
+from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, layer_checkpointing, loss_memory, model_kernels, tiling
@@ -175,7 +176,8 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
                 attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
                 for each in (model, *(one.model for one in frozen)):
                     stack.enter_context(attention_replaced(each, attend, mask))
-            stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=request.batch))
+            ignored = request.objective.ignored_labels(request.batch)
+            stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
             if choices.precision in AUTOCAST:
                 stack.enter_context(cuda_autocast.cuda_autocast())
             stack.enter_context(_foreign_code(request.model))
@@ -192,7 +194,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     choices = request.choices
     config = shallow_config(request.config, layers)
     if choices.attention == "eager":
-        text_config(config)._attn_implementation = "eager"
+        config._attn_implementation = "eager"  # of a vision tower too
     model: Any = build(request.model, config)
     if choices.quantized:
         adapters.quantize(model, functools.partial(_count_dequantisation, recorder), compute_dtype(choices))
@@ -324,7 +326,7 @@ class _Run:
         handles = self._watch()
         fused = self.request.choices.accumulation_fusion
         try:
-            with recorder, accumulation_fusion() if fused else contextlib.nullcontext():
+            with recorder, self._known(recorder), accumulation_fusion() if fused else contextlib.nullcontext():
                 inputs = self._inputs()
                 loss = self._loss(inputs, recorder)
                 recorder.mark(Where("loss"), "logits")
@@ -348,7 +350,7 @@ class _Run:
         self.model.eval()
         handles = [*self._watch_forward(recorder), *self._watch_frozen(recorder)]
         try:
-            with torch.no_grad(), recorder:
+            with torch.no_grad(), recorder, self._known(recorder):
                 for context in self.request.objective.evaluation_passes(self.model):
                     recorder.mark(Where("forward"), "activations")
                     with context:
@@ -358,6 +360,9 @@ class _Run:
                 handle.remove()
         recorder.close()
         return recorder.tape
+
+    def _known(self, recorder: TraceRecorder) -> Any:
+        return KnownValues(recorder) if self.request.objective.reads_values else contextlib.nullcontext()
 
     def _inputs(self) -> dict[str, Tensor]:
         return self.request.objective.inputs(self.request.batch, self.request.seq)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tigon._trunk import language_model
 from tigon.errors import RecipeError
 from tigon.techniques.mechanisms.four_bit_experts import names_in_4_bits
 
@@ -93,9 +94,10 @@ def _found(model: Any, modules: Mapping[str, nn.Module], target: str) -> list[st
 
 def _by_word(model: Any) -> Mapping[str, Callable[[nn.Module], bool]]:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    of_text = set(language_model(model).modules())
 
     def is_linear(module: nn.Module) -> bool:
-        return (isinstance(module, nn.Linear) or _is_conv1d(module)) and module is not head
+        return (isinstance(module, nn.Linear) or _is_conv1d(module)) and module is not head and module in of_text
 
     return {
         LINEAR: is_linear, "linear": is_linear, HEAD: lambda module: module is head,

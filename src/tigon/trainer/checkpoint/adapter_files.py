@@ -99,7 +99,7 @@ def merged_with_base(adapters: Path, model: ModelConfig, *, dtype: torch.dtype) 
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them
-    plain = models.read(model, dtype=dtype)
+    plain = models.read(model, models.load_config(model), dtype=dtype)
     with quiet_peft():
         warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would use zeros for them
         try:

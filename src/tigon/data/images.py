@@ -1,0 +1,589 @@
+"""Rows with images: reads them, turns them into tokens, and makes batches with the model's own processor.
+
+A row's images are parts of its messages, `{"type": "image", "path": "cat.png"}`, or a column `images`. Paths are
+relative to the file that names them. Nothing is downloaded.
+
+The processor writes each image as many tokens into the text. Every image is read once before training, to count them,
+and again in each batch. Only the tokens of answers are learned.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon._files import open_regular
+from tigon._install import install_command
+from tigon.data import formats, tokenizer
+from tigon.data.chat_template import Rendering, segments_of
+from tigon.data.documents import BadRows, Document, Message, Segment
+from tigon.data.messages import IMAGE_PARTS
+from tigon.data.packing import Collator, Packed, Sample, pack
+from tigon.data.tokenizer import IGNORE_INDEX, Encoded
+from tigon.errors import DataError, RecipeError, UsageError
+
+COLUMNS = ("images", "image")
+"""Columns that hold a row's images."""
+MARK = "<image>"
+"""Stands for an image in the text of a row with a column of images, as in LLaVA's data."""
+MAX_IMAGE_BYTES = 2**28
+_TURNS = ("messages", "conversations", "prompt", "completion")
+"""Columns that may hold a list of messages."""
+_REFERENCES = ("image", "path", "url", "image_url", "base64", "bytes")
+"""Keys that may hold an image, by the names of transformers, TRL, OpenAI and the package datasets."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image of a row: a file, or the bytes of one."""
+
+    where: str
+    """The row that names it, for messages."""
+    path: Path | None = None
+    data: bytes = b""
+
+    def read(self) -> bytes:
+        """The image's bytes as they are stored.
+
+        Raises:
+            DataError: The file cannot be read, or is too large.
+        """
+        if self.path is None:
+            return self.data
+        try:
+            with open_regular(self.path) as handle:
+                content = handle.read(MAX_IMAGE_BYTES + 1)
+        except FileNotFoundError:
+            raise DataError(
+                f"{self.where}: image {self.path}: no such file; a relative path begins at the folder of the file that "
+                "names it"
+            ) from None
+        except OSError as error:
+            raise DataError(f"{self.where}: image {self.path}: cannot be read: {error.strerror}") from None
+        if len(content) > MAX_IMAGE_BYTES:
+            raise DataError(f"{self.where}: image {self.path}: over the limit of {MAX_IMAGE_BYTES // 2**20} MiB")
+        return content
+
+    def decoded(self, size: int | None) -> Any:
+        """The image in RGB.
+
+        Args:
+            size: Most pixels of its longer side. A larger image is scaled down. None: no limit.
+
+        Raises:
+            DataError: Pillow cannot read it.
+        """
+        from PIL import Image, ImageOps
+
+        content = self.read()
+        try:
+            image = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+        except Exception as error:  # Pillow's decoders raise many types for a damaged file
+            name = self.path or f"of {len(content):,} bytes"
+            raise DataError(f"{self.where}: image {name}: Pillow cannot read it: {_short(error)}; repair it") from None
+        if size is not None:
+            image.thumbnail((size, size))
+        return image
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+_Parts = list["str | Picture | None"]
+"""The content of a message: texts, images, and places of images that the row's column holds (None)."""
+
+
+@dataclass(frozen=True)
+class PicturedRows:
+    """Reads rows of the formats of `tigon.data.formats`, each with up to `most` images."""
+
+    most: int
+    format: str = "auto"
+
+    def read(self, row: dict[str, Any], where: str) -> Document:
+        """The document of a row.
+
+        Raises:
+            DataError: The row cannot be used, or has more than `most` images.
+        """
+        folder = Path(where.rpartition(":")[0]).parent
+        column = _column(row, where, folder)
+        plain, turns = _texts_of(row, where, folder, marked=bool(column))
+        name = formats.detect(plain, where, {}) if self.format == "auto" else self.format
+        document = formats.read_row(name, plain, where)
+        if not document.messages:
+            if column:
+                raise DataError(f"{where}: images beside plain text; write the row as messages")
+            return document
+        messages = document.messages
+        # Messages that are no list in the row, such as a system column, come before those that are.
+        own = [*(_split(m.content, marked=bool(column)) for m in messages[: len(messages) - len(turns)]), *turns]
+        images = list(_placed(messages, own, column, where))
+        if len(images) > self.most:
+            raise DataError(
+                f"{where}: {len(images)} images, and data.images is {self.most}; raise data.images, or remove images"
+            )
+        for number, (message, parts) in enumerate(zip(messages, own, strict=True)):
+            if message.role == "assistant" and any(not isinstance(part, str) for part in parts):
+                raise DataError(f"{where}: message {number}: an image of the assistant cannot be learned; remove it")
+        written = tuple(replace(m, parts=_as_parts(parts)) for m, parts in zip(messages, own, strict=True))
+        return replace(document, segments=(), messages=written, images=tuple(images))
+
+    def toy_answers(self) -> Iterator[Document]:
+        """Raises DataError: the built-in data set has no images."""
+        raise DataError("data.source: toy-answers has no images; name .jsonl files, or set data.images: 0")
+
+
+def _column(row: Mapping[str, Any], where: str, folder: Path) -> list[Picture]:
+    """The images in the row's column."""
+    name = next((name for name in COLUMNS if row.get(name)), None)
+    if name is None:
+        return []
+    values = row[name] if isinstance(row[name], (list, tuple)) else [row[name]]
+    return [_picture(value, f"{where}: column {name!r}", folder) for value in values]
+
+
+def _texts_of(row: Mapping[str, Any], where: str, folder: Path, *, marked: bool) -> tuple[dict[str, Any], list[_Parts]]:
+    """The row with texts in place of parts, and the parts of each message that stands in a list."""
+    plain = {name: value for name, value in row.items() if name not in COLUMNS}
+    every: list[_Parts] = []
+    for name in _TURNS:
+        turns = plain.get(name)
+        if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+            continue
+        plain[name] = []
+        for number, turn in enumerate(turns):
+            key = "value" if "from" in turn else "content"
+            parts, rest = _read_parts(turn.get(key), f"{where}: message {number}", folder, marked=marked)
+            every.append(parts)
+            text = "".join(part for part in parts if isinstance(part, str))
+            plain[name].append({**turn, key: rest if rest is not None else text})
+    return plain, every
+
+
+def _read_parts(content: Any, where: str, folder: Path, *, marked: bool) -> tuple[_Parts, Any]:
+    """The parts of a message's content; and the content itself if it is for `read_messages` to refuse, else None."""
+    if isinstance(content, str):
+        return _split(content, marked=marked), None
+    if not isinstance(content, list):
+        return [], content
+    parts: _Parts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if kind in IMAGE_PARTS:
+            held = any(part.get(key) is not None for key in _REFERENCES)
+            parts.append(_picture(part, where, folder) if held else None)
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.append(part["text"])
+        else:
+            return [], content
+    return parts, None
+
+
+def _split(text: str, *, marked: bool) -> _Parts:
+    """The parts of a text in which `MARK` stands for images, if `marked`."""
+    if not marked or MARK not in text:
+        return [text]
+    parts: _Parts = []
+    for number, piece in enumerate(text.split(MARK)):
+        parts += ([None] if number else []) + ([piece] if piece.strip() else [])
+    return parts
+
+
+def _placed(messages: Sequence[Message], own: list[_Parts], column: Sequence[Picture], where: str) -> Iterator[Picture]:
+    """The images in their order. The column's images fill the open places; without any, they begin the first question.
+
+    own: the parts of each message; open places are added to it.
+    """
+    n_open = sum(part is None for parts in own for part in parts)
+    if column and not n_open and not any(isinstance(part, Picture) for parts in own for part in parts):
+        first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
+        own[first] = [*[None] * len(column), *own[first]]
+        n_open = len(column)
+    if n_open != len(column):
+        raise DataError(
+            f"{where}: the messages have {n_open} places for images, but the row's column has {len(column)} images; "
+            'give each place, {"type": "image"}, one image'
+        )
+    waiting = iter(column)
+    for parts in own:
+        for part in parts:
+            if not isinstance(part, str):
+                yield part if part is not None else next(waiting)
+
+
+def _as_parts(parts: _Parts) -> tuple[Mapping[str, Any], ...]:
+    return tuple({"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts)
+
+
+def _picture(value: Any, where: str, folder: Path) -> Picture:
+    """The image that a row names: a path, an object that holds one, or the bytes of a file."""
+    if isinstance(value, Mapping):
+        held = next((value[key] for key in (*_REFERENCES[-1:], *_REFERENCES) if value.get(key) is not None), None)
+        if held is not None:
+            return _picture(held, where, folder)
+    if isinstance(value, bytes):
+        return Picture(where, data=value)
+    if callable(getattr(value, "save", None)):  # an image of Pillow, as the package datasets decodes them
+        content = io.BytesIO()
+        value.save(content, format="PNG")
+        return Picture(where, data=content.getvalue())
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{where}: an image is {type(value).__name__}; write its path")
+    if value.startswith("data:"):
+        return Picture(where, data=_of_base64(value.partition(",")[2], where))
+    if value.startswith(("http://", "https://")):
+        raise DataError(f"{where}: image {value}: tigon downloads no images; save it and write its path")
+    return Picture(where, path=folder / value.removeprefix("file://"))
+
+
+def _of_base64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise DataError(f"{where}: an image is no valid base64 text: {error}; write its path") from None
+
+
+# --- the processor ----------------------------------------------------------------------------------------------------
+
+
+def load_processor(name: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The processor of a checkpoint, whose tokenizer has its chat template.
+
+    Raises:
+        RecipeError: The checkpoint has no processor of images, or a package that it needs is missing.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise RecipeError(f"data.images needs Pillow, which is not installed: {install_command('images')}") from None
+    try:
+        processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # ImportError for torchvision, OSError for missing files, and many others
+        raise RecipeError(
+            f"model.name: {name}: no processor of images could be loaded ({_short(error)}); give a folder with the "
+            "model's preprocessor_config.json and tokenizer, or set data.images: 0"
+        ) from None
+    if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
+        raise RecipeError(
+            f"model.name: {name} has a tokenizer, but no processor of images (preprocessor_config.json); add the "
+            "model's own, or set data.images: 0"
+        )
+    template = getattr(processor, "chat_template", None)
+    if template and not processor.tokenizer.chat_template:
+        processor.tokenizer.chat_template = template
+    return processor
+
+
+def image_tokens(processor: Any) -> tuple[str, ...]:
+    """The texts that stand for one image in a chat before the processor replaces them."""
+    names = (getattr(processor, name, None) for name in ("image_token", "boi_token"))
+    return tuple(dict.fromkeys(str(name) for name in names if name))
+
+
+# --- rows as tokens ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EncodedPictures(Encoded):
+    """A document with images as tokens."""
+
+    text: str
+    """The text before the processor has replaced the images' places by tokens."""
+    images: tuple[Picture, ...]
+    digest: bytes
+    """Of the images' bytes."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns documents into tokens, those with images by the processor.
+
+    vocab_size: the model's vocabulary.
+    size: most pixels of an image's longer side.
+    bad: the policy for rows that cannot be used.
+    """
+
+    processor: Any
+    rendering: Rendering
+    vocab_size: int
+    size: int | None
+    bad: BadRows
+
+    def encode(self, documents: Sequence[Document]) -> list[Encoded]:
+        """The documents as tokens; those without images first."""
+        plain = [document for document in documents if not document.images]
+        encoded = tokenizer.encode(
+            plain, self.processor.tokenizer, vocab_size=self.vocab_size, bad=self.bad, rendering=self.rendering
+        )
+        for document in documents:
+            if document.images:
+                try:
+                    encoded.append(self._with_images(document))
+                except DataError as error:
+                    self.bad.take(error)
+        return encoded
+
+    def _with_images(self, document: Document) -> EncodedPictures:
+        tok, where = self.processor.tokenizer, document.origin
+        segments = list(segments_of(document, tok, self.rendering))
+        if tok.eos_token and not "".join(s.text for s in segments).rstrip().endswith(tok.eos_token):
+            segments.append(Segment(tok.eos_token, True))
+        text, places = "".join(segment.text for segment in segments), image_tokens(self.processor)
+        n_places = max(text.count(token) for token in places)
+        if n_places != len(document.images):
+            raise DataError(
+                f"{where}: the chat template writes {n_places} places for {len(document.images)} images; use the "
+                f"model's own template, and keep {' and '.join(places)} out of the texts"
+            )
+        read = [(image.read(), image.decoded(self.size)) for image in document.images]
+        tokens, offsets = self._processed(text, [image for _, image in read], where)
+        spans = self._spans(segments, [image for _, image in read], offsets[-1][1], where)
+        if self.rendering.learn == "all":
+            spans = [(0, offsets[-1][1])]
+        special = set(getattr(self.processor, "image_token_ids", None) or ()) | {
+            tok.convert_tokens_to_ids(token) for token in places
+        }
+        # As in `tokenizer.encode`: a token is learned if its last character is.
+        labels = [
+            token if token not in special and any(begin < end <= stop for begin, stop in spans) else IGNORE_INDEX
+            for token, (_, end) in zip(tokens, offsets, strict=True)
+        ]
+        if (largest := max(tokens)) >= self.vocab_size:
+            raise DataError(
+                f"{where}: the processor gives id {largest}, but the model's vocabulary has {self.vocab_size}; use the "
+                "model's own processor"
+            )
+        digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content, _ in read)).digest()
+        return EncodedPictures(tokens, labels, where, False, text, document.images, digest)
+
+    def _spans(self, segments: Sequence[Segment], images: list[Any], length: int, where: str) -> list[tuple[int, int]]:
+        """The learned characters of the text in which the images' places are replaced, as (begin, end).
+
+        length: of that text.
+        """
+        places = image_tokens(self.processor)
+        counts = [max(segment.text.count(token) for token in places) for segment in segments]
+        sizes = [0 if n else len(segment.text) for n, segment in zip(counts, segments, strict=True)]
+        with_images = [i for i, n in enumerate(counts) if n]
+        if any(segments[i].learned for i in with_images) and self.rendering.learn != "all":
+            raise DataError(f"{where}: a text that is learned holds {' or '.join(places)}; remove it")
+        first = 0
+        for i in with_images if len(with_images) > 1 else ():  # one text's length follows from that of all
+            own = images[first : first + counts[i]]
+            sizes[i] = self._processed(segments[i].text, own, where)[1][-1][1]
+            first += counts[i]
+        if len(with_images) == 1:
+            sizes[with_images[0]] = length - sum(sizes)
+        if sum(sizes) != length:
+            raise DataError(f"{where}: the answers cannot be found in the processor's text; set data.learn: all")
+        spans, done = [], 0
+        for segment, size in zip(segments, sizes, strict=True):
+            if segment.learned:
+                spans.append((done, done + size))
+            done += size
+        return spans
+
+    def _processed(self, text: str, images: list[Any], where: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(tokens, place of each token in the text with replaced images)."""
+        try:
+            made = self.processor(
+                text=[text], images=[images], add_special_tokens=False, return_offsets_mapping=True
+            )  # fmt: skip
+        except Exception as error:  # processors raise many types for images that they do not take
+            raise DataError(f"{where}: the model's processor refuses the row: {_short(error)}") from None
+        return [int(i) for i in made["input_ids"][0]], [(int(a), int(b)) for a, b in made["offset_mapping"][0]]
+
+
+# --- samples and batches ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PicturedSample(Sample):
+    """A sample with images. Its tensors are those of `Sample`."""
+
+    text: str
+    images: tuple[Picture, ...]
+    digest: bytes
+
+    def more_bytes(self) -> bytes:
+        return self.digest
+
+
+def samples(encoded: Sequence[Encoded], length: int, *, too_long: str) -> Packed:
+    """Samples of at most `length` tokens, each of one document.
+
+    too_long: error or drop, for a document with images of more than `length` tokens.
+
+    Raises:
+        DataError: `too_long` is error and a document is too long.
+    """
+    plain = [each for each in encoded if not isinstance(each, EncodedPictures)]
+    packed = pack(plain, length, packing=False, cross_document=False, too_long=too_long)
+    made, n_dropped = list(packed.samples), packed.n_dropped
+    for each in encoded:
+        if not isinstance(each, EncodedPictures):
+            continue
+        n_tokens = len(each.tokens)
+        if n_tokens > length and too_long == "error":
+            raise DataError(
+                f"{each.origin}: {n_tokens} tokens with those of its images, over data.sequence_length {length}; raise "
+                "it, lower data.image_size, or set data.too_long: drop"
+            )
+        if n_tokens > length or all(label == IGNORE_INDEX for label in each.labels[1:]):
+            n_dropped += 1
+            continue
+        (sample,) = pack([each], length, packing=False, cross_document=False, too_long="error").samples
+        made.append(PicturedSample(**vars(sample), text=each.text, images=each.images, digest=each.digest))
+    return Packed(made, sum(len(sample.tokens_T) for sample in made), packed.n_truncated, n_dropped)
+
+
+@dataclass(frozen=True)
+class PicturedCollator(Collator):
+    """Turns samples into the model's keyword arguments: those of `Collator`, padded, and the processor's for images."""
+
+    processor: Any = None
+    size: int | None = None
+    """Most pixels of an image's longer side."""
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        batch = super().__call__(samples)
+        rows = [row for row, sample in enumerate(samples) if isinstance(sample, PicturedSample)]
+        pictured = [sample for sample in samples if isinstance(sample, PicturedSample)]
+        made = self._processed(
+            [sample.text for sample in pictured] or ["a"],
+            [[image.decoded(self.size) for image in sample.images] for sample in pictured],
+        )
+        ids = made["input_ids"]
+        for row, sample in zip(ids, pictured, strict=False):
+            if not torch.equal(row[: len(sample.tokens_T)].int(), sample.tokens_T.int()):
+                where = sample.images[0].where
+                raise DataError(
+                    f"{where}: the row gives other tokens than before training; keep its images as they are"
+                )
+        for name, value in made.items():
+            if name in ("input_ids", "attention_mask"):
+                continue
+            if isinstance(value, Tensor) and value.shape == ids.shape:  # of each token, such as its kind
+                whole = value.new_zeros(batch["input_ids"].shape)
+                for row, own in zip(rows, value, strict=False):
+                    whole[row, : len(own)] = own
+                value = whole
+            batch[name] = value
+        return batch
+
+    def _processed(self, texts: list[str], images: list[list[Any]]) -> Mapping[str, Any]:
+        more = {"images": images} if images else {}
+        made: Mapping[str, Any] = self.processor(
+            text=texts, **more, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt"
+        )
+        return made
+
+
+# --- planning ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The model's arguments for one row with images, without pixels. Equal layouts make equal traces."""
+
+    prompt: tuple[int, ...]
+    """The tokens of a question with its images."""
+    n_image_tokens: int
+    token_kinds: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name -> values of the arguments that have one value per token, such as whether it is an image's."""
+    tensors: tuple[tuple[str, tuple[int, ...], str, tuple[int, ...]], ...]
+    """(name, shape, dtype, values) of the other arguments. Pixels and their masks have no values."""
+
+    @classmethod
+    def of(cls, processor: Any, n_images: int, size: int) -> Layout:
+        """The layout of a row with `n_images` blank images of `size` x `size` pixels.
+
+        Raises:
+            DataError: The processor refuses it.
+        """
+        from PIL import Image
+
+        tok = processor.tokenizer
+        chat = [{"role": "user", "content": [*[{"type": "image"}] * n_images, {"type": "text", "text": "a"}]}]
+        try:
+            text = tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            made = processor(
+                text=[text], images=[[Image.new("RGB", (size, size), "grey")] * n_images], add_special_tokens=False,
+                return_tensors="pt",
+            )  # fmt: skip
+        except Exception as error:  # templates and processors raise many types
+            raise DataError(f"{n_images} images of {size} x {size} pixels cannot be planned: {_short(error)}") from None
+        ids = made["input_ids"]
+        own = {tok.convert_tokens_to_ids(getattr(processor, "image_token", None) or image_tokens(processor)[0])}
+        own |= {token for token in getattr(processor, "image_token_ids", None) or () if token is not None}
+        others = {n: v for n, v in made.items() if isinstance(v, Tensor) and n not in ("input_ids", "attention_mask")}
+        kinds = {name: value for name, value in others.items() if value.shape == ids.shape}
+        return cls(
+            tuple(ids[0].tolist()), sum(token in own for token in ids[0].tolist()),
+            tuple((name, tuple(value[0].tolist())) for name, value in kinds.items()),
+            tuple(
+                (name, tuple(value.shape), str(value.dtype).removeprefix("torch."), _values(value))
+                for name, value in others.items() if name not in kinds
+            ),
+        )  # fmt: skip
+
+    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
+        """The arguments for `batch` rows of `seq` tokens. Tensors without values are not initialised.
+
+        Raises:
+            UsageError: The images have more tokens than a row.
+        """
+        n_text = seq - len(self.prompt)
+        if n_text < 1:
+            raise UsageError(
+                f"seq is {seq}, but a question with its images has {len(self.prompt)} tokens, {self.n_image_tokens} of "
+                "them of images; raise seq, or lower image_size or images"
+            )
+        rows: dict[str, Any] = {"input_ids": [*self.prompt, *self.prompt[-1:] * n_text]}
+        rows |= {name: [*values, *[0] * n_text] for name, values in self.token_kinds}
+        made = {name: torch.tensor([values] * batch) for name, values in rows.items()}
+        made["attention_mask"] = torch.ones(batch, seq, dtype=torch.int64)
+        made["labels"] = torch.empty(batch, seq, dtype=torch.int64)
+        for name, shape, dtype, values in self.tensors:
+            whole = (batch * shape[0], *shape[1:])
+            made[name] = (
+                torch.tensor(list(values) * batch, dtype=getattr(torch, dtype)).reshape(whole)
+                if values
+                else torch.empty(whole, dtype=getattr(torch, dtype))
+            )
+        return made
+
+
+def _values(tensor: Tensor) -> tuple[int, ...]:
+    """The values of a table of integers, such as the sizes of images; () for pixels and their masks."""
+    if tensor.is_floating_point() or tensor.ndim > 2:
+        return ()
+    return tuple(int(value) for value in tensor.flatten().tolist())
+
+
+def prompt_inputs(
+    sample: Sample, collate: Callable[[Sequence[Sample]], dict[str, Any]], n_prompt: int
+) -> dict[str, Any]:
+    """The keyword arguments besides tokens with which a model continues the first `n_prompt` tokens of a sample."""
+    batch = collate([sample])
+    shape = batch["input_ids"].shape
+    return {
+        name: value[:, :n_prompt] if isinstance(value, Tensor) and value.shape == shape else value
+        for name, value in batch.items()
+        if name not in ("input_ids", "labels", "attention_mask")
+    }
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

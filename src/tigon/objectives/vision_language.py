@@ -1,0 +1,155 @@
+"""Next-token prediction with images: the model's own loss on the answers of rows with images (`data.images`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tigon.data import images
+from tigon.data.documents import RowReader
+from tigon.data.images import Layout
+from tigon.data.packing import Collator, Packed
+from tigon.data.tokenizer import Encoded
+from tigon.errors import RecipeError
+from tigon.models.loading.auto_class import reads_images
+from tigon.models.seams.head.loss import without_logits
+from tigon.objectives.base import PlannedObjective
+from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
+from tigon.recipe.keys import DataConfig, Recipe
+
+PLANNED_SIZE = 1024
+"""Pixels of an image's sides in a plan without `data.image_size`."""
+
+MOST_PLANNED_IMAGES = 256
+"""The most images of a micro-batch in a plan: models take them apart one by one, and so does the trace."""
+
+
+@dataclass(frozen=True)
+class PlannedVisionLanguage(PlannedCausalLM):
+    """Rows with the most images that the recipe allows, each of them square and as large as it allows."""
+
+    images: int
+    size: int | None
+    layout: Layout
+
+    @property
+    def in_study(self) -> bool:
+        return False
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    @property
+    def reads_values(self) -> bool:
+        return True
+
+    @property
+    def most_batch(self) -> int:
+        return max(1, MOST_PLANNED_IMAGES // self.images)
+
+    def batch_refusal(self, batch: int) -> str | None:
+        if batch <= self.most_batch:
+            return None
+        return f"a plan has at most {MOST_PLANNED_IMAGES} images in a micro-batch, {self.most_batch} samples here"
+
+    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
+        return self.layout.inputs(batch, seq)
+
+    def ignored_labels(self, batch: int) -> int:
+        return batch * len(self.layout.prompt)
+
+    def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
+        return (without_logits(),)
+
+    def recipe_keys(self) -> Mapping[str, Any]:
+        size = {} if self.size is None else {"data.image_size": self.size}
+        return {"data.images": self.images, **size}
+
+    def notes(self) -> tuple[str, ...]:
+        side = self.size or PLANNED_SIZE
+        each = f"{self.images} images" if self.images > 1 else "one image"
+        return (
+            f"Every row has {each} of {side} x {side} pixels, with {self.layout.n_image_tokens} tokens in the row. All "
+            "tokens after the question are learned.",
+            f"Micro-batches are planned up to {MOST_PLANNED_IMAGES} images.",
+        )
+
+    def description(self) -> str:
+        return f"{self.images} images per row, {self.layout.n_image_tokens} image tokens"
+
+
+def planned_images(name: str, config: Any, most: int, size: int | None, processor: Any) -> PlannedVisionLanguage:
+    """The objective of a run with `data.images`, for a plan.
+
+    Raises:
+        RecipeError: The model reads text alone.
+    """
+    _check(name, config, most)
+    side = size or PLANNED_SIZE
+    return PlannedVisionLanguage(most, size, Layout.of(processor, most, side))
+
+
+def _check(name: str, config: Any, most: int) -> None:
+    if not reads_images(config):
+        raise RecipeError(
+            f"data.images is {most}, but {name} ({config.model_type}) reads text alone; name a vision-language model, "
+            "or set data.images: 0"
+        )
+
+
+@dataclass
+class VisionLanguage(CausalLM):
+    """Trains a vision-language model on the answers of rows with images."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model_config: Any = None
+    processor: Any = None
+
+    @classmethod
+    def of_recipe(
+        cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+    ) -> VisionLanguage | None:
+        if not recipe.data.images:
+            return None
+        _check(recipe.model.name, config, recipe.data.images)
+        return cls(recipe.model, recipe.data, model_config=config)
+
+    @property
+    def name(self) -> str:
+        return "images"
+
+    def planned(self) -> PlannedObjective:
+        data = self.data
+        processor = self.processor or self.load_processor()
+        return planned_images(self.config.name, self.model_config, data.images, data.image_size, processor)
+
+    @property
+    def reads_whole_weights(self) -> bool:
+        return False
+
+    def announcement(self) -> str | None:
+        each = f"up to {self.data.images} per row" if self.data.images > 1 else "one per row"
+        return f"images   {each}, read by {type(self.processor).__name__}"
+
+    def rows(self, data: DataConfig) -> str | RowReader:
+        return images.PicturedRows(data.images, data.format)
+
+    def load_processor(self) -> Any:
+        self.processor = images.load_processor(
+            self.config.name, revision=self.config.revision, trust_remote_code=self.config.trust_remote_code
+        )
+        return self.processor
+
+    def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
+        return images.samples(encoded, data.sequence_length, too_long=data.too_long)
+
+    def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
+        return images.PicturedCollator(pad_id, packing=False, processor=self.processor, size=data.image_size)
+
+
+OBJECTIVE = VisionLanguage
