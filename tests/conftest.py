@@ -58,6 +58,7 @@ MODULE = pytest.StashKey[object]()
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Runs and compilations collect garbage often, and would search every imported library for it each time."""
     os.environ["CXX"] = COMPILER
+    os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None)  # a run sets it for its process, and another test is not one
     module = getattr(item, "module", None)
     if item.session.stash.get(MODULE, None) is not module:
         item.session.stash[MODULE] = module

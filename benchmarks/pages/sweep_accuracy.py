@@ -55,7 +55,9 @@ _SLOW_HOST = (
     "the step is CPU-bound, and this host was slower than the one that the plan was fitted on. Even the fastest steps "
     "took 1.2 to 1.4 times as long as planned."
 )
-_PEFTS_LAYERS = "measured with PEFT's layers, before `lora_linear`, and the host was slow: the step is CPU-bound."
+_PEFTS_LAYERS = "measured with PEFT's layers, which `lora_linear` and `lora_linears` have replaced."
+REPLACED: Mapping[str, str] = {f"techniques: {name}": _PEFTS_LAYERS for name in ("lora", "qlora")}
+"""Points that are not compared, because tigon computes them in another way since they were measured."""
 KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ("techniques: zero-offload-cpu", "reserved"): (0.19, f"ZeRO-2's copies to the host: {_STREAMS}"),
     ("techniques: adamw-torchao-8bit", "step time"): (
@@ -63,9 +65,6 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ),
     ("techniques: zero-offload-nvme", "step time"): (
         0.84, "the plan does not know the speed of the disk that holds the files."
-    ),
-    ("techniques: qlora", "reserved"): (
-        0.09, "measured when the check for NaN before a save still held temporaries of the largest weight."
     ),
     ("techniques-two-gpus: zero-2", "reserved"): (0.13, f"ZeRO-2: {_STREAMS}"),
     ("techniques-two-gpus: fsdp2-offload", "reserved"): (0.14, f"FSDP2's weights on their way: {_STREAMS}"),
@@ -85,7 +84,6 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
             ("galore-layerwise", 0.36), ("paged-adamw", 0.29),
         )
     },
-    **{(f"techniques: {name}", "step time"): (0.57, _PEFTS_LAYERS) for name in ("lora", "qlora")},
     ("batch: Liger batch_size=32", "step time"): (0.32, _FOUR),
     ("sequence", "step time"): (0.28, _FOUR),
     ("ladder", "step time"): (
@@ -121,15 +119,16 @@ def case_of(results: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, A
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """Every point that ran in the results of a GPU, in file order. Raises UsageError for a file that is not a
-    results.json."""
+    """Every point that ran in the results of a GPU and is not in REPLACED, in file order. Raises UsageError for a file
+    that is not a results.json."""
     cases = []
     for file in sorted(file for room in ROOMS for file in folder.glob(f"{room}/*.json")):
         try:
             results = json.loads(file.read_text(encoding="utf-8"))
             ran = [point for point in results["points"] if point["status"] == failures.OK]
             if ran and _gpu_known(results["environment"]["device"]):
-                cases += [case_of(results, point) for point in ran]
+                found = [case_of(results, point) for point in ran]
+                cases += [case for case in found if case["id"] not in REPLACED]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file} is not the results.json of a sweep ({type(error).__name__}: {error}).") from None
     return cases
@@ -204,7 +203,11 @@ def section(comparisons: Sequence[Comparison]) -> str:
         if abs(one.error(quantity)) > quantity.worst and (begin := known(one.id, quantity.name)) is not None
     }
     beyond_limits = [f"- {begin}, {name}: {why}" for (begin, name), (_, why) in KNOWN.items() if (begin, name) in off]
-    return "\n".join(rows) + ("\n\nKnown cases beyond a limit:\n\n" + "\n".join(beyond_limits) if beyond_limits else "")
+    lists = {
+        "Known cases beyond a limit": beyond_limits,
+        "Not compared": [f"- {point}: {why}" for point, why in REPLACED.items()],
+    }
+    return "\n".join(rows) + "".join(f"\n\n{title}:\n\n" + "\n".join(lines) for title, lines in lists.items() if lines)
 
 
 def predictions_path(folder: Path) -> Path:

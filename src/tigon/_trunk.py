@@ -8,7 +8,7 @@ from torch import nn
 
 
 def trunk_of(model: Any) -> Any:
-    """The module below the head; the model itself if it has no head.
+    """The module below the head, or a model without a head itself.
 
     Llama 4's `base_model_prefix` names no attribute of its text model, so its `base_model` is the model itself.
     """

@@ -47,7 +47,7 @@ def test_every_family_is_printed_with_its_ops_and_reasons(capsys):
 def test_a_family_gets_an_op_in_each_column_or_a_reason():
     for family in listing.families():
         named = " ".join(what.lower() for what, _ in family.left_alone)
-        assert {"swiglu", "geglu"} & set(family.report.counts) or "mlp" in named, family.row.model_type
+        assert {"swiglu", "geglu", "experts"} & set(family.report.counts) or "mlp" in named, family.row.model_type
         assert "rope" in family.report.counts or "rope" in named, family.row.model_type
         assert {"rms_norm", "layer_norm"} & set(family.report.counts), family.row.model_type
 

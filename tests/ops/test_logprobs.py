@@ -264,7 +264,7 @@ def test_nan_stays_in_its_row(chunk_bytes: int, backend: Any) -> None:
     assert bool(dx[4].isnan().all()) and relative_error(dx[others], dx_clean[others]) < 1e-6
 
 
-@pytest.mark.parametrize("tokens, masked", [(N, N // 2), (400, 1)], ids=["half", "too few to drop"])
+@pytest.mark.parametrize("tokens, masked", [(N, N // 2), (65, 1)], ids=["half", "too few to drop"])
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)
 def test_nan_in_a_masked_row_reaches_no_gradient(tokens: int, masked: int, chunk_bytes: int, backend: Any) -> None:
     hidden, weight, ids = head(backend.device, tokens=tokens)

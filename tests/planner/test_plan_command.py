@@ -122,13 +122,12 @@ def test_heads_reach_the_recommended_recipe(capsys, tmp_path):
 
 
 def test_qlora_alone_means_rank_16(capsys):
-    alone, both, other = (
+    alone, both = (
         json.loads(printed(capsys, batch=1, seq=64, as_json=True, quantized=True, **more))
-        for more in ({}, {"lora_rank": 16}, {"lora_rank": 8})
+        for more in ({}, {"lora_rank": 16})
     )
     assert alone == both
-    assert alone["peak_allocated_bytes"] > other["peak_allocated_bytes"]
-    assert "QLoRA 16" in json.dumps(alone) and "QLoRA 8" in json.dumps(other)
+    assert "QLoRA 16" in json.dumps(alone)
 
 
 WRONG = {

@@ -583,10 +583,12 @@ IN_TWO = {
     "ddp": train, "zero-1": zero_rank, "zero-2": zero_rank, "zero-3": zero_rank, "fsdp2": fsdp_rank,
     "sequence-parallel": train,
 }  # fmt: skip
-# DeepSpeed compiles its CPU optimizer for two minutes.
-ELSEWHERE = ("zero-offload-cpu", "zero-offload-nvme", *IN_TWO)
-
-
+ELSEWHERE = (
+    *("zero-offload-cpu", "zero-offload-nvme"),  # DeepSpeed compiles its CPU optimizer for two minutes
+    *("fsdp2-hybrid", "tensor-parallel", "zero-3-hpz"),  # four processes: test_mesh_runs.py
+    *("zero-3-int8-weights", "zero-3-int4-gradients"),  # CUDA kernels
+    *IN_TWO,
+)
 ON_ONE_CPU = [path for path in TECHNIQUE_RECIPES if path.stem not in ELSEWHERE]
 
 

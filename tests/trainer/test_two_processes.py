@@ -286,6 +286,7 @@ def launched(here: Path, action: Callable[[int], None]) -> list[int]:
     """
     launcher = os.fork()
     if launcher == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not a handler that another test left
         for _ in range(8):
             threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -406,6 +407,8 @@ def test_process_that_starts_after_the_death_of_its_launcher_ends(tmp_path):
     with adopting():
         launcher = os.fork()
         if launcher == 0:
+            # A handler that another test left, such as PyTorch's, would raise and go on with the tests in this copy.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.environ[launch.LAUNCHER] = str(os.getpid())
             child = os.fork()
             if child == 0:
@@ -413,6 +416,7 @@ def test_process_that_starts_after_the_death_of_its_launcher_ends(tmp_path):
                     time.sleep(0.01)
                 launch.end_with_launcher()
                 time.sleep(60)
+                os._exit(1)
             (tmp_path / "pid").write_text(str(child))
             os._exit(0)
         os.waitpid(launcher, 0)

@@ -105,7 +105,7 @@ class Impl:
     compiled: bool = False
     """Run through torch.compile."""
     frozen: tuple[str, ...] = ()
-    """Inputs that it gives no gradient. A row that asks for one is "not supported"."""
+    """Inputs without a gradient from it. A row that asks for one is "not supported"."""
     mean_only: bool = False
     """It returns the mean over the tokens. A row of values per token is "not supported"."""
 

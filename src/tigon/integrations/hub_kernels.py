@@ -91,7 +91,7 @@ def mapping(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def undo(model: Any) -> int:
-    """Give the layers that run tigon's forward their own again; transformers has no call for it.
+    """Give the layers that run tigon's forward their own again, which transformers cannot.
 
     Args:
         model: a module on which `kernelize` or `use_kernels` was called.

@@ -9,8 +9,8 @@ rows of expert e are Offsets[e] to Offsets[e + 1]. Order[m] is the slot of sorte
     bias gradient       db_e = Σ_m w_m x_m
     combine             y_t = Σ_k w_tk z_tk
 
-Nothing is padded to a capacity, nothing waits for the host, and no sum uses atomics. Each tile has one accumulator in
-fp32 with one `tl.dot` per step.
+Rows are not padded to a capacity, kernels do not wait for the host, and sums do not use atomics. Each tile has one
+accumulator in fp32 with one `tl.dot` per step.
 """
 
 from typing import NamedTuple

@@ -146,7 +146,7 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         _decide_residual_norms(model, decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
-    # Most models have no adapters, so a flag for them that was left out asks for nothing.
+    # Few models have adapters, so a flag for them that was left out asks for nothing.
     quiet = (*ADAPTER_FLAGS, *OPTIONAL_FLAGS)
     asked = any(on is not False and (on or name not in quiet) for name, on in flags.items())
     if not decision.changes and not decision.patched and asked:

@@ -107,7 +107,7 @@ class MetricSection:
     rows: tuple[MetricRow, ...]
     tile: str
     """The label of a box at the top of the report. The box shows the first and the last value of one metric: the first
-    metric of the first row that is no baseline."""
+    metric of the first row that is not a baseline."""
 
     @property
     def tile_metric(self) -> str:

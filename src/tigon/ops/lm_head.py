@@ -117,7 +117,7 @@ def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
 
     If a dimension is not a multiple of 8, such as GPT-2's vocabulary of 50257, cuBLAS uses kernels that load element by
     element, even if rows are padded. They are 1.6 to 8 times slower on an H200. The remainder therefore gets a separate
-    product. The weight gradient of one token is a column times a row and also gets such a kernel. It takes 829 us for
+    product. For one token, the weight gradient is a column times a row, and gets such a kernel too. It takes 829 us for
     128256 x 4096; writing the result alone takes 250 us. Padding both factors with zeros avoids it.
     """
     if a.shape[1] == 1:

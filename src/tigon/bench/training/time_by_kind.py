@@ -27,7 +27,7 @@ _PRODUCTS = re.compile(
     r"aten::(mm|bmm|addmm|addmv|baddbmm|mkldnn_linear|_scaled_mm|_grouped_mm)$|gemm|cublas|cutlass|nvjet|splitk",
     re.IGNORECASE,
 )
-# What the profiler also files under the device: waits of the CPU for a full queue or for the GPU, and its own work.
+# The profiler also files these under the device: waits of the CPU for a full queue or for the GPU, and its own work.
 _NO_KERNEL = re.compile(
     r"Command Buffer Full|Activity Buffer Request|Lazy Function Loading|Instrumentation|(Context|Stream|Event) Sync"
     r"|(Stream )?Wait Event"

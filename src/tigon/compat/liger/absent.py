@@ -61,7 +61,7 @@ ABSENT = (
     ),
     Absent(
         ("ops.experimental.mm_int8int2.*",),
-        "A product with 2-bit weights that has no backward, so it does not train.",
+        "A product with 2-bit weights, for inference only.",
     ),
     Absent(
         ("transformers.moe.LigerExpertParallelFusedMoe",),

@@ -159,7 +159,7 @@ exp_weight_grad = Primitive(
 
 
 def add_exp_weight_grad(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor, grad_VH: Tensor) -> None:
-    """As `exp_weight_grad`, added to `grad`. No compiler sees it, so it is no operator."""
+    """As `exp_weight_grad`, added to `grad`. It is not an operator, because compilers never see it."""
     with no_autocast(e_NV):
         _exp_weight_grad_into(e_NV, x_NH, factors, target, grad_VH, accumulate=True)
 

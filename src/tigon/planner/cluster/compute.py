@@ -89,7 +89,7 @@ class LayerTime:
 
 
 def under_autocast(work: Workload, division: Division) -> bool:
-    """Whether the layers run under autocast. Of the engines, only DDP does this; the others compute in 16 bits."""
+    """Whether the layers run under autocast. Only DDP does this; the other engines compute in 16 bits."""
     alone = division.tensor * division.pipeline == 1
     return division.sharding == "none" and alone and work.states == "amp-bf16"
 

@@ -57,7 +57,7 @@ def longest_rows(plan: Plan, *, keep_batch: bool) -> tuple[LongestRow, ...]:
 
 
 class _Key:
-    """A request, compared by what differs between the requests of one call, because a config has no hash."""
+    """A request, compared by what differs between the requests of one call, because configs cannot be hashed."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -122,7 +122,7 @@ class _Held:
         self._held, self._storage = self._state(tensor), tensor.untyped_storage()
 
     def forget(self) -> None:
-        """Note that a graph writes to the buffer, which changes no version."""
+        """Note that a graph writes to the buffer without a change of its version."""
         self._held = self._storage = None
 
     def _state(self, tensor: Tensor) -> Any:

@@ -86,7 +86,7 @@ class Technique:
     change_rank: int = 0
     """How much the results of a run with it differ from those of AdamW under autocast. 0: not at all.
 
-    The ranks were set by hand, not measured. Of two runs, the one with the smaller sum of ranks changes less."""
+    The ranks were set by hand, not measured. The run with the smaller sum of ranks changes less."""
     rough_time: bool = False
     """The planner models its time only roughly, so it counts as one more rank."""
     last_resort: bool = False

@@ -2,7 +2,7 @@
 
 preflight.py         a run that cannot start or end: a missing package, no such device, a technique that it cannot use,
                      too many tokens for the model, too little memory or disk space. It refuses the run.
-recipe_warnings.py   settings that are allowed but have no effect, such as a warm-up longer than the run. It warns.
+recipe_warnings.py   allowed settings without an effect, such as a warm-up longer than the run. It warns.
 self_test.py         a kernel that gives wrong results on this GPU. It leaves the op out of the patch, and warns.
 prediction.py        a run that needs more memory than the GPU has. It warns before the run, and names what fits.
 nan_guard.py         a loss or gradient that is not finite. It skips the step, so that no weight changes.

@@ -91,5 +91,5 @@ def cosine_of_logits(student: Rows, teacher: Rows, mask: Tensor) -> Tensor:
     student = student._replace(hidden=student.hidden.masked_fill(~mask.unsqueeze(1), 0.0))
     teacher = teacher._replace(hidden=teacher.hidden.masked_fill(~mask.unsqueeze(1), 0.0))
     squares = _inner(student, student) * _inner(teacher, teacher)
-    # Logits that are all 0 have no direction: their similarity is 0, with a gradient of 0.
+    # If all logits are 0, the similarity is 0 and so is its gradient.
     return _inner(student, teacher) * squares.clamp(min=torch.finfo(squares.dtype).tiny).rsqrt()

@@ -1,7 +1,7 @@
 """The Jensen-Shannon and the cosine loss of a student and a teacher, from their hidden states.
 
 Each returns w_hard · NLL + w_soft · D, both means over the labels that count, or on request (loss, soft, hard). The
-last two have no gradient. The teacher gets no gradient.
+last two and the teacher are constants for autograd.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DPO, CPO, ORPO and SimPO from hidden states: B chosen sequences, then the B rejected ones.
 
-Each returns (loss, results). The results have no gradient. They begin with chosen_logps (B,), rejected_logps (B,), the
-mean logit of the chosen and of the rejected sequences, and the negative log-likelihood of the chosen ones per label.
-The rewards (B,) of chosen and rejected follow.
+Each returns (loss, results). The results are constants for autograd. They begin with chosen_logps (B,),
+rejected_logps (B,), the mean logit of the chosen and of the rejected sequences, and the negative log-likelihood of the
+chosen ones per label. The rewards (B,) of chosen and rejected follow.
 """
 
 from __future__ import annotations
