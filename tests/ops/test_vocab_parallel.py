@@ -38,6 +38,8 @@ REFUSED = ("label_smoothing", "rank")
 """Options of the ops' cases that a divided head does not have."""
 OF_HEADS = {"weight": "bias", "teacher_weight": "teacher_bias"}
 """The divided tensors of an op: each weight and its bias."""
+ORDERS = 4
+"""Orders of summation of the unfused op that a result is compared with. One alone is exact by luck on some CPUs."""
 
 
 def cut(V: int, share: float) -> tuple[slice, slice]:
@@ -108,7 +110,8 @@ def check(
 ) -> float:
     inputs = make(op, case, dtype)
     upstream = upstream_for(tensors_of(op.call(**inputs)))
-    truth, baseline = truth_and_baseline(op, inputs, upstream, case.product_orders)
+    # The divided head adds in another order than the whole one, which is as exact as any other.
+    truth, baseline = truth_and_baseline(op, inputs, upstream, max(case.product_orders, ORDERS))
     with ProductsOfParts(rows or cut(case.shape[-1], 0.5)):
         baseline = worse_of(baseline, run(op.oracle, op, with_leaves(op, inputs), upstream), truth)
     assert_result_within(divided(op, rank, mesh, rows, inputs), truth, baseline, factor)
