@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "vision" / "make_model.py"
 
 
@@ -112,6 +114,15 @@ def without_images(folder: Path) -> Path:
 
 FAMILIES = {"smolvlm": smolvlm, "llava": llava, "qwen2_5_vl": qwen2_5_vl}
 NEEDS = {"qwen2_5_vl": "torchvision"}
+
+
+def checkpoint_in(store: Path, family: str) -> Path:
+    """A checkpoint with its processor, made once in a folder. Skips the test if the family's package is missing."""
+    if family in NEEDS:
+        pytest.importorskip(NEEDS[family])
+    return store / family if (store / family).exists() else FAMILIES[family](store / family)
+
+
 """Family -> a package that its processor needs."""
 
 

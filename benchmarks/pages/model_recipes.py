@@ -4,10 +4,10 @@
     python -m benchmarks.pages.model_recipes --only qwen3    # of models whose name contains this
     python -m benchmarks.pages.model_recipes --check         # print what differs from a new plan, and write nothing
 
-A recipe is named by the smallest class of GPU memory that it fits: of each class the planner's table has a GPU whose
-usable memory is among the smallest. A larger class gets a recipe of its own if its memory allows one that changes the
-numbers less or recomputes nothing. A step has 16 rows of 2,048 tokens, one at a time. No recipe uses memory of the
-host, because its size is not known.
+A recipe is named by the smallest class of GPU memory that it fits. A GPU of the planner's table with little usable
+memory stands for each class. A larger class gets another recipe if its memory allows one that changes the numbers less,
+or that recomputes no layer. A step has 16 rows of 2,048 tokens, one at a time. No recipe uses memory of the host,
+because its size is not known.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MODELS = (
     Model("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3"),
     Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
     Model("qwen3-8b", "Qwen/Qwen3-8B"),
-    # transformers has no sdpa for its sinks.
+    # transformers' sdpa cannot compute its attention sinks.
     Model("gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", ("lora", "qlora", "qlora-experts"), attention="eager"),
     Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", ("lora", "lora-experts", "qlora", "qlora-experts")),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tigon.data.packing import fingerprint
 from tigon.data.reading import read
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError
-from vision import FAMILIES, NEEDS, example, without_images, write
+from vision import FAMILIES, checkpoint_in, example, without_images, write
 
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "What is it?"}
 ANSWER = {"role": "assistant", "content": "A dog."}
@@ -45,14 +46,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """checkpoint(family): a checkpoint with its processor, made once."""
-    store = tmp_path_factory.mktemp("vision")
-
-    def made(family: str) -> Path:
-        if family in NEEDS:
-            pytest.importorskip(NEEDS[family])
-        return store / family if (store / family).exists() else FAMILIES[family](store / family)
-
-    return made
+    return partial(checkpoint_in, tmp_path_factory.mktemp("vision"))
 
 
 def processor_of(folder: Path) -> Any:

@@ -122,3 +122,11 @@ def twins(name: str = "grouped-query", **options: Any) -> tuple[nn.Module, nn.Mo
     """The same model twice, a Llama of `CONFIGS` or the model of a row; patch one of them."""
     model = tiny_model(name, {**MODELS[name].tiny, **options}) if name in MODELS else llama(name, **options)
     return copy.deepcopy(model), model
+
+
+def assert_agree(got: dict[str, Tensor], want: dict[str, Tensor], limit: float = 1e-4) -> None:
+    """The same tensors, each with a relative error of at most `limit`."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        error = (got[name] - value).norm() / value.norm().clamp_min(1e-12)
+        assert error <= limit, f"{name}: relative error {error:.1e}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models_helpers import assert_agree
 from torch import nn
 
 import tigon
@@ -85,13 +86,6 @@ def step(model: Any) -> dict[str, torch.Tensor]:
     logits = model(input_ids=IDS, use_cache=False).logits
     logits.square().sum().backward()
     return {"logits": logits.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        error = (got[name] - value).norm() / value.norm().clamp_min(1e-12)
-        assert error <= 1e-4, f"{name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models_helpers import assert_agree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
@@ -47,13 +48,6 @@ def step(model: Any, autocast: bool = False) -> dict[str, torch.Tensor]:
         logits = model(input_ids=IDS, use_cache=False).logits.float()
     logits.square().sum().backward()
     return {"logits": logits.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], limit: float = 1e-4) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        error = (got[name] - value).norm() / value.norm().clamp_min(1e-12)
-        assert error <= limit, f"{name}: relative error {error:.1e}"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,14 @@ from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, trace
 from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.techniques.records.choices import Choices
-from vision import FAMILIES, NEEDS, without_images
+from vision import FAMILIES, checkpoint_in, without_images
 
 GPU = find_gpu("h200")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    store = tmp_path_factory.mktemp("vision")
-
-    def made(family: str) -> Path:
-        if family in NEEDS:
-            pytest.importorskip(NEEDS[family])
-        return store / family if (store / family).exists() else FAMILIES[family](store / family)
-
-    return made
+    return partial(checkpoint_in, tmp_path_factory.mktemp("vision"))
 
 
 def request_of(

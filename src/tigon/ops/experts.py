@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,12 +51,10 @@ from tigon.ops.expert_operators import (
     grouped_sum,
     grouped_weight_gradient,
 )
+from tigon.ops.linear.lora_linear import Weight, dense
 from tigon.ops.lm_head import no_autocast, product_dtype
 
 # T tokens, K experts per token, S = T · K slots, E experts, H hidden, F inner width of an expert, R rank of an adapter.
-
-Weight = Tensor | Callable[[], Tensor]
-"""A weight of all experts, or a function that makes it, such as the dequantisation of a 4-bit weight."""
 
 
 def _sorted_slots(experts_TK: Tensor, number_of_experts: int) -> tuple[Tensor, Tensor]:
@@ -65,14 +62,6 @@ def _sorted_slots(experts_TK: Tensor, number_of_experts: int) -> tuple[Tensor, T
     sorted_experts, order = torch.sort(experts_TK.reshape(-1), stable=True)
     bounds = torch.arange(number_of_experts + 1, device=experts_TK.device, dtype=sorted_experts.dtype)
     return order, torch.searchsorted(sorted_experts, bounds, out_int32=True)
-
-
-def _made(stored: Tensor | None, make: Callable[[], Tensor] | None, dtype: torch.dtype) -> Tensor:
-    """The weight of a product. A weight that is made lives for one product."""
-    if make is not None:
-        return make().to(dtype)
-    assert stored is not None
-    return stored
 
 
 class Experts(torch.autograd.Function):
@@ -90,7 +79,7 @@ class Experts(torch.autograd.Function):
         top_k = top_k_index.shape[1]
         with no_autocast(hidden):
             experts_TK = top_k_index.contiguous()
-            weight = _made(stored_gate_up, ctx.make_gate_up, dtype)
+            weight = dense(gate_up, dtype)
             E = weight.shape[0]
             order, offsets = _sorted_slots(experts_TK, E)
             weights = top_k_weights.reshape(-1).to(torch.promote_types(top_k_weights.dtype, torch.float32))
@@ -99,7 +88,7 @@ class Experts(torch.autograd.Function):
             del weight
             y = expert_unit_fwd(pre, *unit)
             h_down, b = _low(y, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, False)
-            weight = _made(stored_down, ctx.make_down, dtype)
+            weight = dense(down, dtype)
             z = grouped_product(y, weight, down_bias, h_down, b, order, offsets, top_k, False, True)
             del y, weight
             out = combine_slots(z, weights, experts_TK, E)
@@ -164,7 +153,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if want_dpre or want_w or want_down_a:
         g, a_t = _low_gradient(dy, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, True)
         if want_dpre or want_w:
-            weight = _made(stored_down, ctx.make_down, dtype).transpose(1, 2)
+            weight = dense(ctx.make_down or stored_down, dtype).transpose(1, 2)
             da = grouped_product(dy, weight, None, g, a_t, order, offsets, top_k, True, False)
             del weight
     want_wy, dpre, wy, dweights = want_down or want_down_a, pre, pre, weights
@@ -203,7 +192,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             d_gate_up_a = grouped_weight_gradient(g, rows, offsets, gate_up_lora_a).mul_(gate_up_scaling)
         del rows
     if want_x:
-        weight = _made(stored_gate_up, ctx.make_gate_up, dtype)
+        weight = dense(ctx.make_gate_up or stored_gate_up, dtype)
         slots = grouped_product(dpre, weight.transpose(1, 2), None, g, a_t, order, offsets, top_k, False, True)
         del dpre, weight
         dx = combine_slots(slots, None, experts_TK, offsets.shape[0] - 1)

@@ -179,9 +179,22 @@ def _group(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     return model
 
 
+def text_config(config: Any) -> Any:
+    """Returns the part of a transformers config that describes the language model: itself for a model of text."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def check_text_alone(config: Any, key: str) -> None:
+    """Raise RecipeError, which names `key`, unless a transformers config is of a model of text."""
+    if text_config(config) is not config:
+        raise RecipeError(
+            f"{key} takes models of text, and {config.model_type} takes images or sound too; set {key}: 1"
+        )
+
+
 def key_heads(config: Any) -> int:
     """Returns the number of key heads of a transformers config."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tigon.errors import RecipeError
-from tigon.techniques.head_groups import key_heads
+from tigon.techniques.head_groups import check_text_alone, key_heads
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Setting
@@ -261,26 +261,22 @@ def check(config: Any, choices: Choices) -> None:
             f"{KEY} is {size}, and sharding.gpus {choices.gpus} is not a multiple of it; set sharding.gpus to "
             f"{-(-choices.gpus // size) * size}"
         )
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if text is not config:
-        raise RecipeError(
-            f"{KEY} takes models of text, and {config.model_type} takes images or sound too; set {KEY}: 1"
-        )
-    n_heads, n_key_heads = int(text.num_attention_heads), key_heads(config)
+    check_text_alone(config, KEY)
+    n_heads, n_key_heads = int(config.num_attention_heads), key_heads(config)
     if n_heads % size or n_key_heads % size:
         raise RecipeError(
             f"{KEY} is {size}, and the model has {n_heads} heads and {n_key_heads} key heads, which are divided over "
             "these processes; choose a divisor of both"
         )
-    others = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"})
+    others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
     if others:
         raise RecipeError(f"{KEY}: the model has layers of {', '.join(others)}, which would not see whole rows; "
                           f"set {KEY}: 1")  # fmt: skip
-    window = None if getattr(text, "layer_types", None) else getattr(text, "sliding_window", None)
+    window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
     if window is not None:
         raise RecipeError(f"{KEY}: the model's attention has a sliding window of {window} tokens, which has not been "
                           f"tried with shards of rows; set {KEY}: 1")  # fmt: skip
-    if getattr(text, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False):
         raise RecipeError(f"{KEY}: the router's loss is not a sum over tokens; set model.config.output_router_logits: "
                           f"false, or {KEY}: 1")  # fmt: skip
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tigon.errors import RecipeError
-from tigon.techniques.head_groups import key_heads
+from tigon.techniques.head_groups import check_text_alone, key_heads
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Setting
@@ -169,11 +169,7 @@ def check(config: Any, choices: Choices) -> None:
             f"{KEY} is {size}, and FSDP2 needs at least two groups of {size} GPUs, but sharding.gpus is "
             f"{choices.gpus}; set sharding.gpus to a multiple of {size} from {2 * size} on"
         )
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if text is not config:
-        raise RecipeError(
-            f"{KEY} takes models of text, and {config.model_type} takes images or sound too; set {KEY}: 1"
-        )
+    check_text_alone(config, KEY)
     plan = plan_of(config)
     if not plan:
         raise RecipeError(
@@ -185,7 +181,7 @@ def check(config: Any, choices: Choices) -> None:
             f"{KEY}: transformers' plan for {config.model_type} divides layers by {', '.join(others)}, which tigon has "
             f"not tried; set {KEY}: 1"
         )
-    n_heads, n_key_heads, width = int(text.num_attention_heads), key_heads(config), int(text.intermediate_size)
+    n_heads, n_key_heads, width = int(config.num_attention_heads), key_heads(config), int(config.intermediate_size)
     if n_heads % size or n_key_heads % size or width % size:
         raise RecipeError(
             f"{KEY} is {size}, and the model has {n_heads} heads, {n_key_heads} key heads and an MLP of width {width}, "

@@ -176,17 +176,12 @@ def _check_once(module: Any) -> None:
 _checked: set[tuple[type, ExpertUnit | None, bool]] = set()
 
 
+@dataclass(frozen=True)
 class ExpertsOpSeam(Seam):
     """Calls the op instead of the implementation that the config names."""
 
     op: ClassVar[str] = "experts"
     flag: ClassVar[str] = "experts"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self)
-
-    def __hash__(self) -> int:
-        return hash(type(self))
 
     def candidate(self, module: nn.Module) -> bool:
         return hasattr(module, "is_transposed") and callable(getattr(type(module), "_apply_gate", None))

@@ -9,6 +9,7 @@ PEFT's forward stays in charge of everything but the plain case, as in `lora.py`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -39,17 +40,12 @@ def factors(wrapper: Any, name: str) -> Adapter:
     return Adapter(a, b, float(wrapper.scaling[name]))
 
 
+@dataclass(frozen=True)
 class ExpertsLoraSeam(Seam):
     """Gives the adapters' factors to the op instead of adding their products to the weights."""
 
     op: ClassVar[str] = "experts"
     flag: ClassVar[str] = "experts"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self)
-
-    def __hash__(self) -> int:
-        return hash(type(self))
 
     def candidate(self, module: nn.Module) -> bool:
         return is_wrapper(module) and _EXPERTS.candidate(_innermost(module))
