@@ -39,6 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     kinds: dict[str, dict[str, Any]] = {
         "bf16": {}, "fp32": {"dtype": torch.float32}, "tied": {"tie_word_embeddings": True},
         "experts": {"model_type": "qwen3_moe", **EXPERTS}, "biases": {"attention_bias": True},
+        "wide": {"hidden_size": 64},
         # bitsandbytes dequantises rows on a CPU rightly only if their length is a multiple of 64
         "wide experts": {"model_type": "qwen3_moe", **EXPERTS, "hidden_size": 64, "moe_intermediate_size": 64},
     }  # fmt: skip
@@ -217,6 +218,34 @@ def test_adapters_of_4_bit_experts_load_in_peft(run, here, checkpoints):
     assert losses(here / "runs" / "r")[-1] < losses(here / "runs" / "r")[0]
 
 
+def test_loftq_adapters_start_nearer_to_the_checkpoint_and_are_saved_for_its_weights(run, here, checkpoints, tigon):
+    pytest.importorskip("bitsandbytes")
+    sets = ("lora.rank=8", "lora.quantize=true", "train.save_steps=4")
+    unquantised = logits_of(whole(checkpoints("wide")))
+
+    def distance(init: str) -> float:
+        """That of the model before training to the unquantised checkpoint."""
+        done = run(
+            "wide", *sets, f"lora.init={init}", "train.steps=1", "train.learning_rate=1e-12", f"output.name={init}"
+        )
+        assert done.code == 0
+        return rms(done.logits - unquantised)
+
+    assert distance("loftq") < 0.9 * distance("default")
+    outcome = run("wide", *sets, "lora.init=loftq")
+    assert outcome.code == 0
+    folder = here / "runs" / "r" / "adapters"
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (config["r"], config["lora_alpha"], config["init_lora_weights"]) == (16, 32, True)
+    got = logits_of(adapted(checkpoints("wide"), folder))
+    scale = float(outcome.logits.std())
+    learned = rms(got - unquantised)
+    assert rms(got - outcome.logits) < min(learned, 0.4 * scale)
+    assert not (here / "runs" / "r" / "initial-adapters").exists()
+    refused = tigon("export", here / "runs" / "r" / "checkpoints" / "checkpoint-4", here / "exported")
+    assert "loftq a checkpoint's adapters belong to the run's 4-bit weights" in refused.error_line()
+
+
 def test_experts_in_mxfp4_are_refused_with_the_way_on(run, here, checkpoints):
     config = checkpoints("bf16") / "config.json"
     plain = config.read_text(encoding="utf-8")
@@ -267,6 +296,8 @@ REFUSED = {
     "unknown module to save": ("lora.modules_to_save=[lmhead]", "the nearest is lm_head"),
     "dora of a part of the weight": ("lora.init=pissa,lora.dora=true", "DoRA's is no sum"),
     "4 bits of a part of the weight": ("lora.init=olora,lora.quantize=true", "would be quantised"),
+    "loftq of whole weights": ("lora.init=loftq", "LoftQ makes up for the rounding of 4-bit weights"),
+    "loftq of 8 bits": ("lora.init=loftq,lora.quantize=true,lora.quantize_to=int8", "LoftQ for 4-bit weights only"),
     "experts with dropout": ("lora.targets=experts,lora.dropout=0.1", "no input that could be dropped"),
     "fp32 beside bf16": ("lora.base=fp32,train.precision=bf16", "keeps every weight in bf16"),
     "bits of nothing": ("lora.quantize_to=int8", "would do nothing without lora.quantize"),
