@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import EXPERTS, chats, save
 from trainer_helpers import records
 
+from vllm_loader import served
+
 peft = pytest.importorskip("peft")
 IDS = torch.tensor([[4 + (7 * i) % 250 for i in range(24)]])
 
@@ -131,19 +133,17 @@ def test_adapters_load_in_peft_with_the_trained_models_logits(run, here, checkpo
 
 
 def test_adapter_files_are_those_that_an_inference_server_reads(run, here, checkpoints):
-    """vLLM reads r, lora_alpha and target_modules, and refuses DoRA, modules_to_save and biases (its PEFTHelper). It
-    takes a module from each tensor's name."""
     assert run("bf16", "lora.rank=4", "lora.targets=[q_proj, down_proj]").code == 0
     folder = here / "runs" / "r" / "adapters"
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (4, 8, "LORA", "CAUSAL_LM")
     assert config["base_model_name_or_path"] == str(checkpoints("bf16"))
-    assert config["modules_to_save"] is None and config["bias"] == "none" and config["use_dora"] is False
-    path = r"base_model\.model\.model\.layers\.[01]\.(self_attn\.q_proj|mlp\.down_proj)\.lora_[AB]\.weight"
-    names = set(load_file(folder / "adapter_model.safetensors"))
-    assert len(names) == 8 and all(re.fullmatch(path, name) for name in names)
+    paths = {f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")}
+    assert served(folder).keys() == paths
     beside = {"README.md", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert beside <= {file.name for file in folder.iterdir()}
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "vllm serve path/to/the/base/model --enable-lora --max-lora-rank 8 --lora-modules r=" in card
 
 
 def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
@@ -175,6 +175,11 @@ KINDS = {
     "experts": ("experts", ("lora.targets=[linear, experts]",)),
     "fp32 base": ("fp32", ("lora.base=fp32", "lora.init=pissa")),
 }  # fmt: skip
+# Those that vLLM does not load, and why. vllm_loader.py repeats its steps.
+UNSERVED = {
+    "dora": "no DoRA", "modules_to_save": "no whole modules", "tied head saved": "no whole modules",
+    "biases": "no trained biases",
+}  # fmt: skip
 # olora and pissa split a weight in two; the products with its parts, and what remains of it, are rounded to bf16. PEFT
 # loads whole modules in the dtype of the base model.
 ROUNDED = {"olora", "pissa", "fp32 base", "modules_to_save"}
@@ -194,6 +199,20 @@ def test_adapters_of_each_kind_load_in_peft_and_merge_on_request(name, run, here
     assert merged.dtype == dtype
     assert rms(logits_of(merged) - got) < 0.03 * scale
     assert not (here / "runs" / "r" / "initial-adapters").exists()
+    check_served(here / "runs" / "r" / "adapters", outcome.outcome.out, UNSERVED.get(name))
+
+
+def check_served(adapters: Path, printed: str, reason: str | None) -> None:
+    """The console and the card say whether vLLM loads the adapters, and vLLM's steps agree."""
+    card = (adapters / "README.md").read_text(encoding="utf-8")
+    if reason is None:
+        assert "vLLM does not load" not in printed + card and "--enable-lora" in card
+        assert served(adapters, n_experts=4)
+        return
+    assert re.search(f"serving  vLLM does not load these adapters: it (has|takes) {reason}", printed)
+    assert reason in card and "--enable-lora" not in card
+    with pytest.raises(ValueError, match="not legal"):
+        served(adapters)
 
 
 def test_adapters_of_experts_in_tigons_op_load_in_peft(run, here, checkpoints):
@@ -216,6 +235,7 @@ def test_adapters_of_4_bit_experts_load_in_peft(run, here, checkpoints):
     learned = rms(got - logits_of(whole(checkpoints("wide experts"))))
     assert rms(got - outcome.logits) < min(learned, 0.4 * scale)
     assert losses(here / "runs" / "r")[-1] < losses(here / "runs" / "r")[0]
+    check_served(here / "runs" / "r" / "adapters", outcome.outcome.out, None)
 
 
 def test_loftq_adapters_start_nearer_to_the_checkpoint_and_are_saved_for_its_weights(run, here, checkpoints, tigon):
