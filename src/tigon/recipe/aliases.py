@@ -103,6 +103,35 @@ SHARED: Mapping[str, str] = {name: f"{section}.{name}" for section, names in _SH
 """Names that other libraries share with tigon -> the recipe key. They may stand at the top level, like aliases."""
 
 
+INSTEAD: Mapping[str, str] = {
+    "warmup_ratio": "train.warmup_steps, a number of steps",
+    "eval_strategy": "train.eval_steps",
+    "save_strategy": "train.save_steps",
+    "logging_strategy": "train.log_steps",
+    "per_device_eval_batch_size": "train.batch_size, which evaluations use too",
+    "eval_batch_size": "train.batch_size, which evaluations use too",
+    "output_dir": "output.folder and output.name",
+    "push_to_hub": "tigon export RUN FOLDER --push owner/name after the run",
+    "hub_model_id": "tigon export RUN FOLDER --push owner/name after the run",
+    "resume_from_checkpoint": "tigon train RECIPE --resume",
+    "torch_dtype": "train.precision",
+    "dtype": "train.precision for training, or output.dtype for the saved weights",
+    "use_liger_kernel": "model.kernels",
+    "deepspeed": "sharding.zero",
+    "use_peft": "lora.rank",
+    "adapter": "lora.rank, and lora.quantize: true for QLoRA",
+    "load_in_8bit": "lora.quantize: true with lora.quantize_to: int8",
+    "datasets": "data.source",
+    "dataset_text_field": "data.columns: {text: NAME}",
+    "max_prompt_length": "data.sequence_length, the tokens of prompt and answer together",
+    "chat_template": "data.template",
+    "rl": "train.objective",
+    "activation_offloading": "train.checkpointing: offload",
+    "tiled_mlp": "train.mlp_tile_tokens",
+}
+"""Names of other libraries that no recipe key equals -> what to use."""
+
+
 def key_of(dotted: str) -> str:
     """The recipe key that `name` or `section.name` stands for; `dotted` itself if it is not an alias."""
     section, _, name = dotted.rpartition(".")
