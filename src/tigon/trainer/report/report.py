@@ -15,7 +15,7 @@ from typing import Any
 
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import MetricRow, MetricSection, Objective
-from tigon.profiler.render.figure import for_phone, on_page
+from tigon.profiler.render.figure import DARK_STYLE, for_phone, on_page
 from tigon.trainer import run_folder
 from tigon.trainer.evaluation.generations import texts_of
 from tigon.trainer.evaluation.harness import rows_of
@@ -52,7 +52,7 @@ def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> N
         name: Markup(f'<div class="wide">{on_page(svg)}</div><div class="phone">{on_page(narrow[name])}</div>')
         for name, svg in drawn.items()
     }
-    run.write_text("report.html", html.render(**view, charts=both))
+    run.write_text("report.html", html.render(**view, charts=both, dark_style=DARK_STYLE))
     plain = Environment(finalize=escape_markdown, keep_trailing_newline=True)
     plain.filters["fenced"] = fenced
     markdown = plain.from_string((here / "report.md.j2").read_text(encoding="utf-8")).render(**view, charts=drawn)
