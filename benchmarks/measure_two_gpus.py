@@ -88,7 +88,7 @@ BY_LAYER = {"reduce_bucket_size": _LAYER, "stage3_prefetch_bucket_size": _LAYER}
 WEIGHTS: Mapping[str, Any] = {"leaf_module": {"classes": []}}
 """Each weight is gathered by itself."""
 LAYERS: Mapping[str, Any] = {"leaf_module": {"classes": ["LlamaDecoderLayer"]}}
-"""The weights of a layer are gathered together: DeepSpeed puts its hooks on layers instead of on all of their modules."""
+"""The weights of a layer are gathered together: DeepSpeed puts its hooks on layers, not on all of their modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
