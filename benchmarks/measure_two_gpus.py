@@ -3,11 +3,13 @@
     python -m benchmarks.measure_two_gpus --json RECORD [--only RE] [--time-limit S]     on two GPUs
     python -m benchmarks.measure_two_gpus --json RECORD --predict         adds predictions, on any machine
 
-The cases answer three questions:
+The cases answer four questions:
 
     8b-*      How fast do FSDP2 and ZeRO-3 train Llama-3.1-8B? The engines are those that `tigon train` starts. The
               baseline `8b-plain-fsdp2` is a loop as in torchtitan: transformers' model without tigon, fully_shard per
               layer, fused AdamW. All have bf16 weights and states, full checkpointing, and clipped gradients.
+    zero-3-*  Which of DeepSpeed's settings makes ZeRO-3 slow? Llama-3.1-8B with 12 of its 32 layers, so that a case
+              takes less time. They differ in the sizes of buckets and in what is gathered at a time.
     long-*    Can two GPUs train a row that is twice the longest of one GPU (Ulysses)?
     equal-*   Are the loss and its gradient's norm those of one process, in fp32?
 
@@ -75,8 +77,18 @@ _1B = functools.partial(Case, model="llama-3.2-1b", batch=1)
 _ZERO = {"gpus": GPUS, "zero": 3}
 _FSDP, _ROW = {"gpus": GPUS, "fsdp": True}, {"gpus": GPUS, "fsdp": True, "sequence": GPUS}
 
+_12_LAYERS = functools.partial(_8B, config={"num_hidden_layers": 12})
+_LAYER = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
+"""Elements of the matrices of one layer."""
+SMALL = {"reduce_bucket_size": 4096**2, "stage3_prefetch_bucket_size": 4096**2 * 9 // 10}
+"""Sizes that follow from the hidden size, as those of transformers' `auto`: one matrix of a layer, or less."""
 LARGE = {"reduce_bucket_size": 5 * 10**8, "stage3_prefetch_bucket_size": 2 * 10**8}
 """More than the weights of one layer, in elements. DeepSpeed's own default prefetches 5e7."""
+BY_LAYER = {"reduce_bucket_size": _LAYER, "stage3_prefetch_bucket_size": _LAYER}
+WEIGHTS: Mapping[str, Any] = {"leaf_module": {"classes": []}}
+"""Each weight is gathered by itself."""
+LAYERS: Mapping[str, Any] = {"leaf_module": {"classes": ["LlamaDecoderLayer"]}}
+"""The weights of a layer are gathered together: DeepSpeed puts its hooks on layers, not on all of their modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +100,8 @@ class Run:
     """Seconds after which its processes are killed."""
     plain: bool = False
     """Whether it is the baseline without tigon."""
-    buckets: Mapping[str, int] = field(default_factory=dict)
-    """DeepSpeed's sizes in place of tigon's."""
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of DeepSpeed in place of tigon's."""
     profiled: bool = False
     """Whether the kernels of its last step are recorded instead of times."""
 
@@ -100,7 +112,13 @@ RUNS: Mapping[str, Run] = {
     "8b-fsdp2": Run(case=_8B(sharding=_FSDP), limit_s=80),
     "8b-zero-3": Run(case=_8B(sharding=_ZERO), limit_s=90),
     "8b-zero-3-profile": Run(case=_8B(sharding=_ZERO), limit_s=90, profiled=True),
-    "8b-zero-3-buckets": Run(case=_8B(sharding=_ZERO), limit_s=90, buckets=LARGE),
+    "8b-zero-3-buckets": Run(case=_8B(sharding=_ZERO), limit_s=90, zero=WEIGHTS | LARGE),
+    "8b-zero-3-layers": Run(case=_8B(sharding=_ZERO), limit_s=90, zero=LAYERS | BY_LAYER),
+    "zero-3-weights": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=WEIGHTS | SMALL),
+    "zero-3-layers-buckets": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=LAYERS | BY_LAYER),
+    "zero-3-weights-buckets": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=WEIGHTS | LARGE),
+    "zero-3-layers": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=LAYERS | SMALL),
+    "zero-3-fsdp2": Run(case=_12_LAYERS(sharding=_FSDP), limit_s=60),
     "long-two-gpus": Run(case=_1B(seq=2 * LONGEST, sharding=_ROW), limit_s=70),
     "long-one-gpu": Run(case=_1B(seq=LONGEST), limit_s=60),
     "equal-one-process": Run(case=_1B(seq=512, precision="fp32", steps=1), limit_s=45),
@@ -167,13 +185,13 @@ def plain_fsdp2(case: Case, meter: StepMeter, device: torch.device) -> dict[str,
 
 
 @contextlib.contextmanager
-def _buckets(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Let DeepSpeed use these sizes."""
+def _zero_settings(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Let DeepSpeed use these settings."""
     own = sharding.deepspeed_config
 
     def config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
         made = own(choices, run_info)
-        return made | {"zero_optimization": made["zero_optimization"] | sizes}
+        return made | {"zero_optimization": made["zero_optimization"] | settings}
 
     sharding.deepspeed_config = config
     try:
@@ -217,7 +235,7 @@ def measured(run: Run, device: torch.device) -> dict[str, Any]:
         row |= {"allocated_bytes": meter.allocated_bytes, "reserved_bytes": meter.reserved_bytes}
         row |= {"phases": meter.phases, "all_steps_s": meter.step_s}
     else:
-        with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder, _buckets(run.buckets):
+        with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder, _zero_settings(run.zero):
             kernels = _Kernels(run.case.steps) if run.profiled else None
             row = measure_plans.run(run.case, device, Path(folder), callbacks=(kernels,) if kernels else ())
             row |= kernels.record if kernels else {}
