@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-
 Results = tuple[Any, ...]
 Once = Callable[[Callable[[], Results]], Results]
 """`compute` -> its results, computed in the first run of a function and fetched in the second."""

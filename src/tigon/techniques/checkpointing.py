@@ -132,7 +132,10 @@ _CHECKPOINTING = Setting(
     words=("auto", "none", "full", "selective", "offload", "offload-attention", "every-N", "STATE:N,STATE:N,..."),
     pattern=rf"auto|none|full|selective|offload|offload-attention|every-{_COUNT}|{_STATE}:{_COUNT}(,{_STATE}:{_COUNT})*",
     words_note="with N of 1 to 9999 and STATE one of full, mlp, elementwise, none", recipe_default="auto",
-    flag=Flag(name="checkpointing", help="auto, none, full, every-N, selective, offload, offload-attention, or STATE:N,STATE:N,..."),
+    flag=Flag(
+        name="checkpointing",
+        help="auto, none, full, every-N, selective, offload, offload-attention, or STATE:N,STATE:N,...",
+    ),
     traced=True, search="recomputation", always_written=True,
     candidates=lambda config: ("none", "auto", "offload"),
     label=lambda choices: (
@@ -189,11 +192,11 @@ DECLARATION = Declaration(
         ),
         Technique(
             name="checkpointing-offload-attention", page="checkpointing",
-            saves="As `offload`, and the second forward pass of attention. Tensors of a gibibyte or more are on the GPU "
+            saves="As `offload`, and the second forward pass of attention. Tensors of 1 GiB or more are on the GPU "
             "only while they are used.",
-            costs="A second forward pass of the layers without attention. Pinned host memory of twice layers x tokens x "
-            "hidden. A batch with a mask computes attention twice, as with `offload`.",
-            recipe={"train.checkpointing": "offload-attention"}, chosen=(Condition("checkpointing", "is", KEPT_ON_HOST),),
+            costs="A second forward pass of the layers without attention. Pinned host memory of twice layers x tokens "
+            "x hidden. If a batch has a mask, attention is computed twice, as with `offload`.",
+            recipe={"train.checkpointing": KEPT_ON_HOST}, chosen=(Condition("checkpointing", "is", KEPT_ON_HOST),),
             model=_offload_attention, least_cost=1.05, kept_share=0.0,
             source="techniques/mechanisms/host_recompute.py",
         ),

@@ -68,8 +68,8 @@ class _Tiles:
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.shape[:-1].numel() <= self.tokens:
             return self.whole(hidden)
-        # A recomputation ends when all tensors are saved. A function saves its own after its forward, so the tiles would
-        # be computed for nothing.
+        # A recomputation ends when all tensors are saved. A function saves its own after its forward, so the tiles
+        # would be computed for nothing.
         recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
         saved = (_Saved.apply(hidden),) if recomputing and hidden.requires_grad else ()
         out: Tensor = _TiledMLP.apply(self, hidden, saved, *self.trained())

@@ -1,9 +1,9 @@
 """Keeps tensors in pinned host memory until the backward pass, and copies them on a second stream.
 
 A copy to the host starts when a tensor is sent, and runs while the next layer computes. The copy back starts one
-tensor before it is used. A tensor of a gibibyte or more is copied back only when it is used, because an early copy would
-add it to the peak. At such lengths attention takes so long that the wait is short. On devices without streams, tensors
-stay on the device.
+tensor before it is used. A tensor of 1 GiB or more is copied back only when it is used, because an early copy would add
+it to the peak. At such lengths attention takes so long that the wait is short. On devices without streams, tensors stay
+on the device.
 """
 
 from __future__ import annotations
@@ -50,21 +50,14 @@ class HostOffload:
     def send(self, tensor: Tensor) -> Any:
         """Start the copy to the host. Returns what `fetch` takes: the tensor itself if it stays on the device."""
         is_parameter = tensor.is_leaf and tensor.requires_grad
-        if tensor.device.type != "cuda" or is_parameter or tensor.nbytes < MIN_BYTES:
+        if not self.has_streams(tensor.device) or is_parameter or tensor.nbytes < MIN_BYTES:
             return tensor
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
-        computing = torch.cuda.current_stream(tensor.device)
-        self._stream.wait_stream(computing)
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
-            left = self._stream.record_event()
+        host, left = self.copied_out(tensor)
         # The reference is dropped only after the compute stream has waited for the copy, so that nothing overwrites
         # the memory early. record_stream would also do this, but it frees an unknown number of layers later.
         self._leaving.append((left, tensor))
         while len(self._leaving) > MAX_LEAVING:
-            computing.wait_event(self._leaving.popleft()[0])
+            self.wait_for(*self._leaving.popleft())
         waiting = Waiting(host, tensor.device, self._newest() if self._newest else None)
         self._newest = weakref.ref(waiting)
         return waiting
@@ -72,8 +65,7 @@ class HostOffload:
     def settle(self) -> None:
         """Let the compute stream wait for the copies to the host, and drop the tensors on the device."""
         while self._leaving:
-            left, tensor = self._leaving.popleft()
-            torch.cuda.current_stream(tensor.device).wait_event(left)
+            self.wait_for(*self._leaving.popleft())
 
     def fetch(self, sent: Any) -> Tensor:
         """The tensor of a `send`, on the device. It can be fetched again."""
@@ -81,8 +73,8 @@ class HostOffload:
             return sent
         self.settle()  # the forward pass is over
         self.start(sent)
-        torch.cuda.current_stream(sent.device).wait_event(sent.arrived)
         tensor: Tensor = sent.returned
+        self.wait_for(sent.arrived, tensor)
         sent.returned = None
         earlier = sent.earlier() if sent.earlier is not None else None
         if self._ahead and earlier is not None and earlier.host.nbytes < LARGE_BYTES:
@@ -90,11 +82,34 @@ class HostOffload:
         return tensor
 
     def start(self, sent: Any) -> None:
-        """Start the copy back, unless it has started. The compute stream allocates the tensor, because it uses it."""
-        if isinstance(sent, Tensor) or sent.returned is not None:
-            return
-        sent.returned = torch.empty_like(sent.host, device=sent.device, pin_memory=False)
+        """Start the copy back, unless it has started."""
+        if not isinstance(sent, Tensor) and sent.returned is None:
+            sent.returned, sent.arrived = self.copied_back(sent)
+
+    # The copies. Tests and the planner's trace have others.
+
+    def has_streams(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def copied_out(self, tensor: Tensor) -> tuple[Any, Any]:
+        """Returns (the copy on the host, the event after which it is there)."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            return host, self._stream.record_event()
+
+    def copied_back(self, sent: Waiting) -> tuple[Tensor, Any]:
+        """Returns (the copy on the device, the event after which it is there)."""
+        # The compute stream allocates the tensor, because it uses it.
+        tensor = torch.empty_like(sent.host, device=sent.device, pin_memory=False)
         self._stream.wait_stream(torch.cuda.current_stream(sent.device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            sent.returned.copy_(sent.host, non_blocking=True)
-            sent.arrived = self._stream.record_event()
+            tensor.copy_(sent.host, non_blocking=True)
+            return tensor, self._stream.record_event()
+
+    def wait_for(self, event: Any, tensor: Tensor) -> None:
+        """Let the stream that computes with `tensor` wait for a copy of it."""
+        torch.cuda.current_stream(tensor.device).wait_event(event)

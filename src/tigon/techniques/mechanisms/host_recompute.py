@@ -3,9 +3,9 @@
 Attention's time grows with the square of a sample's length, and its results only with the length. So for long samples a
 copy to the host and back is far shorter than a second forward pass of attention.
 
-The recomputation fetches the input and attention's results. A gibibyte or more does not stay on the GPU until the
-backward pass uses it: the layer's input, attention's output, and what the layer saved before attention, such as the
-output of its first norm. They are fetched again, because the backward pass of the MLP comes first.
+The recomputation fetches the input and attention's results. Tensors of 1 GiB or more leave the GPU again until the
+backward pass uses them, because the backward pass of the MLP comes first: the layer's input, attention's output, and
+what the layer saved before attention, such as the output of its first norm.
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ class LayersOnHost:
         self.inputs, self.results, self.again = HostOffload(), HostOffload(ahead=False), HostOffload(ahead=False)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return run_recomputed(self._frame, function, args, kwargs)
+        output = run_recomputed(self._frame, function, args, kwargs)
+        self.settle()
+        return output
+
+    def settle(self) -> None:
+        """Free what a layer has sent at the layer's end: its MLP takes longer than the copy of attention's results."""
+        self.inputs.settle()
+        self.results.settle()
 
     def _frame(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> Frame:
-        return _HostFrame(self, function, args, device)
+        return HostFrame(self, function, args, device)
 
 
 class _Cell:
@@ -67,10 +74,18 @@ class _View:
         self.strides, self.offset = tensor.stride(), tensor.storage_offset()
 
     def take(self) -> Tensor:
-        return self.cell.take().detach().as_strided(self.shape, self.strides, self.offset)
+        return self._of(self.cell.take())
+
+    def look(self) -> Tensor:
+        return self._of(self.cell.offload.fetch(self.cell.sent))
+
+    def _of(self, whole: Tensor) -> Tensor:
+        return whole.detach().as_strided(self.shape, self.strides, self.offset)
 
 
-class _HostFrame(Frame):
+class HostFrame(Frame):
+    """One call of a layer: its input and its attention's results on the host."""
+
     __slots__ = ("layers", "next", "on_host", "results")
 
     def __init__(
@@ -115,7 +130,9 @@ class _HostFrame(Frame):
     def _fetch(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         self._send_saved()
         results, self.next = self.results[self.next], self.next + 1
-        return tuple(self._result(one) if isinstance(one, (Tensor, Waiting)) else one for one in results)
+        fetched = tuple(self._result(one) if isinstance(one, (Tensor, Waiting)) else one for one in results)
+        self.layers.again.settle()  # copies in both directions run at the same time
+        return fetched
 
     def _result(self, sent: Any) -> Tensor:
         tensor = self.layers.results.fetch(sent)
@@ -145,17 +162,19 @@ class _HostFrame(Frame):
                 self.recomputed[number] = cell.view(entry)
 
     def put(self, tensor: Tensor) -> Any:
-        reference, cell = self.on_host.get(tensor.untyped_storage()._cdata, (None, None))
-        if cell is None or reference() is None:  # a new tensor may have the address of one that was freed
+        found = self.on_host.get(tensor.untyped_storage()._cdata)
+        if found is None or found[0]() is None:  # a new tensor may have the address of one that was freed
             return super().put(tensor)
-        return cell.view(tensor)
+        return found[1].view(tensor)
 
     def take(self, entry: Any) -> Tensor:
         return entry.take() if isinstance(entry, _View) else super().take(entry)
+
+    def look(self, entry: Any) -> Tensor:
+        return entry.look() if isinstance(entry, _View) else super().look(entry)
 
     def recompute(self) -> None:
         try:
             super().recompute()
         finally:
             self.on_host.clear()
-        self.layers.again.settle()

@@ -50,7 +50,7 @@ def run_recomputed(
     device = _device_of(args, function.keywords if isinstance(function, functools.partial) else {})
     if device is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return checkpoint(function, *args, use_reentrant=False)
-    return _first_run(frame(function, args, device), args)
+    return run_frame(frame(function, args, device), args)
 
 
 def recomputed_in_a_graph(function: Callable[..., Any], x: Tensor, *others: Tensor) -> Any:
@@ -59,10 +59,11 @@ def recomputed_in_a_graph(function: Callable[..., Any], x: Tensor, *others: Tens
     The repeated recomputation reads other values than this run, so no results of this run are kept for it. No random
     numbers may be drawn.
     """
-    return _first_run(Frame(function, (x, *others), x.device, None), (x, *others))
+    return run_frame(Frame(function, (x, *others), x.device, None), (x, *others))
 
 
-def _first_run(frame: Frame, args: tuple[Any, ...]) -> Any:
+def run_frame(frame: Frame, args: tuple[Any, ...]) -> Any:
+    """The first run of a frame's function."""
     with recomputation.running(frame.first_run()), saved_tensors_hooks(frame.pack, frame.unpack):
         return frame.function(*args)
 
@@ -117,7 +118,7 @@ class Frame:
         self.again = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         self.inputs = self.hold(tensors)
         self.autocast = {kind: _autocast(kind) for kind in {device.type, "cpu"}}
-        self.rng = _Generators(device)
+        self.rng = self.generators(device)
         self.kept = kept
         """Small results of ops, which the recomputation does not compute again; None: it does."""
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
@@ -126,6 +127,9 @@ class Frame:
         """The recomputed tensors, until they are used."""
         self.task = -1
         """The backward pass in which `recomputed` was filled."""
+
+    def generators(self, device: torch.device) -> Any:
+        return _Generators(device)
 
     def hold(self, tensors: list[Tensor]) -> Any:
         """Keep the function's inputs for `held`."""
@@ -161,6 +165,10 @@ class Frame:
     def take(self, entry: Any) -> Tensor:
         return entry  # type: ignore[no-any-return]
 
+    def look(self, entry: Any) -> Tensor:
+        """As `take`, and the entry stays."""
+        return entry  # type: ignore[no-any-return]
+
     def recompute(self) -> None:
         args = list(self.args)
         for i, tensor in zip(self.again, self.held(), strict=True):
@@ -170,12 +178,15 @@ class Frame:
         wanted = len(self.saved)
         self.recomputed = recomputed = []
 
-        def keep(tensor: Tensor) -> Tensor:
+        def keep(tensor: Tensor) -> int:
             got.append((tensor.shape, tensor.dtype))
             recomputed.append(self.put(tensor))
             if len(got) == wanted:
                 raise Enough
-            return tensor.detach()  # a backward pass inside the function may need it
+            return len(got) - 1
+
+        def look(number: int) -> Tensor:  # for a backward pass inside the function
+            return self.look(recomputed[number])
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.suppress(Enough))
@@ -186,7 +197,7 @@ class Frame:
             if not _captures() and self.rng.have_moved():
                 stack.enter_context(self.rng.as_before())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
+            stack.enter_context(saved_tensors_hooks(keep, look))
             stack.enter_context(recomputation.running(self.second_run()))
             self.function(*args)
         if got != self.saved:
