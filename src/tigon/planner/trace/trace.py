@@ -36,6 +36,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
+from tigon.planner.trace.host_layers import TracedLayers
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
@@ -102,6 +103,8 @@ def trace(
     every = every_n_layers(request.choices.checkpointing) or 1
     pattern = layer_pattern(request.model, request.config, every=every).between(bf16_layers)
     depth = pattern.depth(layers)
+    if request.choices.checkpointing == checkpointing.KEPT_ON_HOST:
+        depth += pattern.period  # the last layer fetches its own input, the others were fetched a layer earlier
     if whole or depth >= layers:
         return _trace(request, gpu, layers, accumulating, evaluating)
     shallow = _trace(request, gpu, depth, accumulating, evaluating)
@@ -393,6 +396,10 @@ class _Run:
             recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
             states = layer_checkpointing.states_of(kind, len(decoder_layers(self.model)))
             layer_checkpointing.apply(self.model, states, recompute)
+            return
+        if kind == checkpointing.KEPT_ON_HOST:
+            checkpointing.enable(self.model)
+            checkpointing.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
             return
         checkpointing.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
 
