@@ -1,7 +1,7 @@
 """LoRA of Qwen3-30B-A3B by shape on one GPU: tokens/s and peak of a training step, with the planner's prediction.
 
     python -m benchmarks.measure_experts_lora --json RECORD     # on a GPU with 80 GB, about 2 minutes
-    python -m benchmarks.measure_experts_lora --profile --only attention --batch 4    # the kernels of one step, 4 x 4096
+    python -m benchmarks.measure_experts_lora --profile --only attention --batch 4    # the kernels of a step
     python -m benchmarks.measure_experts_lora --tiny            # a small model, also without a GPU
 
 1 x 4096 tokens, random bf16 weights, adapters of rank 16 in fp32 under bf16 autocast, full activation checkpointing,
