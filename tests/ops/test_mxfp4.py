@@ -9,47 +9,47 @@ import torch
 
 from tigon.ops import experts
 from tigon.ops.expert_operators import ExpertUnit
-from tigon.ops.linear.mxfp4 import BLOCK, VALUES, mxfp4_weight
+from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 
 
-def stored(*shape: int, device: torch.device, low: int = 100, high: int = 140) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random bytes and exponents in the layout of GPT-OSS's checkpoints; the last number of `shape` counts blocks."""
+def stored(*shape: int, device: torch.device, low: int = 100, high: int = 140) -> tuple[torch.Tensor, ...]:
+    """The code, and random bytes and exponents in the layout of GPT-OSS's checkpoints; the last number of `shape` counts blocks."""
     torch.manual_seed(4)
     packed = torch.randint(0, 256, (*shape, BLOCK // 2), dtype=torch.uint8)
     scales = torch.randint(low, high, shape, dtype=torch.uint8)
-    return packed.to(device), scales.to(device)
+    return torch.tensor(CODE, device=device), packed.to(device), scales.to(device)
 
 
-def by_element(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def by_element(_: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The formula of the kernel's file in fp64, weight by weight."""
     rows = []
     for block, exponent in zip(packed.cpu().reshape(-1, BLOCK // 2), scales.cpu().reshape(-1), strict=True):
         for byte in block.tolist():
-            rows += [VALUES[byte & 15] * 2.0 ** (int(exponent) - 127), VALUES[byte >> 4] * 2.0 ** (int(exponent) - 127)]
+            rows += [CODE[byte & 15] * 2.0 ** (int(exponent) - 127), CODE[byte >> 4] * 2.0 ** (int(exponent) - 127)]
     return torch.tensor(rows, dtype=torch.float64).reshape(*scales.shape[:-1], -1)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 50, 2)], ids=["one-block", "several-programs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dense_weight_is_the_formula_exactly(shape: tuple[int, ...], dtype: torch.dtype, backend: Any) -> None:
-    packed, scales = stored(*shape, device=backend.device)
-    got = mxfp4_weight(packed, scales, dtype)
+    parts = stored(*shape, device=backend.device)
+    got = mxfp4_weight(*parts, dtype)
     assert got.dtype == dtype and got.shape == (*shape[:-1], shape[-1] * BLOCK)
-    assert torch.equal(got.cpu().double(), by_element(packed, scales))
+    assert torch.equal(got.cpu().double(), by_element(*parts))
 
 
 def test_smallest_and_largest_exponents_are_exact(backend: Any) -> None:
     for exponent in (0, 1, 2, 251):  # 6 · 2^127 would be more than fp32 holds
-        packed, scales = stored(2, 3, device=backend.device, low=exponent, high=exponent + 1)
-        got = mxfp4_weight(packed, scales, torch.float32)
-        assert torch.equal(got.cpu().double(), by_element(packed, scales))
+        parts = stored(2, 3, device=backend.device, low=exponent, high=exponent + 1)
+        got = mxfp4_weight(*parts, torch.float32)
+        assert torch.equal(got.cpu().double(), by_element(*parts))
 
 
 def test_weight_is_that_of_transformers(backend: Any) -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    packed, scales = stored(3, 10, 2, device=backend.device)
-    want = mxfp4.convert_moe_packed_tensors(packed, scales, dtype=torch.bfloat16)
-    assert torch.equal(mxfp4_weight(packed, scales, torch.bfloat16).transpose(1, 2), want)
+    parts = stored(3, 10, 2, device=backend.device)
+    want = mxfp4.convert_moe_packed_tensors(*parts[1:], dtype=torch.bfloat16)
+    assert torch.equal(mxfp4_weight(*parts, torch.bfloat16).transpose(1, 2), want)
 
 
 def test_experts_with_such_weights_are_those_with_the_dense_ones(backend: Any) -> None:
@@ -60,7 +60,7 @@ def test_experts_with_such_weights_are_those_with_the_dense_ones(backend: Any) -
     index = torch.rand(T, E, device=backend.device).argsort(1)[:, :2]
     weights = torch.rand(T, 2, device=backend.device, requires_grad=True)
 
-    def made(parts: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    def made(parts: tuple[torch.Tensor, ...]) -> Any:
         return lambda: mxfp4_weight(*parts, torch.float32).transpose(1, 2)
 
     results = []

@@ -1,8 +1,8 @@
 """Weights stored in MXFP4 (Open Compute Project, Microscaling Formats 1.0), made dense in one pass.
 
-    w_i = VALUE[n_i] · 2^(s_b − 127)        b: a block of 32 weights; n_i: 4 bits; the low half of a byte comes first
+    w_i = CODE[n_i] · 2^(s_b − 127)        b: a block of 32 weights; n_i: 4 bits; the low half of a byte comes first
 
-VALUE has a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Products with
+CODE has a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Products with
 powers of two are exact in fp32, so that a weight is rounded once, to its own dtype.
 """
 
@@ -19,16 +19,7 @@ BLOCKS, WARPS = 128, 4
 
 
 @triton.jit
-def _value(nibble):
-    """The number of four bits: sign, two bits of exponent, one bit of mantissa."""
-    exponent, mantissa = (nibble >> 1) & 3, (nibble & 1).to(tl.float32)
-    normal = (1.0 + 0.5 * mantissa) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
-    size = tl.where(exponent == 0, 0.5 * mantissa, normal)
-    return tl.where(nibble >= 8, -size, size)
-
-
-@triton.jit
-def mxfp4_weight_kernel(PACKED, SCALES, W, N, BLOCKS: tl.constexpr, HALF: tl.constexpr):
+def mxfp4_weight_kernel(CODE, PACKED, SCALES, W, N, BLOCKS: tl.constexpr, HALF: tl.constexpr):
     """N blocks of 2 · HALF weights."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     mask = blocks < N
@@ -37,19 +28,19 @@ def mxfp4_weight_kernel(PACKED, SCALES, W, N, BLOCKS: tl.constexpr, HALF: tl.con
     scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
     bytes_ = blocks[:, None] * HALF + tl.arange(0, HALF)[None, :]
     packed = tl.load(PACKED + bytes_, mask=mask[:, None], other=0).to(tl.int32)
-    low = _value(packed & 15) * scale[:, None]
-    high = _value(packed >> 4) * scale[:, None]
+    low = tl.load(CODE + (packed & 15)) * scale[:, None]
+    high = tl.load(CODE + (packed >> 4)) * scale[:, None]
     w = tl.join(low, high).reshape(BLOCKS, 2 * HALF)
     place = blocks[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
     tl.store(W + place, w.to(W.dtype.element_ty), mask=mask[:, None])
 
 
-def mxfp4_weight(packed, scales, dtype):
+def mxfp4_weight(code, packed, scales, dtype):
     packed, scales = packed.contiguous(), scales.contiguous()
     w = torch.empty((*scales.shape[:-1], scales.shape[-1] * BLOCK), dtype=dtype, device=packed.device)
     if n := scales.numel():
         launch(
-            mxfp4_weight_kernel, (cdiv(n, BLOCKS),), packed, PACKED=packed, SCALES=scales, W=w, N=n, BLOCKS=BLOCKS,
+            mxfp4_weight_kernel, (cdiv(n, BLOCKS),), packed, CODE=code, PACKED=packed, SCALES=scales, W=w, N=n, BLOCKS=BLOCKS,
             HALF=BLOCK // 2, num_warps=WARPS,
         )  # fmt: skip
     return w

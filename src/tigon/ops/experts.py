@@ -53,7 +53,7 @@ from tigon.ops.expert_operators import (
     grouped_weight_gradient,
 )
 from tigon.ops.linear.lora_linear import Weight, dense
-from tigon.ops.linear.mxfp4 import BLOCK, mxfp4_weight
+from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 from tigon.ops.lm_head import no_autocast, product_dtype
 
 # T tokens, K experts per token, S = T · K slots, E experts, H hidden, F inner width of an expert, R rank of an adapter.
@@ -391,7 +391,8 @@ def _mxfp4(E: int, rows: int, columns: int, dtype: torch.dtype, device: torch.de
     packed = torch.randint(0, 256, (E, rows, columns // BLOCK, BLOCK // 2), dtype=torch.uint8, device=device)
     exponent = 125 - round(math.log2(columns) / 2)
     scales = torch.full(packed.shape[:-1], exponent, dtype=torch.uint8, device=device)
-    return lambda: mxfp4_weight(packed, scales, dtype)
+    code = torch.tensor(CODE, device=device)
+    return lambda: mxfp4_weight(code, packed, scales, dtype)
 
 
 def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
