@@ -13,7 +13,7 @@ from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 
 
 def stored(*shape: int, device: torch.device, low: int = 100, high: int = 140) -> tuple[torch.Tensor, ...]:
-    """The code, and random bytes and exponents in the layout of GPT-OSS's checkpoints; the last number of `shape` counts blocks."""
+    """The code, random bytes and exponents, as in GPT-OSS's checkpoints; `shape` ends with the blocks of a row."""
     torch.manual_seed(4)
     packed = torch.randint(0, 256, (*shape, BLOCK // 2), dtype=torch.uint8)
     scales = torch.randint(low, high, shape, dtype=torch.uint8)

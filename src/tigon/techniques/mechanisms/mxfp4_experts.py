@@ -10,6 +10,7 @@ bytes become the parameters. torch makes a dense weight whenever one is read, an
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import Mxfp4Config, QuantizationConfigMixin
 
 from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 from tigon.techniques.mechanisms.adapter_targets import expert_parameters
@@ -88,6 +89,30 @@ class KeepingQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def is_serializable(self) -> bool:
         return False
+
+
+def is_stored(model_config: Any) -> bool:
+    """Whether the checkpoint of this config stores its experts in MXFP4."""
+    stored = getattr(model_config, "quantization_config", None) or {}
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
+    return str(getattr(method, "value", method)) == "mxfp4"
+
+
+def dense_reading() -> dict[str, Any]:
+    """Options of from_pretrained that make such experts dense."""
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
+def forget_stored_names(model: Any) -> None:
+    """Let a model that was made dense be saved by the names of dense weights.
+
+    transformers 5.23 would save dense experts by the names of the stored bytes, which no program can read.
+    """
+    steps = getattr(model, "_weight_conversions", None)
+    if steps:
+        model._weight_conversions = [
+            step for step in steps if not any("_blocks" in name for name in getattr(step, "source_patterns", ()))
+        ]
 
 
 def config(compute_dtype: torch.dtype) -> KeptMxfp4Config:
