@@ -68,6 +68,8 @@ class Technique:
     """Its effect on the result: whether the run computes the same numbers, and what differs if it does not."""
     needs: tuple[str, ...] = ()
     """Packages beyond PyTorch and transformers."""
+    spared: Mapping[str, Condition] = field(default_factory=dict)
+    """Packages of `needs` that a run for which the condition holds does without."""
     tools: tuple[str, ...] = ()
     """Compilers and libraries, which pip does not install."""
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -101,6 +103,10 @@ class Technique:
 
     def used_by(self, choices: Choices) -> bool:
         return all(condition.holds(choices) for condition in self.chosen)
+
+    def packages(self, choices: Choices) -> tuple[str, ...]:
+        """The packages that a run with these choices needs."""
+        return tuple(name for name in self.needs if name not in self.spared or not self.spared[name].holds(choices))
 
 
 @dataclass(frozen=True, kw_only=True)
