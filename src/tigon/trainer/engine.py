@@ -15,7 +15,8 @@ from tigon.errors import RecipeError
 from tigon.models import packed_documents
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
 from tigon.techniques import TECHNIQUES, lora
-from tigon.techniques.mechanisms import galore
+from tigon.techniques.mechanisms import galore, loftq
+from tigon.techniques.mechanisms.adapter_targets import LOFTQ
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
@@ -118,6 +119,8 @@ def build(
     report = models.patch(built, kernels, **(ops or {}))
     for technique in used:
         built = technique.model(built, choices, run_info)
+    if choices.lora_rank is not None and choices.lora_init == LOFTQ:
+        loftq.initialise(built, models.read(model, config, dtype="auto"))
     if choices.lora_rank is not None:
         models.patch_adapters(built, kernels, **(ops or {}))
         adapter_checks.check_fused_experts(built, choices)

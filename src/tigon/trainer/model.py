@@ -344,13 +344,13 @@ def build(
     return built
 
 
-def read(model: ModelConfig, config: Any, *, dtype: torch.dtype, **loading: Any) -> Any:
+def read(model: ModelConfig, config: Any, *, dtype: torch.dtype | str, **loading: Any) -> Any:
     """Load a checkpoint, and check that its files held every tensor.
 
     Args:
         model: The `model` section of the recipe.
         config: The transformers config, for the class of the model.
-        dtype: The dtype of the weights.
+        dtype: The dtype of the weights; "auto": that of the files.
         loading: More options of from_pretrained.
 
     Raises:
