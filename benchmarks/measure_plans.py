@@ -42,6 +42,7 @@ from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import TigonError
 from tigon.models.loading.presets import PRESETS
+from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, ShardingConfig, TrainConfig
 from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
@@ -254,7 +255,7 @@ def measure(
     config = models.load_config(recipe.model)
     key, shapes = _shapes_of(recipe, config)
     choices = preflight.check_techniques(recipe, device)
-    run_info = engine.run_info_of(recipe, config, shapes, device)
+    run_info = engine.run_info_of(recipe, config, shapes, device, CausalLM(recipe.model))
     built, _ = engine.build(
         recipe.model, config, choices, run_info, device=device, seed=1, kernels=case.kernels, base=folder / key,
     )  # fmt: skip

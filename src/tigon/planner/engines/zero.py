@@ -30,7 +30,8 @@ from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
-from tigon.techniques.sharding import are_read_in_parts
+from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.sharding import are_read_in_parts, gathers_layers
 
 FP32, FP64 = 4, 8
 # deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
@@ -152,8 +153,11 @@ class _Zero(Engine):
             peers=self._peer_bytes(model) if gpus > 1 else 0,
             peers_last=embedding_grad_bytes(model) if gpus > 1 else 0,
             copied=2 * grads + 2 * share(grads, gpus),
-            host_calls=self.host_calls * len(model.trained),
+            host_calls=self._host_calls(model),
         )
+
+    def _host_calls(self, model: ModelWeights) -> int:
+        return self.host_calls * len(model.trained)
 
     def _link_bytes(self, model: ModelWeights) -> int:
         """Bytes to and from the host in a step with offload: gradients out and weights in."""
@@ -208,6 +212,23 @@ class Zero3(_Zero):
     """Divides weights too, and gathers them layer by layer."""
 
     host_calls = 680  # the hooks gather and release each weight; also fits one H200 with states on the host
+    host_calls_by_layer = 180
+    """The same if the hooks gather whole layers."""
+
+    def _gathers_layers(self, model: ModelWeights) -> bool:
+        of_model = not any(weight.of_objective for weight in model.weights) and len(model.trained) == len(model.weights)
+        shapes = {weight.name: weight.shape for weight in model.weights}
+        return gathers_layers(
+            self.choices, RunInfo(shapes=shapes, processes=self.choices.gpus, runs_layers_once=of_model)
+        )
+
+    def _host_calls(self, model: ModelWeights) -> int:
+        each = self.host_calls_by_layer if self._gathers_layers(model) else self.host_calls
+        return each * len(model.trained)
+
+    def _bucket_bytes(self, model: ModelWeights) -> int:
+        nbytes = super()._bucket_bytes(model)
+        return max(nbytes, largest_layer_bytes(model)) if self._gathers_layers(model) else nbytes
 
     def _weights_bytes(self, model: ModelWeights) -> int:
         return 0 if self._offloads else share(model.weight_bytes, self.choices.gpus)
