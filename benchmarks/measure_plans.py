@@ -250,7 +250,8 @@ def refusal(case: Case, device: torch.device) -> str | None:
 def measure(
     case: Case, meter: StepMeter, device: torch.device, folder: Path, callbacks: Sequence[TrainerCallback] = ()
 ) -> dict[str, float | None]:
-    """Train as `tigon train` does; `meter` has the rest. The first loss in nats, and the norm of its gradient."""
+    """Train as `tigon train` does; `meter` has the rest. The first and the last logged loss in nats,
+    and the norm of the first gradient."""
     recipe = case.recipe(device.type)
     config = models.load_config(recipe.model)
     key, shapes = _shapes_of(recipe, config)
@@ -276,8 +277,11 @@ def measure(
     if case.evaluated:
         trainer.evaluate()
         meter.mark("eval")
-    first = next(record for record in trainer.state.log_history if "loss" in record)
-    return {"first_loss": float(first["loss"]), "first_grad_norm": first.get("grad_norm")}
+    logged = [record for record in trainer.state.log_history if "loss" in record]
+    return {
+        "first_loss": float(logged[0]["loss"]), "first_grad_norm": logged[0].get("grad_norm"),
+        "last_loss": float(logged[-1]["loss"]),
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -3,13 +3,15 @@
     python -m benchmarks.measure_two_gpus --json RECORD [--only RE] [--time-limit S]     on two GPUs
     python -m benchmarks.measure_two_gpus --json RECORD --predict         adds predictions, on any machine
 
-The cases answer four questions:
+The cases answer five questions:
 
     8b-*      How fast do FSDP2 and ZeRO-3 train Llama-3.1-8B? The engines are those that `tigon train` starts. The
               baseline `8b-plain-fsdp2` is a loop as in torchtitan: transformers' model without tigon, fully_shard per
               layer, fused AdamW. All have bf16 weights and states, full checkpointing, and clipped gradients.
     zero-3-*  Which of DeepSpeed's settings makes ZeRO-3 slow? Llama-3.1-8B with 12 of its 32 layers, so that a case
               takes less time. They differ in the sizes of buckets and in what is gathered at a time.
+    plus-*    Do ZeRO++'s 8-bit weights and 4-bit gradients train as ZeRO-3 does? DeepSpeed compiles their kernels with
+              nvcc. It sends 4-bit gradients between machines only, so each process of that case sees one GPU.
     long-*    Can two GPUs train a row that is twice the longest of one GPU (Ulysses)?
     equal-*   Are the loss and its gradient's norm those of one process, in fp32?
 
@@ -73,7 +75,7 @@ WARM_UP = 3
 _8B = functools.partial(
     Case, model="llama-3.1-8b", batch=8, seq=512, precision="bf16", checkpointing="full", steps=WARM_UP + 5
 )
-_1B = functools.partial(Case, model="llama-3.2-1b", batch=1)
+_1B = functools.partial(Case, model="llama-3.2-1b")
 _ZERO = {"gpus": GPUS, "zero": 3}
 _FSDP, _ROW = {"gpus": GPUS, "fsdp": True}, {"gpus": GPUS, "fsdp": True, "sequence": GPUS}
 
@@ -102,6 +104,8 @@ class Run:
     """Whether it is the baseline without tigon."""
     zero: Mapping[str, Any] = field(default_factory=dict)
     """Settings of DeepSpeed in place of tigon's."""
+    one_gpu_each: bool = False
+    """Whether a process sees its own GPU alone, as on a machine with one GPU."""
     profiled: bool = False
     """Whether the kernels of its last step are recorded instead of times."""
 
@@ -119,16 +123,25 @@ RUNS: Mapping[str, Run] = {
     "zero-3-weights-buckets": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=WEIGHTS | LARGE),
     "zero-3-layers": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=LAYERS | SMALL),
     "zero-3-fsdp2": Run(case=_12_LAYERS(sharding=_FSDP), limit_s=60),
-    "long-two-gpus": Run(case=_1B(seq=2 * LONGEST, sharding=_ROW), limit_s=70),
-    "long-one-gpu": Run(case=_1B(seq=LONGEST), limit_s=60),
-    "equal-one-process": Run(case=_1B(seq=512, precision="fp32", steps=1), limit_s=45),
-    "equal-two-processes": Run(case=_1B(seq=512, precision="fp32", steps=1, sharding=_ROW), limit_s=60),
+    "plus-none": Run(case=_1B(batch=4, seq=1024, steps=11, sharding=_ZERO), limit_s=60),
+    "plus-int8-weights": Run(
+        case=_1B(batch=4, seq=1024, steps=11, sharding=_ZERO | {"zero_int8_weights": True}), limit_s=150
+    ),
+    "plus-int4-gradients": Run(
+        case=_1B(batch=4, seq=1024, steps=11, sharding=_ZERO | {"zero_int4_gradients": True}),
+        limit_s=150,
+        one_gpu_each=True,
+    ),
+    "long-two-gpus": Run(case=_1B(batch=1, seq=2 * LONGEST, sharding=_ROW), limit_s=70),
+    "long-one-gpu": Run(case=_1B(batch=1, seq=LONGEST), limit_s=60),
+    "equal-one-process": Run(case=_1B(batch=1, seq=512, precision="fp32", steps=1), limit_s=45),
+    "equal-two-processes": Run(case=_1B(batch=1, seq=512, precision="fp32", steps=1, sharding=_ROW), limit_s=60),
 }
 
 
 def tiny(run: Run) -> Run:
     """The same run with a small model, on the CPU."""
-    sharding = {name: value for name, value in run.case.sharding.items() if name not in ("fsdp", "zero")}
+    sharding = {name: value for name, value in run.case.sharding.items() if name in ("gpus", "sequence")}
     return dataclasses.replace(
         run, case=dataclasses.replace(measure_plans.tiny(run.case), sharding=sharding), limit_s=90
     )
@@ -253,7 +266,9 @@ def one_process(run: Run, path: Path, *, small: bool) -> None:
     transformers.utils.logging.set_verbosity_error()
     launch.ignore_accelerate_variables()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cpu") if small else torch.device("cuda", rank)
+    if run.one_gpu_each:  # before CUDA looks
+        os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    device = torch.device("cpu") if small else torch.device("cuda", 0 if run.one_gpu_each else rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     launch.init_distributed(device)
@@ -349,6 +364,7 @@ PRINTED = (
     "peak_bytes",
     "first_loss",
     "first_grad_norm",
+    "last_loss",
     "seconds",
     "detail",
 )
