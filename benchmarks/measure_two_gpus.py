@@ -199,18 +199,20 @@ def plain_fsdp2(case: Case, meter: StepMeter, device: torch.device) -> dict[str,
 
 @contextlib.contextmanager
 def _zero_settings(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Let DeepSpeed use these settings."""
-    own = sharding.deepspeed_config
+    """Let DeepSpeed use these settings, and mark no layers for it besides theirs."""
+    own, marks = sharding.deepspeed_config, sharding.gathers_layers
 
     def config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
         made = own(choices, run_info)
         return made | {"zero_optimization": made["zero_optimization"] | settings}
 
     sharding.deepspeed_config = config
+    if settings:
+        sharding.gathers_layers = lambda choices, run_info: False
     try:
         yield
     finally:
-        sharding.deepspeed_config = own
+        sharding.deepspeed_config, sharding.gathers_layers = own, marks
 
 
 class _Kernels(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
