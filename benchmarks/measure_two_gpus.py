@@ -76,20 +76,20 @@ _8B = functools.partial(
     Case, model="llama-3.1-8b", batch=8, seq=512, precision="bf16", checkpointing="full", steps=WARM_UP + 5
 )
 _1B = functools.partial(Case, model="llama-3.2-1b")
-_ZERO = {"gpus": GPUS, "zero": 3}
+_ZERO: dict[str, Any] = {"gpus": GPUS, "zero": 3}
 _FSDP, _ROW = {"gpus": GPUS, "fsdp": True}, {"gpus": GPUS, "fsdp": True, "sequence": GPUS}
 
 _12_LAYERS = functools.partial(_8B, config={"num_hidden_layers": 12})
 _LAYER = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
 """Elements of the matrices of one layer."""
-SMALL = {"reduce_bucket_size": 4096**2, "stage3_prefetch_bucket_size": 4096**2 * 9 // 10}
+SMALL: dict[str, Any] = {"reduce_bucket_size": 4096**2, "stage3_prefetch_bucket_size": 4096**2 * 9 // 10}
 """Sizes that follow from the hidden size, as those of transformers' `auto`: one matrix of a layer, or less."""
-LARGE = {"reduce_bucket_size": 5 * 10**8, "stage3_prefetch_bucket_size": 2 * 10**8}
+LARGE: dict[str, Any] = {"reduce_bucket_size": 5 * 10**8, "stage3_prefetch_bucket_size": 2 * 10**8}
 """More than the weights of one layer, in elements. DeepSpeed's own default prefetches 5e7."""
-BY_LAYER = {"reduce_bucket_size": _LAYER, "stage3_prefetch_bucket_size": _LAYER}
-WEIGHTS: Mapping[str, Any] = {"leaf_module": {"classes": []}}
+BY_LAYER: dict[str, Any] = {"reduce_bucket_size": _LAYER, "stage3_prefetch_bucket_size": _LAYER}
+WEIGHTS: dict[str, Any] = {"leaf_module": {"classes": []}}
 """Each weight is gathered by itself."""
-LAYERS: Mapping[str, Any] = {"leaf_module": {"classes": ["LlamaDecoderLayer"]}}
+LAYERS: dict[str, Any] = {"leaf_module": {"classes": ["LlamaDecoderLayer"]}}
 """The weights of a layer are gathered together: DeepSpeed puts its hooks on layers, not on all of their modules."""
 
 
