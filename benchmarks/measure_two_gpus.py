@@ -29,11 +29,13 @@ import functools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +56,7 @@ from tigon.planner.cluster.division import Division
 from tigon.planner.cluster.search import planned_division
 from tigon.planner.cluster.shape import shape_of
 from tigon.planner.cluster.topology import Cluster
+from tigon.planner.engines import zero
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import row_of
 from tigon.planner.request import Request
@@ -114,10 +117,10 @@ class Run:
 RUNS: Mapping[str, Run] = {
     "8b-plain-fsdp2": Run(case=_8B(kernels="none", sharding=_FSDP), limit_s=75, plain=True),
     "8b-fsdp2": Run(case=_8B(sharding=_FSDP), limit_s=80),
-    "8b-zero-3": Run(case=_8B(sharding=_ZERO), limit_s=90),
+    "8b-zero-3-weights": Run(case=_8B(sharding=_ZERO), limit_s=90, zero=WEIGHTS | SMALL),
+    "8b-zero-3-layers": Run(case=_8B(sharding=_ZERO), limit_s=90, zero=LAYERS | BY_LAYER),
     "8b-zero-3-profile": Run(case=_8B(sharding=_ZERO), limit_s=90, profiled=True),
     "8b-zero-3-buckets": Run(case=_8B(sharding=_ZERO), limit_s=90, zero=WEIGHTS | LARGE),
-    "8b-zero-3-layers": Run(case=_8B(sharding=_ZERO), limit_s=90, zero=LAYERS | BY_LAYER),
     "zero-3-weights": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=WEIGHTS | SMALL),
     "zero-3-layers-buckets": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=LAYERS | BY_LAYER),
     "zero-3-weights-buckets": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=WEIGHTS | LARGE),
@@ -285,6 +288,19 @@ def one_process(run: Run, path: Path, *, small: bool) -> None:
 # --- all cases -------------------------------------------------------------------------------------------------------
 
 
+def end_with_stacks(process: subprocess.Popen[str]) -> str:
+    """End a process and its children; they have a session of their own. Returns what they printed.
+
+    At SIGABRT, Python's fault handler prints the stack of each thread, which says where a case waits.
+    """
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=5)[0]
+    return process.communicate()[0]
+
+
 def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any]:
     """Run a case in its own processes. Returns rank 0's row, with the peaks of all ranks."""
     ranks, path = int(run.case.sharding.get("gpus", 1)), folder / name
@@ -292,7 +308,7 @@ def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any
     command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command += ["-m", "benchmarks.measure_two_gpus", "--case", name, "--json", str(path)]
     begin_s = time.monotonic()
-    environ = {**os.environ, "OMP_NUM_THREADS": "1" if small else "4"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1" if small else "4", "PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(
         [*command, *(["--tiny"] if small else [])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=environ, start_new_session=True,
@@ -301,14 +317,17 @@ def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any
             printed, _ = process.communicate(timeout=run.limit_s)
             detail = "" if process.returncode == 0 else printed[-5000:]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # its own session, so nothing else is killed
-            printed, _ = process.communicate()
-            detail = f"killed after {run.limit_s} s: {printed[-5000:]}"
+            detail = f"killed after {run.limit_s} s: {end_with_stacks(process)[-12_000:]}"
     rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{name}.[0-9]*"))]
     row = rows[0] if rows else {"status": "failed"}
     row["detail"] = row.get("detail") or detail
     row["peak_bytes"] = [one["allocated_bytes"] for one in rows]
     return {"name": name, **row, "seconds": round(time.monotonic() - begin_s, 1)}
+
+
+def has_prediction(run: Run) -> bool:
+    """Whether the planner knows the settings of a case: tigon's own, or those that it had before."""
+    return run.case.precision != "fp32" and run.zero in ({}, WEIGHTS | SMALL, LAYERS | BY_LAYER)
 
 
 def predicted(run: Run, gpu_name: str, memory_bytes: int) -> dict[str, float]:
@@ -322,7 +341,8 @@ def predicted(run: Run, gpu_name: str, memory_bytes: int) -> dict[str, float]:
     request = Request(model=case.model, config=config, batch=case.batch, seq=case.seq, choices=choices)
     shards = int(case.sharding.get("sequence", 1))
     if shards == 1:
-        plan = estimate(request, gpu=gpu, evaluation=False)
+        with unittest.mock.patch.object(zero, "gathers_layers", return_value=run.zero != WEIGHTS | SMALL):
+            plan = estimate(request, gpu=gpu, evaluation=False)
         return {"step_s": plan.step_s, "tokens_per_s": plan.tokens_per_s, "allocated_bytes": plan.peak_allocated_bytes}
     work = Workload(shape=shape_of(request), seq=case.seq, samples=case.readers * case.batch, states=case.precision)
     division = Division(sharding="weights", data=case.readers, sequence=shards, micro_batch=case.batch)
@@ -376,7 +396,8 @@ def add_predictions(path: Path) -> None:
     """Write predictions beside each case of a record."""
     record = json.loads(path.read_text(encoding="utf-8"))
     for row in record["cases"]:
-        if RUNS[row["name"]].case.precision != "fp32":
+        row.pop("predicted", None)
+        if has_prediction(RUNS[row["name"]]):
             row["predicted"] = predicted(RUNS[row["name"]], record["environment"]["device"], record["memory_bytes"])
             print(row["name"], row["predicted"], flush=True)
     save(path, record)
