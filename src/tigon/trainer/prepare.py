@@ -236,8 +236,9 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
             prompt_inputs = images.prompt_inputs((eval_samples or train.samples)[0], collator, len(prompt))
         data_summary["images"] = sum(len(document.images) for document in (*train_docs, *eval_docs))
         check_every_row_has_images(train.samples, choices)
+    run_info = engine.run_info_of(recipe, config, shapes, device, objective)
     return Prepared(
-        recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
+        recipe, device, choices, run_info, objective, config, n_parameters,
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),

@@ -31,6 +31,8 @@ class RunInfo:
     tf32: bool = False
     lora_alpha: float | None = None
     nvme_folder: str | None = None
+    runs_layers_once: bool = False
+    """Whether a micro-batch runs each layer once forward and once backward, and trains all weights."""
 
     def largest(self) -> int:
         """Returns the number of elements of the largest parameter."""
@@ -43,6 +45,10 @@ class RunInfo:
             layer = re.match(r".*?\.\d+(?=\.)", name)
             sizes.setdefault(layer[0] if layer else "", []).append(math.prod(shape))
         return sizes
+
+    def largest_layer(self) -> int:
+        """Returns the number of elements of the largest layer; 0 without layers."""
+        return max((sum(sizes) for layer, sizes in self.by_layer().items() if layer), default=0)
 
 
 def _no_arguments(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
