@@ -29,7 +29,6 @@ import functools
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -49,6 +48,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure_plans
 from benchmarks.measure_plans import Case
+from benchmarks.process_stacks import end_with_stacks
 from benchmarks.step_record import busy_ms, by_name, device_kernels
 from tigon.bench.record import environment
 from tigon.planner.cluster.compute import Workload
@@ -286,19 +286,6 @@ def one_process(run: Run, path: Path, *, small: bool) -> None:
 
 
 # --- all cases -------------------------------------------------------------------------------------------------------
-
-
-def end_with_stacks(process: subprocess.Popen[str]) -> str:
-    """End a process and its children; they have a session of their own. Returns what they printed.
-
-    At SIGABRT, Python's fault handler prints the stack of each thread, which says where a case waits.
-    """
-    for number in (signal.SIGABRT, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=5)[0]
-    return process.communicate()[0]
 
 
 def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any]:
