@@ -22,8 +22,8 @@ from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 
 ENGINE_KEYS = (
-    "sharding.gpus", "sharding.sequence", "sharding.tensor", "sharding.fsdp", "sharding.replicas", "sharding.reshard",
-    "sharding.offload",
+    "sharding.gpus", "sharding.sequence", "sharding.sequence_method", "sharding.tensor", "sharding.fsdp",
+    "sharding.replicas", "sharding.reshard", "sharding.offload",
 )  # fmt: skip
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
