@@ -71,6 +71,31 @@ def test_run_with_shared_rows_trains_as_one_process_and_resumes(recipe, tigon, h
 
 
 @forks
+def test_four_processes_in_a_ring_train_as_one_process_and_resume_with_ulysses(recipe, tigon, here):
+    """More processes than key heads. The resumed run has two."""
+    data = {"cross_document_attention": True}
+    train_keys = {"save_steps": 2, "eval_steps": 2}
+    path = recipe(model=MODEL, data=data, train=train_keys, output={"name": "one"})
+    assert tigon("train", path).code == 0
+    ring = ["sharding.gpus=4", "sharding.sequence=4", "sharding.sequence_method=ring", "output.name=ring"]
+    succeeds(lambda rank: train(path, ring), here, 4)
+    runs = here / "runs"
+    assert losses(runs / "ring") == pytest.approx(losses(runs / "one"), rel=1e-5)
+    evals = [[record["eval_loss"] for record in records(runs / name, "eval")] for name in ("ring", "one")]
+    assert evals[0] == pytest.approx(evals[1], rel=1e-5)
+    cut_back(runs, "ring")
+    fewer = ["sharding.gpus=2", "sharding.sequence=2", "output.name=cut"]
+    succeeds(lambda rank: train(path, fewer, resume=True), here, 2)
+    assert losses(runs / "cut") == pytest.approx(losses(runs / "ring"), rel=1e-5)
+
+
+def test_ring_over_packed_documents_is_refused(recipe, tigon):
+    ring = ("sharding.gpus=2", "sharding.sequence=2", "sharding.sequence_method=ring")
+    outcome = tigon("train", recipe(model=MODEL), *(word for text in ring for word in ("--set", text)))
+    assert "ring has no mask that separates packed documents" in outcome.error_line()
+
+
+@forks
 def test_shared_rows_under_fsdp2_and_autocast_train_as_one_process(recipe, tigon, here):
     """FSDP2's mixed precision copies what the model is called with."""
     path = recipe(model=MODEL, train={"precision": "amp-bf16"}, output={"name": "one"})

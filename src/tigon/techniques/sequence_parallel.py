@@ -170,11 +170,15 @@ def cut_rows(inputs: Mapping[str, Any], group: Any, method: str = ULYSSES) -> di
     def part(rows_BT: Tensor, fill: int) -> Tensor:
         return of_own(F.pad(rows_BT, (0, padding), value=fill))
 
-    shard = Shard(group, positions_BT, document_mask(positions_BT))
     if method == RING:
-        if shard.mask is not None:
+        learned_BT = F.pad(shift_labels_BT, (0, padding), value=IGNORE_INDEX) != IGNORE_INDEX
+        if bool(((documents(positions_BT) > 0) & learned_BT).any()):  # padding may count as a document
             raise RecipeError(_RING_OF_DOCUMENTS)
-        shard.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens_BT.device)  # transformers makes no other
+        # a mask of this form keeps transformers from making one
+        mask: Tensor | None = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens_BT.device)
+    else:
+        mask = document_mask(positions_BT)
+    shard = Shard(group, positions_BT, mask)
     return rest | {
         "input_ids": part(tokens_BT, 0), "labels": part(labels_BT, IGNORE_INDEX),
         "shift_labels": part(shift_labels_BT, IGNORE_INDEX), "position_ids": of_own(positions_BT),
@@ -195,15 +199,20 @@ def _positions(inputs: Mapping[str, Any]) -> Tensor:
     return torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
 
 
-def document_mask(positions_BT: Tensor) -> Tensor | None:
-    """Returns where a token sees another, (B, 1, T, T); None if no row holds several documents.
+def documents(positions_BT: Tensor) -> Tensor:
+    """Returns the number of each token's document in its row, (B, T).
 
     A document begins where positions do not go on by one.
     """
     begins = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
-    if not bool(begins.any()):
+    return F.pad(begins.cumsum(1), (1, 0))
+
+
+def document_mask(positions_BT: Tensor) -> Tensor | None:
+    """Returns where a token sees another, (B, 1, T, T); None if no row holds several documents."""
+    documents_BT = documents(positions_BT)
+    if not bool(documents_BT[:, -1].any()):
         return None
-    documents_BT = F.pad(begins.cumsum(1), (1, 0))
     same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
     return same.tril_()
 
