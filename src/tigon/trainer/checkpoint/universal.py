@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
-from tigon.recipe.keys import Recipe
+from tigon.recipe.keys import OBJECTIVE_SECTIONS, Recipe
 from tigon.trainer.distributed import launch
 from tigon.trainer.distributed.deepspeed_classes import allow_deepspeed_globals
 
@@ -34,14 +34,15 @@ def problem(before: Recipe) -> str | None:
     """Why another engine cannot read the checkpoints of a run with ZeRO, in half a sentence; None if it can."""
     reasons = (
         (before.lora.rank is not None, "with lora.rank"),
-        (before.heads.stage is not None, "with heads"),
         (before.train.objective not in ("auto", "causal_lm"), f"with train.objective: {before.train.objective}"),
         (bool(before.data.images), "with data.images"),
         (before.sharding.offload != "none", "with sharding.offload"),
         (before.train.optimizer not in OPTIMIZERS, f"with train.optimizer: {before.train.optimizer}"),
         (before.train.precision == "amp-fp16", "with train.precision: amp-fp16, whose loss scale they lack,"),
     )
-    return next((reason for applies, reason in reasons if applies), None)
+    plain = Recipe()
+    changed = next((name for name in OBJECTIVE_SECTIONS if getattr(before, name) != getattr(plain, name)), None)
+    return next((reason for applies, reason in reasons if applies), f"with the section {changed}" if changed else None)
 
 
 def is_deepspeeds(checkpoint: Path) -> bool:
