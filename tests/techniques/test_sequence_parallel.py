@@ -18,6 +18,7 @@ from tigon.models import MODELS, DeferredLogits
 from tigon.models.verification.tiny import tiny_config, tiny_model
 from tigon.techniques import sequence_parallel
 from tigon.techniques.layer_checkpointing import apply
+from tigon.techniques.mechanisms import ring_attention
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sequence_parallel import cut_rows, document_mask, share_rows
 from two_ranks import RANKS, Scenarios, gradients_of
@@ -115,13 +116,33 @@ SCENARIOS: Scenarios = {
     "FSDP2": partial(shared, engine="fsdp2"),
     "recomputed layers": partial(shared, recompute=True),
     "experts": partial(shared, family="mixtral"),
+    "latent attention, whose values are narrower": partial(shared, family="deepseek_v3"),
+}
+
+
+def has_ring() -> bool:
+    """Whether this PyTorch has the functions that a ring calls."""
+    try:
+        ring_attention.check()
+    except RecipeError:
+        return False
+    return True
+
+
+RING: Scenarios = {
     "ring": partial(shared, packed=False, method="ring"),
     "ring without tigon's kernels": partial(shared, packed=False, patched=False, method="ring"),
     "ring under FSDP2 with recomputed layers": partial(
         shared, packed=False, engine="fsdp2", recompute=True, method="ring"
     ),
-    "latent attention, whose values are narrower": partial(shared, family="deepseek_v3"),
 }
+if has_ring():
+    SCENARIOS |= RING
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="tried with torch 2.13")
+def test_this_pytorch_has_the_functions_of_a_ring() -> None:
+    assert has_ring()
 
 
 @pytest.fixture(scope="module")

@@ -120,14 +120,15 @@ def _pytorchs() -> Any:
     """The module of PyTorch's ring attention."""
     if not dist.is_available():
         raise RecipeError("sharding.sequence_method: ring needs a PyTorch with torch.distributed")
-    try:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as loops
-    except ImportError:
-        loops = None
+    loops: Any = None
+    with contextlib.suppress(ImportError):
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        loops = _attention
     names = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod")
     if loops is None or not all(hasattr(loops, name) for name in names):
         raise RecipeError(
             f"sharding.sequence_method: ring calls private functions of PyTorch that torch {torch.__version__} does "
-            "not have; use torch 2.11 to 2.13, or sharding.sequence_method: ulysses"
+            "not have; use torch 2.13, or sharding.sequence_method: ulysses"
         )
     return loops

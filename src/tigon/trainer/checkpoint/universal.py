@@ -52,7 +52,7 @@ def is_deepspeeds(checkpoint: Path) -> bool:
 
 def load_model(model: Any, checkpoint: Path) -> None:
     """Read the whole fp32 weights into `model`, sharded or not. Every process calls it, before `load_optimizer`."""
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, Any] = {}
     if launch.rank() == 0:
         _convert(checkpoint)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -81,7 +81,7 @@ def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tup
             f"data.source and data.eval_source both name {', '.join(both)}: the eval loss is measured on training text",
         ),
         (
-            recipe.sharding.zero_int4_gradients and not launch.has_several_nodes(),
+            recipe.choices().zero_int4_gradients and not launch.has_several_nodes(),
             "sharding.zero_int4_gradients has no effect on one machine: DeepSpeed sends gradients as 4-bit integers "
             "between machines only",
         ),
