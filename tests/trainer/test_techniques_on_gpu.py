@@ -90,11 +90,13 @@ def resumed(folder: Path, recipe: Path, settings: dict[str, Any]) -> list[float]
 
 
 @functools.cache
-def plain(folder: Path, gpus: int, precision: str, model: str = SMALL["model.name"]) -> tuple[float, ...]:
+def plain(
+    folder: Path, gpus: int, precision: str, model: str = SMALL["model.name"], cross_document: bool = False
+) -> tuple[float, ...]:
     """AdamW without any technique, on as many sequences per step."""
-    name = f"plain{gpus}-{model}"
+    name = f"plain{gpus}-{model}" + "-joined" * cross_document
     settings = {**SMALL, "train.precision": precision, "train.batch_size": 4 * gpus, "output.name": name}
-    settings["model.name"] = model
+    settings |= {"model.name": model, "data.cross_document_attention": cross_document}
     done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return tuple(losses(folder / "runs" / name))
@@ -140,7 +142,8 @@ def test_recipe_of_a_technique_trains_as_a_plain_run_and_resumes(recipe, folder)
     accumulate = int(technique.recipe.get("train.gradient_accumulation", 1))
     if recipe.stem not in FREE and accumulate == 1:
         tolerance = FURTHER.get(recipe.stem, TOLERANCE)
-        alone = plain(folder, gpus // shares, "amp-bf16", settings["model.name"])
+        joined = "data.cross_document_attention" in technique.recipe
+        alone = plain(folder, gpus // shares, "amp-bf16", settings["model.name"], joined)
         assert whole == pytest.approx(alone, abs=tolerance)
     assert list((folder / "runs" / recipe.stem / "model").glob("*.safetensors"))
 
