@@ -371,7 +371,7 @@ DECLARATION = Declaration(
         Setting(
             field="sequence_method", key=METHOD,
             help="How attention sees whole rows: `ulysses` exchanges tokens for heads; `ring` passes keys and values "
-            "on from process to process.",
+            "on from process to process, and no GPU has run it yet.",
             words=METHODS,
             label=lambda choices: "ring attention" if choices.sequence_method == RING else "",
         ),
@@ -391,7 +391,7 @@ DECLARATION = Declaration(
             saves="As sequence-parallel, with more processes than the model has key heads too.",
             costs="Each layer and pass sends all keys and values, with as many heads as queries have, N - 1 times. "
             "Only rows of one document, or `data.cross_document_attention: true`.",
-            effect_on_result="None for the same samples per step, except for rounding.",
+            effect_on_result="None for the same samples per step, except for rounding. No GPU has run it yet.",
             recipe={
                 "sharding.gpus": 2, KEY: 2, METHOD: RING, "data.cross_document_attention": True,
             },
