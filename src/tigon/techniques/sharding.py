@@ -321,7 +321,8 @@ _SETTINGS = (
     ),
     Setting(
         field="zero_int4_gradients", key="sharding.zero_int4_gradients",
-        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
+        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers between machines. Requires `zero: 3` and a GPU; no GPU "
+        "has run it yet.",
         label=lambda choices: "qgZ" if choices.zero_int4_gradients else "",
     ),
     Setting(
@@ -395,7 +396,8 @@ _TECHNIQUES = (
     ),
     Technique(
         name="zero-3-int4-gradients", page="zero",
-        saves="Three quarters of the traffic of reduced gradients: they are sent as 4-bit integers.",
+        saves="Three quarters of the traffic of reduced gradients between machines: they are sent as 4-bit integers. "
+        "On one machine it has no effect.",
         costs="Rounding of the gradients, and kernels that convert them.", tools=("nvcc",),
         effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
         needs=("deepspeed",), devices=("cuda",),

@@ -17,8 +17,9 @@ from tigon.planner.cluster.topology import Cluster
 from tigon.planner.cluster.traffic import Transfer, activation_transfers, data_transfers, gradient_reductions
 from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S
 from tigon.planner.step_time import HOST_BYTES_S
+from tigon.techniques.sharding import LARGEST_LAYER
 
-ENGINE_CALLS = {"DDP": 0, "FSDP2": 130, "ZeRO": 180, "ZeRO-3": 680}
+ENGINE_CALLS = {"DDP": 0, "FSDP2": 130, "ZeRO": 180, "ZeRO-3": 680, "ZeRO-3 by layers": 180}
 """Host time per weight and step of each engine, as a number of operators (planner/engines)."""
 _WEIGHTS_PER_LAYER = 9
 UPDATE_BYTES = {"amp-bf16": 42, "bf16": 20}
@@ -77,7 +78,10 @@ def _host_s(work: Workload, division: Division, layer: LayerTime) -> float:
     elif division.engine == "PyTorch":
         calls = ENGINE_CALLS["FSDP2"] if division.sharding == "weights" else 0
     else:
-        calls = ENGINE_CALLS["ZeRO-3" if division.sharding == "weights" else "ZeRO"]
+        small = work.shape.layer_matrix_numel <= LARGEST_LAYER
+        by_layers = division.whole_layers and small and not division.offload
+        by_weights = "ZeRO-3 by layers" if by_layers else "ZeRO-3"
+        calls = ENGINE_CALLS[by_weights if division.sharding == "weights" else "ZeRO"]
     return layers * (layer.host_s + calls * _WEIGHTS_PER_LAYER * HOST_S)
 
 
