@@ -44,7 +44,9 @@ SLOW = ["docs/profile.md"]
 """Pages with examples that only `make pages` runs; each names its versions, commit and date."""
 NO_KEYS = {"data.json", "output.register_hook"}
 """Files and attributes that look like a key of a recipe."""
-OTHERS_FLAGS = {"--speculative-config", "--external_plugins"}
+OTHERS_FLAGS = {
+    "--speculative-config", "--external_plugins", "--enable-lora", "--max-lora-rank", "--lora-modules",
+}  # fmt: skip
 """Options of vLLM, ms-swift, PyTorch's launcher and others that pages name."""
 WITHOUT_OUTPUT = {"docs/architecture.md": "src/tigon/"}
 """Blocks of plain text: the page, and how the block begins."""

@@ -141,6 +141,23 @@ def test_adapters_load_in_peft_with_the_trained_models_logits(run, here, checkpo
     assert torch.equal(logits_of(auto), outcome.logits), "base_model_name_or_path names the checkpoint"
 
 
+def test_adapters_of_runs_and_of_a_checkpoint_are_loaded_beside_each_other(run, here, checkpoints):
+    wanted = {}
+    for seed in (1, 2):
+        sets = ("lora.rank=4", "train.save_steps=4", f"train.seed={seed}", f"output.name=seed{seed}")
+        wanted[f"seed{seed}"] = run("bf16", *sets).logits
+    runs = here / "runs"
+    model = peft.PeftModel.from_pretrained(
+        whole(checkpoints("bf16")), runs / "seed1" / "adapters", adapter_name="seed1"
+    )
+    model.load_adapter(runs / "seed2" / "adapters", adapter_name="seed2")
+    model.load_adapter(runs / "seed2" / "checkpoints" / "checkpoint-4", adapter_name="step4")
+    assert not torch.equal(wanted["seed1"], wanted["seed2"])
+    for name, logits in {**wanted, "step4": wanted["seed2"]}.items():
+        model.set_adapter(name)
+        assert torch.equal(logits_of(model.eval()), logits), name
+
+
 def test_adapter_files_are_those_that_an_inference_server_reads(run, here, checkpoints):
     assert run("bf16", "lora.rank=4", "lora.targets=[q_proj, down_proj]").code == 0
     folder = here / "runs" / "r" / "adapters"
