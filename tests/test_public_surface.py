@@ -41,6 +41,7 @@ PUBLIC = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_softmax",
 ]
 
 

@@ -30,6 +30,7 @@ from tigon.ops import (
     rms_norm,
     rope,
     swiglu,
+    topk_softmax,
 )
 
 if _typing.TYPE_CHECKING:
@@ -68,6 +69,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_softmax",
 ]
 
 

@@ -26,6 +26,7 @@ from tigon.ops.losses.prepared_targets import prepare_targets
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.topk_softmax import topk_softmax
 from tigon.ops.vocab_parallel import VocabParallelOptions
 
 # The order of tables and pages. Any other op follows these in alphabetical order.
@@ -70,4 +71,5 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_softmax",
 ]
