@@ -80,11 +80,12 @@ def topk_softmax_bwd_kernel(
     tl.store(DLogits + rows[:, None] * E + cols[None, :], d.to(DLogits.dtype.element_ty), mask=there)
 
 
-def _tile(E):
+def _tile(E, itemsize):
     """(rows and columns of a program's tile, warps)"""
     block = _device.next_power_of_2(E)
     rows = max(TILE // block, 1)
-    return rows, block, max(min(rows * block // 256, 8), 1)
+    per_lane = 16 // itemsize  # what one load of 16 bytes gives to a lane
+    return rows, block, max(min(rows * block // (per_lane * _device.lanes()), 8), 1)
 
 
 def _rows(logits):
@@ -97,7 +98,7 @@ def topk_softmax_fwd(logits, top_k, normalised, dtype):
     weights = torch.empty((T, top_k), dtype=dtype, device=logits.device)
     index = torch.empty((T, top_k), dtype=torch.int64, device=logits.device)
     if weights.numel():
-        rows, block, warps = _tile(E)
+        rows, block, warps = _tile(E, logits.itemsize)
         launch(
             topk_softmax_fwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
             Logits=logits, Weights=weights, Index=index, T=T, E=E, stride_t=logits.stride(0), TOP_K=top_k,
@@ -111,7 +112,7 @@ def topk_softmax_bwd(dweights, logits, index, normalised):
     logits, dweights, (T, E) = _rows(logits), dweights.contiguous(), logits.shape
     dlogits = logits.new_empty((T, E))
     if dlogits.numel():
-        rows, block, warps = _tile(E)
+        rows, block, warps = _tile(E, logits.itemsize)
         launch(
             topk_softmax_bwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
             DWeights=dweights, Logits=logits, Index=index, DLogits=dlogits, T=T, E=E, stride_t=logits.stride(0),

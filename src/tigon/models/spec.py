@@ -13,6 +13,7 @@ from tigon.models.seams.experts_lora import ExpertsLoraSeam
 from tigon.models.seams.head.logits import LogitAttributes
 from tigon.models.seams.lora import LoraSeam
 from tigon.models.seams.rope import RopeSeam
+from tigon.models.seams.router import ROUTERS
 
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
@@ -25,7 +26,9 @@ LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.
 ADAPTER_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"lora": (LoraSeam(),)})
-EXPERT_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"experts": (ExpertsOpSeam(), ExpertsLoraSeam())})
+EXPERT_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType(
+    {"experts": (ExpertsOpSeam(), ExpertsLoraSeam(), *ROUTERS)}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
