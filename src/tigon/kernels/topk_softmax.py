@@ -80,7 +80,7 @@ def topk_softmax_bwd_kernel(
     tl.store(DLogits + rows[:, None] * E + cols[None, :], d.to(DLogits.dtype.element_ty), mask=there)
 
 
-def _tile(E, itemsize):
+def row_tile(E, itemsize):
     """(rows and columns of a program's tile, warps)"""
     block = _device.next_power_of_2(E)
     rows = max(TILE // block, 1)
@@ -88,17 +88,17 @@ def _tile(E, itemsize):
     return rows, block, max(min(rows * block // (per_lane * _device.lanes()), 8), 1)
 
 
-def _rows(logits):
+def unit_stride_rows(logits):
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def topk_softmax_fwd(logits, top_k, normalised, dtype):
     """Launch the router of (T, E). Returns the weights (T, K) in `dtype` and the experts (T, K)."""
-    logits, (T, E) = _rows(logits), logits.shape
+    logits, (T, E) = unit_stride_rows(logits), logits.shape
     weights = torch.empty((T, top_k), dtype=dtype, device=logits.device)
     index = torch.empty((T, top_k), dtype=torch.int64, device=logits.device)
     if weights.numel():
-        rows, block, warps = _tile(E, logits.itemsize)
+        rows, block, warps = row_tile(E, logits.itemsize)
         launch(
             topk_softmax_fwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
             Logits=logits, Weights=weights, Index=index, T=T, E=E, stride_t=logits.stride(0), TOP_K=top_k,
@@ -109,10 +109,10 @@ def topk_softmax_fwd(logits, top_k, normalised, dtype):
 
 def topk_softmax_bwd(dweights, logits, index, normalised):
     """Launch the gradient of the logits."""
-    logits, dweights, (T, E) = _rows(logits), dweights.contiguous(), logits.shape
+    logits, dweights, (T, E) = unit_stride_rows(logits), dweights.contiguous(), logits.shape
     dlogits = logits.new_empty((T, E))
     if dlogits.numel():
-        rows, block, warps = _tile(E, logits.itemsize)
+        rows, block, warps = row_tile(E, logits.itemsize)
         launch(
             topk_softmax_bwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
             DWeights=dweights, Logits=logits, Index=index, DLogits=dlogits, T=T, E=E, stride_t=logits.stride(0),

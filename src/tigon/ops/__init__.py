@@ -15,6 +15,7 @@ from tigon.ops.glu import geglu, swiglu
 from tigon.ops.linear.fp8_linear import fp8_linear
 from tigon.ops.linear.lora_linear import lora_linear
 from tigon.ops.linear.lora_linears import LoraLayer, lora_linears
+from tigon.ops.load_balancing import load_balancing_loss
 from tigon.ops.logprobs.linear_kl import linear_kl
 from tigon.ops.logprobs.linear_logprobs import linear_logprobs
 from tigon.ops.logprobs.logprobs import logprobs
@@ -63,6 +64,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl",
     "linear_logprobs",
+    "load_balancing_loss",
     "logprobs",
     "lora_linear",
     "lora_linears",

@@ -25,7 +25,7 @@ MAX_EXPERTS = 4096
 # T tokens, E experts, K experts per token.
 
 
-def _largest(logits: Tensor, top_k: int) -> Tensor:
+def largest(logits: Tensor, top_k: int) -> Tensor:
     """(T, K) the experts with the largest logits, of equal ones the first; `topk` may choose any."""
     return logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
 
@@ -37,7 +37,7 @@ def _fwd_fake(logits: Tensor, top_k: int, normalised: bool, dtype: torch.dtype) 
 
 def _fwd_reference(logits: Tensor, top_k: int, normalised: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    index = _largest(wide, top_k)
+    index = largest(wide, top_k)
     weights = wide.gather(1, index).softmax(-1) if normalised else wide.softmax(-1).gather(1, index)
     return weights.to(dtype), index
 
@@ -130,7 +130,7 @@ def topk_softmax_oracle(
 ) -> tuple[Tensor, Tensor]:
     """The unfused formula, with the softmax in fp32 as in transformers."""
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    index = _largest(logits.detach(), top_k)
+    index = largest(logits.detach(), top_k)
     weights = p.gather(1, index)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
