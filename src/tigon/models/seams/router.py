@@ -3,10 +3,13 @@
 A router returns the logits, the weights and the experts of each token. Families differ in whether the weights are
 normalised, and in the dtype of weights and logits. Routers with sigmoids, groups or a correction of the scores are
 other formulas, and keep their own forward.
+
+The model's load-balancing loss, if its config asks for one, is also an op. The loss's seam puts it into the forward.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 
 from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.rebind import owner_of, rebind
 from tigon.models.verification import probe
 
 _EXPERTS, _TOP_K, _TOKENS = 6, 2, 5
@@ -90,3 +94,52 @@ def _dtype_objection(make: Any, fused: Any, forward: Any) -> str | None:
         rows = _inputs()[0].detach().bfloat16()
         got, want = ([t.dtype for t in each(make().bfloat16(), rows)] for each in (fused, forward))
     return None if got == want else f"in bf16 the op returns {got}, the module {want}"
+
+
+# --- the loss that balances the experts ---
+
+_LOSS = "load_balancing_loss_func"
+
+
+@functools.cache
+def with_balancing_loss(forward: Any) -> Any:
+    """The forward of a model, with tigon's load-balancing loss if its own function computes the same."""
+    owner = owner_of(forward, _LOSS)
+    if owner is None:
+        return forward
+    original = owner.__globals__[_LOSS]
+    replacement = functools.partial(_balancing_loss, original)
+    return rebind(forward, owner, {_LOSS: replacement}) if _computes_the_same(original, replacement) else forward
+
+
+def _balancing_loss(
+    original: Any, gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None
+) -> Any:
+    """The arguments are those of transformers' function."""
+    served = isinstance(gate_logits, tuple) and bool(gate_logits)
+    if not served or any(is_dtensor(one) or one.shape != gate_logits[0].shape for one in gate_logits):
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    device, (rows, experts) = gate_logits[0].device, gate_logits[0].shape
+    if experts != num_experts or (attention_mask is not None and attention_mask.numel() != rows):
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    mask = None if attention_mask is None else attention_mask.to(device)
+    return ops.load_balancing_loss([one.to(device) for one in gate_logits], top_k, mask=mask)
+
+
+def _computes_the_same(original: Any, replacement: Any) -> bool:
+    """Whether both functions give one loss and one gradient, with and without a mask."""
+
+    def measured(function: Any, mask: Tensor | None) -> list[Tensor]:
+        layers = tuple(probe.random(_TOKENS, _EXPERTS, seed=seed).requires_grad_() for seed in (1, 2))
+        loss = function(layers, _EXPERTS, _TOP_K, mask)
+        return [loss.detach(), *torch.autograd.grad(loss, layers)]
+
+    try:
+        with probe.undisturbed():
+            for mask in (None, torch.tensor([[1, 1, 0, 1, 0]])):
+                pairs = zip(measured(original, mask), measured(replacement, mask), strict=True)
+                if not all(torch.allclose(a, b, rtol=probe.TOLERANCE, atol=1e-6) for a, b in pairs):
+                    return False
+    except Exception:  # the model's own function may raise anything; it then stays
+        return False
+    return True

@@ -41,6 +41,7 @@ from tigon.models.seams.head.divided_head import has_tensor_parallel_forward, is
 from tigon.models.seams.head.logits import LogitAttributes, LogitMap
 from tigon.models.seams.head.token_metrics import TokenMetrics
 from tigon.models.seams.head.traced_logits import TracedLogits, UncomputedLogits
+from tigon.models.seams.router import with_balancing_loss
 
 # Class names of wrappers that pass the input to a descendant and return its output unchanged: PEFT's `modules_to_save`,
 # and FSDP1.
@@ -386,7 +387,7 @@ class CausalLMSeam(Seam):
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         seam = self
-        base_forward: Callable[..., Any] = base.forward
+        base_forward: Callable[..., Any] = with_balancing_loss(base.forward)
         labels_at = _position(base_forward, "labels")
         loss_property: Any = inspect.getattr_static(base, "loss_function")
 
