@@ -11,6 +11,7 @@ from torch import nn
 
 import tigon
 from tigon import ops
+from tigon.errors import PatchError
 from tigon.models.table import MODELS
 from tigon.models.verification.tiny import tiny_model
 
@@ -50,7 +51,7 @@ def calls_of(name: str) -> Any:
 def test_router_of_the_family_is_the_op_with_the_same_step(family: str) -> None:
     model = model_of(family)
     want = step(model)
-    report = tigon.patch(model)
+    report = tigon.patch(model, router=True)
     assert report.counts["topk_softmax"] == report.counts["experts"]
     with calls_of("topk_softmax") as called:
         got = step(model)
@@ -65,7 +66,7 @@ def test_balancing_loss_of_the_model_is_the_op_with_the_same_gradients(family: s
     model = model_of(family, output_router_logits=True, router_aux_loss_coef=0.5)
     inputs = {"attention_mask": (IDS > 3).long()} if masked else {}
     want = step(model, **inputs)
-    report = tigon.patch(model)
+    report = tigon.patch(model, router=True)
     with calls_of("load_balancing_loss") as called:
         got = step(model, **inputs)
     assert called.call_count == 1 and got.keys() == want.keys() and "aux_loss" in got
@@ -95,7 +96,16 @@ def test_function_with_another_formula_stays() -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "llama4_text"])
 def test_router_with_another_formula_keeps_its_forward(family: str) -> None:
-    assert "topk_softmax" not in tigon.patch(model_of(family)).counts
+    with pytest.raises(PatchError, match=r"router: nothing in this .* can run it"):
+        tigon.patch(model_of(family), router=True)
+
+
+def test_router_keeps_its_forward_unless_it_is_asked_for() -> None:
+    model = model_of("qwen3_moe", output_router_logits=True)
+    assert "topk_softmax" not in tigon.patch(model).counts
+    with calls_of("load_balancing_loss") as called:
+        step(model)
+    assert not called.called
 
 
 def test_equal_logits_choose_the_first_experts() -> None:

@@ -31,7 +31,7 @@ class RouterSeam(Seam):
     """Computes the weights and the experts in one kernel after the product."""
 
     op: ClassVar[str] = "topk_softmax"
-    flag: ClassVar[str] = "experts"
+    flag: ClassVar[str] = "router"
 
     normalised: bool = True
     fp32_weights: bool = False

@@ -357,6 +357,8 @@ class CausalLMSeam(Seam):
     cross_entropy: bool = True
     """Whether to compute the loss of existing logits with tigon's cross_entropy instead of PyTorch's."""
     logits: LogitAttributes = field(default_factory=LogitAttributes)
+    balancing: bool = False
+    """Whether to compute a mixture's load-balancing loss with tigon's op."""
 
     def find_head(self, model: nn.Module) -> nn.Module | None:
         """The module at the path `head`, or None."""
@@ -387,7 +389,7 @@ class CausalLMSeam(Seam):
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         seam = self
-        base_forward: Callable[..., Any] = with_balancing_loss(base.forward)
+        base_forward: Callable[..., Any] = with_balancing_loss(base.forward) if seam.balancing else base.forward
         labels_at = _position(base_forward, "labels")
         loss_property: Any = inspect.getattr_static(base, "loss_function")
 
