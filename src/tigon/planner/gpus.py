@@ -118,7 +118,7 @@ _ROWS = (
         _gpu("h200", 139.8, 989, 67, 4800, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370),
         source="matmul and copy rates measured; memory as CUDA reports it",
     ),
-    # Eight CPU-bound steps on four hosts of H100s took 7.9 to 11.5 us per operator (docs/planner-method.md).
+    # CPU-bound steps on three hosts of H100s took 7.9 to 11.5 us per operator (docs/planner-method.md).
     replace(_gpu("h100", 79.1, 989, 67, 3350, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370), host_s=9e-6),
     _gpu("h100-pcie", 79.1, 756, 51, 2000, arch=(9, 0), sm_count=114, link_gbs=50, peer_gbs=50),
     _gpu("b200", 178.4, 2250, 75, 8000, arch=(10, 0), sm_count=148, link_gbs=50, peer_gbs=750),
