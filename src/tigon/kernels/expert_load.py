@@ -4,7 +4,7 @@
     backward            dl = m · p · (d − Σ_e p_e d_e), with d = dsums
 
 A program holds whole rows of E logits, and visits every PROGRAMS-th tile of them. Its two rows of sums are added by
-PyTorch, so that the order of every sum is fixed. Of equal logits the first counts. Everything is fp32.
+PyTorch, so that the order of every sum is fixed. The first of equal logits counts. Everything is fp32.
 """
 
 import torch

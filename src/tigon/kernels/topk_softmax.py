@@ -6,7 +6,7 @@
     normalised      dl = q · (g − Σ_k w_k dw_k) for the chosen experts, 0 elsewhere
     otherwise       dl = p · (g − Σ_k w_k dw_k)
 
-A program holds whole rows of E logits. It takes the largest of them k times, of equal ones the first. Everything is
+A program holds whole rows of E logits. It takes the largest of them k times, the first of equal ones. Everything is
 fp32. The backward computes the softmax again from the logits, which the model keeps anyway.
 """
 

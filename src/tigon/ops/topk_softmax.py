@@ -3,7 +3,7 @@
     p = softmax(logits)        w_k = p_{e_k} / s        s = Σ_k p_{e_k} if normalised, else 1
 
 A softmax over the k largest logits, as in GPT-OSS, is the same with normalisation. The unfused model stores p, its k
-largest values, their sum and their quotient. The op stores the weights and the experts. Of equal logits the first is
+largest values, their sum and their quotient. The op stores the weights and the experts. The first of equal logits is
 chosen. The backward computes the softmax again from the logits.
 """
 
@@ -105,7 +105,7 @@ def topk_softmax(
         dtype: of the weights; None: that of the logits. The softmax is computed in fp32, or fp64 for fp64.
 
     Returns:
-        The weights (T, K) in descending order, and the experts (T, K), int64. Of equal logits the first comes first.
+        The weights (T, K) in descending order, and the experts (T, K), int64. The first of equal logits comes first.
 
     Raises:
         ShapeError: logits is not (T, E) with 1 ... 4096 experts.
