@@ -114,6 +114,7 @@ MORE_CASES = {
     ),
     # The weights of the record's other cases are dense.
     "lora_linears": (Case(id="4-bit", shape=(16, 64, 24, 16, 8), options={"nf4": True}),),
+    "experts": (Case(id="mxfp4", shape=(16, 2, 4, 64), options={"inner": 32, "mxfp4": True}),),
     # Its kernel runs twice, with an exchange between processes in between.
     "linear_kl": tuple(
         Case(

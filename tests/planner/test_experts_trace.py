@@ -58,12 +58,13 @@ def test_adapters_add_their_thin_products() -> None:
     assert sum(segment.cost.flops for segment in recorder.tape.segments) == 2 * T * K * (6 * H * F + thin)
 
 
-def test_experts_in_4_bits_are_planned_as_they_are_stored() -> None:
+@pytest.mark.parametrize("stored_as", ["nf4", "mxfp4"])
+def test_experts_in_4_bits_are_planned_as_they_are_stored(stored_as: str) -> None:
     from tigon.models.verification.tiny import tiny_config
     from tigon.planner.request import Request
     from tigon.planner.search.option import estimate_option
     from tigon.planner.simulate.model_states import model_weights
-    from tigon.planner.trace.adapters import nf4_bytes
+    from tigon.planner.trace.adapters import STORED
     from tigon.techniques.records.choices import Choices
 
     pytest.importorskip("peft")
@@ -71,16 +72,20 @@ def test_experts_in_4_bits_are_planned_as_they_are_stored() -> None:
     config.use_cache = False
     targets, peaks = ("linear", "experts"), {}
     for quantized in (False, True):
-        choices = Choices(precision="amp-bf16", lora_rank=2, lora_targets=targets, quantized=quantized)
+        choices = Choices(
+            precision="amp-bf16", lora_rank=2, lora_targets=targets, quantized=quantized, quantize_to=stored_as
+        )
         request = Request(model="tiny", config=config, batch=1, seq=64, choices=choices)
         peaks[quantized] = estimate_option(request, H200).estimate.peak_allocated_bytes
         found = [w for w in model_weights(request).weights if len(w.shape) == 3]
         assert len(found) == 2 * config.num_hidden_layers and not any(weight.trained for weight in found)
         if quantized:
-            assert all(weight.nf4 for weight in found)
+            assert all(weight.stored_as == stored_as for weight in found)
+            others = [w for w in model_weights(request).weights if len(w.shape) == 2 and not w.trained]
+            assert any(weight.stored_as for weight in others) == (stored_as == "nf4")
             numel = [64 * 512 * 256, 64 * 256 * 256]
             for weight in found:
-                assert weight.numel in numel and 0 <= weight.nbytes - sum(nf4_bytes(weight.numel)) < 4 * 512
+                assert weight.numel in numel and 0 <= weight.nbytes - sum(STORED[stored_as](weight.numel)) < 4 * 512
             experts_bytes = sum(2 * weight.numel for weight in found)
     # One projection of one layer is dense at a time.
     saved = peaks[False] - peaks[True]

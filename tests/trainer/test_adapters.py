@@ -14,8 +14,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import EXPERTS, chats, save
+from tiny_checkpoint import EXPERTS, chats, put_experts_into_mxfp4, save
 from trainer_helpers import records
+
+from vllm_loader import served
 
 peft = pytest.importorskip("peft")
 IDS = torch.tensor([[4 + (7 * i) % 250 for i in range(24)]])
@@ -39,13 +41,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     kinds: dict[str, dict[str, Any]] = {
         "bf16": {}, "fp32": {"dtype": torch.float32}, "tied": {"tie_word_embeddings": True},
         "experts": {"model_type": "qwen3_moe", **EXPERTS}, "biases": {"attention_bias": True},
+        "wide": {"hidden_size": 64},
         # bitsandbytes dequantises rows on a CPU rightly only if their length is a multiple of 64
         "wide experts": {"model_type": "qwen3_moe", **EXPERTS, "hidden_size": 64, "moe_intermediate_size": 64},
+        "mxfp4": {
+            "model_type": "gpt_oss", "hidden_size": 64, "head_dim": 32, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     }  # fmt: skip
     store = tmp_path_factory.mktemp("checkpoints")
 
     def made(kind: str) -> Path:
-        return store / kind if (store / kind).exists() else save(store / kind, **kinds[kind])
+        if not (store / kind).exists():
+            save(store / kind, **kinds[kind])
+            if kind == "mxfp4":
+                put_experts_into_mxfp4(store / kind)
+        return store / kind
 
     return made
 
@@ -130,19 +142,17 @@ def test_adapters_load_in_peft_with_the_trained_models_logits(run, here, checkpo
 
 
 def test_adapter_files_are_those_that_an_inference_server_reads(run, here, checkpoints):
-    """vLLM reads r, lora_alpha and target_modules, and refuses DoRA, modules_to_save and biases (its PEFTHelper). It
-    takes a module from each tensor's name."""
     assert run("bf16", "lora.rank=4", "lora.targets=[q_proj, down_proj]").code == 0
     folder = here / "runs" / "r" / "adapters"
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (4, 8, "LORA", "CAUSAL_LM")
     assert config["base_model_name_or_path"] == str(checkpoints("bf16"))
-    assert config["modules_to_save"] is None and config["bias"] == "none" and config["use_dora"] is False
-    path = r"base_model\.model\.model\.layers\.[01]\.(self_attn\.q_proj|mlp\.down_proj)\.lora_[AB]\.weight"
-    names = set(load_file(folder / "adapter_model.safetensors"))
-    assert len(names) == 8 and all(re.fullmatch(path, name) for name in names)
+    paths = {f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")}
+    assert served(folder).keys() == paths
     beside = {"README.md", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert beside <= {file.name for file in folder.iterdir()}
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "vllm serve path/to/the/base/model --enable-lora --max-lora-rank 8 --lora-modules r=" in card
 
 
 def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
@@ -174,6 +184,11 @@ KINDS = {
     "experts": ("experts", ("lora.targets=[linear, experts]",)),
     "fp32 base": ("fp32", ("lora.base=fp32", "lora.init=pissa")),
 }  # fmt: skip
+# Those that vLLM does not load, and why. vllm_loader.py repeats its steps.
+UNSERVED = {
+    "dora": "no DoRA", "modules_to_save": "no whole modules", "tied head saved": "no whole modules",
+    "biases": "no trained biases",
+}  # fmt: skip
 # olora and pissa split a weight in two; the products with its parts, and what remains of it, are rounded to bf16. PEFT
 # loads whole modules in the dtype of the base model.
 ROUNDED = {"olora", "pissa", "fp32 base", "modules_to_save"}
@@ -193,6 +208,20 @@ def test_adapters_of_each_kind_load_in_peft_and_merge_on_request(name, run, here
     assert merged.dtype == dtype
     assert rms(logits_of(merged) - got) < 0.03 * scale
     assert not (here / "runs" / "r" / "initial-adapters").exists()
+    check_served(here / "runs" / "r" / "adapters", outcome.outcome.out, UNSERVED.get(name))
+
+
+def check_served(adapters: Path, printed: str, reason: str | None) -> None:
+    """The console and the card say whether vLLM loads the adapters, and vLLM's steps agree."""
+    card = (adapters / "README.md").read_text(encoding="utf-8")
+    if reason is None:
+        assert "vLLM does not load" not in printed + card and "--enable-lora" in card
+        assert served(adapters, n_experts=4)
+        return
+    assert re.search(f"serving  vLLM does not load these adapters: it (has|takes) {reason}", printed)
+    assert reason in card and "--enable-lora" not in card
+    with pytest.raises(ValueError, match="not legal"):
+        served(adapters)
 
 
 def test_adapters_of_experts_in_tigons_op_load_in_peft(run, here, checkpoints):
@@ -215,18 +244,78 @@ def test_adapters_of_4_bit_experts_load_in_peft(run, here, checkpoints):
     learned = rms(got - logits_of(whole(checkpoints("wide experts"))))
     assert rms(got - outcome.logits) < min(learned, 0.4 * scale)
     assert losses(here / "runs" / "r")[-1] < losses(here / "runs" / "r")[0]
+    check_served(here / "runs" / "r" / "adapters", outcome.outcome.out, None)
 
 
-def test_experts_in_mxfp4_are_refused_with_the_way_on(run, here, checkpoints):
-    config = checkpoints("bf16") / "config.json"
-    plain = config.read_text(encoding="utf-8")
-    try:
-        config.write_text(json.dumps({**json.loads(plain), "quantization_config": {"quant_method": "mxfp4"}}))
-        refused = run("bf16", "lora.rank=4", "lora.quantize=true").outcome
-    finally:
-        config.write_text(plain, encoding="utf-8")
-    assert re.search("experts in MXFP4.*gpt-oss-20b-BF16.*lora.quantize: true", refused.error_line())
+def test_loftq_adapters_start_nearer_to_the_checkpoint_and_are_saved_for_its_weights(run, here, checkpoints, tigon):
+    pytest.importorskip("bitsandbytes")
+    sets = ("lora.rank=8", "lora.quantize=true", "train.save_steps=4")
+    unquantised = logits_of(whole(checkpoints("wide")))
+
+    def distance(init: str) -> float:
+        """That of the model before training to the unquantised checkpoint."""
+        done = run(
+            "wide", *sets, f"lora.init={init}", "train.steps=1", "train.learning_rate=1e-12", f"output.name={init}"
+        )
+        assert done.code == 0
+        return rms(done.logits - unquantised)
+
+    assert distance("loftq") < 0.9 * distance("default")
+    outcome = run("wide", *sets, "lora.init=loftq")
+    assert outcome.code == 0
+    folder = here / "runs" / "r" / "adapters"
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (config["r"], config["lora_alpha"], config["init_lora_weights"]) == (16, 32, True)
+    got = logits_of(adapted(checkpoints("wide"), folder))
+    scale = float(outcome.logits.std())
+    learned = rms(got - unquantised)
+    assert rms(got - outcome.logits) < min(learned, 0.4 * scale)
+    assert not (here / "runs" / "r" / "initial-adapters").exists()
+    refused = tigon("export", here / "runs" / "r" / "checkpoints" / "checkpoint-4", here / "exported")
+    assert "loftq a checkpoint's adapters belong to the run's 4-bit weights" in refused.error_line()
+
+
+def exported(here: Path, tigon: Any) -> Any:
+    """The run's model with merged adapters, as `tigon export` writes it."""
+    assert tigon("export", here / "runs" / "r", here / "exported", "--merge").code == 0
+    return whole(here / "exported")
+
+
+MXFP4 = ("lora.rank=4", "lora.quantize=true", "lora.quantize_to=mxfp4", "model.attention=eager")
+
+
+def test_experts_in_mxfp4_stay_so_and_their_adapters_load_in_peft(run, here, tigon, checkpoints):
+    outcome = run("mxfp4", *MXFP4, "lora.targets=[linear, experts]", "output.merge=true", kernels="tigon")
+    assert outcome.code == 0
+    folder = here / "runs" / "r"
+    got = logits_of(adapted(checkpoints("mxfp4"), folder / "adapters"))
+    scale = float(outcome.logits.std())
+    assert rms(got - outcome.logits) < 0.03 * scale
+    assert rms(got - logits_of(whole(checkpoints("mxfp4")))) > 0.05 * scale, "nothing was learned"
+    assert losses(folder)[-1] < losses(folder)[0]
+    assert rms(logits_of(exported(here, tigon)) - outcome.logits) < 0.03 * scale
+    merged = whole(folder / "model")
+    assert rms(logits_of(merged) - outcome.logits) < 0.03 * scale
+    assert not any(parameter.dtype is torch.uint8 for parameter in merged.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sets", "why"),
+    [
+        ("mxfp4", ("lora.rank=4",), "experts in MXFP4; set .*lora.quantize_to: mxfp4"),
+        ("mxfp4", (), "experts in MXFP4; set .*lora.quantize_to: mxfp4.*gpt-oss-20b-BF16"),
+        ("experts", MXFP4, "has none in MXFP4; set lora.quantize_to: nf4"),
+    ],
+)
+def test_experts_in_mxfp4_and_the_key_that_keeps_them_go_together(run, here, kind, sets, why):
+    refused = run(kind, *sets, kernels="tigon").outcome
+    assert re.search(why, refused.error_line())
     assert not (here / "runs").exists()
+
+
+def test_experts_in_mxfp4_need_tigons_op(run):
+    refused = run("mxfp4", *MXFP4, kernels="none").outcome
+    assert re.search("wait for the backward.*model.kernels: tigon", refused.error_line())
 
 
 def test_4_bit_experts_get_adapters_from_tigons_op_alone(run, here):
@@ -267,6 +356,8 @@ REFUSED = {
     "unknown module to save": ("lora.modules_to_save=[lmhead]", "the nearest is lm_head"),
     "dora of a part of the weight": ("lora.init=pissa,lora.dora=true", "DoRA's is no sum"),
     "4 bits of a part of the weight": ("lora.init=olora,lora.quantize=true", "would be quantised"),
+    "loftq of whole weights": ("lora.init=loftq", "LoftQ makes up for the rounding of 4-bit weights"),
+    "loftq of 8 bits": ("lora.init=loftq,lora.quantize=true,lora.quantize_to=int8", "LoftQ for 4-bit weights only"),
     "experts with dropout": ("lora.targets=experts,lora.dropout=0.1", "no input that could be dropped"),
     "fp32 beside bf16": ("lora.base=fp32,train.precision=bf16", "keeps every weight in bf16"),
     "bits of nothing": ("lora.quantize_to=int8", "would do nothing without lora.quantize"),

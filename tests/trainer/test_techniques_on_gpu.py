@@ -9,8 +9,10 @@ import functools
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
 STEPS = 8
+RUN_LIMIT_S = float(os.environ.get("TIGON_RUN_LIMIT_S", "300"))
+"""The time limit of one command. The first run on a machine compiles kernels and, with DeepSpeed, operators."""
 SMALL = {
     "model.name": "smollm2-135m", "model.config.num_hidden_layers": 4, "data.max_text_mib": 0.5,
     "data.sequence_length": 256, "train.steps": STEPS, "train.warmup_steps": 0, "train.log_steps": 1,
@@ -42,11 +46,47 @@ FURTHER = {"adamw-torchao-4bit": 0.15}
 
 
 def run(here: Path, recipe: Path, settings: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `tigon train`. A run that takes longer than RUN_LIMIT_S ends with the stack of each of its processes."""
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={yaml.safe_dump(value).split()[0]}")]
     path = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": path, "TORCH_CUDA_ARCH_LIST": "9.0"}
+    environment = {**os.environ, "PYTHONPATH": path, "TORCH_CUDA_ARCH_LIST": "9.0", "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, "-m", "tigon", "train", str(recipe), *sets, *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
+    begin_s = time.monotonic()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            printed, error = process.communicate(timeout=RUN_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{settings['output.name']} took longer than {RUN_LIMIT_S} s:\n{stacks(process, here)}")
+    took_s = time.monotonic() - begin_s
+    sys.stderr.write(f"{settings['output.name']}: {took_s:.0f} s\n")  # pytest shows it with -s, or if the test fails
+    return subprocess.CompletedProcess(command, process.returncode, printed, error)
+
+
+def stacks(process: subprocess.Popen[str], here: Path) -> str:
+    """End a run's session. Returns what its processes wrote, with the stack of each thread (PYTHONFAULTHANDLER).
+
+    The launcher hears of it last, because it passes on what the others write.
+    """
+    members = [int(path.name) for path in Path("/proc").glob("[0-9]*") if session_of(path) == process.pid]
+    for pid in sorted(members, reverse=True):
+        if pid != process.pid:
+            os.kill(pid, signal.SIGABRT)
+    time.sleep(3)
+    os.killpg(process.pid, signal.SIGKILL)
+    printed = "".join(process.communicate())
+    logs = [path.read_text(errors="replace") for path in sorted(here.glob("runs/*-logs/**/*")) if path.is_file()]
+    return "\n".join([printed, *logs])[-20_000:]
+
+
+def session_of(process: Path) -> int | None:
+    """The session of a process, from /proc/PID/stat; None if it has ended."""
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[3])
+    except OSError:
+        return None
 
 
 def losses(folder: Path) -> list[float]:

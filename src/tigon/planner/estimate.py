@@ -33,6 +33,7 @@ from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
 from tigon.planner.trace.tape import FORWARD
 from tigon.techniques.checkpointing import KEPT_ON_HOST
+from tigon.techniques.lora import keeps_mxfp4
 from tigon.techniques.mechanisms.host_offload import MAX_LEAVING
 from tigon.units import in_bytes
 
@@ -180,7 +181,9 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
     if choices.offload == "nvme":
         notes.append("The step time does not include the disk: NVMe files are read and written in every step.")
-    if choices.quantized:
+    if keeps_mxfp4(choices):
+        notes.append("Experts stay in MXFP4, half a byte per weight, and are copied to 16 bits for each product.")
+    elif choices.quantized:
         notes.append("Weights are stored in NF4, half a byte each, and copied to 16 bits for each matrix product.")
     return tuple(notes)
 

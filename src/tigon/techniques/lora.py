@@ -11,7 +11,7 @@ import torch
 
 from tigon.techniques import model_kernels
 from tigon.techniques.mechanisms import adapter_targets
-from tigon.techniques.mechanisms.adapter_targets import EXPERTS, WORDS
+from tigon.techniques.mechanisms.adapter_targets import EXPERTS, LOFTQ, WORDS
 from tigon.techniques.mechanisms.four_bit_experts import shown_as_plain
 from tigon.techniques.precision import BF16_WEIGHTS, WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
@@ -30,7 +30,6 @@ _NO_INITS: Mapping[str, str] = {
     "eva": "it needs a pass over the data for activations, which tigon does not make",
     "corda": "it needs a pass over the data for activations, which tigon does not make",
     "lora_ga": "it needs a pass over the data for gradients, which tigon does not make",
-    "loftq": "PEFT computes it for 4-bit weights on a GPU only and ignores lora.alpha, and tigon has not tried it",
 }
 
 
@@ -52,6 +51,11 @@ def compute_dtype(choices: Choices) -> torch.dtype:
     return getattr(torch, _COMPUTE_DTYPES[choices.precision])  # type: ignore[no-any-return]
 
 
+def keeps_mxfp4(choices: Choices) -> bool:
+    """Returns whether experts stay in MXFP4, as the checkpoint stores them."""
+    return choices.quantized and choices.quantize_to == "mxfp4"
+
+
 def check(model: Any, choices: Choices) -> None:
     """Refuse adapters that PEFT cannot make for this model. model: without data, and not quantised.
 
@@ -65,22 +69,26 @@ def check(model: Any, choices: Choices) -> None:
     )  # fmt: skip
 
 
-def changes_frozen_weights(choices: Choices) -> bool:
-    """Returns whether the initialisation subtracts the new adapter from the frozen weight, so that the saved adapter
-    does not belong to the checkpoint's weight."""
-    return choices.lora_rank is not None and choices.lora_init.startswith(adapter_targets.SUBSPACE_INITS)
+def is_saved_as_difference(choices: Choices) -> bool:
+    """Returns whether the trained adapter does not belong to the checkpoint's weight.
+
+    It is then saved as the difference from its initial value. The initialisation has subtracted that value from the
+    frozen weight, or the value makes up for the rounding of the weight to 4 bits.
+    """
+    return choices.lora_rank is not None and choices.lora_init.startswith(adapter_targets.DIFFERENCE_INITS)
 
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
     """Silence PEFT's warnings about its own calls, and about cases that tigon handles.
 
-    Merging unties tied weights. Adapters that change the frozen weights are converted when they are saved.
+    Merging unties tied weights. Adapters that change the frozen weights are converted when they are saved. A checkpoint
+    may hold the weight of an adapted head too.
     """
     with warnings.catch_warnings():
         for message in (
             "`is_gradient_checkpointing`", ".*fan_in_fan_out", "Model has `tie_word_embeddings=True`",
-            "(PiSSA|OLoRA) changes the base weights",
+            "(PiSSA|OLoRA) changes the base weights", "Setting `save_embedding_layers`",
         ):  # fmt: skip
             warnings.filterwarnings("ignore", message=message)
         yield
@@ -122,14 +130,16 @@ def _adapters(model: Any, choices: Choices, run_info: RunInfo) -> Any:
 
 
 def _peft_init(choices: Choices) -> bool | str:
-    return True if choices.lora_init == "default" else choices.lora_init
+    return True if choices.lora_init in ("default", LOFTQ) else choices.lora_init
 
 
 def _quantization(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
     from transformers import BitsAndBytesConfig
 
-    from tigon.techniques.mechanisms import expert_quantizer  # loads transformers
+    from tigon.techniques.mechanisms import expert_quantizer, mxfp4_experts  # loads transformers
 
+    if keeps_mxfp4(choices):
+        return {"quantization_config": mxfp4_experts.config(compute_dtype(choices))}
     if choices.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     return {"quantization_config": expert_quantizer.config(compute_dtype(choices))}
@@ -192,9 +202,10 @@ _BIAS = Setting(
 _INIT = Setting(
     field="lora_init", key="lora.init",
     help="Initial adapters, by PEFT's names. `default`: random A, and B = 0; `pissa`, `pissa_niter_N`, `olora`: the "
-    "largest part of the weight, which is subtracted from the frozen weight.",
-    words=("default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_N"),
-    pattern="default|gaussian|orthogonal|olora|pissa|pissa_niter_[0-9]{1,3}|" + "|".join(_NO_INITS),
+    "largest part of the weight, which is subtracted from the frozen weight; `loftq`: with `quantize`, that of the "
+    "rounding error.",
+    words=("default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_N", LOFTQ),
+    pattern="default|gaussian|orthogonal|olora|pissa|pissa_niter_[0-9]{1,3}|loftq|" + "|".join(_NO_INITS),
     invalid=_NO_INITS.get,
 )  # fmt: skip
 _BASE = Setting(
@@ -215,13 +226,17 @@ _QUANTIZED = Setting(
 )  # fmt: skip
 _QUANTIZE_TO = Setting(
     field="quantize_to", key="lora.quantize_to",
-    help="`nf4`: 4 bits with double quantisation; `int8`: 8 bits (arXiv 2208.07339).", words=("nf4", "int8"),
-    traced=True,
+    help="`nf4`: 4 bits with double quantisation; `int8`: 8 bits (arXiv 2208.07339); `mxfp4`: experts stay in 4 bits "
+    "as the checkpoint stores them, and all other weights in 16 bits.",
+    words=("nf4", "int8", "mxfp4"), traced=True,
 )  # fmt: skip
 
 _EXPERTS = Condition("lora_targets", "includes", EXPERTS)
 _SUBSPACE = Condition("lora_init", "starts with", adapter_targets.SUBSPACE_INITS)
+_LOFTQ = Condition("lora_init", "is", LOFTQ)
+_DIFFERENCE = Condition("lora_init", "starts with", adapter_targets.DIFFERENCE_INITS)
 _FP32_BASE, _QUANTIZE = Condition("lora_base", "is", "fp32"), Condition("quantized", "is", True)
+_MXFP4 = Condition("quantize_to", "is", "mxfp4")
 
 
 _NOT_TIGON = Condition("kernels", "is not one of", tuple(sorted(model_kernels.OF_TIGON)))
@@ -257,6 +272,16 @@ _EXCLUSIONS = (
         source="peft 0.21.2 tuners/lora/layer.py: ParamWrapper._remove_parametrizations",
     ),
     Exclusion(
+        when=(_QUANTIZE, _MXFP4, _NOT_TIGON),
+        reason="without tigon's op the dense weights of all layers would wait for the backward",
+        instead="model.kernels: tigon, or lora.quantize_to: nf4", source="src/tigon/models/seams/experts.py",
+    ),
+    Exclusion(
+        when=(_QUANTIZE, _MXFP4, Condition("zero", "is at least", 1)),
+        reason="DeepSpeed casts the model to 16 bits and shards it, which was never tried with stored bytes",
+        instead="sharding.zero: 0 with sharding.gpus, or lora.quantize_to: nf4", source="docs/techniques/lora.md",
+    ),
+    Exclusion(
         when=(_EXPERTS, Condition("lora_dropout", "is above", 0)),
         reason="PEFT adds these adapters to the weights, so they see no input that could be dropped",
         instead="lora.dropout: 0", source=_PARAM_WRAPPER,
@@ -286,13 +311,23 @@ _EXCLUSIONS = (
         instead="lora.init: default, or lora.quantize: false", source="peft 0.21 tuners/lora/layer.py: pissa_init",
     ),
     Exclusion(
-        when=(_SUBSPACE, Condition("lora_dora", "is", True)),
+        when=(_LOFTQ, Condition("quantized", "is", False)),
+        reason="LoftQ makes up for the rounding of 4-bit weights, and these are not rounded",
+        instead="lora.quantize: true, or lora.init: default", source="arXiv 2310.08659",
+    ),
+    Exclusion(
+        when=(_LOFTQ, Condition("quantize_to", "is", "int8")),
+        reason="tigon has LoftQ for 4-bit weights only", instead="lora.quantize_to: nf4, or lora.init: default",
+        source="peft 0.21 utils/loftq_utils.py: replace_lora_weights_loftq",
+    ),
+    Exclusion(
+        when=(_DIFFERENCE, Condition("lora_dora", "is", True)),
         reason="the adapter is saved as a sum with the negative of its initial value, and DoRA's is no sum",
         instead="lora.init: default, or lora.dora: false", source=_CONVERSION,
     ),
     *(
         Exclusion(
-            when=(_SUBSPACE, trained),
+            when=(_DIFFERENCE, trained),
             reason="PEFT converts such an adapter to one for the checkpoint's weights, and drops all else that was "
             "trained",
             instead=f"lora.init: default, or {instead}", source=_CONVERSION,
@@ -304,7 +339,7 @@ _EXCLUSIONS = (
     ),
     *(
         Exclusion(
-            when=(_SUBSPACE, sharded),
+            when=(_DIFFERENCE, sharded),
             reason="the adapter is saved as the difference from its initial value, which needs whole fp32 weights",
             instead="lora.init: default, or one GPU", source=_CONVERSION,
         )
@@ -334,11 +369,13 @@ DECLARATION = Declaration(
             name="qlora", page="lora",
             saves="As LoRA, and the frozen weights of experts and of every `nn.Linear` except `lm_head` take 0.516 "
             "bytes per parameter instead of 2 (or 4 in fp32): 4 bits, 1/64 byte for a scale per 64 weights, and 1/4096 "
-            "byte for an fp32 scale per 256 of those scales. `lora.quantize_to: int8` takes 1 byte per parameter.",
+            "byte for an fp32 scale per 256 of those scales. `lora.quantize_to: int8` takes 1 byte per parameter, and "
+            "`mxfp4` 0.531 bytes per parameter of the experts.",
             costs="Weights are dequantised before each matmul.",
             effect_on_result="As LoRA, and the frozen weights are rounded to 16 levels (NF4, blocks of 64, scales "
             "in 8 bits).",
-            needs=("peft", "bitsandbytes"), recipe={"lora.rank": DEFAULT_RANK, "lora.quantize": True},
+            needs=("peft", "bitsandbytes"), spared={"bitsandbytes": _MXFP4},
+            recipe={"lora.rank": DEFAULT_RANK, "lora.quantize": True},
             chosen=(_QUANTIZE,), loading=_quantization, model=_without_cpu_packing,
             change_rank=7, source="bitsandbytes; arXiv 2305.14314",
         ),

@@ -11,6 +11,7 @@ from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import read_json
 from tigon.objectives.recipe_checks import loads_saved
+from tigon.techniques.mechanisms.adapter_targets import LOFTQ
 from tigon.trainer.checkpoint.checkpoint import MANIFEST, problem_of, step_of
 from tigon.trainer.checkpoint.distributed_checkpoint import is_distributed
 
@@ -80,6 +81,11 @@ def _of_checkpoint(found: TrainedModel, folder: Path) -> TrainedModel:
     run = folder.resolve().parent.parent
     tokenizer = str(run / TOKENIZER) if (run / TOKENIZER).is_dir() else found.tokenizer
     recipe = loads_saved(run / RECIPE) if (run / RECIPE).is_file() else None
+    if recipe is not None and found.adapter is not None and recipe.lora.init == LOFTQ:
+        raise UsageError(
+            f"{folder}: with lora.init: loftq a checkpoint's adapters belong to the run's 4-bit weights; finish the "
+            f"run with `tigon train {run / RECIPE} --resume`, and use {run}."
+        )
     return replace(
         found, tokenizer=tokenizer, checkpoint=folder if is_distributed(folder) else None,
         trust_remote_code=recipe is not None and recipe.model.trust_remote_code,

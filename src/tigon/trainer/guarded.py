@@ -35,6 +35,7 @@ from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.device import used_bytes
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import tensor_parallel
+from tigon.techniques.lora import quiet_peft
 from tigon.techniques.mechanisms.fused_linear import has_fused_linears
 from tigon.techniques.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, whole_files
@@ -378,7 +379,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         return distributed_checkpoint.states(self.model, innermost(self.optimizer), self.objective.checkpoint_state)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        super()._save(output_dir, self.objective.checkpoint_state(self.model, state_dict))
+        with quiet_peft():
+            super()._save(output_dir, self.objective.checkpoint_state(self.model, state_dict))
         self.objective.save_beside(self.model, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -28,13 +28,14 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, run_folder
-from tigon.trainer.checkpoint import checkpoint, elastic, final_model, nvme_swap
+from tigon.trainer.checkpoint import adapter_files, checkpoint, elastic, final_model, nvme_swap
 from tigon.trainer.distributed import launch, launch_folder, signals
 from tigon.trainer.distributed.nodes import Nodes, nodes_of_run
 from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared, prepare, quiet_libraries
+from tigon.trainer.report import vllm_rules
 from tigon.trainer.run_folder import RunFolder
 from tigon.units import in_parameters
 
@@ -330,6 +331,8 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         report.write(run, summary, prepared.objective)
         for folder in final_model.folders_in(run.path) if prepared.recipe.output.save_model else ():
             model_card.write(run, folder, prepared.recipe, summary, prepared.objective)
+            if folder.name == adapter_files.ADAPTERS and (verdict := vllm_rules.judge(folder)).refusals:
+                console.print(f"serving  {verdict.refusal_line}", markup=False, soft_wrap=True)
         run.write_json(run_folder.SUMMARY, summary)
         _conclude(console, run, summary, prepared.objective)
         if stop.number:

@@ -100,10 +100,12 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _weights(request: Request, model: ModelWeights) -> str:
-    sizes = sorted({weight.itemsize for weight in model.weights if not weight.nf4})
+    sizes = sorted({weight.itemsize for weight in model.weights if weight.stored_as is None})
     bytes_each = " or ".join(str(size) for size in sizes)
     text = f"{model.numel:,} parameters (tied ones counted once), {bytes_each} bytes each"
-    if any(weight.nf4 for weight in model.weights):
+    if any(weight.stored_as == "mxfp4" for weight in model.weights):
+        text += "; those of experts are in MXFP4: half a byte each, plus scales"
+    elif any(weight.stored_as for weight in model.weights):
         text += "; those of linear layers are in NF4: half a byte each, plus scales"
     if request.choices.precision.startswith("amp"):
         text += "; autocast's 16-bit copies count as activations"

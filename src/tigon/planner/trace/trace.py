@@ -42,7 +42,7 @@ from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, layer_checkpointing, loss_memory, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
-from tigon.techniques.lora import compute_dtype, frozen_dtype
+from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
@@ -200,7 +200,8 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         config._attn_implementation = "eager"  # of a vision tower too
     model: Any = build(request.model, config)
     if choices.quantized:
-        adapters.quantize(model, functools.partial(_count_dequantisation, recorder), compute_dtype(choices))
+        watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(choices))
+        adapters.quantize(model, choices, watch, compute_dtype(choices))
     fused_lora = choices.kernels in model_kernels.OF_TIGON
     if choices.lora_rank is not None:
         adapters.attach(model, choices, fused=fused_lora)
@@ -217,7 +218,11 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     return model
 
 
-def _count_dequantisation(recorder: TraceRecorder, moved_bytes: int) -> None:
+def _count_dequantisation(recorder: TraceRecorder, by_tigon: bool, moved_bytes: int) -> None:
+    if by_tigon:  # one kernel for MXFP4
+        recorder.count(moved_bytes=moved_bytes)
+        recorder.count_host(HOST_CALLS - 1)
+        return
     recorder.count(moved_bytes=moved_bytes, launches=NF4_KERNELS)
     recorder.count_host(NF4_CALLS - NF4_KERNELS)
 

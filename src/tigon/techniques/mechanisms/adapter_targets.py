@@ -18,6 +18,10 @@ LINEAR, HEAD, EMBEDDINGS, EXPERTS = "all-linear", "head", "embeddings", "experts
 WORDS = (LINEAR, "linear", HEAD, EMBEDDINGS, EXPERTS)
 SUBSPACE_INITS = ("pissa", "olora")
 """Initialisations that move a part of the frozen weight into the adapter, so that the rest of it stays frozen."""
+LOFTQ = "loftq"
+"""The initialisation that moves a part of the rounding error of a 4-bit weight into the adapter."""
+DIFFERENCE_INITS = (*SUBSPACE_INITS, LOFTQ)
+"""Initialisations whose trained adapter is saved as the difference from the initial one."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ def _check_init(modules: Mapping[str, nn.Module], adapted: Targets, rank: int, i
     shapes = {path: modules[path].get_parameter("weight").shape for path in adapted.modules}
     smallest = min(shapes, key=lambda path: min(shapes[path]))
     size = min(shapes[smallest])
-    if init.startswith(SUBSPACE_INITS) and rank > size:
+    if init.startswith(DIFFERENCE_INITS) and rank > size:
         raise RecipeError(
             f"lora.init: {init}: lora.rank is {rank}, but the weight of {smallest} has only {size} singular values; "
             f"set lora.rank to {size} or less"

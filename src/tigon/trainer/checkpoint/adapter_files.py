@@ -18,7 +18,7 @@ from tigon.errors import RunFolderError
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import one_line
 from tigon.recipe.keys import ModelConfig
-from tigon.techniques.lora import changes_frozen_weights, quiet_peft
+from tigon.techniques.lora import is_saved_as_difference, quiet_peft
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models
@@ -53,11 +53,11 @@ def name_base(wrapped: Any, model: ModelConfig, base: Path) -> None:
 
 
 def keep_initial(wrapped: Any, choices: Choices, folder: Path) -> None:
-    """Save the adapters before training if their initialisation has changed the frozen weights.
+    """Save the adapters before training if the trained ones are saved as the difference from them.
 
-    The trained adapters are saved as the difference from them, which belongs to the unchanged weights.
+    The difference belongs to the weights of the checkpoint.
     """
-    if changes_frozen_weights(choices) and launch.rank() == 0:
+    if is_saved_as_difference(choices) and launch.rank() == 0:
         wrapped.save_pretrained(folder, save_embedding_layers=False)
 
 
@@ -67,7 +67,7 @@ def save(wrapped: Any, trainer: Any, choices: Choices, folder: Path) -> None:
         trainer.save_model(str(folder))
     elif trainer.is_world_process_zero():
         initial = folder.with_name(INITIAL)
-        converts = changes_frozen_weights(choices)
+        converts = is_saved_as_difference(choices)
         with quiet_peft():
             wrapped.save_pretrained(
                 folder, save_embedding_layers=False,

@@ -31,6 +31,11 @@ def check(objective: Objective, config: Any, choices: Choices) -> tuple[str, ...
     """
     if choices.lora_rank is None:
         return ()
+    if choices.lora_init == adapter_targets.LOFTQ and getattr(config, "quantization_config", None):
+        raise RecipeError(
+            "lora.init: loftq compares the 4-bit weights with whole ones, and this checkpoint's weights are quantised; "
+            "name the checkpoint in 16 bits, or set lora.init: default"
+        )
     built = models.without_data(config)
     lora.check(built, choices)
     if objective.reads_plain_head:

@@ -11,7 +11,7 @@ from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint.adapter_files import ADAPTERS
-from tigon.trainer.report import report
+from tigon.trainer.report import report, vllm_rules
 from tigon.trainer.report.report import fenced
 from tigon.trainer.run_folder import RunFolder
 
@@ -39,6 +39,7 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
         _front_matter(recipe, adapters=adapters),
         f"# {recipe.output.name}\n\n{_lead(recipe, adapters=adapters)}",
         f"## How to load it\n\n{_code(adapters=adapters)}",
+        *([f"## Serve it with vLLM\n\n{_served(folder, recipe)}"] if adapters else []),
         "## Measured figures\n\nMeasured in the training run.\n\n" + _table("figure", figures),
         f"## Training data\n\n`{'`, `'.join(source.name for source in recipe.data.sources())}`\n\n"
         + _table("what", _counts(data)),
@@ -78,6 +79,22 @@ def _code(*, adapters: bool) -> str:
         f'```python\nfrom {package} import {kind}\n\nmodel = {kind}.from_pretrained("path/to/this/folder", '
         'dtype="auto")\n```'
     )
+
+
+def _served(folder: Path, recipe: Recipe) -> str:
+    """How vLLM serves the adapters in `folder`, or why it does not."""
+    verdict = vllm_rules.judge(folder)
+    if verdict.refusals:
+        reasons = "\n".join(f"- {reason}" for reason in verdict.refusals)
+        merge = "Serve a merged model, which `tigon export RUN FOLDER --merge` writes."
+        return f"vLLM does not load these adapters:\n\n{reasons}\n\n{merge}"
+    base = recipe.model.name if is_hub_id(recipe.model.name) else "path/to/the/base/model"
+    command = (
+        f"vllm serve {base} --enable-lora --max-lora-rank {verdict.max_rank} --lora-modules "
+        f"{recipe.output.name}=path/to/this/folder"
+    )
+    lines = [f"```sh\n{command}\n```", "The command follows from names and config. vLLM has not loaded this folder."]
+    return "\n\n".join([*lines, *verdict.conditions])
 
 
 def _counts(data: Mapping[str, Any]) -> list[tuple[str, Any]]:
