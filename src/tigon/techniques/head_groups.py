@@ -112,6 +112,7 @@ class _Grouped(torch.autograd.Function):
             gradients = ctx.kernel.backward(dout_g, q, k, v, out, lse.contiguous(), ctx.rest, ctx.scale)
             for target, part in zip((dq, dk, dv), gradients, strict=True):
                 target.copy_(part)
+            del gradients, part  # otherwise they stay until the next group's exist
         return *made, None, None, None
 
 
