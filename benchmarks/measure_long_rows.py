@@ -11,7 +11,7 @@ tiles and attention's backward pass in groups of heads, as the planner recommend
 whole process: PyTorch's allocator gets what the CUDA context and the kernels leave.
 
 Before each step, the states are made, and the first layer alone runs once on the same row. This compiles the kernels,
-and it shows within seconds if a layer does not fit. Rows of up to 131,072 tokens take two steps; the second is reported.
+and it shows within seconds if a layer does not fit. Rows of up to 131,072 tokens take two steps.
 """
 
 from __future__ import annotations

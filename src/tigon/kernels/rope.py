@@ -14,7 +14,6 @@ other functions whose backward saved it.
 """
 
 import functools
-import math
 
 import triton
 import triton.language as tl
@@ -30,7 +29,6 @@ HEADS = 4
 # Pairs per tile: with 4 warps 8 per thread, one 16-byte load of bf16 for each member.
 TILE = 1024
 NUM_WARPS = 4
-FLAT = True  # number the pairs through where R/2 is no power of two
 
 
 @triton.jit
@@ -121,53 +119,6 @@ def rope_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def rope_flat_kernel(
-    Q, K, Cos, Sin, YQ, YK, N, T, q_heads, k_heads,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_cb, stride_ct, stride_sb, stride_st,
-    stride_yqb, stride_yqh, stride_yqt, stride_ykb, stride_ykh, stride_ykt,
-    SPLIT: tl.constexpr, TRANSPOSE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """As rope_kernel for halves of SPLIT columns that are no power of two: no lane is left without a pair.
-
-    The pairs of ROWS tokens are numbered through, and a tile takes the next TILE of them.
-    """
-    q_groups = tl.cdiv(q_heads, HEADS)
-    groups = q_groups + tl.cdiv(k_heads, HEADS)
-    group = tl.program_id(0) % groups
-    tiles: tl.constexpr = ROWS * SPLIT // TILE
-    part = tl.program_id(0) // groups
-    pair = (part % tiles) * TILE + tl.arange(0, TILE)
-    col = pair % SPLIT
-    n = (part // tiles).to(tl.int64) * ROWS + pair // SPLIT
-    mask = n < N
-    batch = n // T
-    token = n % T
-    c = Cos + batch * stride_cb + token * stride_ct + col
-    s = Sin + batch * stride_sb + token * stride_st + col
-    c_a = tl.load(c, mask=mask, other=0.0).to(tl.float32)
-    c_b = tl.load(c + SPLIT, mask=mask, other=0.0).to(tl.float32)
-    s_a = tl.load(s, mask=mask, other=0.0).to(tl.float32)
-    s_b = tl.load(s + SPLIT, mask=mask, other=0.0).to(tl.float32)
-    if TRANSPOSE:
-        s_a, s_b = -s_b, -s_a
-    if group < q_groups:
-        first, heads = group * HEADS, q_heads
-        x, stride_xh = Q + batch * stride_qb + token * stride_qt + col, stride_qh
-        y, stride_yh = YQ + batch * stride_yqb + token * stride_yqt + col, stride_yqh
-    else:
-        first, heads = (group - q_groups) * HEADS, k_heads
-        x, stride_xh = K + batch * stride_kb + token * stride_kt + col, stride_kh
-        y, stride_yh = YK + batch * stride_ykb + token * stride_ykt + col, stride_ykh
-    for i in tl.static_range(HEADS):
-        head = (first + i).to(tl.int64)
-        here = mask & (head < heads)
-        a = tl.load(x + head * stride_xh, mask=here, other=0.0).to(tl.float32)
-        b = tl.load(x + head * stride_xh + SPLIT, mask=here, other=0.0).to(tl.float32)
-        tl.store(y + head * stride_yh, (a * c_a - b * s_a).to(YQ.dtype.element_ty), mask=here)
-        tl.store(y + head * stride_yh + SPLIT, (b * c_b + a * s_b).to(YQ.dtype.element_ty), mask=here)
-
-
 def _unit_last(x):
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -195,26 +146,16 @@ class _Plan:
         self.empty = not B * T * (q_heads + k_heads)
         if self.empty:
             return
+        block = _device.next_power_of_2(R // 2)
+        rows = max(1, TILE // block)
         groups = _device.cdiv(q_heads, HEADS) + _device.cdiv(k_heads, HEADS)
-        numbers = dict(
+        self.launch = Launch(
+            rope_kernel, (groups * _device.cdiv(B * T, rows),),
             N=B * T, T=T, q_heads=q_heads, k_heads=k_heads,
             **_strides("stride_q", q_strides, heads_dim), **_strides("stride_k", k_strides, heads_dim),
             **_table_strides("stride_c", cos_shape, cos_strides), **_table_strides("stride_s", sin_shape, sin_strides),
             **_strides("stride_yq", self.q_out, heads_dim), **_strides("stride_yk", self.k_out, heads_dim),
-        )  # fmt: skip
-        block = _device.next_power_of_2(R // 2)
-        if R == D and block > R // 2 and R % 16 == 0 and not interleaved and FLAT:
-            rows = TILE // math.gcd(TILE, R // 2)
-            tiles = _device.cdiv(B * T, rows) * (rows * (R // 2) // TILE)
-            self.launch = Launch(
-                rope_flat_kernel, (groups * tiles,), **numbers, SPLIT=R // 2, TRANSPOSE=transpose, HEADS=HEADS,
-                ROWS=rows, TILE=TILE, num_warps=NUM_WARPS,
-            )  # fmt: skip
-            return
-        rows = max(1, TILE // block)
-        self.launch = Launch(
-            rope_kernel, (groups * _device.cdiv(B * T, rows),), **numbers, R=R, D=D, INTERLEAVED=interleaved,
-            TRANSPOSE=transpose, HEADS=HEADS, ROWS=rows, BLOCK=block,
+            R=R, D=D, INTERLEAVED=interleaved, TRANSPOSE=transpose, HEADS=HEADS, ROWS=rows, BLOCK=block,
             BLOCK_PASS=_device.next_power_of_2(max(D - R, 1)), num_warps=NUM_WARPS,
         )  # fmt: skip
 
