@@ -65,7 +65,7 @@ class _Cell:
 
 
 class _View:
-    """The use of a cell's tensor with a shape of its own."""
+    """One saved tensor: a view of a cell's tensor."""
 
     __slots__ = ("cell", "offset", "shape", "strides")
 
