@@ -112,6 +112,7 @@ class _Grouped(torch.autograd.Function):
             gradients = ctx.kernel.backward(dout_g, q, k, v, out, lse.contiguous(), ctx.rest, ctx.scale)
             for target, part in zip((dq, dk, dv), gradients, strict=True):
                 target.copy_(part)
+            del gradients, part  # otherwise they stay until the next group's exist
         return *made, None, None, None
 
 
@@ -170,8 +171,11 @@ def _group(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     return model
 
 
-def replace_attention(model: Any, groups: int) -> None:
-    """Register the grouped function with transformers under its own name, and set that name in this model's configs."""
+def replace_attention(model: Any, groups: int) -> Callable[[], None]:
+    """Register the grouped function with transformers under its own name, and set that name in this model's configs.
+
+    Returns a function that sets their names again.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -179,9 +183,16 @@ def replace_attention(model: Any, groups: int) -> None:
     name = f"sdpa_in_{groups}_groups"
     ALL_ATTENTION_FUNCTIONS.register(name, in_groups(ALL_ATTENTION_FUNCTIONS["sdpa"], groups))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        if config._attn_implementation == "sdpa":
-            config._attn_implementation_internal = name
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    replaced = [config for config in configs if config._attn_implementation == "sdpa"]
+    for config in replaced:
+        config._attn_implementation_internal = name
+
+    def undo() -> None:
+        for config in replaced:
+            config._attn_implementation_internal = "sdpa"
+
+    return undo
 
 
 def text_config(config: Any) -> Any:

@@ -203,9 +203,9 @@ DECLARATION = Declaration(
             name="tiled-mlp", page="tiling",
             saves="The inner activations of an MLP for all tokens of a micro-batch except one tile. With checkpointing "
             "these are one layer's gate, up and their product, and their gradients.",
-            costs="A second forward pass of the MLPs, beyond the one of checkpointing, and fp32 sums of one MLP's "
-            "weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A "
-            "micro-batch that is no larger than a tile is computed whole, so it saves and costs nothing.",
+            costs="A second forward pass of the MLPs, unless their layers are recomputed anyway, and fp32 sums of one "
+            "MLP's weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A micro-batch that is "
+            "no larger than a tile is computed whole, so it saves and costs nothing.",
             recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("mlp_tile_tokens", "is at least", 1),),
             model=_tile, source="arXiv 2506.13996 §3.1",
         ),

@@ -31,7 +31,7 @@ def has_expandable_segments() -> bool:
     return "expandable_segments:True" in os.environ.get(ALLOCATOR_SETTINGS, "")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A piece of a segment."""
 
@@ -61,7 +61,7 @@ class CachingAllocator:
 
     def allocate(self, nbytes: int, *, stream: int = 0) -> Block:
         """Allocate `nbytes` (more than 0) from a pool of the stream."""
-        size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
+        size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
         if self._expandable:
             self.allocated_bytes += size
             self.reserved_bytes = -(-self.allocated_bytes // ROUND_LARGE) * ROUND_LARGE

@@ -31,8 +31,8 @@ class _OnHost(NamedTuple):
 
 
 class _TracedOffload(HostOffload):
-    def __init__(self, recorder: TraceRecorder, *, ahead: bool = True) -> None:
-        super().__init__(ahead=ahead)
+    def __init__(self, recorder: TraceRecorder) -> None:
+        super().__init__(ahead=False)
         self.recorder = recorder
 
     def has_streams(self, device: torch.device) -> bool:
@@ -80,8 +80,8 @@ class TracedLayers(LayersOnHost):
     def __init__(
         self, recorder: TraceRecorder, recomputation: Callable[[], contextlib.AbstractContextManager[Any]]
     ) -> None:
-        self.inputs = _TracedOffload(recorder)
-        self.results, self.again = (_TracedOffload(recorder, ahead=False) for _ in range(2))
+        self.inputs, self.results, self.again = (_TracedOffload(recorder) for _ in range(3))
+        self.newest = None
         self.recomputation = recomputation
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -27,8 +27,8 @@ class LayersOnHost:
     """The checkpointing function of a model's layers: `layers(layer, *inputs)`."""
 
     def __init__(self) -> None:
-        # Each fetch starts the copy of the tensor that was sent before it, which has to be another layer's input.
-        self.inputs, self.results, self.again = HostOffload(), HostOffload(ahead=False), HostOffload(ahead=False)
+        self.inputs, self.results, self.again = (HostOffload(ahead=False) for _ in range(3))
+        self.newest: weakref.ref[HostFrame] | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = run_recomputed(self._frame, function, args, kwargs)
@@ -65,7 +65,7 @@ class _Cell:
 
 
 class _View:
-    """The use of a cell's tensor with a shape of its own."""
+    """One saved tensor: a view of a cell's tensor."""
 
     __slots__ = ("cell", "offset", "shape", "strides")
 
@@ -86,7 +86,7 @@ class _View:
 class HostFrame(Frame):
     """One call of a layer: its input and its attention's results on the host."""
 
-    __slots__ = ("layers", "next", "on_host", "results")
+    __slots__ = ("__weakref__", "earlier", "layers", "next", "on_host", "results")
 
     def __init__(
         self, layers: LayersOnHost, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device
@@ -97,6 +97,9 @@ class HostFrame(Frame):
         self.on_host: dict[int, tuple[Any, _Cell]] = {}
         """Storage -> (weak reference to it, its cell), during the recomputation."""
         self.next = 0
+        self.earlier = layers.newest
+        """The layer that was called before, which the backward pass needs next."""
+        layers.newest = weakref.ref(self)
         super().__init__(function, args, device, [])
 
     def hold(self, tensors: list[Tensor]) -> Any:
@@ -104,11 +107,15 @@ class HostFrame(Frame):
 
     def held(self) -> Sequence[Tensor]:
         self.next = 0
-        for results in self.results:  # they come while the layer computes what attention reads
-            for result in results:
-                if isinstance(result, Waiting) and result.host.nbytes < host_offload.LARGE_BYTES:
-                    self.layers.results.start(result)
         return [self._input(sent).requires_grad_(wanted) for sent, wanted in self.inputs]
+
+    def start(self) -> None:
+        """Start the copies to the GPU of all but large tensors."""
+        waiting = [(self.layers.inputs, sent) for sent, _ in self.inputs]
+        waiting += [(self.layers.results, one) for results in self.results for one in results]
+        for offload, sent in waiting:
+            if isinstance(sent, Waiting) and sent.host.nbytes < host_offload.LARGE_BYTES:
+                offload.start(sent)
 
     def _input(self, sent: Any) -> Tensor:
         tensor = self.layers.inputs.fetch(sent).detach()
@@ -178,3 +185,6 @@ class HostFrame(Frame):
             super().recompute()
         finally:
             self.on_host.clear()
+        earlier = None if self.earlier is None else self.earlier()
+        if earlier is not None:  # its tensors come while this layer's backward pass runs
+            earlier.start()
