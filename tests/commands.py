@@ -58,6 +58,9 @@ class Blank:
     def __call__(self, *arguments: object, **options: object) -> Blank:
         return self
 
+    def get_ylim(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
     def get_legend_handles_labels(self) -> tuple[list[object], list[str]]:
         return [], []
 
