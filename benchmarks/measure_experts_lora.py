@@ -1,6 +1,7 @@
 """LoRA of Qwen3-30B-A3B by shape on one GPU: tokens/s and peak of a training step, with the planner's prediction.
 
     python -m benchmarks.measure_experts_lora --json RECORD     # on a GPU with 80 GB, about 2 minutes
+    python -m benchmarks.measure_experts_lora --profile --only attention --batch 4    # the kernels of a step
     python -m benchmarks.measure_experts_lora --tiny            # a small model, also without a GPU
 
 1 x 4096 tokens, random bf16 weights, adapters of rank 16 in fp32 under bf16 autocast, full activation checkpointing,
@@ -12,10 +13,14 @@ the same model take turns:
     tigon          tigon.patch: the experts as one op
 
 PEFT forms the weights of all experts plus their adapters' products in each forward pass.
+
+With --profile, one more step of each version is recorded. Its `busy_ms` is the time in which the GPU ran a kernel. The
+rest of the step waits for the CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
 import json
@@ -100,7 +105,19 @@ def patched(model: Any, version: str) -> Any:
     return tigon.patch(model, experts=None if version == "tigon" else False)
 
 
-def measured(model: Any, target: str, tiny: bool, deadline_s: float) -> dict[str, Any]:
+def profiled(model: Any, ids_BT: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The kernels of one step: how many there are, how long the GPU was busy, and the longest by name."""
+    activities = [getattr(torch.profiler.ProfilerActivity, DEVICE.type.upper())]
+    with torch.profiler.profile(activities=activities) as profile:
+        ms, _ = step(model, ids_BT, optimizer)
+    kernels = step_record.device_kernels(profile.events())
+    return {
+        "ms": ms, "busy_ms": step_record.busy_ms(kernels), "launches": len(kernels),
+        "kernels": step_record.by_name(kernels),
+    }  # fmt: skip
+
+
+def measured(model: Any, target: str, given: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
     """Median step, peak and loss of each version, with adapters on `target`."""
     adapted = TECHNIQUES["lora"].model(model, choices_of(target, "tigon"), RunInfo())  # as `tigon train` adds them
     for name, parameter in adapted.named_parameters():
@@ -110,15 +127,16 @@ def measured(model: Any, target: str, tiny: bool, deadline_s: float) -> dict[str
     tigon.checkpoint(adapted, "full")
     trained = [p for p in adapted.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=DEVICE.type == "cuda")
-    batch, seq = (2, 32) if tiny else (1, 4096)
+    batch, seq = (2, 32) if given.tiny else (given.batch, 4096)
     ids_BT = torch.randint(0, model.config.vocab_size, (batch, seq), device=DEVICE)
-    times: dict[str, list[float]] = {version: [] for version in VERSIONS}
-    peaks, losses = dict.fromkeys(VERSIONS, 0), {}
+    times: dict[str, list[float]] = {version: [] for version in given.version}
+    profiles: dict[str, dict[str, Any]] = {}
+    peaks, losses = dict.fromkeys(given.version, 0), {}
     before_bytes = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
     for turn in range(WARM_UPS + TURNS):
         if turn > WARM_UPS and time.monotonic() > deadline_s:
             break
-        for version in VERSIONS:
+        for version in given.version:
             report = patched(model, version)
             if DEVICE.type == "cuda":
                 gc.collect()
@@ -130,19 +148,25 @@ def measured(model: Any, target: str, tiny: bool, deadline_s: float) -> dict[str
                     times[version].append(ms)
             if DEVICE.type == "cuda":
                 peaks[version] = torch.cuda.max_memory_allocated()
+            if given.profile and version not in profiles and turn >= WARM_UPS:
+                profiles[version] = profiled(adapted, ids_BT, optimizer)
             if report is not None:
                 report.undo()
     rows: dict[str, dict[str, Any]] = {}
-    for version in VERSIONS:
+    for version in given.version:
         median_ms = statistics.median(times[version])
         rows[version] = {
             "ms": median_ms, "tokens_per_s": 1e3 * ids_BT.numel() / median_ms, "peak_bytes": peaks[version],
             "last_loss": losses[version], "all_ms": times[version],
-        }  # fmt: skip
-    rows["tigon"]["predicted"] = predicted(model.config, target, "tigon", batch, seq)
-    rows["transformers"]["predicted"] = predicted(model.config, target, "none", batch, seq)
+        } | ({"profile": profiles[version]} if version in profiles else {})  # fmt: skip
+    for version, kernels in (("tigon", "tigon"), ("transformers", "none")):
+        if version in rows:
+            rows[version]["predicted"] = predicted(model.config, target, kernels, batch, seq)
     trained_count = sum(p.numel() for p in trained)
-    return {"adapters": target, "trained": trained_count, "before_bytes": before_bytes, "versions": rows}
+    return {
+        "adapters": target, "batch": batch, "seq": seq, "trained": trained_count, "before_bytes": before_bytes,
+        "versions": rows,
+    }  # fmt: skip
 
 
 def predicted(config: Any, target: str, kernels: str, batch: int, seq: int) -> dict[str, Any]:
@@ -157,14 +181,23 @@ def predicted(config: Any, target: str, kernels: str, batch: int, seq: int) -> d
     return {"peak_bytes": estimate.peak_allocated_bytes, "ms": 1e3 * estimate.step_s}
 
 
+def more_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", action="store_true", help="record the kernels of one step of each version")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows of 4096 tokens")
+    parser.add_argument("--only", choices=TARGETS, action="append", help="adapters on these alone")
+    parser.add_argument("--version", choices=VERSIONS, action="append", help="these versions alone")
+
+
 def main() -> None:
     start_s = time.monotonic()
-    given = step_record.options(__doc__)
+    given = step_record.options(__doc__, more_options)
+    given.version = given.version or list(VERSIONS)
+    targets = given.only or list(TARGETS)
     record = step_record.StepRecord("measure_experts_lora", DEVICE, ("peft",))
     rows = []
-    for number, target in enumerate(TARGETS):
+    for number, target in enumerate(targets):
         model = made(given.tiny)  # anew, so that nothing of the adapters before is left
-        rows.append(measured(model, target, given.tiny, start_s + SECONDS * (number + 1) / len(TARGETS)))
+        rows.append(measured(model, target, given, start_s + SECONDS * (number + 1) / len(TARGETS)))
         print(json.dumps(rows[-1]), flush=True)
         record.write(given.json, rows=rows)
         del model

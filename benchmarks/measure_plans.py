@@ -42,6 +42,7 @@ from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import TigonError
 from tigon.models.loading.presets import PRESETS
+from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, ShardingConfig, TrainConfig
 from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
@@ -249,12 +250,13 @@ def refusal(case: Case, device: torch.device) -> str | None:
 def measure(
     case: Case, meter: StepMeter, device: torch.device, folder: Path, callbacks: Sequence[TrainerCallback] = ()
 ) -> dict[str, float | None]:
-    """Train as `tigon train` does; `meter` has the rest. The first loss in nats, and the norm of its gradient."""
+    """Train as `tigon train` does; `meter` has the rest. The first and the last logged loss in nats,
+    and the norm of the first gradient."""
     recipe = case.recipe(device.type)
     config = models.load_config(recipe.model)
     key, shapes = _shapes_of(recipe, config)
     choices = preflight.check_techniques(recipe, device)
-    run_info = engine.run_info_of(recipe, config, shapes, device)
+    run_info = engine.run_info_of(recipe, config, shapes, device, CausalLM(recipe.model))
     built, _ = engine.build(
         recipe.model, config, choices, run_info, device=device, seed=1, kernels=case.kernels, base=folder / key,
     )  # fmt: skip
@@ -275,8 +277,11 @@ def measure(
     if case.evaluated:
         trainer.evaluate()
         meter.mark("eval")
-    first = next(record for record in trainer.state.log_history if "loss" in record)
-    return {"first_loss": float(first["loss"]), "first_grad_norm": first.get("grad_norm")}
+    logged = [record for record in trainer.state.log_history if "loss" in record]
+    return {
+        "first_loss": float(logged[0]["loss"]), "first_grad_norm": logged[0].get("grad_norm"),
+        "last_loss": float(logged[-1]["loss"]),
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

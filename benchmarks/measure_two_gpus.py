@@ -3,12 +3,16 @@
     python -m benchmarks.measure_two_gpus --json RECORD [--only RE] [--time-limit S]     on two GPUs
     python -m benchmarks.measure_two_gpus --json RECORD --predict         adds predictions, on any machine
 
-The cases answer three questions:
+The cases answer five questions:
 
     8b-*      How fast do FSDP2 and ZeRO-3 train Llama-3.1-8B? The engines are those that `tigon train` starts. The
               baseline `8b-plain-fsdp2` is a loop as in torchtitan: transformers' model without tigon, fully_shard per
               layer, fused AdamW. All have bf16 weights and states, full checkpointing, and clipped gradients.
-    long-*    Can two GPUs train a row that is twice the longest of one GPU (Ulysses)?
+    zero-3-*  Which of DeepSpeed's settings makes ZeRO-3 slow? Llama-3.1-8B with 12 of its 32 layers, so that a case
+              takes less time. They differ in the sizes of buckets and in what is gathered at a time.
+    plus-*    Do ZeRO++'s 8-bit weights and 4-bit gradients train as ZeRO-3 does? DeepSpeed compiles their kernels with
+              nvcc. It sends 4-bit gradients between machines only, so each process of that case sees one GPU.
+    long-*    Can two GPUs train a row that is twice the longest of one GPU, by Ulysses and in a ring?
     equal-*   Are the loss and its gradient's norm those of one process, in fp32?
 
 Weights and tokens are random. Each case runs in its own processes with its own time limit. The record is written after
@@ -30,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +48,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure_plans
 from benchmarks.measure_plans import Case
+from benchmarks.process_stacks import end_with_stacks
 from benchmarks.step_record import busy_ms, by_name, device_kernels
 from tigon.bench.record import environment
 from tigon.planner.cluster.compute import Workload
@@ -50,6 +56,7 @@ from tigon.planner.cluster.division import Division
 from tigon.planner.cluster.search import planned_division
 from tigon.planner.cluster.shape import shape_of
 from tigon.planner.cluster.topology import Cluster
+from tigon.planner.engines import zero
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import row_of
 from tigon.planner.request import Request
@@ -71,12 +78,23 @@ WARM_UP = 3
 _8B = functools.partial(
     Case, model="llama-3.1-8b", batch=8, seq=512, precision="bf16", checkpointing="full", steps=WARM_UP + 5
 )
-_1B = functools.partial(Case, model="llama-3.2-1b", batch=1)
-_ZERO = {"gpus": GPUS, "zero": 3}
+_1B = functools.partial(Case, model="llama-3.2-1b")
+_ZERO: dict[str, Any] = {"gpus": GPUS, "zero": 3}
 _FSDP, _ROW = {"gpus": GPUS, "fsdp": True}, {"gpus": GPUS, "fsdp": True, "sequence": GPUS}
+_RING = _ROW | {"sequence_method": "ring"}
 
-LARGE = {"reduce_bucket_size": 5 * 10**8, "stage3_prefetch_bucket_size": 2 * 10**8}
+_12_LAYERS = functools.partial(_8B, config={"num_hidden_layers": 12})
+_LAYER = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
+"""Elements of the matrices of one layer."""
+SMALL: dict[str, Any] = {"reduce_bucket_size": 4096**2, "stage3_prefetch_bucket_size": 4096**2 * 9 // 10}
+"""Sizes that follow from the hidden size, as those of transformers' `auto`: one matrix of a layer, or less."""
+LARGE: dict[str, Any] = {"reduce_bucket_size": 5 * 10**8, "stage3_prefetch_bucket_size": 2 * 10**8}
 """More than the weights of one layer, in elements. DeepSpeed's own default prefetches 5e7."""
+BY_LAYER: dict[str, Any] = {"reduce_bucket_size": _LAYER, "stage3_prefetch_bucket_size": _LAYER}
+WEIGHTS: dict[str, Any] = {"leaf_module": {"classes": []}}
+"""Each weight is gathered by itself."""
+LAYERS: dict[str, Any] = {"leaf_module": {"classes": ["LlamaDecoderLayer"]}}
+"""The weights of a layer are gathered together: DeepSpeed puts its hooks on layers, not on all of their modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +106,10 @@ class Run:
     """Seconds after which its processes are killed."""
     plain: bool = False
     """Whether it is the baseline without tigon."""
-    buckets: Mapping[str, int] = field(default_factory=dict)
-    """DeepSpeed's sizes in place of tigon's."""
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of DeepSpeed in place of tigon's."""
+    one_gpu_each: bool = False
+    """Whether a process sees its own GPU alone, as on a machine with one GPU."""
     profiled: bool = False
     """Whether the kernels of its last step are recorded instead of times."""
 
@@ -98,19 +118,35 @@ class Run:
 RUNS: Mapping[str, Run] = {
     "8b-plain-fsdp2": Run(case=_8B(kernels="none", sharding=_FSDP), limit_s=75, plain=True),
     "8b-fsdp2": Run(case=_8B(sharding=_FSDP), limit_s=80),
-    "8b-zero-3": Run(case=_8B(sharding=_ZERO), limit_s=90),
+    "8b-zero-3-weights": Run(case=_8B(sharding=_ZERO), limit_s=90, zero=WEIGHTS | SMALL),
+    "8b-zero-3-layers": Run(case=_8B(sharding=_ZERO), limit_s=90, zero=LAYERS | BY_LAYER),
     "8b-zero-3-profile": Run(case=_8B(sharding=_ZERO), limit_s=90, profiled=True),
-    "8b-zero-3-buckets": Run(case=_8B(sharding=_ZERO), limit_s=90, buckets=LARGE),
-    "long-two-gpus": Run(case=_1B(seq=2 * LONGEST, sharding=_ROW), limit_s=70),
-    "long-one-gpu": Run(case=_1B(seq=LONGEST), limit_s=60),
-    "equal-one-process": Run(case=_1B(seq=512, precision="fp32", steps=1), limit_s=45),
-    "equal-two-processes": Run(case=_1B(seq=512, precision="fp32", steps=1, sharding=_ROW), limit_s=60),
+    "8b-zero-3-buckets": Run(case=_8B(sharding=_ZERO), limit_s=90, zero=WEIGHTS | LARGE),
+    "zero-3-weights": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=WEIGHTS | SMALL),
+    "zero-3-layers-buckets": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=LAYERS | BY_LAYER),
+    "zero-3-weights-buckets": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=WEIGHTS | LARGE),
+    "zero-3-layers": Run(case=_12_LAYERS(sharding=_ZERO), limit_s=60, zero=LAYERS | SMALL),
+    "zero-3-fsdp2": Run(case=_12_LAYERS(sharding=_FSDP), limit_s=60),
+    "plus-none": Run(case=_1B(batch=4, seq=1024, steps=11, sharding=_ZERO), limit_s=60),
+    "plus-int8-weights": Run(
+        case=_1B(batch=4, seq=1024, steps=11, sharding=_ZERO | {"zero_int8_weights": True}), limit_s=150
+    ),
+    "plus-int4-gradients": Run(
+        case=_1B(batch=4, seq=1024, steps=11, sharding=_ZERO | {"zero_int4_gradients": True}),
+        limit_s=150,
+        one_gpu_each=True,
+    ),
+    "long-two-gpus": Run(case=_1B(batch=1, seq=2 * LONGEST, sharding=_ROW), limit_s=70),
+    "long-two-gpus-ring": Run(case=_1B(batch=1, seq=2 * LONGEST, sharding=_RING), limit_s=60),
+    "long-one-gpu": Run(case=_1B(batch=1, seq=LONGEST), limit_s=60),
+    "equal-one-process": Run(case=_1B(batch=1, seq=512, precision="fp32", steps=1), limit_s=45),
+    "equal-two-processes": Run(case=_1B(batch=1, seq=512, precision="fp32", steps=1, sharding=_ROW), limit_s=60),
 }
 
 
 def tiny(run: Run) -> Run:
     """The same run with a small model, on the CPU."""
-    sharding = {name: value for name, value in run.case.sharding.items() if name not in ("fsdp", "zero")}
+    sharding = {name: value for name, value in run.case.sharding.items() if name.startswith(("gpus", "sequence"))}
     return dataclasses.replace(
         run, case=dataclasses.replace(measure_plans.tiny(run.case), sharding=sharding), limit_s=90
     )
@@ -167,19 +203,21 @@ def plain_fsdp2(case: Case, meter: StepMeter, device: torch.device) -> dict[str,
 
 
 @contextlib.contextmanager
-def _buckets(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Let DeepSpeed use these sizes."""
-    own = sharding.deepspeed_config
+def _zero_settings(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Let DeepSpeed use these settings, and mark no layers for it besides theirs."""
+    own, marks = sharding.deepspeed_config, sharding.gathers_layers
 
     def config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
         made = own(choices, run_info)
-        return made | {"zero_optimization": made["zero_optimization"] | sizes}
+        return made | {"zero_optimization": made["zero_optimization"] | settings}
 
     sharding.deepspeed_config = config
+    if settings:
+        sharding.gathers_layers = lambda choices, run_info: False
     try:
         yield
     finally:
-        sharding.deepspeed_config = own
+        sharding.deepspeed_config, sharding.gathers_layers = own, marks
 
 
 class _Kernels(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
@@ -217,7 +255,7 @@ def measured(run: Run, device: torch.device) -> dict[str, Any]:
         row |= {"allocated_bytes": meter.allocated_bytes, "reserved_bytes": meter.reserved_bytes}
         row |= {"phases": meter.phases, "all_steps_s": meter.step_s}
     else:
-        with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder, _buckets(run.buckets):
+        with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder, _zero_settings(run.zero):
             kernels = _Kernels(run.case.steps) if run.profiled else None
             row = measure_plans.run(run.case, device, Path(folder), callbacks=(kernels,) if kernels else ())
             row |= kernels.record if kernels else {}
@@ -235,7 +273,9 @@ def one_process(run: Run, path: Path, *, small: bool) -> None:
     transformers.utils.logging.set_verbosity_error()
     launch.ignore_accelerate_variables()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cpu") if small else torch.device("cuda", rank)
+    if run.one_gpu_each:  # before CUDA looks
+        os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    device = torch.device("cpu") if small else torch.device("cuda", 0 if run.one_gpu_each else rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     launch.init_distributed(device)
@@ -257,7 +297,7 @@ def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any
     command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command += ["-m", "benchmarks.measure_two_gpus", "--case", name, "--json", str(path)]
     begin_s = time.monotonic()
-    environ = {**os.environ, "OMP_NUM_THREADS": "1" if small else "4"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1" if small else "4", "PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(
         [*command, *(["--tiny"] if small else [])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=environ, start_new_session=True,
@@ -266,14 +306,17 @@ def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any
             printed, _ = process.communicate(timeout=run.limit_s)
             detail = "" if process.returncode == 0 else printed[-5000:]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # its own session, so nothing else is killed
-            printed, _ = process.communicate()
-            detail = f"killed after {run.limit_s} s: {printed[-5000:]}"
+            detail = f"killed after {run.limit_s} s: {end_with_stacks(process)[-12_000:]}"
     rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{name}.[0-9]*"))]
     row = rows[0] if rows else {"status": "failed"}
     row["detail"] = row.get("detail") or detail
     row["peak_bytes"] = [one["allocated_bytes"] for one in rows]
     return {"name": name, **row, "seconds": round(time.monotonic() - begin_s, 1)}
+
+
+def has_prediction(run: Run) -> bool:
+    """Whether the planner knows the settings of a case: tigon's own, or those that it had before."""
+    return run.case.precision != "fp32" and run.zero in ({}, WEIGHTS | SMALL, LAYERS | BY_LAYER)
 
 
 def predicted(run: Run, gpu_name: str, memory_bytes: int) -> dict[str, float]:
@@ -287,7 +330,8 @@ def predicted(run: Run, gpu_name: str, memory_bytes: int) -> dict[str, float]:
     request = Request(model=case.model, config=config, batch=case.batch, seq=case.seq, choices=choices)
     shards = int(case.sharding.get("sequence", 1))
     if shards == 1:
-        plan = estimate(request, gpu=gpu, evaluation=False)
+        with unittest.mock.patch.object(zero, "gathers_layers", return_value=run.zero != WEIGHTS | SMALL):
+            plan = estimate(request, gpu=gpu, evaluation=False)
         return {"step_s": plan.step_s, "tokens_per_s": plan.tokens_per_s, "allocated_bytes": plan.peak_allocated_bytes}
     work = Workload(shape=shape_of(request), seq=case.seq, samples=case.readers * case.batch, states=case.precision)
     division = Division(sharding="weights", data=case.readers, sequence=shards, micro_batch=case.batch)
@@ -331,6 +375,7 @@ PRINTED = (
     "peak_bytes",
     "first_loss",
     "first_grad_norm",
+    "last_loss",
     "seconds",
     "detail",
 )
@@ -340,7 +385,8 @@ def add_predictions(path: Path) -> None:
     """Write predictions beside each case of a record."""
     record = json.loads(path.read_text(encoding="utf-8"))
     for row in record["cases"]:
-        if RUNS[row["name"]].case.precision != "fp32":
+        row.pop("predicted", None)
+        if has_prediction(RUNS[row["name"]]):
             row["predicted"] = predicted(RUNS[row["name"]], record["environment"]["device"], record["memory_bytes"])
             print(row["name"], row["predicted"], flush=True)
     save(path, record)

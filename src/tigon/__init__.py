@@ -22,6 +22,7 @@ from tigon.ops import (
     linear_cross_entropy,
     linear_kl,
     linear_logprobs,
+    load_balancing_loss,
     logprobs,
     lora_linear,
     lora_linears,
@@ -30,6 +31,7 @@ from tigon.ops import (
     rms_norm,
     rope,
     swiglu,
+    topk_softmax,
 )
 
 if _typing.TYPE_CHECKING:
@@ -55,6 +57,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl",
     "linear_logprobs",
+    "load_balancing_loss",
     "logprobs",
     "lora_linear",
     "lora_linears",
@@ -68,6 +71,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_softmax",
 ]
 
 
@@ -113,7 +117,9 @@ def checkpoint(model: _typing.Any, plan: CheckpointPlan | str) -> Checkpointed:
 
     Args:
         model: the transformers model, or a PEFT wrapper of one. Call this before FSDP or DeepSpeed wrap it.
-        plan: the result of `tigon.plan`; or "full", "none", or the state of each layer, such as "full:7,none:9".
+        plan: the result of `tigon.plan`; or "full", "none", or the state of each layer, such as "full:7,none:9"; or
+            "offload-attention", for long samples: layers are recomputed, and their inputs and the results of attention
+            (sdpa) wait in pinned host memory.
 
     Returns:
         An object whose `undo()` restores the model; in a `with` statement the end of the block does.

@@ -52,8 +52,16 @@ WITHOUT_OUTPUT = {"docs/architecture.md": "src/tigon/"}
 """Blocks of plain text: the page, and how the block begins."""
 
 
+COMPARED_ELSEWHERE = "$ tigon plan llama-3.2-1b --gpu 24GiB --batch 4 --seq 8192"
+"""A command of seconds; test_plan_command.py compares the numbers of the page."""
+
+
 def by_id(blocks: list[Block]) -> list[Any]:
-    return [pytest.param(block, id=block.id) for block in blocks]
+    second = pytest.mark.second_proof("test_plan_command.py compares the page's numbers without a search")
+    return [
+        pytest.param(block, id=block.id, marks=second if block.body.startswith(COMPARED_ELSEWHERE) else ())
+        for block in blocks
+    ]
 
 
 # --- examples with output --------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Compile every kernel the ops launch for GPUs that are not here, and print as JSON what came out.
 
-    python tests/kernels/aot.py                        what the tests check, some minutes on two cores
-    python tests/kernels/aot.py --target gfx942 --every    all cases of the records instead of a covering choice
+    python tests/kernels/aot.py                       what the tests check, some minutes on two cores
+    python tests/kernels/aot.py --target sm_90 --every    all cases of the records instead of a covering choice
 
 No launch is written down by hand. Each op of `OPS` runs its cases forward and backward on CPU tensors. Triton binds and
 specialises the launches for a driver that claims to be the target, and `jit_cache_hook` takes the code to compile. The
@@ -90,7 +90,8 @@ TARGETS = {
     "sm_100": Target("cuda", 100, 32, 227 << 10, once=True),
     "sm_120": Target("cuda", 120, 32, 99 << 10, once=True),
     "gfx90a": Target("hip", "gfx90a", 64, 64 << 10, once=True),
-    "gfx942": Target("hip", "gfx942", 64, 64 << 10, ALL_DTYPES),
+    "gfx942": Target("hip", "gfx942", 64, 64 << 10, once=True),
+    "gfx942, every way": Target("hip", "gfx942", 64, 64 << 10, ALL_DTYPES),
     "gfx950": Target("hip", "gfx950", 64, 160 << 10, once=True),
     "gfx1100": Target("hip", "gfx1100", 32, 64 << 10, once=True),
     "gfx1151": Target("hip", "gfx1151", 32, 64 << 10, once=True),
@@ -114,6 +115,7 @@ MORE_CASES = {
     ),
     # The weights of the record's other cases are dense.
     "lora_linears": (Case(id="4-bit", shape=(16, 64, 24, 16, 8), options={"nf4": True}),),
+    "experts": (Case(id="mxfp4", shape=(16, 2, 4, 64), options={"inner": 32, "mxfp4": True}),),
     # Its kernel runs twice, with an exchange between processes in between.
     "linear_kl": tuple(
         Case(

@@ -93,8 +93,9 @@ def spills(b: Binary) -> bool:
     return b.spills > (PTXAS_TRADE_BYTES if TARGETS[b.target].backend == "cuda" else 0)
 
 
-# The divergence reads each row's logit in the other's largest column.
-OWN_LOADS = {"divergence_kernel": 2}
+# The divergence reads each row's logit in the other's largest column, and the router's backward the gradients of a
+# row's weights.
+OWN_LOADS = {"divergence_kernel": 2, "topk_softmax_bwd_kernel": 10}
 
 
 def has_narrow_loads(b: Binary) -> bool:

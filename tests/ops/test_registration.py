@@ -85,10 +85,14 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     with _recorded(recorded), nullcontext() if HAS_GPU else kernels_on_the_cpu():
         inputs = make(op, op.cases[0], torch.bfloat16, "cuda" if HAS_GPU else "cpu")
         run(op.call, op, with_leaves(op, inputs))
-    op = OPS["lora_linears"]  # the weights of the record's cases are dense
-    with _recorded(recorded):
-        inputs = make(op, Case(id="4-bit", shape=(3, 64, 24, 16, 4), options={"nf4": True}), torch.float32)
-        run(op.call, op, with_leaves(op, inputs))
+    for name, case in (  # the weights of the records' cases are dense
+        ("lora_linears", Case(id="4-bit", shape=(3, 64, 24, 16, 4), options={"nf4": True})),
+        ("experts", Case(id="4-bit", shape=(3, 2, 4, 32), options={"inner": 32, "mxfp4": True})),
+    ):
+        op = OPS[name]
+        with _recorded(recorded):
+            inputs = make(op, case, torch.float32)
+            run(op.call, op, with_leaves(op, inputs))
     return recorded
 
 
@@ -123,7 +127,7 @@ def _distinct(calls: list[tuple[Any, ...]], limit: int = 6) -> list[tuple[Any, .
 
 def _more_tokens(op: Op, case: Case, tokens: int) -> Case:
     shape = list(case.shape)
-    shape[{"rope": 2, "experts": 0}.get(op.name, 1)] = tokens
+    shape[{"rope": 2, "experts": 0, "topk_softmax": 0, "load_balancing_loss": 0}.get(op.name, 1)] = tokens
     return dataclasses.replace(case, shape=tuple(shape))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tigon.planner.simulate.allocator import CachingAllocator
+import pytest
+
+from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS, CachingAllocator, has_expandable_segments
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -84,3 +86,17 @@ def test_stream_reuses_no_block_of_another_but_releases_it_on_a_full_device() ->
     assert allocator.reserved_bytes == 80 * MIB
     allocator.allocate(50 * MIB)  # there is room once the other stream's block is given back
     assert allocator.reserved_bytes == 90 * MIB
+
+
+def test_expandable_segments_reserve_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pieces of which the outer ones are free again: without the setting, 25 MiB need a segment of their own."""
+    reserved = {}
+    for setting in ("", "expandable_segments:True,garbage_collection_threshold:0.8"):
+        monkeypatch.setenv(ALLOCATOR_SETTINGS, setting)
+        allocator = CachingAllocator(expandable=has_expandable_segments())
+        pieces = [allocator.allocate(20 * MIB) for _ in range(3)]
+        allocator.free(pieces[0], small=False)
+        allocator.free(pieces[2], small=False)
+        allocator.allocate(25 * MIB)
+        reserved[setting] = allocator.peak_reserved_bytes
+    assert list(reserved.values()) == [86 * MIB, 60 * MIB]

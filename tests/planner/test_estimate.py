@@ -17,9 +17,10 @@ from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.medusa import PlannedMedusa
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import COMPONENTS, PHASES, estimate, logits_bytes
-from tigon.planner.gpus import GPUS, Gpu, find_gpu
+from tigon.planner.gpus import GPUS, MIB, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate import roofline
+from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS
 from tigon.planner.simulate.model_states import model_weights
 from tigon.planner.trace.attention import product_share
 from tigon.techniques.records.choices import Choices
@@ -36,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "amp-fp16-full": {"precision": "amp-fp16", "checkpointing": "full"},
     "bf16-offload": {"precision": "bf16", "checkpointing": "offload"},
+    "bf16-offload-attention": {"precision": "bf16", "checkpointing": "offload-attention"},
     "selective": {"checkpointing": "selective"},
     "masked": {"masked": True},
     "eager": {"attention": "eager"},
@@ -277,6 +279,28 @@ def test_narrow_attention_heads_are_slower_on_hopper_and_groups_cost_no_time() -
     assert [product_share(width, H200.arch) for width in (64, 128)] == [0.66, 1.0]
 
 
+def test_attention_on_the_host_is_computed_forward_once() -> None:
+    """On a GPU with slow products, attention takes nearly all of the time: 2 + 5 products instead of 2 + 2 + 5."""
+    times_s = {kind: _long_step_s(H200, checkpointing=kind) for kind in ("full", "offload", "offload-attention")}
+    assert times_s["offload"] == pytest.approx(times_s["full"], rel=0.01)
+    assert times_s["offload-attention"] == pytest.approx(7 / 9 * times_s["offload"], rel=0.08)
+
+
+def test_half_a_million_tokens_of_a_1b_fit_24_gib_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOCATOR_SETTINGS, "expandable_segments:True")
+    config = load_config("llama-3.2-1b")
+    config.max_position_embeddings = 524288
+    pieces = {"mlp_tile_tokens": 4096, "attention_groups": 8}
+    needed = {}
+    for kind in ("offload", "offload-attention"):
+        choices = Choices(precision="bf16", checkpointing=kind, **pieces)
+        request = Request(model="llama-3.2-1b", config=config, batch=1, seq=524288, choices=choices)
+        needed[kind] = estimate(request, gpu=find_gpu("h100"), evaluation=False)
+    assert needed["offload"].device_bytes > 24 * GIB > needed["offload-attention"].device_bytes
+    assert needed["offload-attention"].host_bytes == 16 * (2 * 2 * GIB + 64 * MIB)  # inputs, outputs, log-sum-exps
+    assert needed["offload-attention"].step_s < 0.85 * needed["offload"].step_s
+
+
 def test_techniques_add_cpu_time_to_a_cpu_bound_step() -> None:
     """The model is so small that the step is CPU-bound."""
     step_s = {
@@ -291,19 +315,19 @@ def test_techniques_add_cpu_time_to_a_cpu_bound_step() -> None:
     assert all(step_s[word] > 1.2 * step_s["adamw"] for word in ("paged", "zero", "fsdp"))
 
 
-def test_dequantisation_of_4_bit_weights_takes_its_time_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dequantisation_of_4_bit_weights_takes_its_time_on_the_gpu() -> None:
     """On a slow GPU the step is bound by the GPU. Each product reads half a byte per weight and writes two."""
-    monkeypatch.setattr(roofline, "HOST_S", 0.0)
+    gpu = dataclasses.replace(find_gpu("t4"), host_s=0.0)
     step_s = {
         quantized: estimate(
-            request_of(precision="bf16", lora_rank=2, quantized=quantized, kernels="tigon"), gpu=find_gpu("t4")
+            request_of(precision="bf16", lora_rank=2, quantized=quantized, kernels="tigon"), gpu=gpu
         ).step_s
         for quantized in (False, True)
     }
     layers, H, KV, F = 5, 64, 32, 160
     weights = layers * (2 * H * H + 2 * H * KV + 3 * H * F)
     # The forward dequantises each weight once, and the backward again.
-    dequantised_s = 2 * weights * 2.5 / (find_gpu("t4").copy_bytes_s * roofline.COPY_SHARE)
+    dequantised_s = 2 * weights * 2.5 / (gpu.copy_bytes_s * roofline.COPY_SHARE)
     launched_s = 2 * layers * 7 * 3 * roofline.LAUNCH_S
     assert step_s[True] - step_s[False] == pytest.approx(dequantised_s + launched_s, rel=0.15)
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import tigon
 from tigon.errors import UsageError
+from tigon.ops import recomputation
 from tigon.planner import model_plan
 from tigon.planner.search.option import estimate_option
 
@@ -104,6 +105,25 @@ def test_checkpoint_keeps_loss_and_gradients_and_undo_restores_the_model() -> No
     assert all(torch.equal(a, b) for a, b in zip(gradients(), want, strict=True))
 
 
+def test_checkpoint_keeps_attentions_results_on_the_host_and_undo_restores_attention(monkeypatch) -> None:
+    model = model_of(torch.float32)
+    kept, once = [], recomputation.compute_once
+    monkeypatch.setattr(recomputation, "compute_once", lambda compute: kept.append(1) or once(compute))
+    ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    want = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, list(model.parameters()))
+    with tigon.checkpoint(model, "offload-attention"):
+        got = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, list(model.parameters()))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+    shares = model.config.num_attention_heads != model.config.num_key_value_heads
+    assert bool(kept) != shares, "the CPU's kernel takes no shared key heads, so attention is then computed twice"
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    with pytest.raises(UsageError, match=r"keeps the results of sdpa, and the model has 'eager'"):
+        tigon.checkpoint(model, "offload-attention")
+    assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+
+
 def test_checkpoint_twice_is_refused() -> None:
     model = model_of()
     tigon.checkpoint(model, "full")
@@ -115,7 +135,7 @@ def test_checkpoint_twice_is_refused() -> None:
     ("value", "words"),
     [
         ("full:2", "full:2 is for 2 layers, but the model has 3"),
-        ("every-2", "tigon.checkpoint applies none, full, or layers such as"),
+        ("every-2", "tigon.checkpoint applies none, full, offload-attention, or layers"),
         ("half", "choose one of auto, none, full"),
     ],
 )

@@ -23,6 +23,7 @@ from tigon.planner.search.space import SearchProblem
 from tigon.techniques import SEARCHED, SETTINGS, matrix, tiling
 from tigon.techniques.records.choices import Choices
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
 CHECKPOINTINGS = SETTINGS["checkpointing"].candidates(None)
 KINDS = ("none", "selective", "every-2", "full", "offload")
 """Values that treat all layers alike, or every second one."""
@@ -121,7 +122,10 @@ def test_layers_are_tiled_and_grouped_only_if_nothing_else_fits(monkeypatch):
     free = frozenset({"checkpointing", "mlp_tile_tokens", "attention_groups"})
     problem = replace(asked_of(4000), request=request, free=free)
     pieces = {"mlp_tile_tokens": 512, "attention_groups": 2}
-    assert space.recomputations(problem, fixed)[-1] == {"checkpointing": "offload", **pieces}
+    kinds = ({"checkpointing": "offload-attention", **pieces}, {"checkpointing": "offload", **pieces})
+    assert space.recomputations(problem, fixed)[-2:] == [*kinds]
+    masked = replace(problem, request=replace(request, masked=True))
+    assert kinds[0] not in space.recomputations(masked, fixed), "with a mask attention runs twice"
     [plenty] = search(problem)[0]
     assert plenty.option.request.choices.mlp_tile_tokens == 0
     in_pieces = estimate_option(
@@ -152,7 +156,7 @@ def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
     found, _ = search(replace(problem, gpu=replace(problem.gpu, memory_bytes=needs - 1)))
     assert not found
     tiled = [(choices.fsdp, result.reason) for choices, result in seen if choices.mlp_tile_tokens]
-    assert [fsdp for fsdp, _ in tiled] == [False, True], "the search ends with the first that cannot be tiled"
+    assert {fsdp for fsdp, _ in tiled} == {False, True}, "the search ends with the first that cannot be tiled"
     assert all("has no dense MLP" in reason for _, reason in tiled)
 
 

@@ -31,7 +31,8 @@ def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]
         ("none", "none", "amp-bf16"), ("none", "every-2", "bf16"), ("tigon", "full", "amp-bf16"),
         ("tigon", "selective", "bf16"), ("liger", "full", "bf16"), ("no-flce", "none", "fp32"),
         ("tigon", "none", "fp8"), ("none", "full", "fp8"), ("tigon", "elementwise:7", "amp-bf16"),
-        ("tigon", "mlp:1,none:6", "bf16"),
+        ("tigon", "mlp:1,none:6", "bf16"), ("tigon", "offload-attention", "bf16"),
+        ("none", "offload-attention", "amp-bf16"),
     ],
 )  # fmt: skip
 def test_trace_of_few_layers_stands_for_all(kernels: str, checkpointing: str, precision: str) -> None:

@@ -18,7 +18,7 @@ from tigon.techniques.records.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 
-WORDS = ("full", "every-2", "selective", "offload")
+WORDS = ("full", "every-2", "selective", "offload", "offload-attention")
 CPU = torch.device("cpu")
 N_LAYERS = 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from forks import forks, in_forks
+from second_proofs import DIFFERENT, proved_by
+from tigon._trunk import decoder_layers
 from tigon.models import MODELS, DeferredLogits, patch
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.verification.tiny import tiny_batch, tiny_model
@@ -23,7 +26,7 @@ from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
-from tigon.techniques.sharding import deepspeed_config, nvme_buffers
+from tigon.techniques.sharding import deepspeed_config, gathers_layers, nvme_buffers
 
 transformers = pytest.importorskip("transformers")
 
@@ -76,20 +79,21 @@ def test_deepspeed_accepts_the_configuration(stage, precision):
 
 # --- two processes ---------------------------------------------------------------------------------------------------
 
-STAGES = {"1": (1, 0), "2": (2, 0), "3-in-tiles": (3, 5)}
-"""ZeRO's stage, and the tokens of a tile: the last recomputes its layers, with MLPs in tiles."""
+STAGES = {"1": (1, 0, False), "2": (2, 0, False), "3-in-tiles": (3, 5, False), "3-layers-in-tiles": (3, 5, True)}
+"""ZeRO's stage, the tokens of a tile, and whether weights are gathered by layer. With tiles, layers are recomputed."""
 STEPS, RANKS, LEARNING_RATE, CLIP = 4, 2, 1e-2, 1.0
 
 
-def train_in_ranks(rank: int, stage: int, tile_tokens: int) -> dict[str, list[Any]]:
+def train_in_ranks(rank: int, stage: int, tile_tokens: int, by_layer: bool) -> dict[str, list[Any]]:
     """What one of two ranks sees of a training of one row each."""
     import deepspeed
 
     model = tiny_model("llama", MODELS["llama"].tiny)
     patch(model)
-    own = RunInfo(device="cpu", processes=RANKS)
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    own = RunInfo(device="cpu", processes=RANKS, shapes=shapes, runs_layers_once=by_layer)
     choices = Choices(zero=stage, precision="fp32", gpus=RANKS, checkpointing="full", mlp_tile_tokens=tile_tokens)
-    for name in ("checkpointing-full", "tiled-mlp") if tile_tokens else ():
+    for name in (f"zero-{stage}", *(("checkpointing-full", "tiled-mlp") if tile_tokens else ())):
         model = TECHNIQUES[name].model(model, choices, own)
     config = deepspeed_config(choices, own)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -99,7 +103,8 @@ def train_in_ranks(rank: int, stage: int, tile_tokens: int) -> dict[str, list[An
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     batch = tiny_batch(torch.device("cpu"))
     items = (batch["labels"][:, 1:] != -100).sum()
-    found: dict[str, list[Any]] = {"losses": [], "deferred": [], "head": []}
+    hooked = sum(bool(module._forward_pre_hooks) for module in decoder_layers(model)[0].modules())
+    found: dict[str, list[Any]] = {"losses": [], "deferred": [], "head": [], "hooked": [hooked]}
     for _ in range(STEPS):
         found["head"].append(model.get_output_embeddings().weight.numel())
         out = engine(**{name: t[rank : rank + 1] for name, t in batch.items()}, num_items_in_batch=items)
@@ -154,6 +159,53 @@ def test_two_ranks_of_zero_train_as_one_and_without_logits(stage, trained):
     assert two["losses"] == pytest.approx(one, rel=1e-5)
     assert two["losses"][-1] < two["losses"][0] - 0.1
     assert (two["head"] == [0] * STEPS) == (STAGES[stage][0] == 3), "stage 3 alone partitions the head"
+    if STAGES[stage][0] == 3:
+        assert (two["hooked"] == [1]) == STAGES[stage][2], "with whole layers, a layer's modules have no hooks"
+
+
+def layer_calls(family: str) -> list[tuple[int, bool]]:
+    """The layers of a small model in the order of their calls, and whether a positional input has a gradient."""
+    model = tiny_model(family, MODELS[family].tiny).train()
+    calls: list[tuple[int, bool]] = []
+
+    def see(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        calls.append((id(layer), any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)))
+
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(see)
+    model(**tiny_batch(torch.device("cpu")), use_cache=False)
+    return calls
+
+
+@pytest.mark.parametrize("family", proved_by(DIFFERENT, MODELS, "transformers calls layers alike in most families"))
+def test_family_runs_each_layer_once_on_a_positional_input(family):
+    """Otherwise DeepSpeed's hook on a layer's gradients would run before the gradients are there."""
+    calls = layer_calls(family)
+    assert calls and all(has_gradient for _, has_gradient in calls)
+    assert len({layer for layer, _ in calls}) == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("changed", "info", "expected"),
+    [
+        ({}, {}, True),
+        ({}, {"processes": 1}, False),
+        ({}, {"runs_layers_once": False}, False),
+        ({"offload": "cpu"}, {}, False),
+        ({"lora_rank": 8}, {}, False),
+        ({"zero_copy_ranks": 2}, {}, False),
+        ({"zero": 2}, {}, False),
+        ({}, {"shapes": {"model.layers.0.experts": (8, 10_000, 10_000)}}, False),
+    ],
+    ids=["plain", "one process", "post-training", "offload", "LoRA", "ZeRO++", "stage 2", "a layer too large"],
+)
+def test_whole_layers_are_gathered_with_buckets_that_hold_one(changed, info, expected):
+    choices = Choices(**{"zero": 3, "gpus": 2, "precision": "bf16", **changed})
+    about = dataclasses.replace(run_info("llama-3.1-8b", processes=2), **{"runs_layers_once": True, **info})
+    assert gathers_layers(choices, about) == expected
+    zero = deepspeed_config(choices, about)["zero_optimization"]
+    layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
+    assert (zero["reduce_bucket_size"] == layer) == expected
 
 
 # --- optimizers on the sharded tensors of FSDP2 ----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import EXPERTS, chats, save
+from tiny_checkpoint import EXPERTS, chats, put_experts_into_mxfp4, save
 from trainer_helpers import records
 
 from vllm_loader import served
@@ -44,11 +44,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         "wide": {"hidden_size": 64},
         # bitsandbytes dequantises rows on a CPU rightly only if their length is a multiple of 64
         "wide experts": {"model_type": "qwen3_moe", **EXPERTS, "hidden_size": 64, "moe_intermediate_size": 64},
+        "mxfp4": {
+            "model_type": "gpt_oss", "hidden_size": 64, "head_dim": 32, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     }  # fmt: skip
     store = tmp_path_factory.mktemp("checkpoints")
 
     def made(kind: str) -> Path:
-        return store / kind if (store / kind).exists() else save(store / kind, **kinds[kind])
+        if not (store / kind).exists():
+            save(store / kind, **kinds[kind])
+            if kind == "mxfp4":
+                put_experts_into_mxfp4(store / kind)
+        return store / kind
 
     return made
 
@@ -283,16 +292,47 @@ def test_loftq_adapters_start_nearer_to_the_checkpoint_and_are_saved_for_its_wei
     assert "loftq a checkpoint's adapters belong to the run's 4-bit weights" in refused.error_line()
 
 
-def test_experts_in_mxfp4_are_refused_with_the_way_on(run, here, checkpoints):
-    config = checkpoints("bf16") / "config.json"
-    plain = config.read_text(encoding="utf-8")
-    try:
-        config.write_text(json.dumps({**json.loads(plain), "quantization_config": {"quant_method": "mxfp4"}}))
-        refused = run("bf16", "lora.rank=4", "lora.quantize=true").outcome
-    finally:
-        config.write_text(plain, encoding="utf-8")
-    assert re.search("experts in MXFP4.*gpt-oss-20b-BF16.*lora.quantize: true", refused.error_line())
+def exported(here: Path, tigon: Any) -> Any:
+    """The run's model with merged adapters, as `tigon export` writes it."""
+    assert tigon("export", here / "runs" / "r", here / "exported", "--merge").code == 0
+    return whole(here / "exported")
+
+
+MXFP4 = ("lora.rank=4", "lora.quantize=true", "lora.quantize_to=mxfp4", "model.attention=eager")
+
+
+def test_experts_in_mxfp4_stay_so_and_their_adapters_load_in_peft(run, here, tigon, checkpoints):
+    outcome = run("mxfp4", *MXFP4, "lora.targets=[linear, experts]", "output.merge=true", kernels="tigon")
+    assert outcome.code == 0
+    folder = here / "runs" / "r"
+    got = logits_of(adapted(checkpoints("mxfp4"), folder / "adapters"))
+    scale = float(outcome.logits.std())
+    assert rms(got - outcome.logits) < 0.03 * scale
+    assert rms(got - logits_of(whole(checkpoints("mxfp4")))) > 0.05 * scale, "nothing was learned"
+    assert losses(folder)[-1] < losses(folder)[0]
+    assert rms(logits_of(exported(here, tigon)) - outcome.logits) < 0.03 * scale
+    merged = whole(folder / "model")
+    assert rms(logits_of(merged) - outcome.logits) < 0.03 * scale
+    assert not any(parameter.dtype is torch.uint8 for parameter in merged.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sets", "why"),
+    [
+        ("mxfp4", ("lora.rank=4",), "experts in MXFP4; set .*lora.quantize_to: mxfp4"),
+        ("mxfp4", (), "experts in MXFP4; set .*lora.quantize_to: mxfp4.*gpt-oss-20b-BF16"),
+        ("experts", MXFP4, "has none in MXFP4; set lora.quantize_to: nf4"),
+    ],
+)
+def test_experts_in_mxfp4_and_the_key_that_keeps_them_go_together(run, here, kind, sets, why):
+    refused = run(kind, *sets, kernels="tigon").outcome
+    assert re.search(why, refused.error_line())
     assert not (here / "runs").exists()
+
+
+def test_experts_in_mxfp4_need_tigons_op(run):
+    refused = run("mxfp4", *MXFP4, kernels="none").outcome
+    assert re.search("wait for the backward.*model.kernels: tigon", refused.error_line())
 
 
 def test_4_bit_experts_get_adapters_from_tigons_op_alone(run, here):

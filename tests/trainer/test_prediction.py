@@ -12,6 +12,7 @@ from tests.planner.planner_helpers import small_gpu
 from tigon.errors import RecipeError
 from tigon.objectives import recipe_checks
 from tigon.planner.gpus import GIB, MIB, find_gpu, row_of
+from tigon.planner.simulate import allocator
 from tigon.techniques.records.choices import Choices
 from tigon.trainer import model
 from tigon.trainer.distributed import launch
@@ -119,7 +120,7 @@ def test_out_of_memory_says_needed_and_available_memory_and_the_command_that_fit
 def test_out_of_memory_from_fragmentation_says_how_to_join_the_pieces(
     recipe_of, tmp_path, monkeypatch, idle, set_already, said
 ):
-    monkeypatch.setenv(prediction.ALLOCATOR_SETTINGS, "expandable_segments:True" if set_already else "")
+    monkeypatch.setenv(allocator.ALLOCATOR_SETTINGS, "expandable_segments:True" if set_already else "")
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 5.54 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is "
         f"free. Of the allocated memory 15.00 GiB is allocated by PyTorch, and {idle} is reserved by PyTorch but "

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import yaml
 from safetensors.torch import load_file
 from trainer_helpers import records
 
+from benchmarks.process_stacks import end_with_stacks
 from tigon.techniques import TECHNIQUES
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +29,8 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
 STEPS = 8
+RUN_LIMIT_S = float(os.environ.get("TIGON_RUN_LIMIT_S", "300"))
+"""The time limit of one command. The first run on a machine compiles kernels and, with DeepSpeed, operators."""
 SMALL = {
     "model.name": "smollm2-135m", "model.config.num_hidden_layers": 4, "data.max_text_mib": 0.5,
     "data.sequence_length": 256, "train.steps": STEPS, "train.warmup_steps": 0, "train.log_steps": 1,
@@ -42,11 +46,29 @@ FURTHER = {"adamw-torchao-4bit": 0.15}
 
 
 def run(here: Path, recipe: Path, settings: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `tigon train`. A run that takes longer than RUN_LIMIT_S ends with the stack of each of its processes."""
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={yaml.safe_dump(value).split()[0]}")]
     path = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": path, "TORCH_CUDA_ARCH_LIST": "9.0"}
+    environment = {**os.environ, "PYTHONPATH": path, "TORCH_CUDA_ARCH_LIST": "9.0", "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, "-m", "tigon", "train", str(recipe), *sets, *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
+    begin_s = time.monotonic()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here,
+    ) as process:  # fmt: skip
+        try:
+            printed, error = process.communicate(timeout=RUN_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{settings['output.name']} took longer than {RUN_LIMIT_S} s:\n{stacks(process, here)}")
+    took_s = time.monotonic() - begin_s
+    sys.stderr.write(f"{settings['output.name']}: {took_s:.0f} s\n")  # pytest shows it with -s, or if the test fails
+    return subprocess.CompletedProcess(command, process.returncode, printed, error)
+
+
+def stacks(process: subprocess.Popen[str], here: Path) -> str:
+    """End a run. Returns what its processes wrote, with the stacks of their threads."""
+    printed = end_with_stacks(process)
+    logs = [path.read_text(errors="replace") for path in sorted(here.glob("runs/*-logs/**/*")) if path.is_file()]
+    return "\n".join([printed, *logs])[-20_000:]
 
 
 def losses(folder: Path) -> list[float]:
@@ -68,11 +90,13 @@ def resumed(folder: Path, recipe: Path, settings: dict[str, Any]) -> list[float]
 
 
 @functools.cache
-def plain(folder: Path, gpus: int, precision: str, model: str = SMALL["model.name"]) -> tuple[float, ...]:
+def plain(
+    folder: Path, gpus: int, precision: str, model: str = SMALL["model.name"], cross_document: bool = False
+) -> tuple[float, ...]:
     """AdamW without any technique, on as many sequences per step."""
-    name = f"plain{gpus}-{model}"
+    name = f"plain{gpus}-{model}" + "-joined" * cross_document
     settings = {**SMALL, "train.precision": precision, "train.batch_size": 4 * gpus, "output.name": name}
-    settings["model.name"] = model
+    settings |= {"model.name": model, "data.cross_document_attention": cross_document}
     done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return tuple(losses(folder / "runs" / name))
@@ -118,7 +142,8 @@ def test_recipe_of_a_technique_trains_as_a_plain_run_and_resumes(recipe, folder)
     accumulate = int(technique.recipe.get("train.gradient_accumulation", 1))
     if recipe.stem not in FREE and accumulate == 1:
         tolerance = FURTHER.get(recipe.stem, TOLERANCE)
-        alone = plain(folder, gpus // shares, "amp-bf16", settings["model.name"])
+        joined = "data.cross_document_attention" in technique.recipe
+        alone = plain(folder, gpus // shares, "amp-bf16", settings["model.name"], joined)
         assert whole == pytest.approx(alone, abs=tolerance)
     assert list((folder / "runs" / recipe.stem / "model").glob("*.safetensors"))
 

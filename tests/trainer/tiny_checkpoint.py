@@ -53,6 +53,31 @@ def save(folder: Path, dtype: torch.dtype = torch.bfloat16, model_type: str = "l
     return folder
 
 
+def put_experts_into_mxfp4(folder: Path) -> Path:
+    """Replace the experts of a saved GPT-OSS by random bytes in the layout of `openai/gpt-oss-20b`."""
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 124, blocks, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                                   "lm_head"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
 def chats(path: Path, n: int = 120) -> Path:
     """Write `n` chats in which the assistant repeats a word."""
     rows = (

@@ -239,10 +239,10 @@ def replace_section(document: str, marker: str, text: str) -> str:
     Raises BenchError if the document lacks these markers.
     """
     begin = f"<!-- {marker} -->"
-    pattern = re.compile(rf"({re.escape(begin)}\n).*?(\n<!-- end -->)", re.DOTALL)
+    pattern = re.compile(rf"({re.escape(begin)}\n)(?:.*?\n)?(<!-- end -->)", re.DOTALL)
     if not pattern.search(document):
         raise BenchError(f"the document has no lines {begin} ... <!-- end -->; add them where the table should go.")
-    return pattern.sub(lambda match: match[1] + text + match[2], document, count=1)
+    return pattern.sub(lambda match: match[1] + text + "\n" + match[2], document, count=1)
 
 
 def records_in(document: str) -> list[str]:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from tigon.ops.expert_operators import (
     grouped_weight_gradient,
 )
 from tigon.ops.linear.lora_linear import Weight, dense
+from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 from tigon.ops.lm_head import no_autocast, product_dtype
 
 # T tokens, K experts per token, S = T · K slots, E experts, H hidden, F inner width of an expert, R rank of an adapter.
@@ -384,8 +386,17 @@ def experts_oracle(
 GPT_OSS_UNIT = ExpertUnit(alpha=1.702, limit=7.0, up_offset=1.0, interleaved=True)
 
 
+def _mxfp4(E: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """A function that makes weights of MXFP4's format from random bytes, of about the size of `columns`."""
+    packed = torch.randint(0, 256, (E, rows, columns // BLOCK, BLOCK // 2), dtype=torch.uint8, device=device)
+    exponent = 125 - round(math.log2(columns) / 2)
+    scales = torch.full(packed.shape[:-1], exponent, dtype=torch.uint8, device=device)
+    code = torch.tensor(CODE, device=device)
+    return lambda: mxfp4_weight(code, packed, scales, dtype)
+
+
 def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """A case's shape is (T, K, E, H)."""
+    """A case's shape is (T, K, E, H). mxfp4: the weights are functions that make them."""
     T, K, E, H = case.shape
     options = dict(case.options)
     inner = options.pop("inner", 8)
@@ -409,9 +420,13 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     elif route == "outside":
         index[::3] = E
         index[1::3, 0] = -1
-    gate_up = randn(E, 2 * inner, H, dtype=dtype, device=device, scale=scale * H**-0.5)
-    down = randn(E, H, inner, dtype=dtype, device=device, scale=inner**-0.5)
-    if transposed:
+    gate_up: Weight = randn(E, 2 * inner, H, dtype=dtype, device=device, scale=scale * H**-0.5)
+    down: Weight = randn(E, H, inner, dtype=dtype, device=device, scale=inner**-0.5)
+    if options.pop("mxfp4", False):
+        gate_up = _mxfp4(E, 2 * inner, H, dtype, device)
+        down = _mxfp4(E, H, inner, dtype, device)
+    elif transposed:
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     return {
         "hidden": randn(T, H, dtype=dtype, device=device),

@@ -2,7 +2,8 @@
 
 A layer that is recomputed runs twice. The tensors that the first run saves are dropped, so an op need not compute them.
 Small results, such as the largest magnitude of a tensor, can be kept for the second run, which then does not compute
-them again. `techniques/mechanisms/recompute.py` enters these contexts.
+them again. Attention's results can wait on the host. `techniques/mechanisms/recompute.py` and `host_recompute.py` enter
+these contexts.
 """
 
 from __future__ import annotations
@@ -10,19 +11,27 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
+
+Results = tuple[Any, ...]
+Once = Callable[[Callable[[], Results]], Results]
+"""`compute` -> its results, computed in the first run of a function and fetched in the second."""
 
 
 class Run:
     """One run of a recomputed function, or the code outside of any."""
 
-    __slots__ = ("backward_follows", "drops_saved", "kept", "next")
+    __slots__ = ("backward_follows", "drops_saved", "kept", "next", "once")
 
     def __init__(
-        self, kept: list[Tensor] | None = None, *, drops_saved: bool = False, backward_follows: bool = False
+        self, kept: list[Tensor] | None = None, *, drops_saved: bool = False, backward_follows: bool = False,
+        once: Once | None = None,
     ) -> None:  # fmt: skip
         self.kept, self.next = kept, 0
+        self.once = once
+        """Receives what `compute_once` would compute; None: both runs compute it."""
         self.drops_saved = drops_saved
         """Saved tensors only have to have the shape and the dtype of those of the second run."""
         self.backward_follows = backward_follows
@@ -73,3 +82,9 @@ def keep(compute: Callable[[], Tensor]) -> Tensor:
         return result
     run.next += 1
     return run.kept[run.next - 1] if run.next <= len(run.kept) else compute()
+
+
+def compute_once(compute: Callable[[], Results]) -> Results:
+    """`compute()`, large results; the second run of a function may fetch them instead of computing them again."""
+    once = _current.run.once
+    return compute() if once is None else once(compute)

@@ -31,6 +31,9 @@ from tigon.planner.simulate.playback import GraphMemory, in_graphs, offloaded
 from tigon.planner.simulated_run import RunMemory, SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
+from tigon.planner.trace.tape import FORWARD
+from tigon.techniques.checkpointing import KEPT_ON_HOST
+from tigon.techniques.lora import keeps_mxfp4
 from tigon.techniques.mechanisms.host_offload import MAX_LEAVING
 from tigon.units import in_bytes
 
@@ -94,6 +97,8 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     offloaded_bytes = 0
     if request.choices.checkpointing == "offload":
         tapes, offloaded_bytes = _offload_checkpoints(tapes)
+    elif request.choices.checkpointing == KEPT_ON_HOST:
+        offloaded_bytes = _host_bytes(tapes)
     graphs = None
     if request.choices.cuda_graphs:
         tapes, graphs = _in_graphs(tapes, recomputes=request.choices.checkpointing == "full")
@@ -121,14 +126,16 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
 
 def _offload_checkpoints(tapes: StepTapes) -> tuple[StepTapes, int]:
     """Returns (the tapes with the layers' inputs on the host between their uses, pinned host bytes)."""
-    first = tapes.micro_batches[0]
-    host_bytes = sum(
-        pinned(nbytes)
-        for nbytes, component in zip(first.sizes, first.components, strict=True)
-        if component == "checkpoints"
-    )
+    host_bytes = _host_bytes(tapes)
     moved = tuple(offloaded(tape, leaving=MAX_LEAVING) for tape in tapes.micro_batches)
     return StepTapes(moved, tapes.evaluation), host_bytes
+
+
+def _host_bytes(tapes: StepTapes) -> int:
+    """Pinned host memory of what the forward pass keeps for the backward pass."""
+    first = tapes.micro_batches[0]
+    made = (event for one in first.segments if one.where.phase == FORWARD for event in one.events if event >= 0)
+    return sum(pinned(first.sizes[block]) for block in made if first.components[block] == "checkpoints")
 
 
 def _in_graphs(tapes: StepTapes, *, recomputes: bool) -> tuple[StepTapes, GraphMemory]:
@@ -174,7 +181,9 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
     if choices.offload == "nvme":
         notes.append("The step time does not include the disk: NVMe files are read and written in every step.")
-    if choices.quantized:
+    if keeps_mxfp4(choices):
+        notes.append("Experts stay in MXFP4, half a byte per weight, and are copied to 16 bits for each product.")
+    elif choices.quantized:
         notes.append("Weights are stored in NF4, half a byte each, and copied to 16 bits for each matrix product.")
     return tuple(notes)
 

@@ -18,8 +18,11 @@ from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
 from tigon.planner.search.checkpointing import choose
 from tigon.planner.search.option import Option
-from tigon.techniques import SETTINGS
+from tigon.techniques import SETTINGS, head_groups
+from tigon.techniques.checkpointing import KEPT_ON_HOST
 from tigon.techniques.layer_checkpointing import STATES, apply, groups_of, is_by_layer, states_of
+from tigon.techniques.mechanisms.host_recompute import LayersOnHost
+from tigon.techniques.mechanisms.recompute import recomputed
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
@@ -154,17 +157,33 @@ def checkpoint(model: Any, plan: CheckpointPlan | str) -> Checkpointed:
     layers = len(decoder_layers(inner))
     if value == "none":
         return Checkpointed(lambda: None)
+    on_host = value == KEPT_ON_HOST
+    if on_host:
+        _check_attention(inner)
     try:
-        undo_layers = apply(model, ["full"] * layers if value == "full" else states_of(_checked(value), layers))
+        states = ["full"] * layers if on_host or value == "full" else states_of(_checked(value), layers)
+        undo_layers = apply(model, states, LayersOnHost() if on_host else recomputed)
     except RecipeError as error:
         raise UsageError(f"{error}.") from None
+    undo_attention = head_groups.replace_attention(inner, 1) if on_host else None
     caches, inner.config.use_cache = inner.config.use_cache, False
 
     def undo() -> None:
         undo_layers()
+        if undo_attention is not None:
+            undo_attention()
         inner.config.use_cache = caches
 
     return Checkpointed(undo)
+
+
+def _check_attention(model: PreTrainedModel) -> None:
+    attention = model.config._attn_implementation
+    if attention != "sdpa":
+        raise UsageError(
+            f"plan is {KEPT_ON_HOST!r}, which keeps the results of sdpa, and the model has {attention!r}; load it with "
+            'attn_implementation="sdpa".'
+        )
 
 
 def _checked(value: str) -> str:
@@ -172,8 +191,8 @@ def _checked(value: str) -> str:
         raise UsageError(f"plan is {value!r}; {problem}.")
     if not is_by_layer(value):
         raise UsageError(
-            f"plan is {value!r}; tigon.checkpoint applies none, full, or layers such as full:7,none:9 with the states "
-            f"{', '.join(STATES)}."
+            f"plan is {value!r}; tigon.checkpoint applies none, full, {KEPT_ON_HOST}, or layers such as full:7,none:9 "
+            f"with the states {', '.join(STATES)}."
         )
     return value
 

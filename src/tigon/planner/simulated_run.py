@@ -9,7 +9,7 @@ from tigon.planner.engines.base import Engine, Loading, Placement
 from tigon.planner.engines.non_allocator_memory import allocator_budget_bytes
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, ties_embeddings
-from tigon.planner.simulate.allocator import CachingAllocator
+from tigon.planner.simulate.allocator import CachingAllocator, has_expandable_segments
 from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, ReducedGradients
 from tigon.planner.simulate.generation import generate
 from tigon.planner.simulate.ledger import Allocation, Ledger
@@ -54,7 +54,8 @@ class SimulatedRun:
 
     def memory(self) -> RunMemory:
         """Simulate the run."""
-        ledger = Ledger(allocator=CachingAllocator(allocator_budget_bytes(self.gpu, self.engine.choices)))
+        budget_bytes = allocator_budget_bytes(self.gpu, self.engine.choices)
+        ledger = Ledger(allocator=CachingAllocator(budget_bytes, expandable=has_expandable_segments()))
         self._load(ledger)
         for step in range(STEPS):
             self._step(ledger, first=step == 0)

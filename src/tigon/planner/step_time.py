@@ -8,6 +8,8 @@ from tigon.planner.request import Request
 from tigon.planner.simulate import roofline
 from tigon.planner.simulate.model_states import ModelWeights
 from tigon.planner.trace.tape import Tape
+from tigon.techniques.checkpointing import KEPT_ON_HOST
+from tigon.techniques.mechanisms.host_offload import LARGE_BYTES
 from tigon.techniques.optimizers import OPTIMIZERS
 
 # Host memory bandwidth of DeepSpeed's AdamW on 16 cores, from Llama-3.2-1B's step on one machine with an H200.
@@ -28,9 +30,11 @@ def step_seconds(
     """
     choices, traffic = request.choices, placement.traffic
     micro_s = roofline.micro_s(tape, gpu, copied_bytes=traffic.copied, host_calls=traffic.host_calls)
-    if choices.checkpointing == "offload":
+    if choices.checkpointing in ("offload", KEPT_ON_HOST):
         # Copies overlap with computation, so they cost time only if they take longer.
         micro_s = max(micro_s, 2 * overlapped_bytes / gpu.link_bytes_s)
+    if choices.checkpointing == KEPT_ON_HOST:
+        micro_s += tape.fetched_late_bytes(LARGE_BYTES) / gpu.link_bytes_s
     # The embeddings' gradient comes last, so no computation hides its traffic.
     hidden_s = _HIDING_SHARE * micro_s
     peers_s = max(traffic.peers_last / gpu.peer_bytes_s, traffic.peers / gpu.peer_bytes_s - hidden_s)

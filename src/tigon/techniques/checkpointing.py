@@ -13,10 +13,12 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tigon.errors import RecipeError
+from tigon.techniques import head_groups
 from tigon.techniques.mechanisms.host_offload import HostOffload
+from tigon.techniques.mechanisms.host_recompute import LayersOnHost
 from tigon.techniques.mechanisms.recompute import recomputed
 from tigon.techniques.records.choices import Choices
-from tigon.techniques.records.condition import Condition
+from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Flag, Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
@@ -90,6 +92,19 @@ def _offload(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     return model
 
 
+def _offload_attention(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+    """Recompute every layer except its attention, whose results wait on the host beside the layer's input."""
+    if choices.attention_groups == 1:
+        head_groups.replace_attention(model, 1)
+    enable(model)
+    if not replace_function(model, LayersOnHost()):
+        raise RecipeError(
+            f"train.checkpointing: offload-attention cannot replace the checkpointing function of any layer of "
+            f"{type(model).__name__}; use full"
+        )
+    return model
+
+
 def replace_function(model: Any, function: Callable[..., Any]) -> int:
     """Let every checkpointed layer call `function(layer, *inputs)`, and return the number of these layers.
 
@@ -103,6 +118,7 @@ def replace_function(model: Any, function: Callable[..., Any]) -> int:
     return n_replaced
 
 
+KEPT_ON_HOST = "offload-attention"
 _COUNT, _STATE = "[1-9][0-9]{0,3}", "(full|mlp|elementwise|none)"
 _EACH_LAYER = "Each layer's input is kept: tokens x hidden x bytes of the autocast dtype."
 
@@ -110,18 +126,30 @@ _CHECKPOINTING = Setting(
     field="checkpointing", key="train.checkpointing",
     help="Activation checkpointing: `auto`: on a GPU the fastest that fits, chosen by the planner; on a CPU `none`. "
     "`full`: recompute every layer in the backward pass; `every-N`: one layer in N, e.g. `every-2`; `selective`: "
-    "everything except the matmuls; `offload`: every layer, with its input kept on the host; or what each layer "
-    "recomputes, such as `full:7,mlp:3,elementwise:4,none:2`.",
-    words=("auto", "none", "full", "selective", "offload", "every-N", "STATE:N,STATE:N,..."),
-    pattern=rf"auto|none|full|selective|offload|every-{_COUNT}|{_STATE}:{_COUNT}(,{_STATE}:{_COUNT})*",
+    "everything except the matmuls; `offload`: every layer, with its input kept on the host; `offload-attention`: the "
+    "same, with attention's results kept on the host too; or what each layer recomputes, such as "
+    "`full:7,mlp:3,elementwise:4,none:2`.",
+    words=("auto", "none", "full", "selective", "offload", "offload-attention", "every-N", "STATE:N,STATE:N,..."),
+    pattern=rf"auto|none|full|selective|offload|offload-attention|every-{_COUNT}|{_STATE}:{_COUNT}(,{_STATE}:{_COUNT})*",
     words_note="with N of 1 to 9999 and STATE one of full, mlp, elementwise, none", recipe_default="auto",
-    flag=Flag(name="checkpointing", help="auto, none, full, every-N, selective, offload, or STATE:N,STATE:N,..."),
+    flag=Flag(
+        name="checkpointing",
+        help="auto, none, full, every-N, selective, offload, offload-attention, or STATE:N,STATE:N,...",
+    ),
     traced=True, search="recomputation", always_written=True,
     candidates=lambda config: ("none", "auto", "offload"),
     label=lambda choices: (
         "no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}"
     ),
 )  # fmt: skip
+
+
+def _keeps_attention_not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
+    return Exclusion(
+        when=(Condition("checkpointing", "is", KEPT_ON_HOST), condition), reason=reason, instead=instead,
+        source="tigon.techniques.checkpointing",
+    )  # fmt: skip
+
 
 # Llama's steps took 1.07 (selective), 1.11 (every-2) and 1.21 (full) times as long as without checkpointing; the
 # least costs below stay under these. Selective kept 0.55 to 0.68 of Llama's activations; its share stays well under.
@@ -161,6 +189,30 @@ DECLARATION = Declaration(
             recipe={"train.checkpointing": "offload"}, chosen=(Condition("checkpointing", "is", "offload"),),
             model=_offload, least_cost=1.15, kept_share=0.0,
             source="torch.autograd.graph.saved_tensors_hooks",
+        ),
+        Technique(
+            name="checkpointing-offload-attention", page="checkpointing",
+            saves="As `offload`, and the second forward pass of attention. Tensors of 1 GiB or more are on the GPU "
+            "only while they are used.",
+            costs="A second forward pass of the layers without attention. Pinned host memory of twice layers x tokens "
+            "x hidden. If a batch has a mask, attention is computed twice, as with `offload`.",
+            recipe={"train.checkpointing": KEPT_ON_HOST}, chosen=(Condition("checkpointing", "is", KEPT_ON_HOST),),
+            model=_offload_attention, least_cost=1.05, kept_share=0.0,
+            source="techniques/mechanisms/host_recompute.py",
+        ),
+    ),
+    exclusions=(
+        _keeps_attention_not_with(
+            Condition("attention", "is not", "sdpa"), "it keeps the results of the sdpa function",
+            "model.attention: sdpa",
+        ),
+        _keeps_attention_not_with(
+            Condition("sequence_shards", "is at least", 2), "each of them replaces the attention function",
+            "train.checkpointing: offload",
+        ),
+        _keeps_attention_not_with(
+            Condition("tensor_shards", "is at least", 2), "tigon has not tried it with divided matrices",
+            "train.checkpointing: offload",
         ),
     ),
 )  # fmt: skip

@@ -5,7 +5,8 @@ if query heads share key heads, a dK and a dV for each query head. For Llama-3.2
 Q has 2 GiB. Heads are independent, so groups of heads can take turns, and only one group needs scratch memory at a
 time.
 
-The forward pass stays one call, because its output is one tensor. The backward pass calls PyTorch's kernel on slices
+The forward pass stays one call, because its output is one tensor. Checkpointing may keep its results for the layer's
+recomputation (`train.checkpointing: offload-attention`). The backward pass calls PyTorch's kernel on slices
 of the saved tensors and writes slices of dQ, dK and dV. If that kernel cannot be used (a mask, fp32), the whole
 function is called for each group, and a copy joins the outputs.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from tigon.errors import RecipeError
+from tigon.ops import recomputation
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Setting
@@ -95,7 +97,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel, groups: int, scale: float | None) -> Tensor:
-        out_BhTD, lse_BhT, rest = kernel.forward(q, k, v, scale)
+        out_BhTD, lse_BhT, rest = recomputation.compute_once(lambda: kernel.forward(q, k, v, scale))
         ctx.save_for_backward(q, k, v, out_BhTD, lse_BhT)
         ctx.kernel, ctx.rest, ctx.groups, ctx.scale = kernel, rest, groups, scale
         return out_BhTD  # type: ignore[no-any-return]
@@ -110,12 +112,13 @@ class _Grouped(torch.autograd.Function):
             gradients = ctx.kernel.backward(dout_g, q, k, v, out, lse.contiguous(), ctx.rest, ctx.scale)
             for target, part in zip((dq, dk, dv), gradients, strict=True):
                 target.copy_(part)
+            del gradients, part  # otherwise they stay until the next group's exist
         return *made, None, None, None
 
 
 def in_groups(attend: Attend, groups: int) -> Attend:
     """Returns `attend` with scratch memory for one group of key heads and their query heads at a time."""
-    by_parts = one_by_one(attend, groups)
+    by_parts = one_by_one(attend, groups) if groups > 1 else attend
 
     def grouped(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
@@ -164,19 +167,32 @@ def one_by_one(attend: Attend, groups: int) -> Attend:
 
 
 def _group(model: Any, choices: Choices, run_info: RunInfo) -> Any:
-    """Register the grouped function with transformers under its own name, and set that name in this model's configs."""
+    replace_attention(model, choices.attention_groups)
+    return model
+
+
+def replace_attention(model: Any, groups: int) -> Callable[[], None]:
+    """Register the grouped function with transformers under its own name, and set that name in this model's configs.
+
+    Returns a function that sets their names again.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    groups = choices.attention_groups
     check_groups(model.config, groups)
     name = f"sdpa_in_{groups}_groups"
     ALL_ATTENTION_FUNCTIONS.register(name, in_groups(ALL_ATTENTION_FUNCTIONS["sdpa"], groups))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        if config._attn_implementation == "sdpa":
-            config._attn_implementation_internal = name
-    return model
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    replaced = [config for config in configs if config._attn_implementation == "sdpa"]
+    for config in replaced:
+        config._attn_implementation_internal = name
+
+    def undo() -> None:
+        for config in replaced:
+            config._attn_implementation_internal = "sdpa"
+
+    return undo
 
 
 def text_config(config: Any) -> Any:

@@ -51,6 +51,11 @@ def compute_dtype(choices: Choices) -> torch.dtype:
     return getattr(torch, _COMPUTE_DTYPES[choices.precision])  # type: ignore[no-any-return]
 
 
+def keeps_mxfp4(choices: Choices) -> bool:
+    """Returns whether experts stay in MXFP4, as the checkpoint stores them."""
+    return choices.quantized and choices.quantize_to == "mxfp4"
+
+
 def check(model: Any, choices: Choices) -> None:
     """Refuse adapters that PEFT cannot make for this model. model: without data, and not quantised.
 
@@ -131,8 +136,10 @@ def _peft_init(choices: Choices) -> bool | str:
 def _quantization(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
     from transformers import BitsAndBytesConfig
 
-    from tigon.techniques.mechanisms import expert_quantizer  # loads transformers
+    from tigon.techniques.mechanisms import expert_quantizer, mxfp4_experts  # loads transformers
 
+    if keeps_mxfp4(choices):
+        return {"quantization_config": mxfp4_experts.config(compute_dtype(choices))}
     if choices.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     return {"quantization_config": expert_quantizer.config(compute_dtype(choices))}
@@ -219,8 +226,9 @@ _QUANTIZED = Setting(
 )  # fmt: skip
 _QUANTIZE_TO = Setting(
     field="quantize_to", key="lora.quantize_to",
-    help="`nf4`: 4 bits with double quantisation; `int8`: 8 bits (arXiv 2208.07339).", words=("nf4", "int8"),
-    traced=True,
+    help="`nf4`: 4 bits with double quantisation; `int8`: 8 bits (arXiv 2208.07339); `mxfp4`: experts stay in 4 bits "
+    "as the checkpoint stores them, and all other weights in 16 bits.",
+    words=("nf4", "int8", "mxfp4"), traced=True,
 )  # fmt: skip
 
 _EXPERTS = Condition("lora_targets", "includes", EXPERTS)
@@ -228,6 +236,7 @@ _SUBSPACE = Condition("lora_init", "starts with", adapter_targets.SUBSPACE_INITS
 _LOFTQ = Condition("lora_init", "is", LOFTQ)
 _DIFFERENCE = Condition("lora_init", "starts with", adapter_targets.DIFFERENCE_INITS)
 _FP32_BASE, _QUANTIZE = Condition("lora_base", "is", "fp32"), Condition("quantized", "is", True)
+_MXFP4 = Condition("quantize_to", "is", "mxfp4")
 
 
 _NOT_TIGON = Condition("kernels", "is not one of", tuple(sorted(model_kernels.OF_TIGON)))
@@ -261,6 +270,16 @@ _EXCLUSIONS = (
         reason="PEFT leaves the adapter of a 4-bit weight of experts behind after each forward, so that they add up",
         instead="model.kernels: tigon, or lora.targets without experts",
         source="peft 0.21.2 tuners/lora/layer.py: ParamWrapper._remove_parametrizations",
+    ),
+    Exclusion(
+        when=(_QUANTIZE, _MXFP4, _NOT_TIGON),
+        reason="without tigon's op the dense weights of all layers would wait for the backward",
+        instead="model.kernels: tigon, or lora.quantize_to: nf4", source="src/tigon/models/seams/experts.py",
+    ),
+    Exclusion(
+        when=(_QUANTIZE, _MXFP4, Condition("zero", "is at least", 1)),
+        reason="DeepSpeed casts the model to 16 bits and shards it, which was never tried with stored bytes",
+        instead="sharding.zero: 0 with sharding.gpus, or lora.quantize_to: nf4", source="docs/techniques/lora.md",
     ),
     Exclusion(
         when=(_EXPERTS, Condition("lora_dropout", "is above", 0)),
@@ -350,11 +369,13 @@ DECLARATION = Declaration(
             name="qlora", page="lora",
             saves="As LoRA, and the frozen weights of experts and of every `nn.Linear` except `lm_head` take 0.516 "
             "bytes per parameter instead of 2 (or 4 in fp32): 4 bits, 1/64 byte for a scale per 64 weights, and 1/4096 "
-            "byte for an fp32 scale per 256 of those scales. `lora.quantize_to: int8` takes 1 byte per parameter.",
+            "byte for an fp32 scale per 256 of those scales. `lora.quantize_to: int8` takes 1 byte per parameter, and "
+            "`mxfp4` 0.531 bytes per parameter of the experts.",
             costs="Weights are dequantised before each matmul.",
             effect_on_result="As LoRA, and the frozen weights are rounded to 16 levels (NF4, blocks of 64, scales "
             "in 8 bits).",
-            needs=("peft", "bitsandbytes"), recipe={"lora.rank": DEFAULT_RANK, "lora.quantize": True},
+            needs=("peft", "bitsandbytes"), spared={"bitsandbytes": _MXFP4},
+            recipe={"lora.rank": DEFAULT_RANK, "lora.quantize": True},
             chosen=(_QUANTIZE,), loading=_quantization, model=_without_cpu_packing,
             change_rank=7, source="bitsandbytes; arXiv 2305.14314",
         ),

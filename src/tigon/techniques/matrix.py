@@ -53,7 +53,7 @@ def check(choices: Choices, *, device: str) -> None:
         keys = ", ".join(f"{key}: {yaml_word(value)}" for key, value in technique.recipe.items())
         if device not in technique.devices:
             raise RecipeError(f"{keys} needs a GPU, and this run is on the CPU")
-        for package in technique.needs:
+        for package in technique.packages(choices):
             if importlib.util.find_spec(package) is None:
                 command = install_command(PACKAGE_EXTRAS[package])
                 raise RecipeError(f"{keys} needs {package}, not installed here: {command}")

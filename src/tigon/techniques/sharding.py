@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion, KeyExclusion, KeySwitch
@@ -20,24 +21,30 @@ AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
 AIO_THREADS = 8  # threads per read or write; each takes a share of the bytes
 AIO_ALIGNED_BYTES = 1024  # a thread's share is a multiple of this
 ADAM_TENSORS = 4  # DeepSpeed's optimizer swapper holds weight, gradient and two moments at a time
+# Larger layers are gathered weight by weight. It is DeepSpeed's own default for its buckets, and half of the gathered
+# weights that it keeps at a time (stage3_max_live_parameters).
+LARGEST_LAYER = 500_000_000
 
 
 def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
     """Returns the whole DeepSpeed configuration. Sizes are numbers of elements, as DeepSpeed expects.
 
     Bucket sizes follow from the hidden size, like those of transformers' `auto`, so that small models get small ones.
+    If stage 3 gathers whole layers, its buckets hold one.
     """
     square = max(run_info.hidden_size**2, 2**16)
+    whole_layers = gathers_layers(choices, run_info)
+    bucket = max(square, run_info.largest_layer()) if whole_layers else square
     zero: dict[str, Any] = {
         "stage": choices.zero,
         "overlap_comm": True,
         "contiguous_gradients": True,
-        "reduce_bucket_size": square,
+        "reduce_bucket_size": bucket,
         "allgather_bucket_size": square,
     }
     if choices.zero == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": square * 9 // 10,
+            "stage3_prefetch_bucket_size": bucket if whole_layers else square * 9 // 10,
             "stage3_param_persistence_threshold": 10 * run_info.hidden_size,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
@@ -63,6 +70,33 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
             "overlap_events": True,
         }
     return config
+
+
+def gathers_layers(choices: Choices, run_info: RunInfo) -> bool:
+    """Returns whether stage 3 gathers and reduces the weights of a layer together, instead of one by one.
+
+    DeepSpeed then has hooks on layers, not on each of their modules, which takes most of its host time away. Its hook
+    for gradients runs when a layer's backward pass ends. So each layer has to run once, with trained weights in front
+    of it: adapters, heads and post-training keep the hooks on each module. Offload keeps them because its buffers are
+    counted by weights.
+    """
+    return (
+        choices.zero == 3 and run_info.processes > 1 and run_info.runs_layers_once
+        and choices.offload == "none" and choices.lora_rank is None and not zero_plus_plus(choices)
+        and 0 < run_info.largest_layer() <= LARGEST_LAYER
+    )  # fmt: skip
+
+
+def _mark_layers(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+    """Let DeepSpeed see each decoder layer as one module, if `gathers_layers` says so."""
+    layers = decoder_layers(model)
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    if gathers_layers(choices, run_info) and len(weights) == len(set(weights)):  # layers may share weights
+        from deepspeed.utils import set_z3_leaf_module
+
+        for layer in layers:
+            set_z3_leaf_module(layer, True)
+    return model
 
 
 def zero_plus_plus(choices: Choices) -> dict[str, Any]:
@@ -287,7 +321,8 @@ _SETTINGS = (
     ),
     Setting(
         field="zero_int4_gradients", key="sharding.zero_int4_gradients",
-        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
+        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers between machines. Requires `zero: 3` and a GPU; no GPU "
+        "has run it yet.",
         label=lambda choices: "qgZ" if choices.zero_int4_gradients else "",
     ),
     Setting(
@@ -316,7 +351,7 @@ def _stage(stage: int, saves: str, costs: str) -> Technique:
     return Technique(
         name=f"zero-{stage}", page="zero", saves=saves, costs=costs, effect_on_result=_ZERO_EFFECT_ON_RESULT,
         needs=("deepspeed",), recipe={"sharding.gpus": 2, "sharding.zero": stage},
-        chosen=(Condition("zero", "is", stage),), arguments=_zero, change_rank=1,
+        chosen=(Condition("zero", "is", stage),), arguments=_zero, model=_mark_layers, change_rank=1,
         source="DeepSpeed; arXiv 1910.02054 §5",
     )  # fmt: skip
 
@@ -361,7 +396,8 @@ _TECHNIQUES = (
     ),
     Technique(
         name="zero-3-int4-gradients", page="zero",
-        saves="Three quarters of the traffic of reduced gradients: they are sent as 4-bit integers.",
+        saves="Three quarters of the traffic of reduced gradients between machines: they are sent as 4-bit integers. "
+        "On one machine it has no effect.",
         costs="Rounding of the gradients, and kernels that convert them.", tools=("nvcc",),
         effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
         needs=("deepspeed",), devices=("cuda",),

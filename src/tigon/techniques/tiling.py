@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.errors import RecipeError
+from tigon.ops.lm_head import keeps_graph
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition
 from tigon.techniques.records.setting import Setting
@@ -67,7 +68,11 @@ class _Tiles:
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.shape[:-1].numel() <= self.tokens:
             return self.whole(hidden)
-        out: Tensor = _TiledMLP.apply(self, hidden, *self.trained())
+        # A recomputation ends when all tensors are saved. A function saves its own after its forward, so the tiles
+        # would be computed for nothing.
+        recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        saved = (_Saved.apply(hidden),) if recomputing and hidden.requires_grad else ()
+        out: Tensor = _TiledMLP.apply(self, hidden, saved, *self.trained())
         return out
 
     def trained(self) -> list[nn.Parameter]:
@@ -78,14 +83,28 @@ class _Tiles:
         return self.mlp.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.mlp.modules())
 
 
+class _Saved(torch.autograd.Function):
+    """A node that saves an MLP's input before the MLP computes."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on this node")
+
+
 class _TiledMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tiles: _Tiles, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.tiles, ctx.device = tiles, hidden.device
+    def forward(ctx: Any, tiles: _Tiles, hidden: Tensor, saved: tuple[Tensor, ...], *trained: Tensor) -> Tensor:
+        ctx.tiles, ctx.device, ctx.saved = tiles, hidden.device, saved
         kind = hidden.device.type
         ctx.autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         ctx.rng = _rng_state(hidden.device) if tiles.draws() else None
-        ctx.save_for_backward(hidden)
+        if not saved:
+            ctx.save_for_backward(hidden)
         x_NH, out_NH = _rows(hidden), None
         for at in _spans(x_NH.shape[1], tiles.tokens):
             y = tiles.whole(x_NH[:, at])
@@ -99,7 +118,9 @@ class _TiledMLP(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         tiles: _Tiles = ctx.tiles
-        (hidden,) = ctx.saved_tensors
+        (hidden,) = ctx.saved[0].grad_fn.saved_tensors if ctx.saved else ctx.saved_tensors
+        if not keeps_graph():
+            ctx.saved = ()
         trained = tiles.trained()
         x_NH, dout_NH = _rows(hidden), _rows(dout)
         dx_NH = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1] else None
@@ -118,7 +139,7 @@ class _TiledMLP(torch.autograd.Function):
                     dx_NH[:, at] = dtile
                 _add(sums, grads)
         dweights = [None if s is None else s.to(w.dtype) for s, w in zip(sums, trained, strict=True)]
-        return None, None if dx_NH is None else dx_NH.view(hidden.shape), *dweights
+        return None, None if dx_NH is None else dx_NH.view(hidden.shape), None, *dweights
 
 
 def _add(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
@@ -182,9 +203,9 @@ DECLARATION = Declaration(
             name="tiled-mlp", page="tiling",
             saves="The inner activations of an MLP for all tokens of a micro-batch except one tile. With checkpointing "
             "these are one layer's gate, up and their product, and their gradients.",
-            costs="A second forward pass of the MLPs, beyond the one of checkpointing, and fp32 sums of one MLP's "
-            "weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A "
-            "micro-batch that is no larger than a tile is computed whole, so it saves and costs nothing.",
+            costs="A second forward pass of the MLPs, unless their layers are recomputed anyway, and fp32 sums of one "
+            "MLP's weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A micro-batch that is "
+            "no larger than a tile is computed whole, so it saves and costs nothing.",
             recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("mlp_tile_tokens", "is at least", 1),),
             model=_tile, source="arXiv 2506.13996 §3.1",
         ),

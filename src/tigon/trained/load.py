@@ -103,9 +103,13 @@ def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") ->
     from safetensors import SafetensorError
     from transformers import AutoConfig
 
-    options = {"revision": trained.revision, "trust_remote_code": trained.trust_remote_code}
+    from tigon.techniques.mechanisms import mxfp4_experts  # loads transformers
+
+    options: dict[str, Any] = {"revision": trained.revision, "trust_remote_code": trained.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(trained.weights, **options)
+        if mxfp4_experts.is_stored(config):
+            options |= mxfp4_experts.dense_reading()
         model, info = auto_class(config).from_pretrained(
             trained.weights, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
@@ -114,6 +118,7 @@ def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") ->
     report = weight_files.report_of(info)
     if report.problem:
         raise UsageError(f"{trained.weights}: {report.problem}")
+    mxfp4_experts.forget_stored_names(model)
     return model
 
 

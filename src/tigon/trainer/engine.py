@@ -13,6 +13,7 @@ from torch._functorch import config as functorch_config
 
 from tigon.errors import RecipeError
 from tigon.models import packed_documents
+from tigon.objectives.base import Objective
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.mechanisms import galore, loftq
@@ -36,13 +37,16 @@ from tigon.trainer.guards import adapter_checks
 from tigon.trainer.guards.nan_guard import first_nonfinite
 
 
-def run_info_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], device: torch.device) -> RunInfo:
+def run_info_of(
+    recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], device: torch.device, objective: Objective
+) -> RunInfo:
     """The run info that techniques need: device, parameter shapes, processes and their settings."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return RunInfo(
         device=device.type, shapes=shapes, hidden_size=int(getattr(text, "hidden_size", 0)),
         processes=launch.world_size(), tf32=recipe.train.tf32, lora_alpha=recipe.lora.alpha,
         nvme_folder=recipe.sharding.nvme_folder,
+        runs_layers_once=objective.trl is None and objective.planned().own_parameters is None,
     )  # fmt: skip
 
 

@@ -100,18 +100,30 @@ def load_config(model: ModelConfig) -> Any:
         raise RecipeError(f"model.name: {error}") from None
     except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot load
         raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
-    _refuse_mxfp4(model.name, config)
     return config
 
 
-def _refuse_mxfp4(name: str, config: Any) -> None:
-    """transformers runs such experts with kernels without a backward, or reads them in 16 bits if it has no kernels."""
-    stored = getattr(config, "quantization_config", None) or {}
-    method = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
-    if str(getattr(method, "value", method)) == "mxfp4":
+def check_stored_format(name: str, config: Any, *, keeps_mxfp4: bool = False) -> None:
+    """Refuse a checkpoint whose experts are in MXFP4 unless the run keeps them so, and the reverse.
+
+    transformers runs such experts with kernels without a backward, or reads them in 16 bits if it has no kernels.
+
+    Raises:
+        RecipeError: The message names the keys.
+    """
+    from tigon.techniques.mechanisms import mxfp4_experts  # loads transformers
+
+    stored = mxfp4_experts.is_stored(config)
+    if stored and not keeps_mxfp4:
         raise RecipeError(
-            f"model.name: {name} stores its experts in MXFP4, which tigon does not train; name a checkpoint in 16 "
-            "bits, such as unsloth/gpt-oss-20b-BF16, with lora.quantize: true for experts in 4 bits"
+            f"model.name: {name} stores its experts in MXFP4; set lora.quantize: true with lora.quantize_to: mxfp4 to "
+            "train adapters over experts that stay so, or name a checkpoint in 16 bits, such as "
+            "unsloth/gpt-oss-20b-BF16"
+        )
+    if keeps_mxfp4 and not stored:
+        raise RecipeError(
+            f"lora.quantize_to: mxfp4 keeps experts as the checkpoint stores them, and {name} has none in MXFP4; set "
+            "lora.quantize_to: nf4, or name a checkpoint such as openai/gpt-oss-20b"
         )
 
 
@@ -346,6 +358,13 @@ def read(model: ModelConfig, config: Any, *, dtype: torch.dtype | str, **loading
     """
     from safetensors import SafetensorError
 
+    from tigon.techniques.mechanisms import mxfp4_experts  # loads transformers
+
+    if mxfp4_experts.is_stored(config):
+        kept = loading.pop("quantization_config", None)
+        loading |= (
+            mxfp4_experts.dense_reading() if kept is None else {"config": mxfp4_experts.with_config(config, kept)}
+        )
     try:
         built, info = auto_class(config).from_pretrained(
             model.name, dtype=dtype, revision=model.revision, trust_remote_code=model.trust_remote_code,
@@ -360,6 +379,7 @@ def read(model: ModelConfig, config: Any, *, dtype: torch.dtype | str, **loading
             f"model.name: {model.name} holds adapters instead of a whole model; merge them into their base model first"
         )
     _refuse(model, weight_files.report_of(info))
+    mxfp4_experts.forget_stored_names(built)
     return built
 
 

@@ -23,7 +23,7 @@ from tigon.models.loading import hub
 from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import head_groups, layer_checkpointing, sequence_parallel, tensor_parallel
+from tigon.techniques import head_groups, layer_checkpointing, lora, sequence_parallel, tensor_parallel
 from tigon.trainer import model
 from tigon.trainer.checkpoint import elastic
 from tigon.trainer.distributed import extension_lock, launch
@@ -151,6 +151,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     shapes = model.parameter_shapes(config)
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
+    model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(choices))
     head_groups.check_groups(config, choices.attention_groups)
     sequence_parallel.check(config, choices)
     tensor_parallel.check(config, choices)
@@ -235,8 +236,9 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
             prompt_inputs = images.prompt_inputs((eval_samples or train.samples)[0], collator, len(prompt))
         data_summary["images"] = sum(len(document.images) for document in (*train_docs, *eval_docs))
         check_every_row_has_images(train.samples, choices)
+    run_info = engine.run_info_of(recipe, config, shapes, device, objective)
     return Prepared(
-        recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
+        recipe, device, choices, run_info, objective, config, n_parameters,
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),
@@ -281,8 +283,10 @@ def _check_teacher(recipe: Recipe, config: Any) -> None:
         )
     teacher = replace(recipe.model, name=name, config=None, revision=None)
     try:
-        theirs = model.load_config(teacher).get_text_config().vocab_size
-        model.check_weights(teacher, model.load_config(teacher))
+        its_config = model.load_config(teacher)
+        model.check_stored_format(teacher.name, its_config)
+        theirs = its_config.get_text_config().vocab_size
+        model.check_weights(teacher, its_config)
     except RecipeError as error:
         raise RecipeError(str(error).replace("model.name", "post_training.teacher")) from None
     ours = config.get_text_config().vocab_size

@@ -3,8 +3,8 @@
 The interface gives a module its weights in three dimensions and flags for their layout. A module's gated unit is read
 from its attributes and compared with its own `_apply_gate`, so a unit that no `ExpertUnit` describes is refused.
 
-A weight may be stored in 4 bits, by bitsandbytes' parametrization. The op dequantises it for one product at a time.
-PEFT adds an adapter as a parametrization too, for one forward. The op reads its two factors.
+A weight may be stored in 4 bits, by bitsandbytes' parametrization or in MXFP4. The op dequantises it for one product at
+a time. PEFT adds an adapter as a parametrization too, for one forward. The op reads its two factors.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def _stored(module: Any, name: str) -> tuple[Tensor | Callable[[], Tensor], Adap
 
 
 def is_dequantisation(step: Any) -> bool:
-    """Whether a parametrization is that of bitsandbytes' 4-bit weights."""
-    return type(step).__name__ == "Bnb4bitParametrization"
+    """Whether a parametrization makes a dense weight: that of bitsandbytes' 4-bit weights, or of MXFP4."""
+    return type(step).__name__ in ("Bnb4bitParametrization", "Mxfp4Parametrization")
 
 
 def _plain(module: nn.Module) -> nn.Module:
@@ -162,7 +162,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _check_once(module: Any) -> None:
-    key = (type(module), unit_of(module), module.has_gate)
+    key = (type(_plain(module)), unit_of(module), module.has_gate)  # not a parametrized class, which holds its module
     if key not in _checked:
         objection = unit_objection(module)
         if objection is not None:

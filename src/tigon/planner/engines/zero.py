@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tigon.planner.engines import deepspeed_host_memory
 from tigon.planner.engines.base import (
@@ -27,16 +27,21 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
-from tigon.planner.simulate.model_states import ModelWeights
+from tigon.planner.simulate.model_states import ModelWeights, UpdateWork
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
-from tigon.techniques.sharding import are_read_in_parts
+from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.sharding import are_read_in_parts, gathers_layers
 
 FP32, FP64 = 4, 8
 # deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
 MAX_LIVE_ELEMENTS = 10**9
 # deepspeed/runtime/zero/stage3.py, _constant_buffered_norm2: elements that are converted to fp64 at a time.
 NORM_ELEMENTS = 250_000_000
+# deepspeed/runtime/zero/stage3.py, step: bytes per bf16 gradient of this GPU's part besides those of a plain step.
+# isinf and isnan 13 (has_overflow), an fp64 copy and its norm 18 (get_grad_norm_direct), a flat copy 4
+# (_prepare_fp32_grad_for_sub_group), weights from the optimizer's copy 4 (_optimizer_step).
+STEP_BYTES = 39
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +123,15 @@ class _Zero(Engine):
         return Placement(
             weights=self._weights_bytes(model),
             optimizer_tensor_bytes=(states,),
-            update=sharded_update(model, gpus=self.choices.gpus, optimizer_bytes=states, sm_s=sm_s),
+            update=self._update(model, states, sm_s),
             step_tensor_bytes=(step,),
             gradients=self._gradients(model), gathered=self._gathered(model), traffic=self._traffic(model),
             buckets=2 * self._bucket_bytes(model), buffers=self._buffer_bytes(model),
             loaded_itemsize=self._loaded_itemsize(request, model), host=host, nvme=nvme,
         )  # fmt: skip
+
+    def _update(self, model: ModelWeights, states_bytes: int, sm_s: float) -> UpdateWork:
+        return sharded_update(model, gpus=self.choices.gpus, optimizer_bytes=states_bytes, sm_s=sm_s)
 
     def _weights_bytes(self, model: ModelWeights) -> int:
         return model.weight_bytes
@@ -152,8 +160,11 @@ class _Zero(Engine):
             peers=self._peer_bytes(model) if gpus > 1 else 0,
             peers_last=embedding_grad_bytes(model) if gpus > 1 else 0,
             copied=2 * grads + 2 * share(grads, gpus),
-            host_calls=self.host_calls * len(model.trained),
+            host_calls=self._host_calls(model),
         )
+
+    def _host_calls(self, model: ModelWeights) -> int:
+        return self.host_calls * len(model.trained)
 
     def _link_bytes(self, model: ModelWeights) -> int:
         """Bytes to and from the host in a step with offload: gradients out and weights in."""
@@ -208,6 +219,32 @@ class Zero3(_Zero):
     """Divides weights too, and gathers them layer by layer."""
 
     host_calls = 680  # the hooks gather and release each weight; also fits one H200 with states on the host
+    host_calls_by_layer = 180
+    """The same if the hooks gather whole layers: that of the other stages. Llama-3.1-8B on two H100s was not CPU-bound
+    then, so its time does not tell this number."""
+
+    def _update(self, model: ModelWeights, states_bytes: int, sm_s: float) -> UpdateWork:
+        """The number of `host_calls` holds the other passes of the step if weights are gathered one by one."""
+        work = super()._update(model, states_bytes, sm_s)
+        if not self._gathers_layers(model):
+            return work
+        passes = STEP_BYTES * share(sum(weight.numel for weight in model.trained), self.choices.gpus)
+        return replace(work, moved_bytes=work.moved_bytes + passes)
+
+    def _gathers_layers(self, model: ModelWeights) -> bool:
+        of_model = not any(weight.of_objective for weight in model.weights) and len(model.trained) == len(model.weights)
+        shapes = {weight.name: weight.shape for weight in model.weights}
+        return gathers_layers(
+            self.choices, RunInfo(shapes=shapes, processes=self.choices.gpus, runs_layers_once=of_model)
+        )
+
+    def _host_calls(self, model: ModelWeights) -> int:
+        each = self.host_calls_by_layer if self._gathers_layers(model) else self.host_calls
+        return each * len(model.trained)
+
+    def _bucket_bytes(self, model: ModelWeights) -> int:
+        nbytes = super()._bucket_bytes(model)
+        return max(nbytes, largest_layer_bytes(model)) if self._gathers_layers(model) else nbytes
 
     def _weights_bytes(self, model: ModelWeights) -> int:
         return 0 if self._offloads else share(model.weight_bytes, self.choices.gpus)

@@ -13,7 +13,7 @@ from tigon.planner.request import Request, text_config
 from tigon.planner.search import space
 from tigon.planner.search.recommend import Plan
 from tigon.planner.simulate.model_states import ModelWeights, model_weights, state_tensor_bytes
-from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S, PRODUCT_SHARE
+from tigon.planner.simulate.roofline import COPY_SHARE, PRODUCT_SHARE
 from tigon.techniques.optimizers import OPTIMIZERS
 
 _WIDTH = 100
@@ -94,16 +94,19 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"step         {seconds(result.step_s)}: matmuls at {PRODUCT_SHARE:.0%} of {gpu.matmul_flops / 1e12:.0f} "
-        f"TFLOP/s and other bytes at {COPY_SHARE:.0%} of {gpu.copy_bytes_s / 1e9:.0f} GB/s, or {HOST_S * 1e6:.0f} µs "
-        f"of host time per operator if that is longer. Clipping and the update are added. Rates: {gpu.source}."
+        f"TFLOP/s and other bytes at {COPY_SHARE:.0%} of {gpu.copy_bytes_s / 1e9:.0f} GB/s, or "
+        f"{gpu.host_s * 1e6:.0f} µs of host time per operator if that is longer. Clipping and the update are added. "
+        f"Rates: {gpu.source}."
     )
 
 
 def _weights(request: Request, model: ModelWeights) -> str:
-    sizes = sorted({weight.itemsize for weight in model.weights if not weight.nf4})
+    sizes = sorted({weight.itemsize for weight in model.weights if weight.stored_as is None})
     bytes_each = " or ".join(str(size) for size in sizes)
     text = f"{model.numel:,} parameters (tied ones counted once), {bytes_each} bytes each"
-    if any(weight.nf4 for weight in model.weights):
+    if any(weight.stored_as == "mxfp4" for weight in model.weights):
+        text += "; those of experts are in MXFP4: half a byte each, plus scales"
+    elif any(weight.stored_as for weight in model.weights):
         text += "; those of linear layers are in NF4: half a byte each, plus scales"
     if request.choices.precision.startswith("amp"):
         text += "; autocast's 16-bit copies count as activations"

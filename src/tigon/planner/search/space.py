@@ -14,6 +14,7 @@ from typing import Any
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.techniques import SETTINGS, TECHNIQUES, tiling
+from tigon.techniques.checkpointing import KEPT_ON_HOST
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.setting import Search, Setting
@@ -198,7 +199,11 @@ def recomputations(problem: SearchProblem, choices: Choices) -> list[Mapping[str
         and choices.attention == "sdpa"
         and not keeps_all(options[-1])
     ):
-        options.append({**options[-1], **pieces})
+        most = {**options[-1], **pieces}
+        free = "checkpointing" in problem.free and not problem.request.masked  # with a mask it would save nothing
+        if free and most.get("checkpointing") == "offload":
+            options.append({**most, "checkpointing": KEPT_ON_HOST})
+        options.append(most)
     return options
 
 

@@ -1,16 +1,21 @@
 """Simulates PyTorch's caching allocator, to predict how much memory it reserves for a sequence of allocations.
 
-Rules and constants are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11) with default settings: no expandable
-segments, no limit on splitting. A request gets the best-fitting free block of its stream. Free segments of any stream
-return to the device only if a new segment would not fit otherwise.
+Rules and constants are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11) with default settings: no limit on
+splitting. A request gets the best-fitting free block of its stream. Free segments of any stream return to the device
+only if a new segment would not fit otherwise.
+
+With expandable segments, free pages return to the device before a request fails, wherever they are. So what has to fit
+is the memory in use. This is what the simulation then gives as reserved; a run may hold more while there is room.
 """
 
 from __future__ import annotations
 
 import bisect
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 
+ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
 MIN_BLOCK = 512
 SMALL = 1 << 20
 """Requests up to this come from the pool of small segments."""
@@ -21,7 +26,12 @@ MIN_LARGE = 10 << 20
 ROUND_LARGE = 2 << 20
 
 
-@dataclass(eq=False)
+def has_expandable_segments() -> bool:
+    """Whether PyTorch's setting in this process's environment switches expandable segments on."""
+    return "expandable_segments:True" in os.environ.get(ALLOCATOR_SETTINGS, "")
+
+
+@dataclass(eq=False, slots=True)
 class Block:
     """A piece of a segment."""
 
@@ -38,10 +48,11 @@ class CachingAllocator:
     """`allocate` returns a handle for `free`; `reserved_bytes` and `peak_reserved_bytes` are its statistics.
 
     limit_bytes: the device's memory for the allocator; None: no limit. A request that does not fit still succeeds.
+    expandable: with expandable segments.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int | None = None, *, expandable: bool = False) -> None:
+        self.limit_bytes, self._expandable = limit_bytes, expandable
         self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
         # (size, address, block) by stream and by pool (large or small). The lists are sorted, so the best fit is the
         # first block that is large enough.
@@ -50,7 +61,12 @@ class CachingAllocator:
 
     def allocate(self, nbytes: int, *, stream: int = 0) -> Block:
         """Allocate `nbytes` (more than 0) from a pool of the stream."""
-        size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
+        size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
+        if self._expandable:
+            self.allocated_bytes += size
+            self.reserved_bytes = -(-self.allocated_bytes // ROUND_LARGE) * ROUND_LARGE
+            self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+            return Block(size, 0, stream=stream)
         small = size <= SMALL
         pool = self._pools[stream, small]
         at = bisect.bisect_left(pool, (size, -1))
@@ -70,6 +86,8 @@ class CachingAllocator:
     def free(self, block: Block, *, small: bool) -> None:
         """Return a block to its pool; free neighbours merge with it. small: whether it is the pool of small blocks."""
         self.allocated_bytes -= block.size
+        if self._expandable:
+            return
         pool = self._pools[block.stream, small]
         before, after = block.before, block.after
         if before is not None and before.free:

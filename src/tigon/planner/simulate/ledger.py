@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tigon.planner.simulate.allocator import Block, CachingAllocator, is_small
-from tigon.planner.trace.dispatch_recorder import rounded
 
 COMPONENTS = ("weights", "gradients", "optimizer", "checkpoints", "activations", "logits", "workspace")
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class Allocation:
     """A tensor in the simulated memory."""
 
@@ -43,7 +42,7 @@ class Ledger:
         """Allocate a tensor. Returns None for 0 bytes."""
         if nbytes <= 0:
             return None
-        block = self.allocator.allocate(rounded(nbytes), stream=stream)
+        block = self.allocator.allocate(nbytes, stream=stream)
         # memory_allocated() counts whole blocks. A large block may be up to 1 MiB larger than the request.
         self.live[component] += block.size
         self.live_bytes += block.size

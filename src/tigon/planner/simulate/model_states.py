@@ -33,7 +33,8 @@ class Weight:
     trained: bool
     projected: bool
     """Whether it is a matrix of a layer, which GaLore projects."""
-    nf4: bool = False
+    stored_as: str | None = None
+    """The 4-bit format that holds it, a key of `adapters.STORED`."""
     embedding: bool = False
     of_objective: bool = False
     """The objective adds it to the model."""
@@ -50,7 +51,7 @@ class Weight:
     @property
     def tensor_bytes(self) -> tuple[int, ...]:
         """Bytes of each tensor that holds it."""
-        return adapters.nf4_bytes(self.numel) if self.nf4 else (self.numel * self.itemsize,)
+        return (self.numel * self.itemsize,) if self.stored_as is None else adapters.STORED[self.stored_as](self.numel)
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +122,7 @@ def _built_weights(key: TraceKey) -> ModelWeights:
     request, choices = key.request, key.request.choices
     model: Any = build(request.model, request.config)
     if choices.quantized:
-        adapters.quantize(model)
+        adapters.quantize(model, choices)
     if choices.lora_rank is not None:
         adapters.attach(model, choices, fused=False)
     head = model.get_output_embeddings()
@@ -132,7 +133,7 @@ def _built_weights(key: TraceKey) -> ModelWeights:
 
 
 def _weights(model: Any, choices: Choices, own_parameters: str | None) -> tuple[Weight, ...]:
-    quantized = adapters.quantized_ids(model)
+    formats = adapters.quantized_formats(model)
     layers = {
         id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
     }
@@ -144,7 +145,7 @@ def _weights(model: Any, choices: Choices, own_parameters: str | None) -> tuple[
         weights.append(
             Weight(
                 name, tuple(p.shape), p.numel(), bytes_each, trained=p.requires_grad,
-                projected=id(p) in layers and p.ndim == 2, nf4=id(p) in quantized, embedding=id(p) in embeddings,
+                projected=id(p) in layers and p.ndim == 2, stored_as=formats.get(id(p)), embedding=id(p) in embeddings,
                 of_objective=own_parameters is not None and name.startswith(own_parameters),
             )
         )  # fmt: skip

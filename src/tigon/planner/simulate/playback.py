@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tigon.planner.simulate.collectives import GatheredWeights, ReducedGradients
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.trace.tape import Tape, TapeSegment, Where
+from tigon.techniques.mechanisms.host_offload import LARGE_BYTES
 
 # The phase of a tape's segment -> the phase of the run.
 _PHASES = {"forward": "forward", "loss": "loss", "backward": "backward", "end": "backward"}
@@ -90,7 +91,7 @@ def offloaded(tape: Tape, *, leaving: int) -> Tape:
     """The tape with each layer's input on the host between its two uses (techniques/mechanisms/host_offload.py).
 
     An input leaves the GPU when `leaving` later inputs are being copied out. It returns one layer ahead of its backward
-    pass.
+    pass, or with it from `LARGE_BYTES` on.
     """
     out = Tape(sizes=list(tape.sizes), components=list(tape.components))
     inputs = [block for block, component in enumerate(tape.components) if component == "checkpoints"]
@@ -179,7 +180,8 @@ def _returns(out: Tape, inputs: list[int], returned: dict[int, int], layer: int,
     """Events at the start of a layer's backward pass: inputs that still leave, and inputs that return for this layer
     and the next one. Adds the new blocks to `out` and `returned`."""
     events = [~block for block in inputs[-leaving:]] if layer == len(inputs) - 1 else []
-    for number in (layer, layer - 1):
+    ahead = (layer, layer - 1) if out.sizes[inputs[0]] < LARGE_BYTES else (layer,)
+    for number in ahead:
         if 0 <= number < len(inputs) and inputs[number] not in returned:
             returned[inputs[number]] = len(out.sizes)
             events.append(len(out.sizes))

@@ -1,10 +1,10 @@
-"""LoRA with PEFT's modules, and frozen 4-bit weights in the format of bitsandbytes, on a model without data."""
+"""LoRA with PEFT's modules, and frozen 4-bit weights in NF4 or MXFP4, on a model without data."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,9 @@ from torch.nn.utils.parametrize import ParametrizationList, register_parametriza
 from tigon._install import install_command
 from tigon.errors import UsageError
 from tigon.models.seams import lora
+from tigon.ops.linear.mxfp4 import BLOCK as MXFP4_BLOCK
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.lora import keeps_mxfp4
 from tigon.techniques.mechanisms.adapter_targets import expert_parameters
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
@@ -34,6 +36,14 @@ def nf4_bytes(numel: int) -> tuple[int, ...]:
     """The tensors that hold `numel` weights in NF4, bytes of each."""
     scales = math.ceil(numel / NF4_BLOCK)
     return math.ceil(numel / 2), scales, 4 * math.ceil(scales / NF4_OUTER_BLOCK), NF4_TABLE_BYTES
+
+
+def mxfp4_bytes(numel: int) -> tuple[int, ...]:
+    """The tensors that hold `numel` weights in MXFP4, bytes of each: the weights, a scale per block, and the code."""
+    return numel // 2, numel // MXFP4_BLOCK, 4 * 16
+
+
+STORED: Mapping[str, Callable[[int], tuple[int, ...]]] = {"nf4": nf4_bytes, "mxfp4": mxfp4_bytes}
 
 
 class _Product(torch.autograd.Function):
@@ -79,40 +89,43 @@ class Bnb4bitParametrization(nn.Module):
     Its parameter keeps the dense shape; `model_states` counts the bytes of the stored weight.
     """
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, watch: Watch) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, watch: Watch, stored_as: str) -> None:
         super().__init__()
-        self.watch = watch
+        self.watch, self.stored_as = watch, stored_as
         self.quant_state = SimpleNamespace(shape=weight.shape, dtype=dtype, absmax=weight.new_empty(0))
 
     def forward(self, stored: Tensor) -> Tensor:
         """The dense weight, without data."""
         dtype: torch.dtype = self.quant_state.dtype
-        self.watch(sum(nf4_bytes(stored.numel())) + stored.numel() * dtype.itemsize)
+        self.watch(sum(STORED[self.stored_as](stored.numel())) + stored.numel() * dtype.itemsize)
         return stored.new_empty(stored.shape, dtype=dtype)
 
 
-def quantized_ids(model: nn.Module) -> set[int]:
-    """The ids of the parameters that a run stores in 4 bits."""
-    found = {id(module.weight) for module in model.modules() if isinstance(module, Nf4Linear)}
+def quantized_formats(model: nn.Module) -> dict[int, str]:
+    """The format of each parameter that a run stores in 4 bits, a key of `STORED`, by the parameter's id."""
+    found = {id(module.weight): "nf4" for module in model.modules() if isinstance(module, Nf4Linear)}
     for module in model.modules():
         if isinstance(module, ParametrizationList) and isinstance(module[0], Bnb4bitParametrization):
-            found.add(id(module.original))
+            found[id(module.original)] = module[0].stored_as
     return found
 
 
-def quantize(model: Any, watch: Watch = lambda moved_bytes: None, compute_dtype: torch.dtype = torch.bfloat16) -> None:
-    """Convert all linear modules except the head, and all experts, to 4 bits, as a run does. Products call `watch`.
+def quantize(
+    model: Any, choices: Choices, watch: Watch = lambda moved_bytes: None, compute_dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Convert experts to 4 bits as a run does, and with NF4 all linear modules except the head. Products call `watch`.
 
     compute_dtype: the dtype of the experts' dequantised weights.
     """
+    kept = keeps_mxfp4(choices)
     for path in list(expert_parameters(model)):
         module_path, _, name = path.rpartition(".")
         module = model.get_submodule(module_path)
         weight = getattr(module, name).requires_grad_(False)
-        step = Bnb4bitParametrization(weight, compute_dtype, watch)
+        step = Bnb4bitParametrization(weight, compute_dtype, watch, "mxfp4" if kept else "nf4")
         register_parametrization(module, name, step, unsafe=True)
     head = model.get_output_embeddings()
-    for module in model.modules():
+    for module in () if kept else model.modules():
         if type(module) is nn.Linear and module is not head:
             module.__class__ = Nf4Linear
             vars(module)["watch"] = watch
@@ -157,7 +170,7 @@ def attach(model: Any, choices: Choices, fused: bool) -> None:
 
     Raises UsageError if PEFT is missing, or if the trace lacks what the run computes.
     """
-    if choices.quantized and (choices.lora_dora or choices.quantize_to != "nf4"):
+    if choices.quantized and (choices.lora_dora or choices.quantize_to not in STORED):
         what = "lora.dora with lora.quantize" if choices.lora_dora else f"lora.quantize_to: {choices.quantize_to}"
         raise UsageError(f"{what} cannot be planned: the memory of its products was never measured.")
     technique = TECHNIQUES["lora"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tigon.ops import recomputation
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.techniques.head_groups import one_by_one
 
@@ -77,10 +78,13 @@ class _Flash(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: TraceRecorder, groups: int, share: float, causal: bool
     ) -> Tensor:
-        out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], q.shape[2])
+        def compute() -> tuple[Tensor, Tensor]:
+            _products(recorder, q, _FORWARD_PRODUCTS, causal=causal, share=share)
+            return torch.ops.tigon_memory.attention(q, v.shape[-1], q.shape[2])  # type: ignore[no-any-return]
+
+        out_BThD, lse = recomputation.compute_once(compute)
         ctx.save_for_backward(q, k, v, out_BThD, lse)
         ctx.recorder, ctx.groups, ctx.share, ctx.causal = recorder, groups, share, causal
-        _products(recorder, q, _FORWARD_PRODUCTS, causal=causal, share=share)
         return out_BThD  # type: ignore[no-any-return]
 
     @staticmethod

@@ -89,6 +89,12 @@ class Tape:
                 peak = max(peak, live)
         return peak
 
+    def fetched_late_bytes(self, least: int) -> int:
+        """Bytes of the layers' checkpoints of at least `least` bytes that come back from the host when they are used,
+        so that no computation hides the copy."""
+        made = (event for one in self.segments if one.where.phase == BACKWARD for event in one.events if event >= 0)
+        return sum(self.sizes[b] for b in made if self.components[b] == "checkpoints" and self.sizes[b] >= least)
+
 
 def unrollable(layers: int, period: int) -> int:
     """How many layers to trace: the first, one period, and the layers after the last period (at least one)."""

@@ -36,12 +36,13 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
+from tigon.planner.trace.host_layers import TracedLayers
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, layer_checkpointing, loss_memory, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
-from tigon.techniques.lora import compute_dtype, frozen_dtype
+from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
@@ -102,6 +103,8 @@ def trace(
     every = every_n_layers(request.choices.checkpointing) or 1
     pattern = layer_pattern(request.model, request.config, every=every).between(bf16_layers)
     depth = pattern.depth(layers)
+    if request.choices.checkpointing == checkpointing.KEPT_ON_HOST:
+        depth += pattern.period  # the last layer fetches its own input, the others were fetched a layer earlier
     if whole or depth >= layers:
         return _trace(request, gpu, layers, accumulating, evaluating)
     shallow = _trace(request, gpu, depth, accumulating, evaluating)
@@ -197,7 +200,8 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         config._attn_implementation = "eager"  # of a vision tower too
     model: Any = build(request.model, config)
     if choices.quantized:
-        adapters.quantize(model, functools.partial(_count_dequantisation, recorder), compute_dtype(choices))
+        watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(choices))
+        adapters.quantize(model, choices, watch, compute_dtype(choices))
     fused_lora = choices.kernels in model_kernels.OF_TIGON
     if choices.lora_rank is not None:
         adapters.attach(model, choices, fused=fused_lora)
@@ -214,7 +218,11 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     return model
 
 
-def _count_dequantisation(recorder: TraceRecorder, moved_bytes: int) -> None:
+def _count_dequantisation(recorder: TraceRecorder, by_tigon: bool, moved_bytes: int) -> None:
+    if by_tigon:  # one kernel for MXFP4
+        recorder.count(moved_bytes=moved_bytes)
+        recorder.count_host(HOST_CALLS - 1)
+        return
     recorder.count(moved_bytes=moved_bytes, launches=NF4_KERNELS)
     recorder.count_host(NF4_CALLS - NF4_KERNELS)
 
@@ -393,6 +401,10 @@ class _Run:
             recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
             states = layer_checkpointing.states_of(kind, len(decoder_layers(self.model)))
             layer_checkpointing.apply(self.model, states, recompute)
+            return
+        if kind == checkpointing.KEPT_ON_HOST:
+            checkpointing.enable(self.model)
+            checkpointing.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
             return
         checkpointing.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
 

@@ -112,7 +112,7 @@ def measure(
     shapes = models.parameter_shapes(config)
     models.check_weights(recipe.model, config)
     objective = objective_of(recipe, config, lambda: shapes)
-    run_info = engine.run_info_of(recipe, config, shapes, device)
+    run_info = engine.run_info_of(recipe, config, shapes, device, objective)
     assert recipe.train.steps is not None, "a sweep counts steps"
     metered_step = recipe.train.steps if device.type == "cpu" else None
     if metered_step is not None:

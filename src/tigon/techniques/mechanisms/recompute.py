@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tigon.ops import recomputation
+
+MakeFrame = Callable[[Callable[..., Any], tuple[Any, ...], torch.device], "Frame"]
 
 
 def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -34,6 +36,13 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         torch.utils.checkpoint.CheckpointError: In the backward pass, if the function saves different tensors the second
             time.
     """
+    return run_recomputed(_plain_frame, function, args, kwargs)
+
+
+def run_recomputed(
+    frame: MakeFrame, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:  # fmt: skip
+    """As `recomputed(function, *args, **kwargs)`, with a frame of another kind."""
     if kwargs:
         function = functools.partial(function, **kwargs)
     if not torch.is_grad_enabled():
@@ -41,7 +50,7 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     device = _device_of(args, function.keywords if isinstance(function, functools.partial) else {})
     if device is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return checkpoint(function, *args, use_reentrant=False)
-    return _first_run(_Frame(function, args, device, []), args)
+    return run_frame(frame(function, args, device), args)
 
 
 def recomputed_in_a_graph(function: Callable[..., Any], x: Tensor, *others: Tensor) -> Any:
@@ -50,11 +59,12 @@ def recomputed_in_a_graph(function: Callable[..., Any], x: Tensor, *others: Tens
     The repeated recomputation reads other values than this run, so no results of this run are kept for it. No random
     numbers may be drawn.
     """
-    return _first_run(_Frame(function, (x, *others), x.device, None), (x, *others))
+    return run_frame(Frame(function, (x, *others), x.device, None), (x, *others))
 
 
-def _first_run(frame: _Frame, args: tuple[Any, ...]) -> Any:
-    with recomputation.running(recomputation.first_run(frame.kept)), saved_tensors_hooks(frame.pack, frame.unpack):
+def run_frame(frame: Frame, args: tuple[Any, ...]) -> Any:
+    """The first run of a frame's function."""
+    with recomputation.running(frame.first_run()), saved_tensors_hooks(frame.pack, frame.unpack):
         return frame.function(*args)
 
 
@@ -77,7 +87,7 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | 
     return device
 
 
-class _Enough(Exception):  # ends the recomputation when all tensors are saved
+class Enough(Exception):  # ends the recomputation when all tensors are saved
     pass
 
 
@@ -94,7 +104,7 @@ class _Inputs(torch.autograd.Function):
         raise AssertionError("nothing depends on this node")
 
 
-class _Frame:
+class Frame:
     """One call of the function: its inputs, and the tensors that its ops saved."""
 
     __slots__ = ("again", "args", "autocast", "function", "inputs", "kept", "recomputed", "rng", "saved", "task")
@@ -106,18 +116,34 @@ class _Frame:
         self.function = function
         self.args = [None if isinstance(a, Tensor) else a for a in args]
         self.again = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-        # Holds the output, not the node: until PyTorch 2.11 a Python node loses its saved tensors with its last output.
-        self.inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
+        self.inputs = self.hold(tensors)
         self.autocast = {kind: _autocast(kind) for kind in {device.type, "cpu"}}
-        self.rng = _Generators(device)
+        self.rng = self.generators(device)
         self.kept = kept
         """Small results of ops, which the recomputation does not compute again; None: it does."""
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         """Shape and dtype of each tensor that an op saved, in order."""
-        self.recomputed: list[Tensor | None] = []
+        self.recomputed: list[Any] = []
         """The recomputed tensors, until they are used."""
         self.task = -1
         """The backward pass in which `recomputed` was filled."""
+
+    def generators(self, device: torch.device) -> Any:
+        return _Generators(device)
+
+    def hold(self, tensors: list[Tensor]) -> Any:
+        """Keep the function's inputs for `held`."""
+        # Holds the output, not the node: until PyTorch 2.11 a Python node loses its saved tensors with its last output.
+        return _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
+
+    def held(self) -> Sequence[Tensor]:
+        return self.inputs.grad_fn.saved_tensors  # type: ignore[no-any-return]
+
+    def first_run(self) -> recomputation.Run:
+        return recomputation.first_run(self.kept)
+
+    def second_run(self) -> recomputation.Run:
+        return recomputation.second_run(self.kept)
 
     def pack(self, tensor: Tensor) -> int:
         self.saved.append((tensor.shape, tensor.dtype))
@@ -126,27 +152,44 @@ class _Frame:
     def unpack(self, number: int) -> Tensor:
         task = torch._C._current_graph_task_id()
         if self.task != task or task == -1 or self.recomputed[number] is None:
-            self._recompute()
+            self.recompute()
             self.task = task
-        tensor, self.recomputed[number] = self.recomputed[number], None
-        assert tensor is not None
-        return tensor
+        entry, self.recomputed[number] = self.recomputed[number], None
+        assert entry is not None
+        return self.take(entry)
 
-    def _recompute(self) -> None:
-        args, tensors = list(self.args), self.inputs.grad_fn.saved_tensors
-        for i, tensor in zip(self.again, tensors, strict=True):
+    def put(self, tensor: Tensor) -> Any:
+        """A recomputed tensor, until `take`."""
+        return tensor.detach()
+
+    def take(self, entry: Any) -> Tensor:
+        return entry  # type: ignore[no-any-return]
+
+    def look(self, entry: Any) -> Tensor:
+        """As `take`, and the entry stays."""
+        return entry  # type: ignore[no-any-return]
+
+    def recompute(self) -> None:
+        args = list(self.args)
+        for i, tensor in zip(self.again, self.held(), strict=True):
             args[i] = tensor
-        recomputed_tensors: list[Tensor | None] = []
+            del tensor  # only `args` holds it, so that the function's end frees it
+        got: list[tuple[torch.Size, torch.dtype]] = []
         wanted = len(self.saved)
+        self.recomputed = recomputed = []
 
-        def keep(tensor: Tensor) -> Tensor:
-            recomputed_tensors.append(tensor.detach())
-            if len(recomputed_tensors) == wanted:
-                raise _Enough
-            return tensor.detach()  # a backward pass inside the function may need it
+        def keep(tensor: Tensor) -> int:
+            got.append((tensor.shape, tensor.dtype))
+            recomputed.append(self.put(tensor))
+            if len(got) == wanted:
+                raise Enough
+            return len(got) - 1
+
+        def look(number: int) -> Tensor:  # for a backward pass inside the function
+            return self.look(recomputed[number])
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.suppress(_Enough))
+            stack.enter_context(contextlib.suppress(Enough))
             for kind, state in self.autocast.items():
                 if _autocast(kind) != state:
                     enabled, dtype, cached = state
@@ -154,16 +197,18 @@ class _Frame:
             if not _captures() and self.rng.have_moved():
                 stack.enter_context(self.rng.as_before())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
-            stack.enter_context(recomputation.running(recomputation.second_run(self.kept)))
+            stack.enter_context(saved_tensors_hooks(keep, look))
+            stack.enter_context(recomputation.running(self.second_run()))
             self.function(*args)
-        got = [(tensor.shape, tensor.dtype) for tensor in recomputed_tensors if tensor is not None]
         if got != self.saved:
             raise CheckpointError(
                 f"{self.function} saved {_summary(self.saved)} in the forward pass and {_summary(got)} when it was "
                 "recomputed; it must save the same tensors both times"
             )
-        self.recomputed = recomputed_tensors
+
+
+def _plain_frame(function: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> Frame:
+    return Frame(function, args, device, [])
 
 
 def _summary(saved: list[tuple[torch.Size, torch.dtype]]) -> str:

@@ -31,6 +31,8 @@ class RunInfo:
     tf32: bool = False
     lora_alpha: float | None = None
     nvme_folder: str | None = None
+    runs_layers_once: bool = False
+    """Whether a micro-batch runs each layer once forward and once backward, and trains all weights."""
 
     def largest(self) -> int:
         """Returns the number of elements of the largest parameter."""
@@ -43,6 +45,10 @@ class RunInfo:
             layer = re.match(r".*?\.\d+(?=\.)", name)
             sizes.setdefault(layer[0] if layer else "", []).append(math.prod(shape))
         return sizes
+
+    def largest_layer(self) -> int:
+        """Returns the number of elements of the largest layer; 0 without layers."""
+        return max((sum(sizes) for layer, sizes in self.by_layer().items() if layer), default=0)
 
 
 def _no_arguments(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
@@ -68,6 +74,8 @@ class Technique:
     """Its effect on the result: whether the run computes the same numbers, and what differs if it does not."""
     needs: tuple[str, ...] = ()
     """Packages beyond PyTorch and transformers."""
+    spared: Mapping[str, Condition] = field(default_factory=dict)
+    """Packages of `needs` that a run for which the condition holds does without."""
     tools: tuple[str, ...] = ()
     """Compilers and libraries, which pip does not install."""
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -101,6 +109,10 @@ class Technique:
 
     def used_by(self, choices: Choices) -> bool:
         return all(condition.holds(choices) for condition in self.chosen)
+
+    def packages(self, choices: Choices) -> tuple[str, ...]:
+        """The packages that a run with these choices needs."""
+        return tuple(name for name in self.needs if name not in self.spared or not self.spared[name].holds(choices))
 
 
 @dataclass(frozen=True, kw_only=True)

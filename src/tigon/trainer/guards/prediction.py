@@ -5,7 +5,6 @@ On a CPU nothing is predicted, because the planner's estimates are for GPUs.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from tigon.planner.search import space
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.recommend import label, search
 from tigon.planner.search.space import SearchProblem
+from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS, has_expandable_segments
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques import SEARCHED, SETTINGS
@@ -37,7 +37,6 @@ from tigon.trainer.distributed import launch
 from tigon.trainer.guards import preflight
 
 SNAPSHOT = "memory_snapshot-{rank}.pickle"
-ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
 """The variable's name that every version of PyTorch reads."""
 # The parts of PyTorch's OutOfMemoryError with the size of the request and with the memory reserved but not in use.
 _REQUESTED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
@@ -307,7 +306,7 @@ def out_of_memory(
 def _fragmentation_hint(text: str, command: str) -> list[str]:
     """A sentence if PyTorch had enough unused memory for the request, but not in one piece."""
     requested, unused = _REQUESTED.search(text), _UNUSED.search(text)
-    if requested is None or unused is None or "expandable_segments:True" in os.environ.get(ALLOCATOR_SETTINGS, ""):
+    if requested is None or unused is None or has_expandable_segments():
         return []
     if (size_bytes(unused[1]) or 0) < (size_bytes(requested[1]) or 0):
         return []

@@ -23,7 +23,7 @@ from tigon.ops.linear.fp8 import has_fp8
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
 from tigon.techniques import matrix, sharding
-from tigon.techniques.lora import frozen_dtype
+from tigon.techniques.lora import frozen_dtype, keeps_mxfp4
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
 from tigon.trainer.checkpoint import nvme_swap
@@ -218,6 +218,9 @@ def sizes(choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
     itemsize = int(getattr(torch, frozen_dtype(choices)).itemsize)
     numel = sum(math.prod(shape) for shape in shapes.values())
     if choices.lora_rank is not None:
+        if keeps_mxfp4(choices):
+            of_experts = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 3)
+            return Sizes(of_experts // 2 + (numel - of_experts) * itemsize, 0, 0)
         quantized = numel // 2 if choices.quantize_to == "nf4" else numel
         return Sizes(quantized if choices.quantized else numel * itemsize, 0, 0)
     vocabulary = max(max(shape, default=0) for shape in shapes.values())

@@ -1,0 +1,226 @@
+"""Measure one training step of one long row, with memory limited, beside its plan.
+
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+    python -m benchmarks.measure_long_rows --json RECORD                       # Llama-3.2-1B in 24 GiB; about 4 minutes
+    python -m benchmarks.measure_long_rows --model llama-3.1-8b --limit 79 --row 131072:offload-attention
+    python -m benchmarks.measure_long_rows --tiny                              # a small model, also on the CPU
+
+A row is TOKENS:KIND, the length of the sample and `train.checkpointing`. A step is the model's forward and backward
+pass, clipping and fused AdamW. Weights, gradients and AdamW's states are bf16 and stay on the GPU. MLPs are computed in
+tiles and attention's backward pass in groups of heads, as the planner recommends for long samples. The limit is for the
+whole process: PyTorch's allocator gets what the CUDA context and the kernels leave.
+
+Before each step, the states are made, and the first layer alone runs once on the same row. This compiles the kernels,
+and it shows within seconds if a layer does not fit. Rows of up to 131,072 tokens take two steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+
+import tigon
+from benchmarks import step_record
+from tigon.models.loading.config import load_config
+from tigon.planner.estimate import Estimate, estimate
+from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of
+from tigon.planner.request import Request
+from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS, has_expandable_segments
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.head_groups import key_heads
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
+
+ROWS = ("131072:offload", "131072:offload-attention", "524288:offload-attention")
+TINY_ROWS = ("300:offload", "300:offload-attention")
+TILE_TOKENS = 4096
+REPEATED_TOKENS = 131072
+"""A step of a longer row is measured once, because it takes minutes."""
+
+
+def gpu_here() -> Gpu:
+    if not torch.cuda.is_available():
+        return find_gpu("h100")
+    properties = torch.cuda.get_device_properties(0)
+    return row_of(properties.name, properties.total_memory)
+
+
+def request_of(name: str, tokens: int, kind: str, *, tiny: bool) -> Request:
+    config = load_config("tigon-demo" if tiny else name)
+    if tiny:
+        config.num_hidden_layers, config.vocab_size = 3, 256
+    config.max_position_embeddings = max(config.max_position_embeddings, tokens)
+    choices = Choices(
+        precision="bf16", optimizer="adamw", checkpointing=kind, mlp_tile_tokens=128 if tiny else TILE_TOKENS,
+        attention_groups=key_heads(config),
+    )  # fmt: skip
+    return Request(model=name, config=config, batch=1, seq=tokens, choices=choices)
+
+
+class Training:
+    """A model of a request with its techniques, and an optimizer whose states exist."""
+
+    def __init__(self, request: Request, device: torch.device) -> None:
+        self.device = device
+        torch.manual_seed(0)
+        request.config.use_cache = False
+        with device:
+            self.model: Any = transformers.AutoModelForCausalLM.from_config(
+                request.config, dtype=torch.bfloat16
+            ).train()
+        tigon.patch(self.model)
+        names = ("tiled-mlp", "grouped-attention", f"checkpointing-{request.choices.checkpointing}")
+        for technique in (TECHNIQUES[name] for name in names):
+            if technique.used_by(request.choices):
+                assert technique.model is not None
+                technique.model(self.model, request.choices, RunInfo())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        for weight in self.model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        draw = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(0, request.config.vocab_size, (1, request.seq), generator=draw).to(device)
+
+    def rehearse(self) -> None:
+        """A forward and backward pass of the first layer alone."""
+        layers = self.model.model.layers
+        self.model.model.layers = layers[:1]
+        self.model.config.num_hidden_layers = 1
+        self.model(input_ids=self.ids, labels=self.ids).loss.backward()
+        self.model.model.layers, self.model.config.num_hidden_layers = layers, len(layers)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._wait()
+
+    def step(self) -> dict[str, Any]:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        begin_s = time.perf_counter()
+        loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._wait()
+        found = {"step_s": time.perf_counter() - begin_s, "loss": loss.item(), "gradient_norm": float(norm)}
+        if self.device.type == "cuda":
+            found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+            found["non_allocator_bytes"] = non_allocator_bytes()
+        return found
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def non_allocator_bytes() -> int:
+    """The GPU's memory that is in use outside PyTorch's allocator."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return total_bytes - free_bytes - torch.cuda.memory_reserved()
+
+
+def limit_allocator(limit_bytes: int) -> int:
+    """Let the allocator use what the limit leaves, and return it."""
+    left_bytes = limit_bytes - non_allocator_bytes()
+    total_bytes = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, left_bytes / total_bytes))
+    return left_bytes
+
+
+def row_for(request: Request, plan: Estimate, limit_bytes: int, device: torch.device) -> dict[str, Any]:
+    """One row: its plan and its measurement, or the error if it ran out of memory."""
+    row: dict[str, Any] = {
+        "model": request.model, "tokens": request.seq, "checkpointing": request.choices.checkpointing,
+        "mlp_tile_tokens": request.choices.mlp_tile_tokens, "attention_groups": request.choices.attention_groups,
+        "limit_bytes": limit_bytes,
+        "predicted": {
+            "peak_allocated_bytes": plan.peak_allocated_bytes, "device_bytes": plan.device_bytes,
+            "host_bytes": plan.host_bytes, "step_s": plan.step_s,
+        },
+    }  # fmt: skip
+    try:
+        training = Training(request, device)
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        begin_s = time.perf_counter()
+        training.rehearse()
+        row["rehearsal_s"] = time.perf_counter() - begin_s
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            row["rehearsal_peak_bytes"] = torch.cuda.max_memory_allocated()
+            row["allocator_limit_bytes"] = limit_allocator(limit_bytes)
+        # The first whole step also allocates the pinned memory of all layers.
+        row["steps"] = [training.step() for _ in range(2 if request.seq <= REPEATED_TOKENS else 1)]
+        row["measured"] = row["steps"][-1]
+    except torch.OutOfMemoryError as error:
+        row["error"] = str(error)
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    head = f"{row['model']} {row['tokens']:,} {row['checkpointing']:<18}"
+    predicted, measured = row["predicted"], row.get("measured")
+    if measured is None:
+        return f"{head} planned {predicted['peak_allocated_bytes'] / GIB:.2f} GiB; {row['error']}"
+    text = f"{head} step {predicted['step_s']:.1f} -> {measured['step_s']:.1f} s  loss {measured['loss']:.4f}"
+    if "peak_allocated_bytes" not in measured:
+        return text
+    device_bytes = measured["peak_reserved_bytes"] + measured["non_allocator_bytes"]
+    return (
+        f"{text}  allocated {predicted['peak_allocated_bytes'] / GIB:.2f} -> "
+        f"{measured['peak_allocated_bytes'] / GIB:.2f} GiB  whole process {predicted['device_bytes'] / GIB:.2f} -> "
+        f"{device_bytes / GIB:.2f} of {row['limit_bytes'] / GIB:.2f} GiB"
+    )
+
+
+def main() -> None:
+    given = step_record.options(
+        __doc__,
+        lambda parser: (
+            parser.add_argument("--model", default="llama-3.2-1b", help="a preset; default llama-3.2-1b"),
+            parser.add_argument("--limit", type=float, default=24.0, metavar="GIB", help="memory; default 24"),
+            parser.add_argument("--row", action="append", metavar="TOKENS:KIND", help="default: " + ", ".join(ROWS)),
+            parser.add_argument("--plan", action="store_true", help="only print the plans"),
+        ),
+    )
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu" and not (given.tiny or given.plan):
+        sys.exit(f"{given.model} needs a GPU; add --tiny to measure a small model on the CPU, or --plan")
+    if not has_expandable_segments():
+        if device.type == "cuda":
+            sys.exit(f"set {ALLOCATOR_SETTINGS}=expandable_segments:True")
+        os.environ[ALLOCATOR_SETTINGS] = "expandable_segments:True"  # the plans of a GPU that has them
+    record = step_record.StepRecord("measure_long_rows", device)
+    limit_bytes = int(given.limit * GIB)
+    gpu = replace(gpu_here(), memory_bytes=limit_bytes)
+    rows: list[dict[str, Any]] = []
+    for text in given.row or (TINY_ROWS if given.tiny else ROWS):
+        tokens, _, kind = text.partition(":")
+        request = request_of(given.model, int(tokens), kind, tiny=given.tiny)
+        plan = estimate(request, gpu=gpu, evaluation=False)
+        if given.plan:
+            print(
+                f"{request.model} {request.seq:,} {kind:<18} {plan.step_s:.1f} s  allocated "
+                f"{plan.peak_allocated_bytes / GIB:.2f} GiB  whole process {plan.device_bytes / GIB:.2f} GiB  "
+                f"host {plan.host_bytes / GIB:.1f} GiB"
+            )
+            continue
+        rows.append(row_for(request, plan, limit_bytes, device))
+        print(line(rows[-1]), flush=True)
+        record.write(given.json, rows=rows)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
