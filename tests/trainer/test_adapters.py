@@ -374,7 +374,7 @@ REFUSED = {
     "dora of a part of the weight": ("lora.init=pissa,lora.dora=true", "DoRA's is no sum"),
     "4 bits of a part of the weight": ("lora.init=olora,lora.quantize=true", "would be quantised"),
     "loftq of whole weights": ("lora.init=loftq", "LoftQ makes up for the rounding of 4-bit weights"),
-    "loftq of 8 bits": ("lora.init=loftq,lora.quantize=true,lora.quantize_to=int8", "LoftQ for 4-bit weights only"),
+    "loftq of 8 bits": ("lora.init=loftq,lora.quantize=true,lora.quantize_to=int8", "LoftQ for .* NF4 only"),
     "experts with dropout": ("lora.targets=experts,lora.dropout=0.1", "no input that could be dropped"),
     "fp32 beside bf16": ("lora.base=fp32,train.precision=bf16", "keeps every weight in bf16"),
     "bits of nothing": ("lora.quantize_to=int8", "would do nothing without lora.quantize"),
