@@ -309,6 +309,7 @@ def test_experts_in_mxfp4_stay_so_and_their_adapters_load_in_peft(run, here, tig
     scale = float(outcome.logits.std())
     assert rms(got - outcome.logits) < 0.03 * scale
     assert rms(got - logits_of(whole(checkpoints("mxfp4")))) > 0.05 * scale, "nothing was learned"
+    check_served(folder / "adapters", outcome.outcome.out, None)
     assert losses(folder)[-1] < losses(folder)[0]
     assert rms(logits_of(exported(here, tigon)) - outcome.logits) < 0.03 * scale
     merged = whole(folder / "model")
