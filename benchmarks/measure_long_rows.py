@@ -7,8 +7,8 @@
 
 A row is TOKENS:KIND, the length of the sample and `train.checkpointing`. A step is the model's forward and backward
 pass, clipping and fused AdamW. Weights, gradients and AdamW's states are bf16 and stay on the GPU. MLPs are computed in
-tiles and attention's backward pass in groups of heads, as the planner recommends for long samples. The limit is for the
-whole process: PyTorch's allocator gets what the CUDA context and the kernels leave.
+tiles and attention's backward pass in groups of heads. The limit is for the whole process: PyTorch's allocator gets
+what the CUDA context and the kernels leave.
 
 Before each step, the states are made, and the first layer alone runs once on the same row. This compiles the kernels,
 and it shows within seconds if a layer does not fit. Rows of up to 131,072 tokens take two steps.
@@ -52,6 +52,12 @@ def gpu_here() -> Gpu:
     return row_of(properties.name, properties.total_memory)
 
 
+def groups_of(config: Any) -> int:
+    """Two groups for each key head, if it has an even number of query heads."""
+    heads = key_heads(config)
+    return 2 * heads if config.num_attention_heads % (2 * heads) == 0 else heads
+
+
 def request_of(name: str, tokens: int, kind: str, *, tiny: bool) -> Request:
     config = load_config("tigon-demo" if tiny else name)
     if tiny:
@@ -59,7 +65,7 @@ def request_of(name: str, tokens: int, kind: str, *, tiny: bool) -> Request:
     config.max_position_embeddings = max(config.max_position_embeddings, tokens)
     choices = Choices(
         precision="bf16", optimizer="adamw", checkpointing=kind, mlp_tile_tokens=128 if tiny else TILE_TOKENS,
-        attention_groups=key_heads(config),
+        attention_groups=groups_of(config),
     )  # fmt: skip
     return Request(model=name, config=config, batch=1, seq=tokens, choices=choices)
 

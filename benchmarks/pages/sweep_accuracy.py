@@ -57,18 +57,18 @@ _SLOW_HOST = (
 )
 _TILES = (
     "measured before tiled MLPs were left out of the recomputation, and before inputs of 1 GiB or more came back to "
-    "the GPU only when they are used. Until then the predictions were within 1 %."
+    "the GPU only when they are used. Until then the predicted peaks were within 1 %."
 )
 _PEFTS_LAYERS = "measured with PEFT's layers, which `lora_linear` and `lora_linears` have replaced."
 REPLACED: Mapping[str, str] = {
     **{f"techniques: {name}": _PEFTS_LAYERS for name in ("lora", "qlora")},
     "techniques-two-gpus: zero-3": "measured with weights gathered one by one. tigon has whole layers gathered now.",
+    "longest-sequence": _TILES,
+    "largest-batch: tiled MLPs too": _TILES,
 }
-"""Points that are not compared, because tigon computes them in another way since they were measured."""
+"""Sweeps, variants and points that are not compared, because tigon computes them in another way since they were
+measured."""
 KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
-    ("longest-sequence: layers in pieces", "allocated"): (0.10, _TILES),
-    ("longest-sequence: FSDP2", "allocated"): (0.11, _TILES),
-    ("largest-batch: tiled MLPs too", "allocated"): (0.07, _TILES),
     ("techniques: zero-offload-cpu", "reserved"): (0.19, f"ZeRO-2's copies to the host: {_STREAMS}"),
     ("techniques: adamw-torchao-8bit", "step time"): (
         0.39, "the table look-ups of 8-bit states were fitted to Qwen3-0.6B only; here they take half as long."
@@ -80,8 +80,6 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ("techniques-two-gpus: fsdp2-offload", "reserved"): (0.14, f"FSDP2's weights on their way: {_STREAMS}"),
     ("sequence", "reserved"): (0.16, _LATE),
     ("largest-batch", "reserved"): (0.13, _LATE),
-    ("longest-sequence", "reserved"): (0.16, _LATE),
-    ("longest-sequence: FSDP2", "reserved"): (0.09, f"FSDP2's weights on their way: {_STREAMS}"),
     ("paper-two-gpus", "reserved"): (0.13, f"FSDP2: {_STREAMS}"),
     ("medusa-two-gpus", "reserved"): (
         0.19, "FSDP2: it is not known which cached memory one stream reuses from another. Most predictions are too "
@@ -138,10 +136,14 @@ def load(folder: Path) -> list[dict[str, Any]]:
             ran = [point for point in results["points"] if point["status"] == failures.OK]
             if ran and _gpu_known(results["environment"]["device"]):
                 found = [case_of(results, point) for point in ran]
-                cases += [case for case in found if case["id"] not in REPLACED]
+                cases += [case for case in found if not _is_replaced(case["id"])]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file} is not the results.json of a sweep ({type(error).__name__}: {error}).") from None
     return cases
+
+
+def _is_replaced(case_id: str) -> bool:
+    return any(case_id == name or case_id.startswith((f"{name}:", f"{name} ")) for name in REPLACED)
 
 
 def _gpu_known(device: str) -> bool:

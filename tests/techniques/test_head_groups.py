@@ -68,6 +68,52 @@ def test_gradient_of_the_groups_is_the_derivative(strides):
     assert torch.autograd.gradcheck(lambda q, k, v: _Grouped.apply(q, k, v, kernel, 2, 0.3), inputs)
 
 
+def _shares_key_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention whose key heads serve several query heads, as kernels of GPUs compute it."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(
+        torch.ones(q.shape[2], k.shape[2]).triu(1).bool(), -torch.inf
+    )
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_gradient_of_groups_that_divide_the_query_heads_of_a_key_head(groups):
+    calls = []
+
+    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rest: Any, scale: float) -> Any:
+        calls.append((q.shape[1], k.shape[1]))
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            return torch.autograd.grad(_shares_key_heads(*inputs, scale), inputs, dout)
+
+    def forward(q: Any, k: Any, v: Any, scale: float) -> Any:
+        return _shares_key_heads(q, k, v, scale), torch.zeros(q.shape[:3]), ()
+
+    kernel = _KERNELS["cuda", SDPBackend.CUDNN_ATTENTION]._replace(forward=forward, backward=backward)
+    q, k, v = (torch.randn(1, heads, 5, 8, dtype=torch.float64, requires_grad=True) for heads in (8, 2, 2))
+    out = _Grouped.apply(q, k, v, kernel, groups, 0.3)
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), upstream)
+    want = torch.autograd.grad(_shares_key_heads(q, k, v, 0.3), (q, k, v), upstream)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+    assert calls == [(8 // groups, max(1, 2 // groups))] * groups
+
+
+def test_more_groups_than_key_heads_keep_loss_and_gradients_without_the_kernel():
+    """The CPU's kernel takes no shared key heads, so whole key heads take turns."""
+    want = loss_and_gradients(llama(key_heads=2, groups=1))
+    for name, expected in loss_and_gradients(llama(key_heads=2, groups=4)).items():
+        torch.testing.assert_close(expected, want[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("key_heads", "groups"), [(2, 3), (1, 8), (4, 8)])
+def test_groups_that_divide_no_heads_evenly_are_refused(key_heads, groups):
+    with pytest.raises(RecipeError, match=f"attention_groups is {groups}, and the model has {key_heads} key heads"):
+        llama(key_heads=key_heads, groups=groups)
+
+
 def test_groups_apply_to_their_model_only_and_are_not_saved():
     one, other = llama(key_heads=4, groups=2), llama(key_heads=4, groups=1)
     assert one.config._attn_implementation == "sdpa_in_2_groups"

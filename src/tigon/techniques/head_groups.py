@@ -13,7 +13,7 @@ function is called for each group, and a copy joins the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,18 +107,30 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         made = [torch.empty_like(x) for x in saved[:3]]
-        parts = [x.chunk(ctx.groups, dim=1) for x in (dout, *saved, *made)]
-        for dout_g, q, k, v, out, lse, dq, dk, dv in zip(*parts, strict=True):
+        key_heads = saved[1].shape[1]
+        parts_per_key_head = max(1, ctx.groups // key_heads)
+        by_group: list[Sequence[Tensor]] = []
+        for x in (dout, *saved, *made):
+            shared = x.shape[1] == key_heads and parts_per_key_head > 1
+            chunks = x.chunk(key_heads if shared else ctx.groups, dim=1)
+            by_group.append([one for one in chunks for _ in range(parts_per_key_head)] if shared else chunks)
+        for number, (dout_g, q, k, v, out, lse, dq, dk, dv) in enumerate(zip(*by_group, strict=True)):
             gradients = ctx.kernel.backward(dout_g, q, k, v, out, lse.contiguous(), ctx.rest, ctx.scale)
-            for target, part in zip((dq, dk, dv), gradients, strict=True):
-                target.copy_(part)
+            dq.copy_(gradients[0])
+            for target, part in zip((dk, dv), gradients[1:], strict=True):
+                if number % parts_per_key_head:
+                    target.add_(part)
+                else:
+                    target.copy_(part)
             del gradients, part  # otherwise they stay until the next group's exist
         return *made, None, None, None
 
 
 def in_groups(attend: Attend, groups: int) -> Attend:
-    """Returns `attend` with scratch memory for one group of key heads and their query heads at a time."""
-    by_parts = one_by_one(attend, groups) if groups > 1 else attend
+    """Returns `attend` with scratch memory for one group of heads at a time.
+
+    More groups than key heads divide the query heads of each key head.
+    """
 
     def grouped(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
@@ -134,6 +146,8 @@ def in_groups(attend: Attend, groups: int) -> Attend:
             query, key, value = (x.to(dtype) for x in (query, key, value))
         kernel = _kernel_for(query, key, value) if plain else None
         if kernel is None:
+            parts = min(groups, key.shape[1])
+            by_parts = one_by_one(attend, parts) if parts > 1 else attend
             return by_parts(module, query, key, value, attention_mask, **rest)
         out_BhTD: Tensor = _Grouped.apply(query, key, value, kernel, groups, scaling)
         return out_BhTD.transpose(1, 2).contiguous(), None
@@ -215,17 +229,20 @@ def key_heads(config: Any) -> int:
 
 
 def check_groups(config: Any, groups: int) -> None:
-    """Raise RecipeError unless `groups` divides the number of key heads of a transformers config."""
-    n_heads = key_heads(config)
-    if n_heads % groups:
+    """Raise RecipeError unless `groups` divides the key heads of a transformers config, or the query heads of each."""
+    n_heads, n_query_heads = key_heads(config), int(text_config(config).num_attention_heads)
+    if n_heads % groups and (groups % n_heads or n_query_heads % groups):
+        shared = f", or a multiple of it that divides {n_query_heads}" if n_query_heads > n_heads else ""
         raise RecipeError(
-            f"train.attention_groups is {groups}, and the model has {n_heads} key heads; choose a divisor of {n_heads}"
+            f"train.attention_groups is {groups}, and the model has {n_heads} key heads; choose a divisor of "
+            f"{n_heads}{shared}"
         )
 
 
 _GROUPS = Setting(
     field="attention_groups", key="train.attention_groups",
-    help="Attention computes its heads in this many groups; must divide the key heads.", minimum=1,
+    help="Attention's backward pass computes its heads in this many groups: a divisor of the key heads, or a multiple "
+    "of them that divides the query heads.", minimum=1,
     traced=True, search="long samples", candidates=lambda config: (key_heads(config),),
     label=lambda choices: f"attention in {choices.attention_groups} groups" if choices.attention_groups > 1 else "",
 )  # fmt: skip
@@ -237,7 +254,8 @@ DECLARATION = Declaration(
             name="grouped-attention", page="tiling",
             saves="Scratch memory of attention's backward pass for all but one group of heads. A flash kernel takes 4 "
             "bytes per element of Q, and 4 more if query heads share key heads.",
-            costs="One launch per group, which slows short samples. A mask adds a copy of the output and of dQ.",
+            costs="One launch per group, which slows short samples. A mask adds a copy of the output and of dQ. With "
+            "more groups than key heads, the gradients of a key head are sums that are rounded once per group.",
             recipe={"train.attention_groups": 4}, chosen=(Condition("attention_groups", "is at least", 2),),
             model=_group, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
         ),

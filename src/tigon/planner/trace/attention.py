@@ -96,12 +96,12 @@ class _Flash(torch.autograd.Function):
         dq, dk, dv = (x.new_empty((B, T, x.shape[1], D)).transpose(1, 2) for x in (q, k, v))
         grouped = ctx.groups > 1  # if so, the tensors below belong to one group and are added to the whole gradients
         h //= ctx.groups
-        scratch = [x.new_empty((B, T, x.shape[1] // ctx.groups, D)) for x in (q, k, v)] if grouped else []
+        scratch = [x.new_empty((B, T, max(1, x.shape[1] // ctx.groups), D)) for x in (q, k, v)] if grouped else []
         scratch += [
             q.new_empty((B, h, rows), dtype=torch.float32),  # rowsum(dO * O)
             q.new_empty((B, rows, h, _round_up(D, FLASH_COLUMNS)), dtype=torch.float32),
         ]
-        if k.shape[1] != q.shape[1]:  # dK and dV are computed per query head, then summed over the group
+        if k.shape[1] != q.shape[1] and h > 1:  # dK and dV are computed per query head, then summed over the group
             scratch += [k.new_empty((B, T, h, D)), v.new_empty((B, T, h, D))]
         _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=ctx.causal, share=ctx.share)
         del scratch
@@ -140,7 +140,7 @@ class _Efficient(torch.autograd.Function):
 def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -> Callable[..., Any]:
     """An attention function with the allocations of transformers' `sdpa_attention_forward` and flash functions on CUDA.
 
-    groups: number of groups of key heads whose backward passes run one after another.
+    groups: number of groups of heads whose backward passes run one after another.
     """
 
     def attend(
@@ -164,14 +164,14 @@ def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -
 
     if groups == 1:
         return attend
-    by_parts = one_by_one(attend, groups)
 
     def grouped(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
     ) -> tuple[Tensor, None]:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
         flash = attention_mask is None and dtype in _FLASH_DTYPES
-        return (attend if flash else by_parts)(module, query, key, value, attention_mask)
+        function = attend if flash else one_by_one(attend, min(groups, key.shape[1]))
+        return function(module, query, key, value, attention_mask)
 
     return grouped
 
