@@ -87,6 +87,9 @@ def test_example_runs_and_its_checks_hold(script: str, results: dict[str, tuple[
     assert re.search(PRINTED[script], printed), printed[-1000:]
 
 
+@pytest.mark.second_proof(
+    "test_technique_runs.py trains with FSDP2 in two processes; two imports and a launcher take most of the time here"
+)
 def test_sharded_example_runs_on_two_processes() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher = subprocess.Popen(
