@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from forks import python
+
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed (pip install -e '.[train]')", allow_module_level=True)
 
@@ -67,10 +69,10 @@ def results() -> dict[str, tuple[str, str]]:
     """Script -> (its error, what it printed). They share one process, because imports take most of the time."""
     has_trl = importlib.util.find_spec("trl") is not None
     scripts = [name for name in SCRIPTS if name != LAUNCHED and (has_trl or not name.startswith("trl_"))]
-    # `python FILE` puts the file's folder on the path, and so does this process's working folder with -c.
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, *scripts], capture_output=True, text=True, cwd=FOLDER, env=environment()
-    )
+    # `python FILE` puts the file's folder on the path, and so does this copy of the process with its working folder.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        done = python(*scripts, code=RUN_ALL, cwd=FOLDER)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, tuple[str, str]] = json.loads(done.stdout.rpartition("RESULTS ")[2])
     assert found.keys() == {*scripts}

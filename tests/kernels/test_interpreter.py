@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,10 +67,8 @@ print(json.dumps(digests(OPS[{name!r}])))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", proved_by(["rope", "swiglu"], NAMES, "all operators take one path"))
 def test_op_has_the_bits_of_tritons_own_interpreter(name: str) -> None:
-    code = OWN.format(tests=str(TESTS), name=name)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", OWN.format(tests=str(TESTS), name=name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     want, got = json.loads(done.stdout), digests(OPS[name])
     assert len(want) >= 3 and {case for case in want if want[case] != got[case]} == set() and want.keys() == got.keys()

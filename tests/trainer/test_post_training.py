@@ -362,7 +362,7 @@ def test_base_steps_are_for_random_weights(recipe, tigon, here):
     proved_by(
         ["dpo", "grpo"],
         ["dpo", "grpo", "distill", "reward"],
-        "one without and one with generation; the others are like dpo",
+        "dpo generates nothing, grpo does",
     ),
 )
 def test_profile_records_the_trainer_of_trl(objective, recipe, tigon, here):
