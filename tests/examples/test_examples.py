@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from forks import python
+from second_proofs import proved_by
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed (pip install -e '.[train]')", allow_module_level=True)
@@ -43,6 +44,8 @@ PRINTED = {
     "vision_language.py": r"loss 5\.\d+ -> [0-2]\.\d+ in 40 steps",
 }
 """Script -> what its last lines say when its own checks held."""
+RUN_ALONE = [name for name in SCRIPTS if name != LAUNCHED]
+TESTED_ELSEWHERE = ("trl_dpo.py", "trl_grpo.py", "trl_kto.py", "vision_language.py")
 RUN_ALL = """
 import contextlib, io, json, runpy, sys, traceback
 results = {}
@@ -65,10 +68,11 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, tuple[str, str]]:
-    """Script -> (its error, what it printed). They share one process, because imports take most of the time."""
+def results(request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]:
+    """Script of this session's tests -> (its error, what it printed). They share one process."""
     has_trl = importlib.util.find_spec("trl") is not None
-    scripts = [name for name in SCRIPTS if name != LAUNCHED and (has_trl or not name.startswith("trl_"))]
+    tested = {item.name.partition("[")[2].removesuffix("]") for item in request.session.items}
+    scripts = [name for name in RUN_ALONE if name in tested and (has_trl or not name.startswith("trl_"))]
     # `python FILE` puts the file's folder on the path, and so does this copy of the process with its working folder.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -80,7 +84,12 @@ def results() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != LAUNCHED])
+@pytest.mark.parametrize(
+    "script",
+    proved_by(
+        lambda name: name not in TESTED_ELSEWHERE, RUN_ALONE, "test_trl_trainers.py and test_image_runs.py train so"
+    ),
+)
 def test_example_runs_and_its_checks_hold(script: str, results: dict[str, tuple[str, str]]) -> None:
     if script not in results:
         pytest.skip("trl is not installed (pip install -e '.[trl]')")

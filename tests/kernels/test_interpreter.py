@@ -34,6 +34,7 @@ def digests(op: Op) -> dict[str, str]:
     for dtype in DTYPES:
         for case in op.cases:
             if case.small and "vocab_parallel" not in case.options and (op.name, case.id, str(dtype)) not in SUBNORMAL:
+                torch.manual_seed(0)
                 found[f"{case.id} {dtype}"] = digest(op, op.make(case, dtype, torch.device("cpu")))
     return found
 
@@ -65,7 +66,7 @@ print(json.dumps(digests(OPS[{name!r}])))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("name", proved_by(["rope", "swiglu"], NAMES, "all operators take one path"))
+@pytest.mark.parametrize("name", proved_by(["swiglu"], NAMES, "each operator of a type is replaced in one way"))
 def test_op_has_the_bits_of_tritons_own_interpreter(name: str) -> None:
     command = [sys.executable, "-c", OWN.format(tests=str(TESTS), name=name)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
