@@ -140,7 +140,7 @@ DRAWN = {
         st.tuples(_integers(1, 2), _integers(1, 5), _integers(1, 20), _CLASSES),
     ),
 }
-EXAMPLES = 200 if torch.cuda.is_available() else 8
+EXAMPLES = 200 if torch.cuda.is_available() else 5
 
 
 @pytest.mark.parametrize("name", OPS)

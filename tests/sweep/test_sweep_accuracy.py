@@ -65,7 +65,7 @@ def every_eighth(cases: list[dict[str, Any]]) -> set[int]:
     "chosen",
     proved_by(
         [first_of_each_sweep], [first_of_each_sweep, every_eighth],
-        "a change of the planner shows in the first points; a page that it leaves behind is found by all",
+        "a change of the planner shows in the first points; all of them find a page that it leaves behind",
         lambda chosen: chosen.__name__,
     ),
 )  # fmt: skip
