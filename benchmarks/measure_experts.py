@@ -1,6 +1,7 @@
 """Measure the experts of one layer, forward and backward: tigon against transformers' grouped_mm and eager loop.
 
     python -m benchmarks.measure_experts --json experts.json
+    python -m benchmarks.measure_experts --sonicmoe         transformers' "sonicmoe" too, if its kernels can be loaded
     python -m benchmarks.measure_experts --tiny             a check of the script on a CPU
 
 Each result is compared with the fp64 formula first, on a small layer in bf16. Then the implementations take turns, so
@@ -28,7 +29,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from benchmarks import step_record
 from tigon.integrations import experts
 
-IMPLEMENTATIONS = ("tigon", "grouped_mm", "eager")
+IMPLEMENTATIONS = ["tigon", "grouped_mm", "eager"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the record")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="a small layer, for a CPU")
+    parser.add_argument("--sonicmoe", action="store_true", help="measure transformers' implementation of SonicMoE too")
     args = parser.parse_args()
+    if args.sonicmoe:
+        IMPLEMENTATIONS.append("sonicmoe")
     experts.register()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16

@@ -4,7 +4,8 @@
     python -m benchmarks.measure_router --tiny            # a small layer, also without a GPU
 
 Three parts are timed. Qwen3-MoE's router has a product, softmax, top-k and normalisation. The load-balancing loss
-covers all layers. One layer of `tigon.experts` has the gradients of a full fine-tuning.
+covers all layers. One layer of `tigon.experts` has the gradients of a full fine-tuning. The first two are transformers'
+code and tigon's ops. `host_ms` is the time in which Python has called everything, without waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
 from benchmarks import measure_experts, step_record
-from tigon.ops import experts
+from tigon.ops import experts, load_balancing_loss, topk_softmax
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TURNS, WARM_UPS, CALLS, LAYERS = 10, 3, 10, 48
@@ -47,6 +48,18 @@ def timed_ms(run: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
+def host_ms(run: Callable[[], Any]) -> float:
+    """The median time of a call until it returns; the GPU finishes before the next one."""
+    times: list[float] = []
+    for _ in range(WARM_UPS + TURNS):
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - start_s))
+    return statistics.median(times[WARM_UPS:])
+
+
 def measure(shape: measure_experts.Shape, tokens: int) -> dict[str, Any]:
     """Milliseconds of each part for one shape."""
     torch.manual_seed(0)
@@ -67,6 +80,11 @@ def measure(shape: measure_experts.Shape, tokens: int) -> dict[str, Any]:
     def route() -> Any:
         return torch.autograd.grad(router(hidden)[1], [hidden, router.weight], d_weights)
 
+    def route_by_tigon() -> Any:
+        scores = torch.nn.functional.linear(hidden, router.weight)
+        found, _ = topk_softmax(scores, shape.top_k, normalised=True)
+        return torch.autograd.grad(found, [hidden, router.weight], d_weights)
+
     def serve() -> Any:
         out = experts(hidden, index, fixed, layer.gate_up_proj, layer.down_proj)
         return torch.autograd.grad(out, leaves, dy)
@@ -74,9 +92,15 @@ def measure(shape: measure_experts.Shape, tokens: int) -> dict[str, Any]:
     def balance() -> Any:
         return torch.autograd.grad(load_balancing_loss_func(gates, shape.experts, shape.top_k), gates)
 
+    def balance_by_tigon() -> Any:
+        return torch.autograd.grad(load_balancing_loss(gates, shape.top_k), gates)
+
     return {
-        "shape": shape.name, "tokens": tokens, "router_ms": timed_ms(route), "experts_ms": timed_ms(serve),
+        "shape": shape.name, "tokens": tokens, "router_ms": timed_ms(route),
+        "router_by_tigon_ms": timed_ms(route_by_tigon), "router_host_ms": host_ms(route),
+        "router_by_tigon_host_ms": host_ms(route_by_tigon), "experts_ms": timed_ms(serve),
         "balance_ms_per_layer": timed_ms(balance) / LAYERS,
+        "balance_by_tigon_ms_per_layer": timed_ms(balance_by_tigon) / LAYERS,
     }  # fmt: skip
 
 

@@ -180,7 +180,7 @@ def measure(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]:
         fused_adapters = report.counts.get("lora_linear", 0)
     if how in ("head", "tigon") and not fuse(trainer).fused:
         raise RuntimeError("nothing was fused")
-    # As `Trainer.train` does. Accelerate adds autocast to the model's forward. Without it fp32 adapters compute in fp32.
+    # As `Trainer.train` does. Accelerate adds autocast to the forward. Without it fp32 adapters compute in fp32.
     model = trainer.accelerator.prepare_model(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs)
     trained = [p for p in model.parameters() if p.requires_grad]

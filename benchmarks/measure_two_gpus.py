@@ -12,7 +12,7 @@ The cases answer five questions:
               takes less time. They differ in the sizes of buckets and in what is gathered at a time.
     plus-*    Do ZeRO++'s 8-bit weights and 4-bit gradients train as ZeRO-3 does? DeepSpeed compiles their kernels with
               nvcc. It sends 4-bit gradients between machines only, so each process of that case sees one GPU.
-    long-*    Can two GPUs train a row that is twice the longest of one GPU (Ulysses)?
+    long-*    Can two GPUs train a row that is twice the longest of one GPU, by Ulysses and in a ring?
     equal-*   Are the loss and its gradient's norm those of one process, in fp32?
 
 Weights and tokens are random. Each case runs in its own processes with its own time limit. The record is written after
@@ -29,7 +29,6 @@ import functools
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -49,6 +48,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure_plans
 from benchmarks.measure_plans import Case
+from benchmarks.process_stacks import end_with_stacks
 from benchmarks.step_record import busy_ms, by_name, device_kernels
 from tigon.bench.record import environment
 from tigon.planner.cluster.compute import Workload
@@ -81,6 +81,7 @@ _8B = functools.partial(
 _1B = functools.partial(Case, model="llama-3.2-1b")
 _ZERO: dict[str, Any] = {"gpus": GPUS, "zero": 3}
 _FSDP, _ROW = {"gpus": GPUS, "fsdp": True}, {"gpus": GPUS, "fsdp": True, "sequence": GPUS}
+_RING = _ROW | {"sequence_method": "ring"}
 
 _12_LAYERS = functools.partial(_8B, config={"num_hidden_layers": 12})
 _LAYER = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
@@ -136,6 +137,7 @@ RUNS: Mapping[str, Run] = {
         one_gpu_each=True,
     ),
     "long-two-gpus": Run(case=_1B(batch=1, seq=2 * LONGEST, sharding=_ROW), limit_s=70),
+    "long-two-gpus-ring": Run(case=_1B(batch=1, seq=2 * LONGEST, sharding=_RING), limit_s=60),
     "long-one-gpu": Run(case=_1B(batch=1, seq=LONGEST), limit_s=60),
     "equal-one-process": Run(case=_1B(batch=1, seq=512, precision="fp32", steps=1), limit_s=45),
     "equal-two-processes": Run(case=_1B(batch=1, seq=512, precision="fp32", steps=1, sharding=_ROW), limit_s=60),
@@ -144,7 +146,7 @@ RUNS: Mapping[str, Run] = {
 
 def tiny(run: Run) -> Run:
     """The same run with a small model, on the CPU."""
-    sharding = {name: value for name, value in run.case.sharding.items() if name in ("gpus", "sequence")}
+    sharding = {name: value for name, value in run.case.sharding.items() if name.startswith(("gpus", "sequence"))}
     return dataclasses.replace(
         run, case=dataclasses.replace(measure_plans.tiny(run.case), sharding=sharding), limit_s=90
     )
@@ -286,19 +288,6 @@ def one_process(run: Run, path: Path, *, small: bool) -> None:
 
 
 # --- all cases -------------------------------------------------------------------------------------------------------
-
-
-def end_with_stacks(process: subprocess.Popen[str]) -> str:
-    """End a process and its children; they have a session of their own. Returns what they printed.
-
-    At SIGABRT, Python's fault handler prints the stack of each thread, which says where a case waits.
-    """
-    for number in (signal.SIGABRT, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=5)[0]
-    return process.communicate()[0]
 
 
 def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any]:

@@ -25,6 +25,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # torch.manual_seed queues the seed for each kind of device that is never used, with a stack trace of its caller.
+    # Under pytest this takes longer than many a test.
+    for devices in (torch.cuda, torch.xpu, torch.mtia):
+        devices.manual_seed_all = lambda seed: None
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import pytest
 
@@ -28,7 +29,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(autouse=True)  # for the folders that import it
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Charts are made, and saved empty: matplotlib's drawing takes most of a short run's time.
+    """Charts are saved empty, and their axes take anything: matplotlib takes most of a short run's time.
 
     The marker `charts` has them drawn.
     """
@@ -41,6 +42,37 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         file.write('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
 
     monkeypatch.setattr(Figure, "savefig", save_nothing)
+    monkeypatch.setattr(Figure, "add_subplot", lambda self, *place, **options: Blank())
+    monkeypatch.setattr(Figure, "legend", lambda self, *arguments, **options: None)
+
+
+class Blank:
+    """Axes that draw nothing: each attribute, item and result is another one of these."""
+
+    def __getattr__(self, name: str) -> Blank:
+        return self
+
+    def __getitem__(self, index: object) -> Blank:
+        return self
+
+    def __call__(self, *arguments: object, **options: object) -> Blank:
+        return self
+
+    def get_ylim(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def get_legend_handles_labels(self) -> tuple[list[object], list[str]]:
+        return [], []
+
+
+@functools.cache
+def command_line() -> Any:
+    """`tigon` as typer reads it from the commands' signatures: once, because that takes longer than many a command."""
+    import typer
+
+    from tigon.cli import app
+
+    return typer.main.get_command(app._app())
 
 
 @pytest.fixture
@@ -52,6 +84,8 @@ def tigon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
         monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # so that what a run sets ends with the test
         monkeypatch.setattr(sys, "argv", ["tigon", *map(str, arguments)])
+        line = command_line()
+        monkeypatch.setattr(app, "_app", lambda: line)
         capsys.readouterr()
         code = 0
         try:

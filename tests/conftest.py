@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: skip
 
 import gc
+import importlib.metadata
 import os
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:invalid value encountered:RuntimeWarning:triton")
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
 
+
+def read_metadata_once() -> None:
+    """Accelerate parses the metadata of a dozen packages in every run, and tigon those that it names in a report."""
+    find = importlib.metadata.PathDistribution.metadata.fget
+    known = dict[Any, Any]()
+
+    def metadata(self: importlib.metadata.PathDistribution) -> Any:
+        if self._path not in known:
+            known[self._path] = find(self)
+        return known[self._path]
+
+    importlib.metadata.PathDistribution.metadata = property(metadata)
+
+
+read_metadata_once()
 
 MODULE = pytest.StashKey[object]()
 """The module of the last test."""

@@ -23,6 +23,12 @@ BITWISE = {"int1": np.dtype(bool), "int32": np.dtype(np.int32), "int64": np.dtyp
 INTEGERS = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
 FLOATS = {"fp32": np.dtype(np.float32)}
 
+CONVERTED = {
+    ("int32", "int64"): np.dtype(np.int64), ("int64", "int32"): np.dtype(np.int32), ("int32", "fp32"): FLOATS["fp32"],
+    ("fp16", "fp32"): FLOATS["fp32"], ("fp32", "fp16"): np.dtype(np.float16),
+}  # fmt: skip
+"""Conversions that are numpy's."""
+
 Compute = Callable[[Any, Any], Any]
 
 
@@ -41,10 +47,13 @@ def _patch_once(interpreter: Any) -> None:
     Finding them takes most of the Python calls of a small kernel (docs/log/2026-11.md).
     """
     find, scope_of, restore = interpreter._patch_lang, interpreter._LangPatchScope, interpreter._LangPatchScope.restore
-    known, inner, launched = dict[Any, list[Any]](), set[Any](), list[Any]()
+    known, inner, launched, imported = dict[Any, list[Any]](), set[Any](), list[Any](), dict[Any, Any]()
 
     def patch(function: Any) -> Any:
-        here = tuple(any(value is module for value in function.__globals__.values()) for module in (language, core))
+        here = imported.get(function)
+        if here is None:
+            values = {id(value) for value in function.__globals__.values()}
+            here = imported[function] = id(language) in values, id(core) in values
         if launched:  # a function that the kernel calls; Triton never takes its replacements back
             if here not in known and here not in inner:
                 inner.add(here)
@@ -106,15 +115,20 @@ def _leave_out_steps_without_effect(interpreter: Any) -> None:
 
     def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        if data.itemsize > 1:
+        if data.itemsize * 8 > max(8, getattr(dtype, "primitive_bitwidth", 64)):
             self.__post_init__()
 
-    cast, to_tensor = TritonSemantic.cast, TritonSemantic.to_tensor
+    cast, to_tensor, handle_of = TritonSemantic.cast, TritonSemantic.to_tensor, interpreter.TensorHandle
 
-    def cast_if_needed(self: Any, input: Any, dst_ty: Any, *rounding: Any, **options: Any) -> Any:
-        if input.dtype is dst_ty.scalar:
+    def cast_if_needed(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = input.dtype, dst_ty.scalar
+        if source is target:
             return input
-        return cast(self, input, dst_ty, *rounding, **options)
+        element = CONVERTED.get((source.name, target.name))
+        if element is None or fp_downcast_rounding is not None:
+            return cast(self, input, dst_ty, fp_downcast_rounding)
+        type_ = input.type.with_element_ty(target) if input.sizes else target
+        return core.tensor(handle_of(input.handle.data.astype(element), target), type_)
 
     def to_tensor_if_needed(self: Any, x: Any, check_type: bool = True) -> Any:
         return x if type(x) is core.tensor else to_tensor(self, x, check_type)

@@ -28,6 +28,7 @@ PUBLIC = [
     "linear_cross_entropy",
     "linear_kl",
     "linear_logprobs",
+    "load_balancing_loss",
     "logprobs",
     "lora_linear",
     "lora_linears",
@@ -41,6 +42,7 @@ PUBLIC = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_softmax",
 ]
 
 

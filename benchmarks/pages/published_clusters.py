@@ -299,7 +299,8 @@ def _zero_3(shape: ModelShape, gpus: int, micro_batch: int, tflops: float) -> Pu
         name=f"{shape.name}, {gpus} A100, ZeRO-3", source=ZERO_3,
         work=Workload(shape=shape, seq=2048, samples=samples, flash=False, fused_loss=False, reduce_itemsize=2),
         division=Division(
-            sharding="weights", engine="DeepSpeed", data=gpus, checkpointing="full", micro_batch=micro_batch
+            sharding="weights", engine="DeepSpeed", whole_layers=False, data=gpus, checkpointing="full",
+            micro_batch=micro_batch,
         ),
         cluster=on(_A100, gpus, _SELENE), metric="seconds per step",
         value=_paper_flops(shape, samples, 2048) / (gpus * tflops * 1e12),

@@ -22,6 +22,7 @@ from tigon.ops import (
     linear_cross_entropy,
     linear_kl,
     linear_logprobs,
+    load_balancing_loss,
     logprobs,
     lora_linear,
     lora_linears,
@@ -30,6 +31,7 @@ from tigon.ops import (
     rms_norm,
     rope,
     swiglu,
+    topk_softmax,
 )
 
 if _typing.TYPE_CHECKING:
@@ -55,6 +57,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl",
     "linear_logprobs",
+    "load_balancing_loss",
     "logprobs",
     "lora_linear",
     "lora_linears",
@@ -68,6 +71,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_softmax",
 ]
 
 

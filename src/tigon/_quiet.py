@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")  # _pytree warns about torchao's classes
+_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes", "kernels")
+# _pytree warns about torchao's classes; kernels, about the hub kernels that bitsandbytes asks for on a CPU
 
 
 def _is_needed(record: logging.LogRecord) -> bool:

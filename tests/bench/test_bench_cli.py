@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -13,7 +14,7 @@ pytest.importorskip("typer")
 
 from bench_records import run as invented
 
-from tigon.bench import record
+from tigon.bench import record, timing
 from tigon.bench.record import load
 from tigon.bench.table import provenance
 from tigon.cli import app
@@ -22,8 +23,16 @@ from tigon.ops import OPS
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures on the CPU")
 
 
+@functools.cache
+def ceilings_once(device: torch.device, repetitions: int) -> dict[str, float]:
+    """They are measured in a second, and for all tests they are those of one machine."""
+    return MEASURED_CEILINGS(device, repetitions)
+
+
 @pytest.fixture
 def bench(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "ceilings", ceilings_once)
+
     def type_in(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["tigon", "bench", *map(str, arguments)])
         code = 0
@@ -37,6 +46,7 @@ def bench(monkeypatch, capsys):
     return type_in
 
 
+MEASURED_CEILINGS = timing.ceilings
 QUICK = ("kernels", "--impl", "tigon", "--impl", "eager", "--repetitions", "2")
 
 

@@ -44,14 +44,28 @@ SLOW = ["docs/profile.md"]
 """Pages with examples that only `make pages` runs; each names its versions, commit and date."""
 NO_KEYS = {"data.json", "output.register_hook"}
 """Files and attributes that look like a key of a recipe."""
-OTHERS_FLAGS = {"--speculative-config", "--external_plugins"}
+OTHERS_FLAGS = {
+    "--speculative-config", "--external_plugins", "--enable-lora", "--max-lora-rank", "--lora-modules",
+}  # fmt: skip
 """Options of vLLM, ms-swift, PyTorch's launcher and others that pages name."""
 WITHOUT_OUTPUT = {"docs/architecture.md": "src/tigon/"}
 """Blocks of plain text: the page, and how the block begins."""
 
 
+COMPARED_ELSEWHERE = {
+    "$ tigon plan llama-3.2-1b --gpu 24GiB --batch 4 --seq 8192":
+        "test_plan_command.py compares the page's numbers without a search",
+    "$ tigon doctor": "test_doctor_command.py runs the command and its self-test",
+}  # fmt: skip
+"""First lines of commands that take seconds -> the reason why another test shows it."""
+
+
 def by_id(blocks: list[Block]) -> list[Any]:
-    return [pytest.param(block, id=block.id) for block in blocks]
+    def marks(block: Block) -> list[Any]:
+        why = [why for command, why in COMPARED_ELSEWHERE.items() if block.body.startswith(command)]
+        return [pytest.mark.second_proof(why[0])] if why else []
+
+    return [pytest.param(block, id=block.id, marks=marks(block)) for block in blocks]
 
 
 # --- examples with output --------------------------------------------------------------------------------------------

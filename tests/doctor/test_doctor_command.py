@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
+from forks import forks, python
 from tigon.cli import app
 from tigon.doctor import diagnose, diagnosis
 from tigon.doctor.self_test import CHECKS
@@ -51,11 +50,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "run_self_test", lambda: PASSED)
 
 
-def test_command_ends_with_zero_and_prints_json(tmp_path: Path) -> None:
-    """The one test that starts the command, with its children, as a shell does."""
-    command = [sys.executable, "-m", "tigon", "doctor", str(config_file(tmp_path)), "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+@forks
+def test_command_ends_with_zero_and_prints_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one test that runs the command in a process of its own, with the command's children."""
+    monkeypatch.setenv("PYTHONPATH", str(SRC))
+    done = python("doctor", str(config_file(tmp_path)), "--json", module="tigon")
     found = json.loads(done.stdout)
     assert found["ok"], found["findings"]
     assert done.returncode == 0 and not done.stderr

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from forks import python
+from second_proofs import proved_by
+
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed (pip install -e '.[train]')", allow_module_level=True)
 
@@ -41,6 +44,8 @@ PRINTED = {
     "vision_language.py": r"loss 5\.\d+ -> [0-2]\.\d+ in 40 steps",
 }
 """Script -> what its last lines say when its own checks held."""
+RUN_ALONE = [name for name in SCRIPTS if name != LAUNCHED]
+TESTED_ELSEWHERE = ("trl_dpo.py", "trl_grpo.py", "trl_kto.py", "vision_language.py")
 RUN_ALL = """
 import contextlib, io, json, runpy, sys, traceback
 results = {}
@@ -63,14 +68,15 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, tuple[str, str]]:
-    """Script -> (its error, what it printed). They share one process, because imports take most of the time."""
+def results(request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]:
+    """Script of this session's tests -> (its error, what it printed). They share one process."""
     has_trl = importlib.util.find_spec("trl") is not None
-    scripts = [name for name in SCRIPTS if name != LAUNCHED and (has_trl or not name.startswith("trl_"))]
-    # `python FILE` puts the file's folder on the path, and so does this process's working folder with -c.
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, *scripts], capture_output=True, text=True, cwd=FOLDER, env=environment()
-    )
+    tested = {item.name.partition("[")[2].removesuffix("]") for item in request.session.items}
+    scripts = [name for name in RUN_ALONE if name in tested and (has_trl or not name.startswith("trl_"))]
+    # `python FILE` puts the file's folder on the path, and so does this copy of the process with its working folder.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        done = python(*scripts, code=RUN_ALL, cwd=FOLDER)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, tuple[str, str]] = json.loads(done.stdout.rpartition("RESULTS ")[2])
     assert found.keys() == {*scripts}
@@ -78,7 +84,12 @@ def results() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != LAUNCHED])
+@pytest.mark.parametrize(
+    "script",
+    proved_by(
+        lambda name: name not in TESTED_ELSEWHERE, RUN_ALONE, "test_trl_trainers.py and test_image_runs.py train so"
+    ),
+)
 def test_example_runs_and_its_checks_hold(script: str, results: dict[str, tuple[str, str]]) -> None:
     if script not in results:
         pytest.skip("trl is not installed (pip install -e '.[trl]')")
@@ -87,6 +98,9 @@ def test_example_runs_and_its_checks_hold(script: str, results: dict[str, tuple[
     assert re.search(PRINTED[script], printed), printed[-1000:]
 
 
+@pytest.mark.second_proof(
+    "test_technique_runs.py trains with FSDP2 in two processes; two imports and a launcher take most of the time here"
+)
 def test_sharded_example_runs_on_two_processes() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher = subprocess.Popen(

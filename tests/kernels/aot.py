@@ -96,6 +96,10 @@ TARGETS = {
     "gfx1151": Target("hip", "gfx1151", 32, 64 << 10, once=True),
     "gfx1201": Target("hip", "gfx1201", 32, 64 << 10, once=True),
 }
+EACH_KERNEL_ONCE = "gfx942, each kernel once"
+ALL_TARGETS = {**TARGETS, EACH_KERNEL_ONCE: replace(TARGETS["gfx942"], dtypes=("bfloat16",), once=True)}
+"""The chips, and the less that `make test` compiles for one of them."""
+
 
 # Ways through the kernels, and widths of today's models, that no record has a case for.
 MORE_CASES = {
@@ -196,7 +200,7 @@ class Pretence:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return TARGETS[self.target].gpu
+        return ALL_TARGETS[self.target].gpu
 
 
 @contextlib.contextmanager
@@ -227,7 +231,11 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         )
         return True  # handled: Triton compiles nothing and launches nothing
 
-    lanes, shared, chip = TARGETS[targets[0]].warp_size, TARGETS[targets[0]].shared_bytes, TARGETS[targets[0]].chip
+    lanes, shared, chip = (
+        ALL_TARGETS[targets[0]].warp_size,
+        ALL_TARGETS[targets[0]].shared_bytes,
+        ALL_TARGETS[targets[0]].chip,
+    )
     for cached in (norm.bwd_tile, norm._backward, glu._fwd_launch, glu._bwd_launch):
         cached.cache_clear()  # they depend on the chip
     driver.set_active(pretence)  # type: ignore[arg-type]
@@ -323,14 +331,14 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
         tile = target.chip and target.chip.logits_tile
         return target.backend, target.warp_size, target.shared_bytes, tile, target.dtypes[0]
 
-    for launching in dict.fromkeys(launching_of(TARGETS[name]) for name in targets):
+    for launching in dict.fromkeys(launching_of(ALL_TARGETS[name]) for name in targets):
         for dtype in ALL_DTYPES:
-            alike = [t for t in targets if launching_of(TARGETS[t]) == launching]
-            chosen = [name for name in alike if dtype in TARGETS[name].dtypes]
+            alike = [t for t in targets if launching_of(ALL_TARGETS[t]) == launching]
+            chosen = [name for name in alike if dtype in ALL_TARGETS[name].dtypes]
             if not chosen:
                 continue
             # Flags do not depend on the dtype: once is enough, and the large cases for the others.
-            thorough = every or dtype == TARGETS[chosen[0]].dtypes[0]
+            thorough = every or dtype == ALL_TARGETS[chosen[0]].dtypes[0]
             cases = (
                 (op, case)
                 for op in OPS.values()
@@ -342,7 +350,7 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
                 here = [launch for launch in launches if launch.target == name and (thorough or launch.whole)]
                 if every:
                     yield from here
-                elif TARGETS[name].once or not thorough:
+                elif ALL_TARGETS[name].once or not thorough:
                     yield from one_of_each_kernel(here)
                 else:
                     yield from covering(here)
@@ -425,7 +433,7 @@ def compile_launch(launch: Launch, used_by: list[tuple[str, str]]) -> Binary:
     log = io.StringIO()
     try:
         with contextlib.redirect_stdout(log):
-            compiled = triton.compile(source, target=TARGETS[launch.target].gpu, options=launch.options)
+            compiled = triton.compile(source, target=ALL_TARGETS[launch.target].gpu, options=launch.options)
     except Exception:
         binary.error = traceback.format_exc()[-2000:]
         return binary
@@ -461,7 +469,7 @@ def faulty_launches(targets: list[str]) -> list[Launch]:
     for name in targets:
         with recording([name], found):
             for kernel in (faulty_kernel, uncompilable_kernel):
-                kernel[(1,)](x, x, 3, SIZE=256, num_warps=2048 // TARGETS[name].warp_size)
+                kernel[(1,)](x, x, 3, SIZE=256, num_warps=2048 // ALL_TARGETS[name].warp_size)
     return [Launch("faulty", "faulty", "bfloat16", aligned=True, whole=True, **launch) for launch in found]
 
 
@@ -515,7 +523,7 @@ def kernels() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", action="append", choices=TARGETS, help="a chip; all of them if left out")
+    parser.add_argument("--target", action="append", choices=ALL_TARGETS, help="a chip; all of them if left out")
     parser.add_argument("--every", action="store_true", help="all cases, not only those that cover the ways")
     options = parser.parse_args()
     if knobs.runtime.interpret:
@@ -525,7 +533,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         # One of each vendor shows whether a fault is seen.
-        faulty = compile_all(faulty_launches([*{TARGETS[name].backend: name for name in reversed(targets)}.values()]))
+        faulty = compile_all(
+            faulty_launches([*{ALL_TARGETS[name].backend: name for name in reversed(targets)}.values()])
+        )
         binaries = compile_all(all_launches(targets, options.every))
     report = {
         "kernels": kernels(),

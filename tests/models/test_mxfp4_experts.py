@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -90,3 +92,22 @@ def test_no_dense_weight_waits_for_the_backward(targets: tuple[str, ...]) -> Non
         logits = stored(input_ids=IDS, use_cache=False).logits
     logits.sum().backward()
     assert kept and not kept & (shapes | {(shape[0], shape[2], shape[1]) for shape in shapes})
+
+
+def test_a_patched_model_that_nobody_holds_is_freed() -> None:
+    """torch's class of a parametrized module holds the module, so no cache may hold the class."""
+    stored, _ = models()
+    experts = [module for module in stored.modules() if hasattr(module, "parametrizations")]
+    module = weakref.ref(experts[0])
+    tigon.patch(stored)
+    stored(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    del stored, experts, _
+    gc.collect()
+    assert module() is None
+
+
+def test_an_undone_patch_gives_parametrized_experts_their_class_back() -> None:
+    stored, _ = models()
+    classes = [type(module) for module in stored.modules()]
+    tigon.patch(stored).undo()
+    assert [type(module) for module in stored.modules()] == classes

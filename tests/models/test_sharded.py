@@ -11,6 +11,7 @@ import torch.distributed as dist
 from models_helpers import HEADS, VOCAB, assert_close, batch, call, llama, loss_and_gradients, twins
 from torch import nn
 
+from second_proofs import proved_by
 from tigon.errors import PatchError
 from tigon.models import DeferredLogits, MaterializedLogitsWarning, patch
 from tigon.models.seams.base import PatchedModule
@@ -263,7 +264,7 @@ def test_patched_layers_of_dtensors_compute_the_same_as_before(mesh, family):
         torch.testing.assert_close(got.full_tensor(), want)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", proved_by(["gemma2"], ["llama", "gemma2"], "a head whose logits are mapped too"))
 def test_compiled_fsdp2_gathers_the_head_for_backward(mesh, family):
     """The head is a separate unit: a hook on its output has to gather its weight for the backward."""
     from torch.distributed.fsdp import fully_shard

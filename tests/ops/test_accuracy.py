@@ -132,12 +132,15 @@ DRAWN = {
         st.tuples(*[_integers(1, 20)] * 4, _integers(1, 8)),
         st.sampled_from([case.options for case in OPS["lora_linears"].cases if "nf4" not in case.options]),
     ),
+    "load_balancing_loss": _same_options("load_balancing_loss", st.tuples(_integers(3, 40), _integers(6, 300))),
+    # Six experts at least, because a case chooses six.
+    "topk_softmax": _same_options("topk_softmax", st.tuples(_integers(1, 40), _integers(6, 300))),
     "multi_head_linear_cross_entropy": _same_options(
         "multi_head_linear_cross_entropy",
         st.tuples(_integers(1, 2), _integers(1, 5), _integers(1, 20), _CLASSES),
     ),
 }
-EXAMPLES = 200 if torch.cuda.is_available() else 8
+EXAMPLES = 200 if torch.cuda.is_available() else 5
 
 
 @pytest.mark.parametrize("name", OPS)

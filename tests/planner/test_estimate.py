@@ -315,19 +315,19 @@ def test_techniques_add_cpu_time_to_a_cpu_bound_step() -> None:
     assert all(step_s[word] > 1.2 * step_s["adamw"] for word in ("paged", "zero", "fsdp"))
 
 
-def test_dequantisation_of_4_bit_weights_takes_its_time_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dequantisation_of_4_bit_weights_takes_its_time_on_the_gpu() -> None:
     """On a slow GPU the step is bound by the GPU. Each product reads half a byte per weight and writes two."""
-    monkeypatch.setattr(roofline, "HOST_S", 0.0)
+    gpu = dataclasses.replace(find_gpu("t4"), host_s=0.0)
     step_s = {
         quantized: estimate(
-            request_of(precision="bf16", lora_rank=2, quantized=quantized, kernels="tigon"), gpu=find_gpu("t4")
+            request_of(precision="bf16", lora_rank=2, quantized=quantized, kernels="tigon"), gpu=gpu
         ).step_s
         for quantized in (False, True)
     }
     layers, H, KV, F = 5, 64, 32, 160
     weights = layers * (2 * H * H + 2 * H * KV + 3 * H * F)
     # The forward dequantises each weight once, and the backward again.
-    dequantised_s = 2 * weights * 2.5 / (find_gpu("t4").copy_bytes_s * roofline.COPY_SHARE)
+    dequantised_s = 2 * weights * 2.5 / (gpu.copy_bytes_s * roofline.COPY_SHARE)
     launched_s = 2 * layers * 7 * 3 * roofline.LAUNCH_S
     assert step_s[True] - step_s[False] == pytest.approx(dequantised_s + launched_s, rel=0.15)
 

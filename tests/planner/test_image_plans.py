@@ -37,6 +37,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return partial(checkpoint_in, tmp_path_factory.mktemp("vision"))
 
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
+
+
 def request_of(
     folder: Path, *, images: int = 1, batch: int = 2, seq: int = 128, layers: int = 2, **choices: Any
 ) -> Request:

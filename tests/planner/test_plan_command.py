@@ -14,6 +14,7 @@ pytest.importorskip("rich")
 from tigon.cli import plan
 from tigon.errors import TigonError
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
 DEMO = {"model": "tigon-demo", "gpu": "1.25GiB", "batch": 32, "seq": 1024, "optimizer": "adamw", "zero": 0,
         "offload": "none"}  # fmt: skip
 
@@ -24,7 +25,7 @@ def printed(capsys, **changes):
 
 
 @pytest.fixture(scope="module")
-def answer():
+def answer(in_one_process):
     import contextlib
     import io
 
@@ -105,7 +106,8 @@ def test_heads_reach_the_recommended_recipe(capsys, tmp_path):
     from tigon.objectives import recipe_checks
 
     def asked(**changes):
-        return json.loads(printed(capsys, batch=4, seq=256, as_json=True, **changes))
+        fixed = {"batch": 4, "seq": 256, "precision": "bf16", "checkpointing": "none", "accumulate": 1}
+        return json.loads(printed(capsys, **fixed, as_json=True, **changes))
 
     plain = asked()
     peaks = [plain["peak_allocated_bytes"]]
@@ -122,9 +124,9 @@ def test_heads_reach_the_recommended_recipe(capsys, tmp_path):
 
 
 def test_qlora_alone_means_rank_16(capsys):
+    fixed = {"batch": 1, "seq": 64, "precision": "bf16", "checkpointing": "none", "accumulate": 1}
     alone, both = (
-        json.loads(printed(capsys, batch=1, seq=64, as_json=True, quantized=True, **more))
-        for more in ({}, {"lora_rank": 16})
+        json.loads(printed(capsys, **fixed, as_json=True, quantized=True, **more)) for more in ({}, {"lora_rank": 16})
     )
     assert alone == both
     assert "QLoRA 16" in json.dumps(alone)

@@ -22,6 +22,7 @@ from tigon.planner.search.recommend import Plan, estimate_option, recommendation
 from tigon.planner.search.space import CROSS_DOCUMENT, Fallback, SearchProblem
 from tigon.trainer.guards import prediction
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
 RECIPE = """
 model: {name: tigon-demo, config: {num_hidden_layers: 2}}
 data: {sequence_length: 96, eval_fraction: 0}

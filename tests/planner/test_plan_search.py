@@ -23,6 +23,7 @@ from tigon.planner.search.space import SearchProblem
 from tigon.techniques import SEARCHED, SETTINGS, matrix, tiling
 from tigon.techniques.records.choices import Choices
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
 CHECKPOINTINGS = SETTINGS["checkpointing"].candidates(None)
 KINDS = ("none", "selective", "every-2", "full", "offload")
 """Values that treat all layers alike, or every second one."""

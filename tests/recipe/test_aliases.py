@@ -8,7 +8,7 @@ import pytest
 
 from tigon.errors import RecipeError
 from tigon.objectives.recipe_checks import load
-from tigon.recipe.aliases import ALIASES
+from tigon.recipe.aliases import ALIASES, INSTEAD, SHARED
 from tigon.recipe.keys import SECTIONS
 
 
@@ -23,6 +23,35 @@ def test_every_alias_names_a_key_and_is_none_itself():
         section, name = alias.key.split(".")
         assert hasattr(SECTIONS[section], name), alias
         assert not hasattr(SECTIONS[section], alias.name) and alias.name not in SECTIONS, alias
+
+
+def test_names_without_a_recipe_key_are_answered_with_one(tmp_path):
+    keys = {f"{section}.{name}" for section, cls in SECTIONS.items() for name in vars(cls())}
+    for name, instead in INSTEAD.items():
+        assert name not in ALIASES and name not in SHARED and name not in SECTIONS
+        assert set(re.findall(r"[a-z_]+\.[a-z_]+", instead)) <= keys, instead
+        with pytest.raises(RecipeError, match=re.escape(f"{name} is not a recipe key; use {instead}")):
+            loaded(tmp_path, "train: {steps: 1}\n", f"{name}=1")
+    with pytest.raises(RecipeError, match=r"r\.yaml:2: warmup_ratio is not a recipe key; use train\.warmup_steps"):
+        loaded(tmp_path, "train: {steps: 1}\nwarmup_ratio: 0.1\n")
+
+
+def test_shared_names_are_keys_and_may_stand_at_the_top_level(tmp_path):
+    assert not ALIASES.keys() & SHARED.keys() and not SECTIONS.keys() & SHARED.keys()
+    for key in SHARED.values():
+        section, name = key.split(".")
+        assert hasattr(SECTIONS[section], name), key
+    theirs = "max_steps: 5\nlearning_rate: 2.0e-5\npacking: false\nr: 4\nmodules_to_save: [norm]\nreport_to: none\n"
+    ours = (
+        "train: {steps: 5, learning_rate: 2.0e-5, report_to: none}\ndata: {packing: false}\n"
+        "lora: {rank: 4, modules_to_save: [norm]}\n"
+    )
+    assert loaded(tmp_path, theirs) == loaded(tmp_path, ours)
+    assert loaded(tmp_path, ours, "seed=7", "train.seed=8").train.seed == 8
+    with pytest.raises(RecipeError, match=r"r\.yaml:2: train\.learning_rate and learning_rate are the same key"):
+        loaded(tmp_path, "train: {steps: 1, learning_rate: 1.0e-4}\nlearning_rate: 1.0e-3\n")
+    with pytest.raises(RecipeError, match=r"r\.yaml:2: train\.warmup_steps is -3"):
+        loaded(tmp_path, "train: {steps: 1}\nwarmup_steps: -3\n")
 
 
 @pytest.mark.parametrize("alias", [a for a in ALIASES.values() if a.values], ids=lambda a: a.name)

@@ -18,6 +18,10 @@ say("charts", [...document.querySelectorAll("svg")].filter(svg => {
   const box = svg.getBoundingClientRect();
   return box.width > 300 && box.height > 100 && svg.querySelectorAll("path, text").length > 20;
 }).length);
+say("letters", Math.min(...[...document.querySelectorAll("svg text")].map(text => {
+  const svg = text.ownerSVGElement, width = svg.getBoundingClientRect().width;
+  return width ? parseFloat(getComputedStyle(text).fontSize) * width / svg.viewBox.baseVal.width : 99;
+})));
 """
 
 
@@ -62,4 +66,5 @@ def test_page_opens_without_errors_and_fits_a_phone(kind, request):
         needed, has = map(int, seen.said("width").split())
         assert needed <= has, "the page scrolls sideways"
         assert int(seen.said("charts")) >= n_charts
+        assert 7 < float(seen.said("letters")) < 20, "pixels of the smallest letters of a chart"
     assert light.said("paper") == "rgb(255, 255, 255)" != dark.said("paper")

@@ -11,6 +11,7 @@ from torch import nn
 
 from tigon.techniques.mechanisms.loftq import factors, initialise
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPES = [(128, 64), (64, 128), (64, 64)]
 
 
@@ -35,7 +36,10 @@ def test_factors_of_an_exact_weight_are_finite_and_nearly_zero() -> None:
 
 
 @pytest.mark.parametrize("scale", [{"lora_alpha": 16}, {"lora_alpha": 3, "use_rslora": True}], ids=["alpha", "rslora"])
-def test_adapters_of_4_bit_layers_are_the_nearest_correction_whatever_the_scale(scale: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_adapters_of_4_bit_layers_are_the_nearest_correction_whatever_the_scale(
+    scale: dict[str, Any], device: str
+) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -43,7 +47,7 @@ def test_adapters_of_4_bit_layers_are_the_nearest_correction_whatever_the_scale(
     quantised = copy.deepcopy(whole)
     quantised["up"] = bitsandbytes.nn.Linear4bit(64, 128, bias=False, quant_type="nf4")
     quantised["up"].load_state_dict(whole["up"].state_dict())
-    quantised["up"].to("cpu")  # this quantises
+    quantised.to(device)  # this quantises
     vars(quantised)["is_loaded_in_4bit"] = True  # PEFT asks for it
     config = peft.LoraConfig(r=8, target_modules=["up", "head"], **scale)
     wrapped: Any = peft.get_peft_model(quantised, config)
@@ -55,7 +59,7 @@ def test_adapters_of_4_bit_layers_are_the_nearest_correction_whatever_the_scale(
     layer: Any = wrapped.base_model.model["up"]
     stored = layer.get_base_layer().weight
     rounded = bitsandbytes.functional.dequantize_4bit(stored.data, stored.quant_state)
-    error = whole["up"].weight.detach() - rounded
+    error = whole["up"].weight.detach().to(device) - rounded
     left = error - layer.get_delta_weight("default").detach()
     assert float(left.norm()) == pytest.approx(rest(torch.linalg.svdvals(error), 8), rel=1e-4)
     assert float(left.norm()) < 0.9 * float(error.norm())

@@ -18,6 +18,7 @@ from tigon.models import MODELS, DeferredLogits
 from tigon.models.verification.tiny import tiny_config, tiny_model
 from tigon.techniques import sequence_parallel
 from tigon.techniques.layer_checkpointing import apply
+from tigon.techniques.mechanisms import ring_attention
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sequence_parallel import cut_rows, document_mask, share_rows
 from two_ranks import RANKS, Scenarios, gradients_of
@@ -79,6 +80,7 @@ def shared(
     patched: bool = True,
     engine: str = "ddp",
     recompute: bool = False,
+    method: str = "ulysses",
 ) -> float:
     """The error of the gradients against fp64, as a multiple of the error of one process."""
     from torch.distributed.fsdp import fully_shard
@@ -88,7 +90,7 @@ def shared(
     exact_loss, exact = whole(family, rows, patched=False, dtype=torch.float64)
     loss_alone, alone = whole(family, rows, patched=patched, dtype=torch.float32)
     model = fresh(family, patched=patched)
-    share_rows(model, dist.group.WORLD)
+    share_rows(model, dist.group.WORLD, method)
     if recompute:
         apply(model, ("full", "mlp"))
     wrapped: Any = model
@@ -116,6 +118,31 @@ SCENARIOS: Scenarios = {
     "experts": partial(shared, family="mixtral"),
     "latent attention, whose values are narrower": partial(shared, family="deepseek_v3"),
 }
+
+
+def has_ring() -> bool:
+    """Whether this PyTorch has the functions that a ring calls."""
+    try:
+        ring_attention.check()
+    except RecipeError:
+        return False
+    return True
+
+
+RING: Scenarios = {
+    "ring": partial(shared, packed=False, method="ring"),
+    "ring without tigon's kernels": partial(shared, packed=False, patched=False, method="ring"),
+    "ring under FSDP2 with recomputed layers": partial(
+        shared, packed=False, engine="fsdp2", recompute=True, method="ring"
+    ),
+}
+if has_ring():
+    SCENARIOS |= RING
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="tried with torch 2.13")
+def test_this_pytorch_has_the_functions_of_a_ring() -> None:
+    assert has_ring()
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +177,20 @@ def cut(rank: int, mesh: Any) -> float:
     return 1.0
 
 
+def cut_for_a_ring(rank: int, mesh: Any) -> float:
+    """1.0 if this rank has an early and a late chunk of the padded rows, with the labels of the tokens behind each."""
+    rows = batch(packed=False)
+    got = cut_rows(rows, dist.group.WORLD, "ring")
+    chunk = (TOKENS + 3) // (2 * RANKS)
+    numbers = (rank, 2 * RANKS - 1 - rank)
+    places = torch.cat([torch.arange(number * chunk, (number + 1) * chunk) for number in numbers])
+    following = torch.cat([rows["labels"][:, 1:], torch.full((BATCH, 1), -100)], dim=1)
+    assert torch.equal(got["input_ids"], F.pad(rows["input_ids"], (0, 3))[:, places])
+    assert torch.equal(got["shift_labels"], F.pad(following, (0, 3), value=-100)[:, places])
+    assert torch.equal(got["position_ids"], places.expand(BATCH, -1))
+    return 1.0
+
+
 def uncut(rank: int, mesh: Any) -> float:
     """1.0 if a call without labels computes whole rows, in one process alone."""
     if rank:
@@ -170,6 +211,12 @@ def refused(rank: int, mesh: Any) -> float:
         cut_rows({**rows, "attention_mask": rows["attention_mask"].flip(1)}, dist.group.WORLD)
     with pytest.raises(TypeError, match="not both"):
         cut_rows({**rows, "position_ids": rows["input_ids"]}, dist.group.WORLD)
+    with pytest.raises(RecipeError, match="ring has no mask that separates packed documents"):
+        cut_rows(batch(packed=True), dist.group.WORLD, "ring")
+    narrow = fresh("deepseek_v3")
+    share_rows(narrow, dist.group.WORLD, "ring")
+    with pytest.raises(RecipeError, match="a width of values of its own"):
+        outputs_of(narrow, rows)
     model = fresh("nemotron")  # its attention is not that of transformers' interface
     share_rows(model, dist.group.WORLD)
     with pytest.raises(TypeError, match="1 unnamed"):
@@ -180,7 +227,7 @@ def refused(rank: int, mesh: Any) -> float:
     return 1.0
 
 
-INPUTS: Scenarios = {"cut": cut, "uncut": uncut, "refused": refused}
+INPUTS: Scenarios = {"cut": cut, "cut for a ring": cut_for_a_ring, "uncut": uncut, "refused": refused}
 
 
 @pytest.mark.parametrize("scenario", INPUTS)

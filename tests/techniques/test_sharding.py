@@ -18,6 +18,7 @@ from torch import nn
 from forks import forks, in_forks
 from second_proofs import DIFFERENT, proved_by
 from tigon._trunk import decoder_layers
+from tigon.errors import RecipeError
 from tigon.models import MODELS, DeferredLogits, patch
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.verification.tiny import tiny_batch, tiny_model
@@ -183,6 +184,23 @@ def test_family_runs_each_layer_once_on_a_positional_input(family):
     calls = layer_calls(family)
     assert calls and all(has_gradient for _, has_gradient in calls)
     assert len({layer for layer, _ in calls}) == len(calls)
+
+
+def test_frozen_weights_before_whole_layers_are_refused():
+    pytest.importorskip("deepspeed")
+    choices = Choices(zero=3, gpus=2, precision="fp32")
+    for frozen in (False, True):
+        model = tiny_model("llama", MODELS["llama"].tiny).train()
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        model.get_input_embeddings().weight.requires_grad_(not frozen)
+        TECHNIQUES["zero-3"].model(model, choices, RunInfo(processes=2, shapes=shapes, runs_layers_once=True))
+        with torch.no_grad():
+            model(**tiny_batch(torch.device("cpu")))
+        if frozen:
+            with pytest.raises(RecipeError, match="gets no input with a gradient"):
+                model(**tiny_batch(torch.device("cpu")))
+        else:
+            model(**tiny_batch(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

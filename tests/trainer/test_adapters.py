@@ -141,6 +141,23 @@ def test_adapters_load_in_peft_with_the_trained_models_logits(run, here, checkpo
     assert torch.equal(logits_of(auto), outcome.logits), "base_model_name_or_path names the checkpoint"
 
 
+def test_adapters_of_runs_and_of_a_checkpoint_are_loaded_beside_each_other(run, here, checkpoints):
+    wanted = {}
+    for seed in (1, 2):
+        sets = ("lora.rank=4", "train.save_steps=4", f"train.seed={seed}", f"output.name=seed{seed}")
+        wanted[f"seed{seed}"] = run("bf16", *sets).logits
+    runs = here / "runs"
+    model = peft.PeftModel.from_pretrained(
+        whole(checkpoints("bf16")), runs / "seed1" / "adapters", adapter_name="seed1"
+    )
+    model.load_adapter(runs / "seed2" / "adapters", adapter_name="seed2")
+    model.load_adapter(runs / "seed2" / "checkpoints" / "checkpoint-4", adapter_name="step4")
+    assert not torch.equal(wanted["seed1"], wanted["seed2"])
+    for name, logits in {**wanted, "step4": wanted["seed2"]}.items():
+        model.set_adapter(name)
+        assert torch.equal(logits_of(model.eval()), logits), name
+
+
 def test_adapter_files_are_those_that_an_inference_server_reads(run, here, checkpoints):
     assert run("bf16", "lora.rank=4", "lora.targets=[q_proj, down_proj]").code == 0
     folder = here / "runs" / "r" / "adapters"
@@ -292,6 +309,7 @@ def test_experts_in_mxfp4_stay_so_and_their_adapters_load_in_peft(run, here, tig
     scale = float(outcome.logits.std())
     assert rms(got - outcome.logits) < 0.03 * scale
     assert rms(got - logits_of(whole(checkpoints("mxfp4")))) > 0.05 * scale, "nothing was learned"
+    check_served(folder / "adapters", outcome.outcome.out, None)
     assert losses(folder)[-1] < losses(folder)[0]
     assert rms(logits_of(exported(here, tigon)) - outcome.logits) < 0.03 * scale
     merged = whole(folder / "model")
@@ -357,7 +375,7 @@ REFUSED = {
     "dora of a part of the weight": ("lora.init=pissa,lora.dora=true", "DoRA's is no sum"),
     "4 bits of a part of the weight": ("lora.init=olora,lora.quantize=true", "would be quantised"),
     "loftq of whole weights": ("lora.init=loftq", "LoftQ makes up for the rounding of 4-bit weights"),
-    "loftq of 8 bits": ("lora.init=loftq,lora.quantize=true,lora.quantize_to=int8", "LoftQ for 4-bit weights only"),
+    "loftq of 8 bits": ("lora.init=loftq,lora.quantize=true,lora.quantize_to=int8", "LoftQ for .* NF4 only"),
     "experts with dropout": ("lora.targets=experts,lora.dropout=0.1", "no input that could be dropped"),
     "fp32 beside bf16": ("lora.base=fp32,train.precision=bf16", "keeps every weight in bf16"),
     "bits of nothing": ("lora.quantize_to=int8", "would do nothing without lora.quantize"),

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_technique_runs import fsdp_rank
+from test_technique_runs import fsdp_rank, zero_rank
 from trainer_helpers import SMALL, records, small_trainer
 from transformers.trainer_pt_utils import safe_globals
 
@@ -98,15 +98,21 @@ def test_step_that_processes_cannot_share_is_refused_with_the_numbers_that_can(t
         elastic.divided(tmp_path, run_of(3, 1, 4, sequence=2), run_of(3, 1, 8, sequence=2))
 
 
-def test_deepspeed_checkpoints_are_refused_by_another_engine_or_number_of_processes(tmp_path):
+def test_deepspeed_reads_its_own_checkpoints_only_and_others_read_those_of_plain_runs(tmp_path):
     zero = run_of(4, 1, 2, zero=2)
-    assert elastic.engine_problem(tmp_path, zero, zero) is None
+    for now in (zero, run_of(4, 2, 1), run_of(4, 1, 2), run_of(4, 1, 2, fsdp=True)):
+        assert elastic.engine_problem(tmp_path, zero, now) is None
     for before, now in (
-        (zero, run_of(4, 2, 1, zero=2)), (zero, run_of(4, 1, 2, fsdp=True)), (run_of(4, 1, 2), zero),
+        (zero, run_of(4, 2, 1, zero=2)), (run_of(4, 1, 2), zero), (run_of(4, 1, 2, fsdp=True), zero),
         (zero, run_of(4, 1, 2, zero=3)),
     ):  # fmt: skip
         problem = elastic.engine_problem(tmp_path, before, now)
-        assert problem is not None and "sharding.zero" in problem and "`tigon export " in problem
+        assert problem is not None and "DeepSpeed reads only its own checkpoints" in problem
+        assert "`tigon export " in problem
+    adapted = replace(zero, lora=replace(zero.lora, rank=4))
+    offloaded = run_of(4, 1, 2, zero=2, offload="cpu")
+    for before, reason in ((adapted, "with lora.rank"), (offloaded, "with sharding.offload")):
+        assert reason in str(elastic.engine_problem(tmp_path, before, run_of(4, 1, 2)))
 
 
 def test_states_of_a_compiled_optimizer_are_not_moved_between_engines(tmp_path):
@@ -164,6 +170,8 @@ ENGINES: dict[str, tuple[int, bool, tuple[str, ...]]] = {
 ADAPTERS, HEADS = ("lora.rank=4", "output.save_model=true"), ("heads.stage=1", "heads.count=2", "train.log_steps=2")
 ENGINES |= {"fsdp2, adapters": (2, True, ADAPTERS), "one, adapters": (1, False, ADAPTERS)}
 ENGINES |= {"ddp, heads": (2, False, HEADS), "one, heads": (1, False, HEADS)}
+ENGINES |= {f"zero-{stage}": (2, False, (f"sharding.zero={stage}",)) for stage in (2, 3)}
+ENGINES |= {"ddp": (2, False, ())}
 NUMBERS = ("loss", "grad_norm", "learning_rate", "head1_loss", "head2_loss")
 
 
@@ -171,7 +179,7 @@ def in_processes(here: Path, path: Path, engine: str, *sets: str, resume: bool =
     processes, sharded, own = ENGINES[engine]
     words = [f"sharding.gpus={processes}", *own, *sets]
     said = here / "stderr.txt"
-    rank_of: Callable[..., object] = fsdp_rank if sharded else train
+    rank_of: Callable[..., object] = fsdp_rank if sharded else zero_rank if "zero" in engine else train
     statuses = in_forks(lambda rank: rank_of(path, words, resume=resume), processes, said=said)
     assert statuses == [0] * processes, said.read_text()[-3000:]
 
@@ -206,6 +214,10 @@ def uninterrupted(recipe, here, kept) -> Callable[[str], tuple[Path, Path]]:
         ("ddp in the background", "fsdp2"),
         ("fsdp2, adapters", "one, adapters"),
         ("ddp, heads", "one, heads"),
+        ("zero-2", "ddp"),
+        ("zero-2", "fsdp2"),
+        ("zero-3", "fsdp2"),
+        ("zero-3", "one"),
     ],
 )
 def test_run_continues_exactly_on_other_processes_or_with_another_engine(uninterrupted, here, before, now):
@@ -215,6 +227,8 @@ def test_run_continues_exactly_on_other_processes_or_with_another_engine(uninter
     """
     if "adapters" in before:
         pytest.importorskip("peft")
+    if "zero" in before:
+        pytest.importorskip("deepspeed")
     path, run = uninterrupted(before)
     whole = numbers(run)
     shutil.rmtree(run / "checkpoints" / f"checkpoint-{STEPS}")

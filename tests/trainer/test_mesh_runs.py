@@ -13,7 +13,6 @@ from test_technique_runs import cut_back, fsdp_rank, losses, need, succeeds, zer
 from trainer_helpers import TINY_MODEL, records
 
 from forks import forks
-from second_proofs import proved_by
 from tigon.trainer import run as run_module
 
 HYBRID = ["train.batch_size=1", "sharding.gpus=4", "sharding.replicas=2"]
@@ -112,8 +111,9 @@ OTHERS = {
 }
 
 
+@pytest.mark.second_proof("the test above trains divided matrices; gradients of other models are tests/techniques'")
 @forks
-@pytest.mark.parametrize("case", proved_by(list(OTHERS)[:1], OTHERS, "a tied head is whole, as without groups"))
+@pytest.mark.parametrize("case", OTHERS)
 def test_groups_divide_other_models_and_train_as_one_process(recipe, tigon, here, case):
     model, sets = OTHERS[case]
     path = recipe(model={"kernels": "tigon", "config": HEADS, **model}, output={"name": "one"})

@@ -357,7 +357,14 @@ def test_base_steps_are_for_random_weights(recipe, tigon, here):
     assert tigon("train", recipe(**sections("dpo", **more))).code == 0
 
 
-@pytest.mark.parametrize("objective", ["dpo", "grpo", "distill", "reward"])
+@pytest.mark.parametrize(
+    "objective",
+    proved_by(
+        ["dpo", "grpo"],
+        ["dpo", "grpo", "distill", "reward"],
+        "dpo generates nothing, grpo does",
+    ),
+)
 def test_profile_records_the_trainer_of_trl(objective, recipe, tigon, here):
     """The model that is not trained counts as weights, and its passes belong to the forward phase."""
     from tigon.profiler.render import result
@@ -423,6 +430,7 @@ def test_every_objective_has_a_recipe_and_takes_its_keys() -> None:
     assert {path.stem for path in folder.glob("*.yaml")} == set(post_training_rules.TAKES) == set(OWN)
 
 
+@pytest.mark.second_proof("test_objective_trains_... trains with DPO, and tests/losses compares its loss with TRL's")
 def test_recipe_of_dpo_learns_to_prefer_polite_answers(tigon, here):
     recipe = Path(__file__).parents[2] / "recipes" / "objectives" / "dpo.yaml"
     outcome = tigon("train", recipe, "--set", "output.save_model=false", "--set", "output.sample_tokens=0")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from trainer_helpers import records
 
-from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
+from tigon.recipe.keys import DataConfig, Recipe, ShardingConfig, TrainConfig
 from tigon.trainer.guards.recipe_warnings import RunSize, steps_of, warnings_of
 
 ROWS = RunSize(n_samples=100, n_eval_samples=4, n_processes=1)
@@ -28,6 +28,16 @@ def test_each_unintended_value_has_one_warning(train, data, extent, words):
     recipe = Recipe(train=TrainConfig(**{"steps": 10, **train}), data=DataConfig(**data))
     (warning,) = warnings_of(recipe, extent, trains_tokenizer=True)
     assert words in warning
+
+
+def test_4_bit_gradients_on_one_machine_have_a_warning(monkeypatch):
+    sharding = ShardingConfig(gpus=2, zero=3, zero_int4_gradients=True)
+    recipe = Recipe(train=TrainConfig(steps=1), sharding=sharding)
+    (warning,) = warnings_of(recipe, ROWS, trains_tokenizer=True)
+    assert "sharding.zero_int4_gradients has no effect on one machine" in warning
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert warnings_of(recipe, ROWS, trains_tokenizer=True) == ()
 
 
 def test_recipe_of_intended_values_has_no_warning():

@@ -9,6 +9,8 @@ import re
 import pytest
 from trainer_helpers import records, words
 
+from forks import python
+
 pytestmark = pytest.mark.charts
 
 EVIL = "<script>alert(1)</script>"
@@ -33,11 +35,6 @@ class Elements(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of one run with a comparison and hostile names, made by the real command."""
-    import os
-    import subprocess
-    import sys
-    from pathlib import Path
-
     import yaml
     from trainer_helpers import TINY_MODEL
 
@@ -56,9 +53,9 @@ def finished(tmp_path_factory):
         "output": {"name": "r", "sample_tokens": 4, "sample_prompt": f"{EVIL} | `x` ``` {{{{ 7 * 7 }}}}"},
     }
     (here / "r.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "XDG_CACHE_HOME": str(here / "cache")}
-    done = subprocess.run([sys.executable, "-m", "tigon", "train", "r.yaml"], cwd=here, env=env, capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+        done = python("train", "r.yaml", module="tigon", cwd=here)
     assert done.returncode == 0, done.stderr
     return here / "runs" / "r"
 

@@ -56,6 +56,7 @@ class Full:
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.second_proof("the tests below break a pipe in a run, and open closed streams, without a process's imports")
 def test_run_completes_in_a_process_whose_reader_is_gone(recipe, here):
     """`tigon train | head -1`, and no stdin and stderr at all."""
     path = recipe(train={"steps": 2, "save_steps": 2})

@@ -12,6 +12,8 @@ from test_technique_runs import cut_back, fsdp_rank, losses, need, succeeds, zer
 from trainer_helpers import TINY_MODEL, records
 
 from forks import forks
+from tigon.errors import RecipeError
+from tigon.techniques.mechanisms import ring_attention
 from tigon.trainer.run import train
 
 MODEL = {"kernels": "tigon", "config": {**TINY_MODEL, "num_attention_heads": 4, "num_key_value_heads": 2}}
@@ -37,13 +39,16 @@ def ddp_rank(path: Path, sets: list[str], resume: bool = False) -> None:
     train(path, sets, resume=resume)
 
 
+LESS_SHARDED = pytest.mark.second_proof("stage 3 shards gradients and states as stage 2 does, and weights too")
+
+
 @forks
 @pytest.mark.parametrize(
     ("start", "sets"),
     [
         (ddp_rank, ()),
         (fsdp_rank, ()),
-        (zero_rank, ("sharding.zero=2",)),
+        pytest.param(zero_rank, ("sharding.zero=2",), marks=LESS_SHARDED),
         (zero_rank, ("sharding.zero=3",)),
         (ddp_rank, ("lora.rank=4", "lora.targets=[linear, head]")),
     ],
@@ -68,6 +73,35 @@ def test_run_with_shared_rows_trains_as_one_process_and_resumes(recipe, tigon, h
     if start is ddp_rank:  # in one process, which reads the same samples
         assert tigon("train", path, *lora, "--set", "output.name=alone", "--resume").code == 0
         assert losses(runs / "alone") == pytest.approx(losses(runs / "one"), rel=1e-5)
+
+
+@forks
+def test_four_processes_in_a_ring_train_as_one_process_and_resume_with_ulysses(recipe, tigon, here):
+    """More processes than key heads. The resumed run has two."""
+    try:
+        ring_attention.check()
+    except RecipeError as error:
+        pytest.skip(str(error))
+    data = {"cross_document_attention": True}
+    train_keys = {"save_steps": 2, "eval_steps": 2}
+    path = recipe(model=MODEL, data=data, train=train_keys, output={"name": "one"})
+    assert tigon("train", path).code == 0
+    ring = ["sharding.gpus=4", "sharding.sequence=4", "sharding.sequence_method=ring", "output.name=ring"]
+    succeeds(lambda rank: train(path, ring), here, 4)
+    runs = here / "runs"
+    assert losses(runs / "ring") == pytest.approx(losses(runs / "one"), rel=1e-5)
+    evals = [[record["eval_loss"] for record in records(runs / name, "eval")] for name in ("ring", "one")]
+    assert evals[0] == pytest.approx(evals[1], rel=1e-5)
+    cut_back(runs, "ring")
+    fewer = ["sharding.gpus=2", "sharding.sequence=2", "output.name=cut"]
+    succeeds(lambda rank: train(path, fewer, resume=True), here, 2)
+    assert losses(runs / "cut") == pytest.approx(losses(runs / "ring"), rel=1e-5)
+
+
+def test_ring_over_packed_documents_is_refused(recipe, tigon):
+    ring = ("sharding.gpus=2", "sharding.sequence=2", "sharding.sequence_method=ring")
+    outcome = tigon("train", recipe(model=MODEL), *(word for text in ring for word in ("--set", text)))
+    assert "ring has no mask that separates packed documents" in outcome.error_line()
 
 
 @forks

@@ -398,6 +398,10 @@ def test_different_recipes_on_two_nodes_are_refused(machines):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.second_proof(
+    "stand-ins restart and stop above, test_two_processes.py resumes and stops processes that train, and "
+    "test_checkpoints.py repeats losses after a kill"
+)
 @forks
 def test_training_continues_after_a_restart_and_stops_with_a_checkpoint_on_a_signal(recipe, here, machines):
     """A process of node 1 is killed, and started again from the checkpoint. Then node 1's launcher gets SIGTERM.

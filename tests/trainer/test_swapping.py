@@ -103,12 +103,19 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "AIO_BLOCK_BYTES", BLOCK_BYTES)
 
 
+ADAPTERS = pytest.mark.second_proof("the files of a base and of adapters are read as those of weights")
+EASIER = pytest.mark.second_proof("without fp16 the same files are read, and have to come back in fp32")
+
+
 @forks
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(
     ("sections", "fp16_supported"),
-    [({}, True), ({}, False), ({"lora": {"rank": 8}}, False)],
-    ids=["weights", "weights on a CPU without fp16", "adapters on a CPU without fp16"],
+    [
+        pytest.param({}, True, id="weights", marks=EASIER),
+        pytest.param({}, False, id="weights on a CPU without fp16"),
+        pytest.param({"lora": {"rank": 8}}, False, id="adapters on a CPU without fp16", marks=ADAPTERS),
+    ],
 )
 def test_resumed_run_restores_states_kept_in_files(sections, fp16_supported, recipe, tigon, here, monkeypatch):
     """It has the moments, Adam's count of steps, and the norms' weights, which are too small for a file, and it rounds

@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import yaml
 from safetensors.torch import load_file
 from trainer_helpers import records
 
+from benchmarks.process_stacks import end_with_stacks
 from tigon.techniques import TECHNIQUES
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +54,6 @@ def run(here: Path, recipe: Path, settings: dict[str, Any], *words: str) -> subp
     begin_s = time.monotonic()
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here,
-        start_new_session=True,
     ) as process:  # fmt: skip
         try:
             printed, error = process.communicate(timeout=RUN_LIMIT_S)
@@ -66,27 +65,10 @@ def run(here: Path, recipe: Path, settings: dict[str, Any], *words: str) -> subp
 
 
 def stacks(process: subprocess.Popen[str], here: Path) -> str:
-    """End a run's session. Returns what its processes wrote, with the stack of each thread (PYTHONFAULTHANDLER).
-
-    The launcher hears of it last, because it passes on what the others write.
-    """
-    members = [int(path.name) for path in Path("/proc").glob("[0-9]*") if session_of(path) == process.pid]
-    for pid in sorted(members, reverse=True):
-        if pid != process.pid:
-            os.kill(pid, signal.SIGABRT)
-    time.sleep(3)
-    os.killpg(process.pid, signal.SIGKILL)
-    printed = "".join(process.communicate())
+    """End a run. Returns what its processes wrote, with the stacks of their threads."""
+    printed = end_with_stacks(process)
     logs = [path.read_text(errors="replace") for path in sorted(here.glob("runs/*-logs/**/*")) if path.is_file()]
     return "\n".join([printed, *logs])[-20_000:]
-
-
-def session_of(process: Path) -> int | None:
-    """The session of a process, from /proc/PID/stat; None if it has ended."""
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[3])
-    except OSError:
-        return None
 
 
 def losses(folder: Path) -> list[float]:
@@ -108,11 +90,13 @@ def resumed(folder: Path, recipe: Path, settings: dict[str, Any]) -> list[float]
 
 
 @functools.cache
-def plain(folder: Path, gpus: int, precision: str, model: str = SMALL["model.name"]) -> tuple[float, ...]:
+def plain(
+    folder: Path, gpus: int, precision: str, model: str = SMALL["model.name"], cross_document: bool = False
+) -> tuple[float, ...]:
     """AdamW without any technique, on as many sequences per step."""
-    name = f"plain{gpus}-{model}"
+    name = f"plain{gpus}-{model}" + "-joined" * cross_document
     settings = {**SMALL, "train.precision": precision, "train.batch_size": 4 * gpus, "output.name": name}
-    settings["model.name"] = model
+    settings |= {"model.name": model, "data.cross_document_attention": cross_document}
     done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return tuple(losses(folder / "runs" / name))
@@ -158,7 +142,8 @@ def test_recipe_of_a_technique_trains_as_a_plain_run_and_resumes(recipe, folder)
     accumulate = int(technique.recipe.get("train.gradient_accumulation", 1))
     if recipe.stem not in FREE and accumulate == 1:
         tolerance = FURTHER.get(recipe.stem, TOLERANCE)
-        alone = plain(folder, gpus // shares, "amp-bf16", settings["model.name"])
+        joined = "data.cross_document_attention" in technique.recipe
+        alone = plain(folder, gpus // shares, "amp-bf16", settings["model.name"], joined)
         assert whole == pytest.approx(alone, abs=tolerance)
     assert list((folder / "runs" / recipe.stem / "model").glob("*.safetensors"))
 

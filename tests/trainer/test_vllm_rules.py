@@ -128,6 +128,8 @@ def test_a_tensor_of_another_name_is_refused_and_copies_of_the_base_are_not(adap
     head = "base_model.model.lm_head"
     save_file({**tensors, f"{head}.base_layer.weight": torch.zeros(2)}, file)
     assert not vllm_rules.judge(folder).refusals
+    save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.down_proj.lora_B" not in name}, file)
+    assert "one of the two factors of model.layers.1.mlp.down_proj" in vllm_rules.judge(folder).refusals[0]
     save_file({**tensors, f"{head}.weight": torch.zeros(2)}, file)
     assert vllm_rules.judge(folder).refusals == (f"it reads no tensor named {head}.weight",)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tigon._quiet import quiet_packages
 from tigon.cli.shared import Command
 from tigon.models.loading.hub import set_offline_mode
 from tigon.models.loading.quiet import quiet_loading
@@ -27,6 +28,7 @@ def command(
     no_heads: Annotated[bool, typer.Option("--no-heads", help="Leave out heads that predict several tokens.")] = False,
 ) -> None:
     """Talk with a trained model: its adapters and heads are loaded, and answers appear while they are generated."""
+    quiet_packages()
     from tigon.trained import chat, find, load  # not for --help
 
     trained = find.find(name)

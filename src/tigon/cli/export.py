@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tigon._quiet import quiet_packages
 from tigon.cli.shared import Command
 from tigon.models.loading.hub import set_offline_mode
 from tigon.models.loading.quiet import quiet_loading
@@ -35,6 +36,7 @@ def command(
     yes: Annotated[bool, typer.Option("--yes", help="Upload without the question.")] = False,
 ) -> None:
     """Write a trained model to a new folder: in another dtype, merged, as GGUF, and to the hub on request."""
+    quiet_packages()
     from tigon.trained import export, find  # not for --help
 
     trained = find.find(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -76,6 +76,7 @@ def patch(
     mlp: bool | None = None,
     lora: bool | None = None,
     experts: bool | None = None,
+    router: bool | None = None,
     add_rms_norm: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
@@ -94,6 +95,7 @@ def patch(
         lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
         experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
             adapters before `patch`, or call `patch` again.
+        router: only if True: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
@@ -119,6 +121,7 @@ def patch(
         "mlp": mlp,
         "lora": lora,
         "experts": experts,
+        "router": router,
         "add_rms_norm": add_rms_norm,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
@@ -142,6 +145,8 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
             _decide_layers(model, spec, flag, flags[flag], decision)
     for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
+    if flags["router"]:
+        _decide_layers(model, spec, "router", True, decision)
     if flags["add_rms_norm"]:
         _decide_residual_norms(model, decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
@@ -291,7 +296,10 @@ def _package_of_forward(model: nn.Module, home: str) -> str:
 def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Decision) -> None:
     head_path = spec.head or output_head(model)
     fused, cross_entropy = flags["linear_cross_entropy"] is not False, flags["cross_entropy"] is not False
-    seam = CausalLMSeam(head=head_path or "lm_head", fused=fused, cross_entropy=cross_entropy, logits=spec.logits)
+    seam = CausalLMSeam(
+        head=head_path or "lm_head", fused=fused, cross_entropy=cross_entropy, logits=spec.logits,
+        balancing=bool(flags["router"]),
+    )  # fmt: skip
     head = seam.find_head(model)
     if isinstance(model, PatchedModule):
         if model._tigon_seam != seam:
@@ -316,7 +324,7 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
     if seam.fused and not _decide_head(head, seam.head, decision):
         _insist(flags, ("linear_cross_entropy",), decision.reasons("linear_cross_entropy"))
         # The model computes logits; without cross_entropy there is nothing left to patch.
-        seam = CausalLMSeam(head=seam.head, fused=False, cross_entropy=cross_entropy, logits=spec.logits)
+        seam = replace(seam, fused=False)
     if seam.fused or seam.cross_entropy:
         decision.changes.append(Change("", model, seam))
 

@@ -13,19 +13,22 @@ from tigon.models.seams.experts_lora import ExpertsLoraSeam
 from tigon.models.seams.head.logits import LogitAttributes
 from tigon.models.seams.lora import LoraSeam
 from tigon.models.seams.rope import RopeSeam
+from tigon.models.seams.router import ROUTERS
 
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
 EXPERT_FLAGS = ("experts",)
 EXPERTS_BY_DEFAULT = True
 """Whether `experts=None` runs the op for every module of experts that it serves."""
-# Models need no module for them. add_rms_norm is off unless it is True.
-OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm")
+# Models need no module for them. add_rms_norm and router are off unless they are True.
+OPTIONAL_FLAGS = (*EXPERT_FLAGS, "router", "add_rms_norm")
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.
 ADAPTER_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"lora": (LoraSeam(),)})
-EXPERT_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"experts": (ExpertsOpSeam(), ExpertsLoraSeam())})
+EXPERT_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType(
+    {"experts": (ExpertsOpSeam(), ExpertsLoraSeam()), "router": ROUTERS}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

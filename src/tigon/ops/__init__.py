@@ -15,6 +15,7 @@ from tigon.ops.glu import geglu, swiglu
 from tigon.ops.linear.fp8_linear import fp8_linear
 from tigon.ops.linear.lora_linear import lora_linear
 from tigon.ops.linear.lora_linears import LoraLayer, lora_linears
+from tigon.ops.load_balancing import load_balancing_loss
 from tigon.ops.logprobs.linear_kl import linear_kl
 from tigon.ops.logprobs.linear_logprobs import linear_logprobs
 from tigon.ops.logprobs.logprobs import logprobs
@@ -26,6 +27,7 @@ from tigon.ops.losses.prepared_targets import prepare_targets
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.topk_softmax import topk_softmax
 from tigon.ops.vocab_parallel import VocabParallelOptions
 
 # The order of tables and pages. Any other op follows these in alphabetical order.
@@ -62,6 +64,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl",
     "linear_logprobs",
+    "load_balancing_loss",
     "logprobs",
     "lora_linear",
     "lora_linears",
@@ -70,4 +73,5 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_softmax",
 ]

@@ -54,6 +54,10 @@ class Gpu:
     cublas_workspace_bytes: int
     """PyTorch allocates this once per cuBLAS handle and stream."""
     source: str
+    host_s: float = 3e-6
+    """CPU time of an operator with its autograd, in eager PyTorch, on the hosts of this GPU that were measured.
+
+    3e-6 was fitted to a CPU-bound run on an H200's host (`roofline.py`), and is assumed for the other GPUs."""
 
     def __str__(self) -> str:
         return self.name
@@ -114,7 +118,8 @@ _ROWS = (
         _gpu("h200", 139.8, 989, 67, 4800, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370),
         source="matmul and copy rates measured; memory as CUDA reports it",
     ),
-    _gpu("h100", 79.1, 989, 67, 3350, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370),
+    # CPU-bound steps on three hosts of H100s took 7.9 to 11.5 us per operator (docs/planner-method.md).
+    replace(_gpu("h100", 79.1, 989, 67, 3350, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370), host_s=9e-6),
     _gpu("h100-pcie", 79.1, 756, 51, 2000, arch=(9, 0), sm_count=114, link_gbs=50, peer_gbs=50),
     _gpu("b200", 178.4, 2250, 75, 8000, arch=(10, 0), sm_count=148, link_gbs=50, peer_gbs=750),
     _gpu("a100-80gb", 79.1, 312, 19.5, 2039, arch=(8, 0), sm_count=108, link_gbs=24, peer_gbs=250),

@@ -1,4 +1,5 @@
-"""Names that other libraries give to recipe keys. A recipe may use them in the key's section or at the top level.
+"""Names that other libraries give to recipe keys. A recipe may use them in the key's section or at the top level. Names
+that the libraries share with tigon may stand at the top level too.
 
 The values are tigon's, except where a row translates them. A row is left out if the other library's key has another
 meaning: `output_dir` is one run's folder, and `output.folder` holds many.
@@ -36,13 +37,20 @@ _OPTIMIZERS = {
     "lion_8bit": "lion-8bit",
 }  # fmt: skip
 _SWITCH = {True: "full", False: "none"}
+_ANSWERS = {True: "answers", False: "all"}
 
 ALIASES: Mapping[str, Alias] = {
     alias.name: alias
     for alias in (
         Alias("model_name_or_path", "model.name", TRL),
         Alias("attn_implementation", "model.attention", TRL),
+        Alias("model_revision", "model.revision", TRL),
         Alias("dataset_name", "data.source", TRL),
+        Alias("dataset_config", "data.subset", TRL),
+        Alias("dataset_train_split", "data.split", TRL),
+        Alias("dataset_streaming", "data.streaming", TRL),
+        Alias("assistant_only_loss", "data.learn", TRL, _ANSWERS, only=True),
+        Alias("completion_only_loss", "data.learn", TRL, _ANSWERS, only=True),
         Alias("max_length", "data.sequence_length", TRL),
         Alias("max_seq_length", "data.sequence_length", TRL),
         Alias("num_train_epochs", "train.epochs", HF),
@@ -76,14 +84,59 @@ ALIASES: Mapping[str, Alias] = {
         Alias("num_epochs", "train.epochs", AXOLOTL),
         Alias("lora_r", "lora.rank", AXOLOTL),
         Alias("lora_target_modules", "lora.targets", AXOLOTL),
+        Alias("lora_modules_to_save", "lora.modules_to_save", AXOLOTL),
+        Alias("lr_scheduler", "train.schedule", AXOLOTL),
         Alias("load_in_4bit", "lora.quantize", AXOLOTL),
     )
 }
 
 
+_SHARED: Mapping[str, str] = {
+    "train": "learning_rate weight_decay warmup_steps max_grad_norm adam_beta1 adam_beta2 seed tf32 eval_steps "
+    "save_steps report_to early_stopping_patience",
+    "lora": "modules_to_save bias",
+    "model": "trust_remote_code",
+    "data": "packing",
+    "post_training": "beta loss_type label_smoothing temperature",
+}
+SHARED: Mapping[str, str] = {name: f"{section}.{name}" for section, names in _SHARED.items() for name in names.split()}
+"""Names that other libraries share with tigon -> the recipe key. They may stand at the top level, like aliases."""
+
+
+INSTEAD: Mapping[str, str] = {
+    "warmup_ratio": "train.warmup_steps, a number of steps",
+    "eval_strategy": "train.eval_steps",
+    "save_strategy": "train.save_steps",
+    "logging_strategy": "train.log_steps",
+    "per_device_eval_batch_size": "train.batch_size, which evaluations use too",
+    "eval_batch_size": "train.batch_size, which evaluations use too",
+    "output_dir": "output.folder and output.name",
+    "push_to_hub": "tigon export RUN FOLDER --push owner/name after the run",
+    "hub_model_id": "tigon export RUN FOLDER --push owner/name after the run",
+    "resume_from_checkpoint": "tigon train RECIPE --resume",
+    "torch_dtype": "train.precision",
+    "dtype": "train.precision for training, or output.dtype for the saved weights",
+    "use_liger_kernel": "model.kernels",
+    "deepspeed": "sharding.zero",
+    "use_peft": "lora.rank",
+    "adapter": "lora.rank, and lora.quantize: true for QLoRA",
+    "load_in_8bit": "lora.quantize: true with lora.quantize_to: int8",
+    "datasets": "data.source",
+    "dataset_text_field": "data.columns: {text: NAME}",
+    "max_prompt_length": "data.sequence_length, the tokens of prompt and answer together",
+    "chat_template": "data.template",
+    "rl": "train.objective",
+    "activation_offloading": "train.checkpointing: offload",
+    "tiled_mlp": "train.mlp_tile_tokens",
+}
+"""Names of other libraries that no recipe key equals -> what to use."""
+
+
 def key_of(dotted: str) -> str:
     """The recipe key that `name` or `section.name` stands for; `dotted` itself if it is not an alias."""
     section, _, name = dotted.rpartition(".")
+    if not section and name in SHARED:
+        return SHARED[name]
     alias = ALIASES.get(name)
     return alias.key if alias is not None and section in ("", alias.key.partition(".")[0]) else dotted
 
@@ -94,6 +147,8 @@ def value_of(name: str, value: Any, where: str) -> Any:
     Raises:
         RecipeError: a value that has no counterpart. The message begins with `where`.
     """
+    if name in SHARED:
+        return value
     alias = ALIASES[name]
     known = isinstance(value, (str, bool)) and value in alias.values
     if not known and alias.only:
@@ -129,8 +184,8 @@ def translate(block: Mapping[Any, Any], prefix: str, lines: dict[str, int], wher
             lines.setdefault(prefix + dotted, lines[prefix + written])
 
     for top, value in block.items():
-        if top in ALIASES:
-            take(ALIASES[top].key, top, value_of(top, value, where(prefix + top)))
+        if top in ALIASES or top in SHARED:
+            take(key_of(top), top, value_of(top, value, where(prefix + top)))
         elif not isinstance(value, dict):
             result[top] = value
         else:
@@ -150,4 +205,5 @@ def table() -> str:
     for alias in ALIASES.values():
         values = ", ".join(f"`{str(a).lower()}`: `{b}`" for a, b in alias.values.items())
         rows.append(f"| `{alias.name}` | {alias.of} | `{alias.key}` | {values} |")
+    rows += [f"| `{name}` | the same name | `{key}` | |" for name, key in SHARED.items()]
     return "\n".join(rows)

@@ -317,6 +317,7 @@ class ShardingConfig:
 
     gpus: int = technique_key("gpus")
     sequence: int = technique_key("sequence_shards")
+    sequence_method: str = technique_key("sequence_method")
     tensor: int = technique_key("tensor_shards")
     zero: int = technique_key("zero")
     fsdp: bool = technique_key("fsdp")

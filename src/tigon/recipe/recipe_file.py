@@ -21,7 +21,7 @@ from typing import Any
 
 from tigon._files import read_text
 from tigon.errors import RecipeError
-from tigon.recipe.aliases import ALIASES, key_of, translate, value_of
+from tigon.recipe.aliases import ALIASES, INSTEAD, key_of, translate, value_of
 from tigon.recipe.keys import SECTIONS, Recipe, TrainConfig, limits_text, type_name
 from tigon.recipe.rules import Rules, check_combinations, check_effects
 
@@ -329,6 +329,8 @@ def _all_keys() -> list[str]:
 
 
 def _unknown(dotted: str, known: Sequence[str], where: str) -> RecipeError:
+    if instead := INSTEAD.get(dotted.rpartition(".")[2]):
+        return RecipeError(f"{where}: {dotted} is not a recipe key; use {instead}")
     leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
     leaves |= {name: f"{name}, another name of {alias.key}" for name, alias in ALIASES.items() if name not in leaves}
     # A key of this name in another section, then a key that looks like it, then another name of a key.

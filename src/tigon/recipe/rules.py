@@ -167,6 +167,13 @@ _RULES = Rules(
     (
         *(_rule_of(row) for row in KEY_EXCLUSIONS),
         Rule(
+            lambda r: (
+                r.sharding.sequence_method == "ring" and r.data.packing and not r.data.cross_document_attention
+            ),
+            "sharding.sequence_method: ring has no mask that separates packed documents; set "
+            "data.cross_document_attention: true or data.packing: false, or sharding.sequence_method: ulysses",
+        ),
+        Rule(
             lambda r: bool(r.comparison.steps) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
             "comparison.steps needs one process without sharding; set comparison.steps: 0",
         ),

@@ -316,8 +316,8 @@ _EXCLUSIONS = (
         instead="lora.quantize: true, or lora.init: default", source="arXiv 2310.08659",
     ),
     Exclusion(
-        when=(_LOFTQ, Condition("quantize_to", "is", "int8")),
-        reason="tigon has LoftQ for 4-bit weights only", instead="lora.quantize_to: nf4, or lora.init: default",
+        when=(_LOFTQ, Condition("quantize_to", "is one of", ("int8", "mxfp4"))),
+        reason="tigon has LoftQ for linear layers in NF4 only", instead="lora.quantize_to: nf4, or lora.init: default",
         source="peft 0.21 utils/loftq_utils.py: replace_lora_weights_loftq",
     ),
     Exclusion(

@@ -1,9 +1,10 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): several processes share the tokens of each row.
+"""Sequence parallelism: several processes share the tokens of each row.
 
-The processes of a group read the same rows, and each computes a shard: every Nth part of the tokens, in their order.
-Norms, MLPs, rotary embedding, head and loss treat tokens one by one, so they run on the shard as they are. Attention
-needs the whole row. Before it, an all-to-all gives each process all tokens of an Nth part of the heads. After it, a
-second one gives the shard back.
+The processes of a group read the same rows, and each computes a shard: an Nth part of the tokens. Norms, MLPs, rotary
+embedding, head and loss treat tokens one by one, so they run on the shard as they are. Attention needs the whole row.
+With Ulysses (arXiv 2309.14509), an all-to-all before attention gives each process all tokens of an Nth part of the
+heads, and a second one after it gives the shard back. In a ring (`mechanisms/ring_attention.py`) each process keeps its
+tokens, and keys and values go from one process to the next.
 
 The model is called with whole rows. A hook cuts them: labels are shifted before the cut, because the label of a
 shard's last token is the first token of the next shard. A call without labels, such as that of `generate`, is not cut.
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 
 from tigon.errors import RecipeError
 from tigon.techniques.head_groups import check_text_alone, key_heads
+from tigon.techniques.mechanisms import ring_attention
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Setting
@@ -37,7 +39,12 @@ from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 SHARD = "sequence_shard"
 """The keyword that carries the `Shard` from the model's call to its attention, also when layers are computed again."""
 IGNORE_INDEX = -100
-KEY = "sharding.sequence"
+KEY, METHOD = "sharding.sequence", "sharding.sequence_method"
+ULYSSES, RING = METHODS = ("ulysses", "ring")
+_RING_OF_DOCUMENTS = (
+    f"{METHOD}: ring has no mask that separates packed documents; set data.cross_document_attention: true or "
+    f"data.packing: false, or {METHOD}: ulysses"
+)
 
 _shared: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -66,7 +73,7 @@ class Shard:
         """The attention modules that used it."""
 
 
-def share_rows(model: nn.Module, group: Any) -> None:
+def share_rows(model: nn.Module, group: Any, method: str = ULYSSES) -> None:
     """Let this model compute, for calls with labels, only this process's shard of the rows that it is called with.
 
     The model's attention has to be `sdpa`. This function replaces it by a version for shards.
@@ -74,18 +81,20 @@ def share_rows(model: nn.Module, group: Any) -> None:
     Args:
         model: A causal language model of transformers.
         group: The processes that share the rows, in the order of their shards.
+        method: `ulysses` or `ring`, how attention sees whole rows.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     size = dist.get_world_size(group)
-    name = f"sdpa_of_{size}_sequence_shards"
-    ALL_ATTENTION_FUNCTIONS.register(name, _of_whole_rows(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+    name = f"sdpa_of_{size}_sequence_shards" + ("_in_a_ring" if method == RING else "")
+    of_rows = _in_a_ring if method == RING else _of_whole_rows
+    ALL_ATTENTION_FUNCTIONS.register(name, of_rows(ALL_ATTENTION_FUNCTIONS["sdpa"]))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
         config._attn_implementation_internal = name
-    hooks = _Hooks(group, int(model.config.num_hidden_layers))  # type: ignore[union-attr, arg-type]
+    hooks = _Hooks(group, int(model.config.num_hidden_layers), method)  # type: ignore[union-attr, arg-type]
     model.register_forward_pre_hook(hooks.cut, with_kwargs=True)
     model.register_forward_hook(hooks.check_layers, with_kwargs=True)
     _shared[model] = size
@@ -94,8 +103,8 @@ def share_rows(model: nn.Module, group: Any) -> None:
 class _Hooks:
     """Cuts the rows of a model's calls, and refuses a model whose layers do not all exchange tokens."""
 
-    def __init__(self, group: Any, n_layers: int) -> None:
-        self.group, self.n_layers = group, n_layers
+    def __init__(self, group: Any, n_layers: int, method: str) -> None:
+        self.group, self.n_layers, self.method = group, n_layers, method
         self.checked = False
 
     def cut(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
@@ -103,8 +112,10 @@ class _Hooks:
             return args, kwargs
         if args:
             raise TypeError(f"{KEY} cuts named inputs, but the model was called with {len(args)} unnamed ones")
-        inputs = cut_rows(kwargs, self.group)
-        if not self.checked:  # layers with another attention would fail at a mask of whole rows
+        inputs = cut_rows(kwargs, self.group, self.method)
+        if (
+            not self.checked and self.method == ULYSSES
+        ):  # layers with another attention would fail at a mask of whole rows
             inputs["attention_mask"] = None
         return (), inputs
 
@@ -123,15 +134,20 @@ class _Hooks:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def cut_rows(inputs: Mapping[str, Any], group: Any) -> dict[str, Any]:
+def cut_rows(inputs: Mapping[str, Any], group: Any, method: str = ULYSSES) -> dict[str, Any]:
     """Returns this process's part of the inputs of a causal language model.
 
-    Rows are padded at the right to a multiple of the group's size. No token sees the padding, which follows them all.
+    Rows are padded at the right to a multiple of the group's size, or of twice that for a ring. No token sees the
+    padding, which follows them all.
 
     Args:
         inputs: Whole rows: input_ids and labels (B, T), and position_ids (B, T) or an attention_mask (B, T), whose
             zeros are at the right. Other values stay.
         group: The processes that share the rows.
+        method: `ulysses`: a process has one stretch of tokens; `ring`: those of `ring_attention.own_tokens`.
+
+    Raises:
+        RecipeError: A row for a ring holds several documents.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     rest = {name: value for name, value in inputs.items() if name not in ("attention_mask", "position_ids")}
@@ -140,19 +156,32 @@ def cut_rows(inputs: Mapping[str, Any], group: Any) -> dict[str, Any]:
     if shift_labels_BT is None:
         shift_labels_BT = F.pad(labels_BT, (0, 1), value=IGNORE_INDEX)[:, 1:]
     positions_BT = _positions(inputs)
-    padding = -tokens_BT.shape[1] % size
+    padding = -tokens_BT.shape[1] % (size * (ring_attention.CHUNKS if method == RING else 1))
     after = positions_BT[:, -1:] + torch.arange(1, padding + 1, device=positions_BT.device)
     positions_BT = torch.cat([positions_BT, after], dim=1)
-    length = positions_BT.shape[1] // size
-    own = slice(rank * length, (rank + 1) * length)
+    whole = positions_BT.shape[1]
+    own = [slice(rank * whole // size, (rank + 1) * whole // size)]
+    if method == RING:
+        own = ring_attention.own_tokens(rank, size, whole)
+
+    def of_own(rows_BT: Tensor) -> Tensor:
+        return torch.cat([rows_BT[:, stretch] for stretch in own], dim=1)
 
     def part(rows_BT: Tensor, fill: int) -> Tensor:
-        return F.pad(rows_BT, (0, padding), value=fill)[:, own].contiguous()
+        return of_own(F.pad(rows_BT, (0, padding), value=fill))
 
-    shard = Shard(group, positions_BT, document_mask(positions_BT))
+    if method == RING:
+        learned_BT = F.pad(shift_labels_BT, (0, padding), value=IGNORE_INDEX) != IGNORE_INDEX
+        if bool(((documents(positions_BT) > 0) & learned_BT).any()):  # padding may count as a document
+            raise RecipeError(_RING_OF_DOCUMENTS)
+        # a mask of this form keeps transformers from making one
+        mask: Tensor | None = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens_BT.device)
+    else:
+        mask = document_mask(positions_BT)
+    shard = Shard(group, positions_BT, mask)
     return rest | {
         "input_ids": part(tokens_BT, 0), "labels": part(labels_BT, IGNORE_INDEX),
-        "shift_labels": part(shift_labels_BT, IGNORE_INDEX), "position_ids": positions_BT[:, own].contiguous(),
+        "shift_labels": part(shift_labels_BT, IGNORE_INDEX), "position_ids": of_own(positions_BT),
         "attention_mask": shard.mask, SHARD: shard,
     }  # fmt: skip
 
@@ -170,15 +199,20 @@ def _positions(inputs: Mapping[str, Any]) -> Tensor:
     return torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
 
 
-def document_mask(positions_BT: Tensor) -> Tensor | None:
-    """Returns where a token sees another, (B, 1, T, T); None if no row holds several documents.
+def documents(positions_BT: Tensor) -> Tensor:
+    """Returns the number of each token's document in its row, (B, T).
 
     A document begins where positions do not go on by one.
     """
     begins = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
-    if not bool(begins.any()):
+    return F.pad(begins.cumsum(1), (1, 0))
+
+
+def document_mask(positions_BT: Tensor) -> Tensor | None:
+    """Returns where a token sees another, (B, 1, T, T); None if no row holds several documents."""
+    documents_BT = documents(positions_BT)
+    if not bool(documents_BT[:, -1].any()):
         return None
-    documents_BT = F.pad(begins.cumsum(1), (1, 0))
     same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
     return same.tril_()
 
@@ -205,6 +239,29 @@ def _of_whole_rows(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
         return own_tokens(out_BThD, shard.group), None
 
     return attend_whole_rows
+
+
+def _in_a_ring(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """Returns causal attention for shards whose keys and values go round. `attend` is for calls without labels."""
+
+    def attend_in_a_ring(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        shard: Shard | None = options.pop(SHARD, None)
+        if shard is None:
+            return attend(module, query, key, value, attention_mask, **options)
+        others = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
+        others += ["dropout"] * bool(options.get("dropout"))
+        others += ["a width of values of its own"] * (value.shape[-1] != query.shape[-1])
+        others += ["attention to later tokens"] * (not getattr(module, "is_causal", True))
+        if others:
+            raise RecipeError(f"{METHOD}: ring: the model's attention has {others[0]}; set {METHOD}: ulysses")
+        shard.layers.add(id(module))
+        scale = options.get("scaling")
+        out_BhtD = ring_attention.ring_attention(query, key, value, shard.group, scale=scale)
+        return out_BhtD.transpose(1, 2).contiguous(), None
+
+    return attend_in_a_ring
 
 
 class _AllToAll(torch.autograd.Function):
@@ -263,10 +320,12 @@ def check(config: Any, choices: Choices) -> None:
         )
     check_text_alone(config, KEY)
     n_heads, n_key_heads = int(config.num_attention_heads), key_heads(config)
-    if n_heads % size or n_key_heads % size:
+    if choices.sequence_method == RING:
+        ring_attention.check()
+    elif n_heads % size or n_key_heads % size:
         raise RecipeError(
             f"{KEY} is {size}, and the model has {n_heads} heads and {n_key_heads} key heads, which are divided over "
-            "these processes; choose a divisor of both"
+            f"these processes; choose a divisor of both, or {METHOD}: ring"
         )
     others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
     if others:
@@ -286,7 +345,7 @@ def _share(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     mesh = dist.device_mesh.init_device_mesh(
         run_info.device, (run_info.processes // size, size), mesh_dim_names=("data", "sequence")
     )
-    share_rows(model, mesh.get_group("sequence"))
+    share_rows(model, mesh.get_group("sequence"), choices.sequence_method)
     return model
 
 
@@ -304,9 +363,17 @@ DECLARATION = Declaration(
     settings=(
         Setting(
             field="sequence_shards", key=KEY,
-            help="Processes that share the tokens of each row (Ulysses); must divide `gpus` and the model's key heads.",
+            help="Processes that share the tokens of each row; must divide `gpus` and, with Ulysses, the model's key "
+            "heads.",
             minimum=1, maximum=64,
             label=lambda choices: f"rows shared by {choices.sequence_shards}" if choices.sequence_shards > 1 else "",
+        ),
+        Setting(
+            field="sequence_method", key=METHOD,
+            help="How attention sees whole rows: `ulysses` exchanges tokens for heads; `ring` passes keys and values "
+            "on from process to process, and no GPU has run it yet.",
+            words=METHODS,
+            label=lambda choices: "ring attention" if choices.sequence_method == RING else "",
         ),
     ),
     techniques=(
@@ -319,6 +386,17 @@ DECLARATION = Declaration(
             "its own tokens.",
             recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, source="arXiv 2309.14509",
         ),
+        Technique(
+            name="ring-attention", page="sequence-parallel",
+            saves="As sequence-parallel, with more processes than the model has key heads too.",
+            costs="Each layer and pass sends all keys and values, with as many heads as queries have, N - 1 times. "
+            "Only rows of one document, or `data.cross_document_attention: true`.",
+            effect_on_result="None for the same samples per step, except for rounding. No GPU has run it yet.",
+            recipe={
+                "sharding.gpus": 2, KEY: 2, METHOD: RING, "data.cross_document_attention": True,
+            },
+            chosen=(_SHARDED, Condition("sequence_method", "is", RING)), source="arXiv 2310.01889",
+        ),
     ),
     exclusions=(
         _not_with(
@@ -328,6 +406,10 @@ DECLARATION = Declaration(
         _not_with(
             Condition("attention_groups", "is at least", 2), "each of them replaces the attention function",
             "train.attention_groups: 1", "tigon.techniques.head_groups",
+        ),
+        Exclusion(
+            when=(Condition("sequence_method", "is", RING), Condition("sequence_shards", "is", 1)),
+            reason="a ring needs processes that share rows", instead=f"{KEY}: 2, or {METHOD}: ulysses", source=KEY,
         ),
         _not_with(
             Condition("kernels", "is", "liger"), "Liger Kernel has not been tried with shards of rows",

@@ -1,6 +1,6 @@
 """Several GPUs, and offload of states: DDP, FSDP2, DeepSpeed ZeRO (arXiv 1910.02054, 2101.06840, 2104.07857).
 
-This file only computes configurations from the model. The engines are DeepSpeed's and PyTorch's.
+This file computes configurations from the model, and marks its layers. The engines are DeepSpeed's and PyTorch's.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
@@ -96,7 +98,27 @@ def _mark_layers(model: Any, choices: Choices, run_info: RunInfo) -> Any:
 
         for layer in layers:
             set_z3_leaf_module(layer, True)
+            _check_first_input(layer)
     return model
+
+
+def _check_first_input(layer: Any) -> None:
+    """Let a layer's first training call raise RecipeError if no input passes gradients on.
+
+    DeepSpeed's hook would then run before the gradients of the layer's weights exist, and take zeros for them.
+    """
+
+    def check(module: Any, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+            raise RecipeError(
+                f"sharding.zero: 3 gathers whole layers, and a {type(module).__name__} of this model gets no input "
+                "with a gradient, as if the weights before it were frozen; use sharding.fsdp: true, or sharding.zero: 2"
+            )
+
+    handle = layer.register_forward_pre_hook(check)
 
 
 def zero_plus_plus(choices: Choices) -> dict[str, Any]:
@@ -321,7 +343,8 @@ _SETTINGS = (
     ),
     Setting(
         field="zero_int4_gradients", key="sharding.zero_int4_gradients",
-        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
+        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers between machines. Requires `zero: 3` and a GPU; no GPU "
+        "has run it yet.",
         label=lambda choices: "qgZ" if choices.zero_int4_gradients else "",
     ),
     Setting(
@@ -395,7 +418,8 @@ _TECHNIQUES = (
     ),
     Technique(
         name="zero-3-int4-gradients", page="zero",
-        saves="Three quarters of the traffic of reduced gradients: they are sent as 4-bit integers.",
+        saves="Three quarters of the traffic of reduced gradients between machines: they are sent as 4-bit integers. "
+        "On one machine it has no effect.",
         costs="Rounding of the gradients, and kernels that convert them.", tools=("nvcc",),
         effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
         needs=("deepspeed",), devices=("cuda",),

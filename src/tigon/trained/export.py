@@ -22,6 +22,7 @@ from tigon.models.loading.config import is_hub_id
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights, whole, with_adapter
 from tigon.trainer.checkpoint.adapter_files import merged
+from tigon.trainer.report import model_card
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"
@@ -96,6 +97,7 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> None:
         model = model.to(DTYPES[wanted.dtype])
     model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
     tokenizer.save_pretrained(folder)
+    model_card.copy(trained.adapter or Path(trained.weights), folder, merged=trained.adapter is not None)
     for name in PROCESSOR_FILES:
         if (file := Path(trained.tokenizer) / name).is_file():
             shutil.copy(file, folder / name)

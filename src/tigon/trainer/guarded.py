@@ -38,7 +38,7 @@ from tigon.techniques import tensor_parallel
 from tigon.techniques.lora import quiet_peft
 from tigon.techniques.mechanisms.fused_linear import has_fused_linears
 from tigon.techniques.sequence_parallel import shards_of
-from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, whole_files
+from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, universal, whole_files
 from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave
 from tigon.trainer.distributed import launch
 from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
@@ -230,6 +230,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             distributed_checkpoint.load_optimizer(self.model, optimizer, folder)
         elif checkpoint is not None and self.is_fsdp_enabled and whole_files.has_whole_files(folder):
             whole_files.load_optimizer(self.model, optimizer, folder)
+        elif checkpoint is not None and self._is_of_another_engine(folder):
+            universal.load_optimizer(self.model, optimizer, folder)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -389,9 +391,15 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             distributed_checkpoint.load_model(model or self.model, folder, self.objective.checkpoint_state)
         elif self.is_fsdp_enabled and whole_files.has_whole_files(folder):
             whole_files.load_model(model or self.model, folder)
+        elif self._is_of_another_engine(folder):
+            universal.load_model(model or self.model, folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.objective.load_beside(self.model, folder)
+
+    def _is_of_another_engine(self, checkpoint: Path) -> bool:
+        """Whether DeepSpeed has written a checkpoint that this run reads without it."""
+        return universal.is_deepspeeds(checkpoint) and not self.is_deepspeed_enabled
 
     def gathered_state(self) -> dict[str, torch.Tensor] | None:
         """The whole weights of a sharded model. Every process calls it; with ZeRO-3 only the main process gets them."""

@@ -28,14 +28,13 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, run_folder
-from tigon.trainer.checkpoint import adapter_files, checkpoint, elastic, final_model, nvme_swap
+from tigon.trainer.checkpoint import checkpoint, elastic, final_model, nvme_swap
 from tigon.trainer.distributed import launch, launch_folder, signals
 from tigon.trainer.distributed.nodes import Nodes, nodes_of_run
 from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared, prepare, quiet_libraries
-from tigon.trainer.report import vllm_rules
 from tigon.trainer.run_folder import RunFolder
 from tigon.units import in_parameters
 
@@ -330,9 +329,8 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         run.append({"event": "result", "step": _last_step(run), **result})
         report.write(run, summary, prepared.objective)
         for folder in final_model.folders_in(run.path) if prepared.recipe.output.save_model else ():
-            model_card.write(run, folder, prepared.recipe, summary, prepared.objective)
-            if folder.name == adapter_files.ADAPTERS and (verdict := vllm_rules.judge(folder)).refusals:
-                console.print(f"serving  {verdict.refusal_line}", markup=False, soft_wrap=True)
+            if unserved := model_card.write(run, folder, prepared.recipe, summary, prepared.objective):
+                console.print(f"serving  {unserved}", markup=False, soft_wrap=True)
         run.write_json(run_folder.SUMMARY, summary)
         _conclude(console, run, summary, prepared.objective)
         if stop.number:
@@ -566,8 +564,8 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objecti
     from tigon.trainer.report.progress import format_bytes  # loads transformers
 
     if summary["stopped_early_step"] is not None:
-        line = f"stopped  at step {summary['stopped_early_step']}: the eval loss fell no more"
-        console.print(f"{line} (train.early_stopping_patience)", markup=False, soft_wrap=True)
+        where = f"at step {summary['stopped_early_step']}: the eval loss fell no more (train.early_stopping_patience)"
+        console.print(f"stopped  {where}", markup=False, soft_wrap=True)
     if summary["eval_loss"] is not None and summary["unigram_entropy"] is None:
         console.print(f"eval loss {summary['eval_loss']:.4f}", markup=False)
     elif summary["eval_loss"] is not None:
@@ -580,8 +578,7 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objecti
     if summary["best_step"] is not None:
         console.print(f"best     checkpoint of step {summary['best_step']}, loaded and saved", markup=False)
     if summary["decoded"]:
-        line = f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}"
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}", markup=False, soft_wrap=True)
     if summary["evaluation_error"]:
         console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
     if summary["skipped_steps"]:

@@ -29,6 +29,7 @@ from types import MethodType
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from tigon.errors import PatchError
 
@@ -94,16 +95,37 @@ def _new_patched(base: type[nn.Module], *seams: Seam) -> nn.Module:
 
 
 def patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
-    """The subclass of `base` with the seam's methods; the same class for the same pair."""
-    return _patched_class(base, seam)  # type: ignore[arg-type]  # typeshed asks for hashable instances
+    """The subclass of `base` with the seam's methods; the same class for the same pair.
+
+    torch gives each parametrized module a class of its own, whose properties hold the module. A cache of such classes
+    would keep every model's weights, so these classes carry their own.
+    """
+    if not is_parametrized_class(base):
+        return _cached_class(base, seam)  # type: ignore[arg-type]  # typeshed asks for hashable instances
+    if _CACHE not in vars(base):
+        setattr(base, _CACHE, {})
+    made: dict[Seam, type[PatchedModule]] = vars(base)[_CACHE]
+    if seam not in made:
+        made[seam] = _patched_class(base, seam)
+    return made[seam]
 
 
-@functools.cache
+_CACHE = "_tigon_patched_classes"
+
+
+def is_parametrized_class(cls: type) -> bool:
+    """Whether torch or tigon made the class for one parametrized module (torch.nn.utils.parametrize)."""
+    return any(c.__name__.startswith("Parametrized") and c.__module__ == parametrize.__name__ for c in cls.__mro__)
+
+
 def _patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
     identity = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     methods = seam.namespace(base)
     bases = (base,) if issubclass(base, PatchedModule) else (PatchedModule, base)  # a second seam subclasses the first
     return type(base.__name__, bases, {**identity, **methods, "_tigon_base": base, "_tigon_seam": seam})
+
+
+_cached_class = functools.cache(_patched_class)
 
 
 class Around:

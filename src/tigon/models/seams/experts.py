@@ -162,7 +162,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _check_once(module: Any) -> None:
-    key = (type(module), unit_of(module), module.has_gate)
+    key = (type(_plain(module)), unit_of(module), module.has_gate)  # not a parametrized class, which holds its module
     if key not in _checked:
         objection = unit_objection(module)
         if objection is not None:

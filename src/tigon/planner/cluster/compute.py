@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tigon.planner.cluster.division import Division
 from tigon.planner.cluster.shape import ModelShape
 from tigon.planner.gpus import Gpu
-from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S, PRODUCT_SHARE
+from tigon.planner.simulate.roofline import COPY_SHARE, PRODUCT_SHARE
 from tigon.planner.trace.attention import product_share
 
 
@@ -127,7 +127,7 @@ def layer_time(work: Workload, division: Division, gpu: Gpu) -> LayerTime:
     return LayerTime(
         forward_s=linear_s + attention_s + forward_moved / rate,
         backward_s=2 * linear_s + attention_back * attention_s + repeated_s + (backward_moved + repeated_moved) / rate,
-        head_s=_head_s(work, tokens, gpu), host_s=calls * HOST_S,
+        head_s=_head_s(work, tokens, gpu), host_s=calls * gpu.host_s,
     )  # fmt: skip
 
 

@@ -72,6 +72,8 @@ class Division:
 
     sharding: Sharding = "none"
     engine: Engine = "PyTorch"
+    whole_layers: bool = True
+    """Whether ZeRO-3 gathers the weights of a layer together, as in runs of tigon, and not one by one."""
     data: int = 1
     """Replicas that read different samples."""
     within_node: bool = False

@@ -15,10 +15,11 @@ from tigon.planner.cluster.memory import MASTER_ITEMSIZE, shard_ranks, stage_num
 from tigon.planner.cluster.shape import BF16
 from tigon.planner.cluster.topology import Cluster
 from tigon.planner.cluster.traffic import Transfer, activation_transfers, data_transfers, gradient_reductions
-from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S
+from tigon.planner.simulate.roofline import COPY_SHARE
 from tigon.planner.step_time import HOST_BYTES_S
+from tigon.techniques.sharding import LARGEST_LAYER
 
-ENGINE_CALLS = {"DDP": 0, "FSDP2": 130, "ZeRO": 180, "ZeRO-3": 680}
+ENGINE_CALLS = {"DDP": 0, "FSDP2": 130, "ZeRO": 180, "ZeRO-3": 680, "ZeRO-3 by layers": 180}
 """Host time per weight and step of each engine, as a number of operators (planner/engines)."""
 _WEIGHTS_PER_LAYER = 9
 UPDATE_BYTES = {"amp-bf16": 42, "bf16": 20}
@@ -45,7 +46,7 @@ def step_time(work: Workload, division: Division, cluster: Cluster) -> StepTime:
     layer = layer_time(work, division, cluster.gpu)
     data, activations = data_transfers(work, division, cluster), activation_transfers(work, division, cluster)
     micro_s = _stage_s(work, division, layer)
-    waiting_s = max(_host_s(work, division, layer) - micro_s, 0.0)
+    waiting_s = max(_host_s(work, division, cluster, layer) - micro_s, 0.0)
     each_s = sum(one.seconds(cluster) for one in activations) / division.accumulate
     bubbles = (division.pipeline - 1) / division.chunks
     parts = {
@@ -69,7 +70,7 @@ def _stage_s(work: Workload, division: Division, layer: LayerTime) -> float:
     return max(most * both_s, last * both_s + layer.head_s)
 
 
-def _host_s(work: Workload, division: Division, layer: LayerTime) -> float:
+def _host_s(work: Workload, division: Division, cluster: Cluster, layer: LayerTime) -> float:
     """CPU time of one micro-batch, with the engine's own time of a step spread over its micro-batches."""
     layers = -(-work.shape.layers // division.pipeline)
     if division.sharding == "none":
@@ -77,8 +78,11 @@ def _host_s(work: Workload, division: Division, layer: LayerTime) -> float:
     elif division.engine == "PyTorch":
         calls = ENGINE_CALLS["FSDP2"] if division.sharding == "weights" else 0
     else:
-        calls = ENGINE_CALLS["ZeRO-3" if division.sharding == "weights" else "ZeRO"]
-    return layers * (layer.host_s + calls * _WEIGHTS_PER_LAYER * HOST_S)
+        small = work.shape.layer_matrix_numel <= LARGEST_LAYER
+        by_layers = division.whole_layers and small and not division.offload
+        by_weights = "ZeRO-3 by layers" if by_layers else "ZeRO-3"
+        calls = ENGINE_CALLS[by_weights if division.sharding == "weights" else "ZeRO"]
+    return layers * (layer.host_s + calls * _WEIGHTS_PER_LAYER * cluster.gpu.host_s)
 
 
 def _exposed_s(

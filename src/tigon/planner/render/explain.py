@@ -13,7 +13,7 @@ from tigon.planner.request import Request, text_config
 from tigon.planner.search import space
 from tigon.planner.search.recommend import Plan
 from tigon.planner.simulate.model_states import ModelWeights, model_weights, state_tensor_bytes
-from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S, PRODUCT_SHARE
+from tigon.planner.simulate.roofline import COPY_SHARE, PRODUCT_SHARE
 from tigon.techniques.optimizers import OPTIMIZERS
 
 _WIDTH = 100
@@ -94,8 +94,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"step         {seconds(result.step_s)}: matmuls at {PRODUCT_SHARE:.0%} of {gpu.matmul_flops / 1e12:.0f} "
-        f"TFLOP/s and other bytes at {COPY_SHARE:.0%} of {gpu.copy_bytes_s / 1e9:.0f} GB/s, or {HOST_S * 1e6:.0f} µs "
-        f"of host time per operator if that is longer. Clipping and the update are added. Rates: {gpu.source}."
+        f"TFLOP/s and other bytes at {COPY_SHARE:.0%} of {gpu.copy_bytes_s / 1e9:.0f} GB/s, or "
+        f"{gpu.host_s * 1e6:.0f} µs of host time per operator if that is longer. Clipping and the update are added. "
+        f"Rates: {gpu.source}."
     )
 
 

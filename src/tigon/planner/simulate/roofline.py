@@ -1,7 +1,7 @@
 """The time of a step: matrix products at the GPU's measured rate, other operators at its bandwidth, and the launches.
 
 The CPU runs ahead of the GPU, so a micro-batch takes the longer of the two times. The shares below were fitted to
-fourteen measured steps of Llama-3.2-1B and Llama-3.1-8B on an H200, `HOST_S` to later steps.
+fourteen measured steps of Llama-3.2-1B and Llama-3.1-8B on an H200, `HOST_S` and `Gpu.host_s` to later steps.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.trace.tape import SegmentCost, Tape
 
 HOST_S = 3e-6
-"""CPU time of an operator with its autograd, in eager PyTorch. It was fitted to Llama-3.2-1B on 512 tokens, a CPU-bound
-run (benchmarks/results/nvidia-h200/planner/runs.json). The runs with 2,048 tokens and with QLoRA allow at most 5e-6.
-For two runs of 4 x 1024 tokens from another day it predicts too little time; 8e-6 fitted those."""
+"""CPU time of an operator with its autograd, in eager PyTorch, on an H200's host. It was fitted to Llama-3.2-1B on 512
+tokens, a CPU-bound run (benchmarks/results/nvidia-h200/planner/runs.json). The runs with 2,048 tokens and with QLoRA
+allow at most 5e-6. For two runs of 4 x 1024 tokens from another day it predicts too little time; 8e-6 fitted those. The
+row of a GPU has the time of its own hosts (`Gpu.host_s`). Hosts of one kind of GPU differ by a third."""
 LAUNCH_S = 2e-6
 """Seconds from the end of one kernel to the start of the next."""
 PRODUCT_SHARE = 0.93
@@ -30,7 +31,7 @@ def micro_s(tape: Tape, gpu: Gpu, *, copied_bytes: int = 0, host_calls: int = 0)
     if cost.fp8_flops:
         products_s += cost.fp8_flops / (gpu.fp8_flops * PRODUCT_SHARE)
     moved_s = cost.moved_bytes / (gpu.copy_bytes_s * COPY_SHARE)
-    return max(products_s + moved_s + cost.launches * LAUNCH_S, cost.host_calls * HOST_S)
+    return max(products_s + moved_s + cost.launches * LAUNCH_S, cost.host_calls * gpu.host_s)
 
 
 def update_s(touched_bytes: float, host_calls: float, sm_s: float, gpu: Gpu, *, waits: bool = False) -> float:
@@ -41,5 +42,5 @@ def update_s(touched_bytes: float, host_calls: float, sm_s: float, gpu: Gpu, *, 
     multiprocessor. waits: whether the CPU also waits for the GPU after each parameter.
     """
     device_s = touched_bytes / (gpu.copy_bytes_s * COPY_SHARE) + sm_s / gpu.sm_count
-    host_s = host_calls * HOST_S
+    host_s = host_calls * gpu.host_s
     return device_s + host_s if waits else max(device_s, host_s)

@@ -267,10 +267,18 @@ def _fp8_product(args: Mapping[str, Any]) -> float:
     return float(2 * math.prod(args["a_MK"].shape) * args["b_NK"].shape[0])
 
 
+EXPERT_TILE_ROWS = 128
+"""Rows of a tile of a grouped product (kernels/experts.py)."""
+
+
 def _grouped_product(args: Mapping[str, Any]) -> float:
-    """FLOPs of each slot times its expert's weight, (E, outputs, inputs), and its adapter's, (E, outputs, rank)."""
+    """FLOPs of each slot times its expert's weight, (E, outputs, inputs), and its adapter's, (E, outputs, rank).
+
+    The last tile of each expert is half empty on average, and takes the time of a full one.
+    """
     weights = (args["weight"], args["low_weight"])
-    return float(sum(2 * len(args["order"]) * math.prod(w.shape[1:]) for w in weights if w is not None))
+    rows = len(args["order"]) + args["weight"].shape[0] * EXPERT_TILE_ROWS // 2
+    return float(sum(2 * rows * math.prod(w.shape[1:]) for w in weights if w is not None))
 
 
 def _grouped_weight_gradient(args: Mapping[str, Any]) -> float:

@@ -13,6 +13,13 @@ from typing import Any
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 PAGE_COLOURS: Mapping[str, str] = {INK: "ink", MUTED: "soft", GRID: "line", "#ffffff": "page"}
 """Colours of a chart -> the style variables of the report pages, which differ in dark mode."""
+IN_THE_DARK: Mapping[str, str] = {
+    "#c2410c": "#fb923c", "#0f766e": "#2dd4bf", "#4338ca": "#818cf8", "#a16207": "#eab308", "#be185d": "#f472b6",
+    "#1d4ed8": "#60a5fa", "#7e22ce": "#c084fc", "#4d7c0f": "#a3e635", "#b91c1c": "#f87171",
+}  # fmt: skip
+"""Colours of data -> the same on a dark page, where they have a contrast of 3 or less."""
+DARK_STYLE = " ".join(f"--data-{colour[1:]}: {dark};" for colour, dark in IN_THE_DARK.items())
+"""The style variables of a dark page."""
 WIDE, NARROW = 8.4, 4.2
 """Inches."""
 _for_phone: ContextVar[bool] = ContextVar("for_phone", default=False)
@@ -74,7 +81,9 @@ def svg(figure: Any, name: str) -> str:
 
 
 def on_page(text: str) -> str:
-    """An SVG that is part of an HTML page: its ink, lines and background follow the page's colours."""
-    for colour, variable in PAGE_COLOURS.items():
+    """An SVG that is part of an HTML page: its colours follow the page's. A dark page needs `DARK_STYLE`."""
+    variables = {**PAGE_COLOURS, **{colour: f"data-{colour[1:]}" for colour in IN_THE_DARK}}
+    for colour, variable in variables.items():
+        text = text.replace(f'fill="{colour}"', f'style="fill: {colour}"')  # of a hatched bar
         text = re.sub(rf"(?<=: ){colour}\b", f"var(--{variable}, {colour})", text)
     return text

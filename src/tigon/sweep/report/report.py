@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tigon.profiler.render.figure import on_page
+from tigon.profiler.render.figure import DARK_STYLE, for_phone, on_page
 from tigon.sweep import failures, self_test
 from tigon.sweep.report import charts
 from tigon.sweep.report.charts import GIB, axis_words
@@ -36,9 +36,14 @@ def write(results: Mapping[str, Any], path: Path) -> None:
     view = _view(results)
     here = Path(__file__).parent
     page = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
+    with for_phone():
+        narrow = charts.draw(results)
     # the charts are our own markup; nothing else is exempt from escaping
-    safe = {name: Markup(on_page(text)) for name, text in drawn.items()}
-    folder.write_text(path / "report.html", page.render(**view, charts=safe))
+    safe = {
+        name: Markup(f'<div class="desk">{on_page(text)}</div><div class="phone">{on_page(narrow[name])}</div>')
+        for name, text in drawn.items()
+    }
+    folder.write_text(path / "report.html", page.render(**view, charts=safe, dark_style=DARK_STYLE))
     plain = Environment(finalize=escape_markdown, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     plain.filters["fenced"] = fenced
     text = plain.from_string((here / "report.md.j2").read_text(encoding="utf-8")).render(**view, charts=drawn)

@@ -41,6 +41,7 @@ class Choices:
     quantize_to: str = "nf4"
     gpus: int = 1
     sequence_shards: int = 1
+    sequence_method: str = "ulysses"
     tensor_shards: int = 1
     zero: int = 0
     zero_copy_ranks: int = 1

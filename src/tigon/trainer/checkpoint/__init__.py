@@ -4,5 +4,6 @@ checkpoint.py writes checkpoints that are complete or absent, and compares them 
 distributed_checkpoint.py reads and writes weights and optimizer states in PyTorch's distributed format, also in the
 background. whole_files.py reads whole weights and states into a sharded model.
 elastic.py divides the samples of a step for another number of processes, and finds counters and random states for them.
+universal.py reads a checkpoint of ZeRO without DeepSpeed's engine.
 nvme_swap.py separates DeepSpeed's NVMe swap files from those of other runs, and restores them from a checkpoint.
 """

@@ -18,12 +18,13 @@ import torch
 from tigon.errors import RunFolderError
 from tigon.recipe.keys import Recipe
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.trainer.checkpoint import checkpoint
+from tigon.trainer.checkpoint import checkpoint, universal
 from tigon.trainer.distributed import launch
 
 ENGINE_KEYS = (
-    "sharding.gpus", "sharding.sequence", "sharding.tensor", "sharding.fsdp", "sharding.replicas", "sharding.reshard",
-    "sharding.offload",
+    "sharding.gpus", "sharding.sequence", "sharding.sequence_method", "sharding.tensor", "sharding.fsdp",
+    "sharding.replicas", "sharding.reshard", "sharding.offload", "sharding.zero", "sharding.zero_copy_ranks",
+    "sharding.zero_int8_weights", "sharding.zero_int4_gradients",
 )  # fmt: skip
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
@@ -98,12 +99,16 @@ def engine_problem(checkpoints: Path, before: Recipe, now: Recipe) -> str | None
     if (was.zero, was.fsdp, written) == (now.sharding.zero, now.sharding.fsdp, processes_now(now)):
         return None
     had = f"the run had sharding.zero: {was.zero}, sharding.fsdp: {was.fsdp} and {written} processes"
-    if was.zero or now.sharding.zero:
+    unread = universal.problem(before) if was.zero else None
+    if now.sharding.zero or unread:
         export = f"`tigon export {checkpoint.newest_path(checkpoints)} FOLDER`"
-        return (
-            f"{had}, and DeepSpeed's checkpoints are read only with the same of all three; resume with those, or write "
-            f"the weights with {export} and start a new run from them"
+        what = f"the checkpoints of a run {unread}" if unread else "such checkpoints"
+        why = (
+            f"{what} are read only with the same of all three"
+            if unread
+            else ("DeepSpeed reads only its own checkpoints, of the same stage and processes")
         )
+        return f"{had}, and {why}; resume with those, or write the weights with {export} and start a new run from them"
     if (was.fsdp or now.sharding.fsdp) and not OPTIMIZERS[now.train.optimizer].has_plain_states:
         return (
             f"{had}, and the states of train.optimizer: {now.train.optimizer} are divided for those; resume with "
@@ -113,8 +118,8 @@ def engine_problem(checkpoints: Path, before: Recipe, now: Recipe) -> str | None
 
 
 def engine_may_change(before: Recipe, now: Recipe) -> bool:
-    """Whether a resumed run may change `ENGINE_KEYS`: without DeepSpeed in either."""
-    return before.sharding.zero == now.sharding.zero == 0
+    """Whether a resumed run may change `ENGINE_KEYS`: if DeepSpeed does not continue."""
+    return now.sharding.zero == 0
 
 
 def counted_before(folder: Path, rank: int, processes: int) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
+from tigon.trainer.distributed import launch
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tup
         (
             bool(both),
             f"data.source and data.eval_source both name {', '.join(both)}: the eval loss is measured on training text",
+        ),
+        (
+            recipe.choices().zero_int4_gradients and not launch.has_several_nodes(),
+            "sharding.zero_int4_gradients has no effect on one machine: DeepSpeed sends gradients as 4-bit integers "
+            "between machines only",
         ),
     )
     return tuple(text for applies, text in checks if applies)

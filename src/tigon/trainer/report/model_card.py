@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from tigon.trainer.report.report import fenced
 from tigon.trainer.run_folder import RunFolder
 
 FILE = "README.md"
+_ADAPTERS_FOR, _MERGED_INTO = "LoRA adapters for", "LoRA adapters merged into"
+_LOADING, _SERVING = "## How to load it", "## Serve it with vLLM"
 _PACKAGES = ("tigon", "torch", "transformers", "peft", "trl", "tokenizers", "safetensors")
 
 
-def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, Any], objective: Objective) -> None:
+def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, Any], objective: Objective) -> str | None:
     """Write the model card of the weights in `folder`.
 
     Args:
@@ -28,18 +31,21 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
         recipe: The recipe of the run.
         summary: Its summary.
         objective: Its objective.
+
+    Returns:
+        Why vLLM does not load the adapters in `folder`; None if it does, or if they are whole weights.
     """
-    adapters, data, environment = folder.name == ADAPTERS, run.read_json(run_folder.DATA), run.read_json(
-        run_folder.ENVIRONMENT
-    )  # fmt: skip
+    adapters = folder.name == ADAPTERS
+    verdict = vllm_rules.judge(folder) if adapters else None
+    data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
     train = [record for record in run.records() if record["event"] == "train"]
     figures = [(tile["name"], tile["value"]) for tile in report.tiles(train, summary, objective.metric_section())]
     versions = environment["versions"]
     sections = [
         _front_matter(recipe, adapters=adapters),
         f"# {recipe.output.name}\n\n{_lead(recipe, adapters=adapters)}",
-        f"## How to load it\n\n{_code(adapters=adapters)}",
-        *([f"## Serve it with vLLM\n\n{_served(folder, recipe)}"] if adapters else []),
+        f"{_LOADING}\n\n{_code(adapters=adapters)}",
+        *([f"{_SERVING}\n\n{_served(verdict, recipe)}"] if verdict else []),
         "## Measured figures\n\nMeasured in the training run.\n\n" + _table("figure", figures),
         f"## Training data\n\n`{'`, `'.join(source.name for source in recipe.data.sources())}`\n\n"
         + _table("what", _counts(data)),
@@ -50,23 +56,52 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
         "## Recipe\n\n" + fenced((run.path / run_folder.RECIPE).read_text(encoding="utf-8")),
     ]
     (folder / FILE).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return verdict.refusal_line if verdict and verdict.refusals else None
+
+
+def copy(source: Path, folder: Path, *, merged: bool) -> None:
+    """Copy a run's card beside weights that are written elsewhere. Does nothing if `source` has no card of tigon.
+
+    Args:
+        source: The folder with the run's weights or adapters.
+        folder: The folder of the new weights.
+        merged: Whether the adapters in `source` were merged into them.
+    """
+    import yaml
+
+    card = source / FILE
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
+    if not isinstance(front, dict) or "tigon" not in front.get("tags", ()):
+        return
+    if merged:
+        head, *sections = re.split(r"\n\n(?=## )", text)
+        title = head.split("---", 2)[2].replace(_ADAPTERS_FOR, _MERGED_INTO)
+        kept = [section for section in sections if not section.startswith((_LOADING, _SERVING))]
+        front["library_name"] = "transformers"
+        text = "\n\n".join([_yaml(front) + title, f"{_LOADING}\n\n{_code(adapters=False)}", *kept])
+    (folder / FILE).write_text(text, encoding="utf-8")
 
 
 def _front_matter(recipe: Recipe, *, adapters: bool) -> str:
     """The metadata that the hub reads."""
-    import yaml
-
     values: dict[str, Any] = {
         "library_name": "peft" if adapters else "transformers", "pipeline_tag": "text-generation",
         "tags": ["tigon", *(["lora"] if recipe.lora.rank is not None else [])],
     }  # fmt: skip
     if is_hub_id(recipe.model.name):
         values["base_model"] = recipe.model.name
-    return f"---\n{yaml.safe_dump(values, sort_keys=False)}---"
+    return _yaml(values)
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    import yaml
+
+    return f"---\n{yaml.safe_dump(dict(values), sort_keys=False)}---"
 
 
 def _lead(recipe: Recipe, *, adapters: bool) -> str:
-    what = "LoRA adapters for" if adapters else "Merged LoRA adapters and" if recipe.lora.rank else "A fine-tuned"
+    what = _ADAPTERS_FOR if adapters else _MERGED_INTO if recipe.lora.rank else "A fine-tuned"
     name = f"`{recipe.model.name}`"
     if recipe.model.revision is not None:
         name += f" (revision `{recipe.model.revision}`)"
@@ -81,9 +116,8 @@ def _code(*, adapters: bool) -> str:
     )
 
 
-def _served(folder: Path, recipe: Recipe) -> str:
-    """How vLLM serves the adapters in `folder`, or why it does not."""
-    verdict = vllm_rules.judge(folder)
+def _served(verdict: vllm_rules.Verdict, recipe: Recipe) -> str:
+    """How vLLM serves the adapters, or why it does not."""
     if verdict.refusals:
         reasons = "\n".join(f"- {reason}" for reason in verdict.refusals)
         merge = "Serve a merged model, which `tigon export RUN FOLDER --merge` writes."
@@ -98,7 +132,7 @@ def _served(folder: Path, recipe: Recipe) -> str:
 
 
 def _counts(data: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name.replace("_", " "), value) for name, value in data.items() if value]
+    return [(report.data_label(name), value) for name, value in data.items() if value]
 
 
 def _table(title: str, rows: Sequence[tuple[str, Any]]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import MetricRow, MetricSection, Objective
-from tigon.profiler.render.figure import for_phone, on_page
+from tigon.profiler.render.figure import DARK_STYLE, for_phone, on_page
 from tigon.trainer import run_folder
 from tigon.trainer.evaluation.generations import texts_of
 from tigon.trainer.evaluation.harness import rows_of
@@ -26,6 +26,11 @@ from tigon.trainer.report.progress import format_bytes, format_seconds
 from tigon.trainer.run_folder import RunFolder
 from tigon.units import in_parameters
 
+_DATA_LABELS = {
+    "rows": "samples", "held_out_documents": "eval documents", "held_out_tokens": "eval tokens",
+    "truncated_rows": "truncated documents", "dropped_rows": "dropped documents", "bad_rows": "rows left out",
+    "unigram_entropy": "unigram entropy (nats per token)", "tokenizer_size": "tokens of the tokenizer",
+}  # fmt: skip
 COMPARISON_COLUMNS = ("last loss", "largest difference", "peak memory", "peak of the step alone", "saved", "tokens/s")
 
 
@@ -47,7 +52,7 @@ def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> N
         name: Markup(f'<div class="wide">{on_page(svg)}</div><div class="phone">{on_page(narrow[name])}</div>')
         for name, svg in drawn.items()
     }
-    run.write_text("report.html", html.render(**view, charts=both))
+    run.write_text("report.html", html.render(**view, charts=both, dark_style=DARK_STYLE))
     plain = Environment(finalize=escape_markdown, keep_trailing_newline=True)
     plain.filters["fenced"] = fenced
     markdown = plain.from_string((here / "report.md.j2").read_text(encoding="utf-8")).render(**view, charts=drawn)
@@ -81,11 +86,16 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
             for task, metric, value, dev in rows_of(summary.get("lm_eval") or {})
         ],
         "sample": summary["sample"] if recipe.output.sample_tokens and writes_text else None,
-        "data": [(name.replace("_", " "), _number(value)) for name, value in data.items() if name != "fingerprint"],
+        "data": [(data_label(name), _number(value)) for name, value in data.items() if name != "fingerprint"],
         "environment": [(k.replace("_", " "), value) for part in environment.values() for k, value in part.items()],
         "patch": summary["patch"],
         "recipe": recipe_text,
     }  # fmt: skip
+
+
+def data_label(name: str) -> str:
+    """The words for an entry of data.json."""
+    return _DATA_LABELS.get(name) or name.replace("_", " ")
 
 
 def tiles(

@@ -60,7 +60,9 @@ def judge(folder: Path) -> Verdict:
         else:
             modules.setdefault(found[0], {})[_factor(found[1])] = header
     rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
-    refusals = [*_of_config(config, rank), *_of_experts(modules)]
+    alone = [path for path, factors in modules.items() if factors.keys() != {"A", "B"}]
+    refusals = _of_config(config, rank)
+    refusals += [f"the file has one of the two factors of {alone[0]}"] if alone else _of_experts(modules)
     if unknown and not refusals:
         refusals.append(f"it reads no tensor named {unknown[0]}")
     max_rank = next((value for value in MAX_RANKS if value >= rank), MAX_RANKS[-1])

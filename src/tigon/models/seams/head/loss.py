@@ -41,6 +41,7 @@ from tigon.models.seams.head.divided_head import has_tensor_parallel_forward, is
 from tigon.models.seams.head.logits import LogitAttributes, LogitMap
 from tigon.models.seams.head.token_metrics import TokenMetrics
 from tigon.models.seams.head.traced_logits import TracedLogits, UncomputedLogits
+from tigon.models.seams.router import with_balancing_loss
 
 # Class names of wrappers that pass the input to a descendant and return its output unchanged: PEFT's `modules_to_save`,
 # and FSDP1.
@@ -356,6 +357,8 @@ class CausalLMSeam(Seam):
     cross_entropy: bool = True
     """Whether to compute the loss of existing logits with tigon's cross_entropy instead of PyTorch's."""
     logits: LogitAttributes = field(default_factory=LogitAttributes)
+    balancing: bool = False
+    """Whether to compute a mixture's load-balancing loss with tigon's op."""
 
     def find_head(self, model: nn.Module) -> nn.Module | None:
         """The module at the path `head`, or None."""
@@ -386,7 +389,7 @@ class CausalLMSeam(Seam):
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         seam = self
-        base_forward: Callable[..., Any] = base.forward
+        base_forward: Callable[..., Any] = with_balancing_loss(base.forward) if seam.balancing else base.forward
         labels_at = _position(base_forward, "labels")
         loss_property: Any = inspect.getattr_static(base, "loss_function")
 

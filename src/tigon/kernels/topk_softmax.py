@@ -1,0 +1,121 @@
+"""The router of a mixture of experts: softmax over the experts, the k largest probabilities, and their normalisation.
+
+    p = softmax(l)        w_k = p_{e_k} / s        s = Σ_k p_{e_k} if normalised, else 1
+
+    backward, with g_e = dw_k for e = e_k and 0 elsewhere, and q = p / s:
+    normalised      dl = q · (g − Σ_k w_k dw_k) for the chosen experts, 0 elsewhere
+    otherwise       dl = p · (g − Σ_k w_k dw_k)
+
+A program holds whole rows of E logits. It takes the largest of them k times, the first of equal ones. Everything is
+fp32. The backward computes the softmax again from the logits, which the model keeps anyway.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tigon.kernels import _device
+from tigon.kernels._device import cdiv
+from tigon.kernels._launch import launch
+
+TILE = 1024  # logits of a program
+
+
+@triton.jit
+def topk_softmax_fwd_kernel(
+    Logits, Weights, Index, T, E, stride_t,
+    TOP_K: tl.constexpr, NORMALISED: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols, ks = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    there = (rows < T)[:, None] & (cols < E)[None, :]
+    x = tl.load(Logits + rows[:, None] * stride_t + cols[None, :], mask=there, other=float("-inf")).to(tl.float32)
+    largest = tl.max(x, axis=1)
+    taken = (cols >= E)[None, :] | (rows < 0)[:, None]
+    top = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+    index = tl.zeros([ROWS, BLOCK_K], dtype=tl.int32)
+    for k in tl.static_range(TOP_K):
+        left = tl.where(taken, float("-inf"), x)
+        value = tl.max(left, axis=1)
+        # A row with NaN finds no largest; its weights are NaN, and its expert must exist so that NaN goes on.
+        first = tl.min(tl.where((left == value[:, None]) & (taken == 0), cols[None, :], E - 1), axis=1)
+        taken = taken | (cols[None, :] == first[:, None])
+        top = tl.where((ks == k)[None, :], value[:, None], top)
+        index = tl.where((ks == k)[None, :], first[:, None], index)
+    top = tl.exp(top - largest[:, None])
+    if NORMALISED:
+        total = tl.sum(tl.where((ks < TOP_K)[None, :], top, 0.0), axis=1)
+    else:
+        total = tl.sum(tl.exp(x - largest[:, None]), axis=1)
+    weights = top / total[:, None]
+    inside = (rows < T)[:, None] & (ks < TOP_K)[None, :]
+    place = rows[:, None] * TOP_K + ks[None, :]
+    tl.store(Weights + place, weights.to(Weights.dtype.element_ty), mask=inside)
+    tl.store(Index + place, index.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def topk_softmax_bwd_kernel(
+    DWeights, Logits, Index, DLogits, T, E, stride_t,
+    TOP_K: tl.constexpr, NORMALISED: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_E)
+    there = (rows < T)[:, None] & (cols < E)[None, :]
+    x = tl.load(Logits + rows[:, None] * stride_t + cols[None, :], mask=there, other=float("-inf")).to(tl.float32)
+    g = tl.zeros([ROWS, BLOCK_E], dtype=tl.float32)
+    chosen = tl.zeros([ROWS, BLOCK_E], dtype=tl.int32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(Index + rows * TOP_K + k, mask=rows < T, other=0).to(tl.int32)
+        dw = tl.load(DWeights + rows * TOP_K + k, mask=rows < T, other=0.0).to(tl.float32)
+        here = cols[None, :] == expert[:, None]
+        g = tl.where(here, dw[:, None], g)
+        chosen = tl.where(here, 1, chosen)
+    p = tl.exp(x - tl.max(x, axis=1)[:, None])
+    if NORMALISED:
+        p = tl.where(chosen != 0, p, 0.0)
+    p = p / tl.sum(p, axis=1)[:, None]
+    mean = tl.sum(p * g, axis=1)
+    d = p * (g - mean[:, None])
+    tl.store(DLogits + rows[:, None] * E + cols[None, :], d.to(DLogits.dtype.element_ty), mask=there)
+
+
+def row_tile(E, itemsize):
+    """(rows and columns of a program's tile, warps)"""
+    block = _device.next_power_of_2(E)
+    rows = max(TILE // block, 1)
+    per_lane = 16 // itemsize  # what one load of 16 bytes gives to a lane
+    return rows, block, max(min(rows * block // (per_lane * _device.lanes()), 8), 1)
+
+
+def unit_stride_rows(logits):
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def topk_softmax_fwd(logits, top_k, normalised, dtype):
+    """Launch the router of (T, E). Returns the weights (T, K) in `dtype` and the experts (T, K)."""
+    logits, (T, E) = unit_stride_rows(logits), logits.shape
+    weights = torch.empty((T, top_k), dtype=dtype, device=logits.device)
+    index = torch.empty((T, top_k), dtype=torch.int64, device=logits.device)
+    if weights.numel():
+        rows, block, warps = row_tile(E, logits.itemsize)
+        launch(
+            topk_softmax_fwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
+            Logits=logits, Weights=weights, Index=index, T=T, E=E, stride_t=logits.stride(0), TOP_K=top_k,
+            NORMALISED=normalised, ROWS=rows, BLOCK_E=block, BLOCK_K=_device.next_power_of_2(top_k),
+        )  # fmt: skip
+    return weights, index
+
+
+def topk_softmax_bwd(dweights, logits, index, normalised):
+    """Launch the gradient of the logits."""
+    logits, dweights, (T, E) = unit_stride_rows(logits), dweights.contiguous(), logits.shape
+    dlogits = logits.new_empty((T, E))
+    if dlogits.numel():
+        rows, block, warps = row_tile(E, logits.itemsize)
+        launch(
+            topk_softmax_bwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
+            DWeights=dweights, Logits=logits, Index=index, DLogits=dlogits, T=T, E=E, stride_t=logits.stride(0),
+            TOP_K=index.shape[1], NORMALISED=normalised, ROWS=rows, BLOCK_E=block,
+        )  # fmt: skip
+    return dlogits

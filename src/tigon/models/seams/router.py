@@ -1,0 +1,145 @@
+"""Routers of mixtures whose weights are a softmax over the experts, its k largest values, and perhaps their quotients.
+
+A router returns the logits, the weights and the experts of each token. Families differ in whether the weights are
+normalised, and in the dtype of weights and logits. Routers with sigmoids, groups or a correction of the scores are
+other formulas, and keep their own forward.
+
+The model's load-balancing loss, if its config asks for one, is also an op. The loss's seam puts it into the forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon import ops
+from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.rebind import owner_of, rebind
+from tigon.models.verification import probe
+
+_EXPERTS, _TOP_K, _TOKENS = 6, 2, 5
+
+
+@dataclass(frozen=True)
+class RouterSeam(Seam):
+    """Computes the weights and the experts in one kernel after the product."""
+
+    op: ClassVar[str] = "topk_softmax"
+    flag: ClassVar[str] = "router"
+
+    normalised: bool = True
+    fp32_weights: bool = False
+    """The weights are fp32; otherwise they have the dtype of the hidden states."""
+    fp32_logits: bool = False
+    """The logits are cast to fp32 after the product."""
+
+    def candidate(self, module: nn.Module) -> bool:
+        weight = getattr(module, "weight", None)
+        own = dict(module.named_parameters())
+        if not isinstance(getattr(module, "top_k", None), int) or weight is None or weight.ndim != 2:
+            return False
+        return own.keys() <= {"weight", "bias"} and not any(True for _ in module.buffers())
+
+    def objection(self, module: nn.Module) -> str | None:
+        shapes: dict[str, tuple[int, ...]] = {"weight": (_EXPERTS, probe.WIDTH)}
+        if getattr(module, "bias", None) is not None:
+            shapes["bias"] = (_EXPERTS,)
+        sizes = {
+            "top_k": _TOP_K, "num_experts": _EXPERTS, "num_local_experts": _EXPERTS, "hidden_dim": probe.WIDTH,
+            "hidden_size": probe.WIDTH,
+        }  # fmt: skip
+        make = partial(probe.make_stand_in, module, parameters=shapes, attributes=sizes)
+        fused, forward = self.namespace(type(module))["forward"], type(module).forward
+        return probe.disagreement(make, _inputs, fused, forward) or _dtype_objection(make, fused, forward)
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        plain_forward: Any = base.forward
+
+        def forward(self_: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            if is_dtensor(hidden_states) or is_dtensor(self_.weight):
+                return plain_forward(self_, hidden_states)  # type: ignore[no-any-return]
+            rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+            logits = F.linear(rows, self_.weight, getattr(self_, "bias", None))
+            dtype = torch.float32 if self.fp32_weights else logits.dtype
+            if self.fp32_logits:
+                logits = logits.float()
+            weights, index = ops.topk_softmax(logits, self_.top_k, normalised=self.normalised, dtype=dtype)
+            return logits, weights, index
+
+        return {"forward": forward}
+
+
+ROUTERS: tuple[Seam, ...] = (
+    RouterSeam(),
+    RouterSeam(normalised=False),
+    RouterSeam(fp32_weights=True),
+    RouterSeam(fp32_logits=True),
+)
+"""The routers of transformers' families: Qwen3-MoE and GPT-OSS, OLMoE and Qwen2-MoE, Mixtral, Granite-MoE."""
+
+
+def _inputs() -> tuple[Tensor, ...]:
+    return (probe.random(_TOKENS, probe.WIDTH, seed=1).requires_grad_(),)
+
+
+def _dtype_objection(make: Any, fused: Any, forward: Any) -> str | None:
+    """Why the results have other dtypes in bf16, or None."""
+    with probe.undisturbed():
+        rows = _inputs()[0].detach().bfloat16()
+        got, want = ([t.dtype for t in each(make().bfloat16(), rows)] for each in (fused, forward))
+    return None if got == want else f"in bf16 the op returns {got}, the module {want}"
+
+
+# --- the loss that balances the experts ---
+
+_LOSS = "load_balancing_loss_func"
+
+
+@functools.cache
+def with_balancing_loss(forward: Any) -> Any:
+    """The forward of a model, with tigon's load-balancing loss if its own function computes the same."""
+    owner = owner_of(forward, _LOSS)
+    if owner is None:
+        return forward
+    original = owner.__globals__[_LOSS]
+    replacement = functools.partial(_balancing_loss, original)
+    return rebind(forward, owner, {_LOSS: replacement}) if _computes_the_same(original, replacement) else forward
+
+
+def _balancing_loss(
+    original: Any, gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None
+) -> Any:
+    """The arguments are those of transformers' function."""
+    served = isinstance(gate_logits, tuple) and bool(gate_logits)
+    if not served or any(is_dtensor(one) or one.shape != gate_logits[0].shape for one in gate_logits):
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    device, (rows, experts) = gate_logits[0].device, gate_logits[0].shape
+    if experts != num_experts or (attention_mask is not None and attention_mask.numel() != rows):
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    mask = None if attention_mask is None else attention_mask.to(device)
+    return ops.load_balancing_loss([one.to(device) for one in gate_logits], top_k, mask=mask)
+
+
+def _computes_the_same(original: Any, replacement: Any) -> bool:
+    """Whether both functions give one loss and one gradient, with and without a mask."""
+
+    def measured(function: Any, mask: Tensor | None) -> list[Tensor]:
+        layers = tuple(probe.random(_TOKENS, _EXPERTS, seed=seed).requires_grad_() for seed in (1, 2))
+        loss = function(layers, _EXPERTS, _TOP_K, mask)
+        return [loss.detach(), *torch.autograd.grad(loss, layers)]
+
+    try:
+        with probe.undisturbed():
+            for mask in (None, torch.tensor([[1, 1, 0, 1, 0]])):
+                pairs = zip(measured(original, mask), measured(replacement, mask), strict=True)
+                if not all(torch.allclose(a, b, rtol=probe.TOLERANCE, atol=1e-6) for a, b in pairs):
+                    return False
+    except Exception:  # the model's own function may raise anything; it then stays
+        return False
+    return True

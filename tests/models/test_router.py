@@ -1,0 +1,128 @@
+"""Routers and the load-balancing loss of mixtures: which families run the ops, and that their results are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+from tigon import ops
+from tigon.errors import PatchError
+from tigon.models.table import MODELS
+from tigon.models.verification.tiny import tiny_model
+
+SERVED = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "granitemoe", "gpt_oss")
+IDS = 1 + torch.arange(24).view(2, 12) % 60  # the embedding of 0 is 0, and all its experts would tie
+
+
+def model_of(family: str, **config: Any) -> Any:
+    torch.manual_seed(0)
+    model = tiny_model(family, {**MODELS[family].tiny, **config}).float().train()
+    for name, parameter in model.named_parameters():  # some routers begin with zeros, and all experts would tie
+        if "router" in name or "gate.weight" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def step(model: Any, **inputs: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    out = model(input_ids=IDS, labels=IDS, use_cache=False, **inputs)
+    out.loss.backward()
+    more = {"aux_loss": out.aux_loss.detach()} if getattr(out, "aux_loss", None) is not None else {}
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": out.loss.detach(), **more, **grads}
+
+
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    for name, value in want.items():
+        difference = float((got[name] - value).abs().max())
+        assert difference <= 1e-4 + 1e-3 * float(value.abs().max()), (name, difference)
+
+
+def calls_of(name: str) -> Any:
+    return patch.object(ops, name, wraps=getattr(ops, name))
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_router_of_the_family_is_the_op_with_the_same_step(family: str) -> None:
+    model = model_of(family)
+    want = step(model)
+    report = tigon.patch(model, router=True)
+    assert report.counts["topk_softmax"] == report.counts["experts"]
+    with calls_of("topk_softmax") as called:
+        got = step(model)
+    assert called.call_count == report.counts["topk_softmax"]
+    assert got.keys() == want.keys()
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_balancing_loss_of_the_model_is_the_op_with_the_same_gradients(family: str, masked: bool) -> None:
+    model = model_of(family, output_router_logits=True, router_aux_loss_coef=0.5)
+    inputs = {"attention_mask": (IDS > 3).long()} if masked else {}
+    want = step(model, **inputs)
+    report = tigon.patch(model, router=True)
+    with calls_of("load_balancing_loss") as called:
+        got = step(model, **inputs)
+    assert called.call_count == 1 and got.keys() == want.keys() and "aux_loss" in got
+    assert_close(got, want)
+    report.undo()
+    with calls_of("load_balancing_loss") as called:
+        step(model, **inputs)
+    assert not called.called
+
+
+def test_function_with_another_formula_stays() -> None:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
+
+    original = modeling.load_balancing_loss_func
+
+    def other(*args: Any, **options: Any) -> Any:
+        return 2 * original(*args, **options)
+
+    with patch.object(modeling, "load_balancing_loss_func", other):
+        from tigon.models.seams.router import with_balancing_loss
+
+        with_balancing_loss.cache_clear()
+        forward = modeling.Qwen3MoeForCausalLM.forward
+        assert with_balancing_loss(forward) is forward
+    with_balancing_loss.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "llama4_text"])
+def test_router_with_another_formula_keeps_its_forward(family: str) -> None:
+    with pytest.raises(PatchError, match=r"router: nothing in this .* can run it"):
+        tigon.patch(model_of(family), router=True)
+
+
+def test_router_keeps_its_forward_unless_it_is_asked_for() -> None:
+    model = model_of("qwen3_moe", output_router_logits=True)
+    assert "topk_softmax" not in tigon.patch(model).counts
+    with calls_of("load_balancing_loss") as called:
+        step(model)
+    assert not called.called
+
+
+def test_equal_logits_choose_the_first_experts() -> None:
+    weights, index = tigon.topk_softmax(torch.zeros(3, 5), 2, normalised=True)
+    assert index.tolist() == [[0, 1]] * 3 and torch.equal(weights, torch.full((3, 2), 0.5))
+
+
+def test_row_with_nan_has_weights_of_nan_and_experts_that_exist() -> None:
+    logits = torch.randn(4, 6)
+    logits[1, 2] = torch.nan
+    weights, index = tigon.topk_softmax(logits, 2)
+    assert weights[1].isnan().all() and not weights[[0, 2, 3]].isnan().any()
+    assert ((index >= 0) & (index < 6)).all()
+
+
+def test_experts_that_cannot_be_chosen_get_no_weight() -> None:
+    logits = torch.full((2, 4), -torch.inf)
+    logits[:, 3] = 1.0
+    weights, index = tigon.topk_softmax(logits, 2)
+    assert weights.tolist() == [[1.0, 0.0]] * 2 and index[:, 0].tolist() == [3, 3]
