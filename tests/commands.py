@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TextIO
 
 import pytest
@@ -54,6 +54,9 @@ class Blank:
 
     def __getitem__(self, index: object) -> Blank:
         return self
+
+    def __iter__(self) -> Iterator[Blank]:
+        return iter(())
 
     def __call__(self, *arguments: object, **options: object) -> Blank:
         return self

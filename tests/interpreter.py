@@ -1,7 +1,7 @@
 """Makes Triton's interpreter faster without changing what it computes; `backends.py` applies it.
 
-Most of an interpreted kernel's time goes into Python objects, not into numpy. What is made again in every operation
-is remembered here, and operators of tensors of one type go to numpy directly. The results are the same bit by bit
+Most of an interpreted kernel's time goes into Python objects, not into numpy. Objects that every operation makes again
+are remembered here, and operators of tensors of one type go to numpy directly. The results are the same bit by bit
 (`test_interpreter.py`), except for subnormal numbers between bf16 and fp32, which Triton 3.6 converts to others.
 
 Other versions of Triton than the one these replacements were written for run without them.

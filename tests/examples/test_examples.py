@@ -73,7 +73,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]:
     has_trl = importlib.util.find_spec("trl") is not None
     tested = {item.name.partition("[")[2].removesuffix("]") for item in request.session.items}
     scripts = [name for name in RUN_ALONE if name in tested and (has_trl or not name.startswith("trl_"))]
-    # `python FILE` puts the file's folder on the path, and so does this copy of the process with its working folder.
+    # `python FILE` puts the file's folder on the path. This copy of the process puts its working folder there.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         done = python(*scripts, code=RUN_ALL, cwd=FOLDER)

@@ -80,7 +80,7 @@ def forbid_trls_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forbidden, "the functions of this TRL have other names"
 
 
-ALWAYS = ("full training", "LoRA")
+ALWAYS = ("full training",)
 """Options of `EVERY` that `make test` runs with every trainer, because each trainer reads the head in its own way."""
 WITH_EACH_OPTION = ("SFT", "DPO", "Distillation")
 """A trainer for each head request: token metrics, log-probabilities, divergence."""

@@ -1,7 +1,8 @@
 """Every kernel, compiled for chips that are not here: does it compile, does it fit, and is it what we meant to write?
 
-`aot.py`, beside this file, says how. It runs in a process without the interpreter: once for sm_90 in every way through
-the kernels and for each kernel of gfx942, and once for the other chips and gfx942 in every way.
+`aot.py`, beside this file, says how. It runs in a process without the interpreter. The first proofs compile every way
+through the kernels for sm_90, and each kernel once for gfx942. The second proofs compile every way for gfx942, and for
+the other chips.
 """
 
 from __future__ import annotations
