@@ -41,6 +41,8 @@ DIMENSIONS = {
     "cross_entropy": ("tokens", "vocabulary"),
     "linear_cross_entropy": ("tokens", "hidden size", "vocabulary"),
     "experts": ("tokens", "experts per token", "experts", "hidden size"),
+    "topk_softmax": ("tokens", "experts"),
+    "load_balancing_loss": ("tokens", "experts"),
     "fp8_linear": ("tokens", "input width", "output width"),
     "logprobs": ("tokens", "vocabulary"),
     "linear_logprobs": ("tokens", "hidden size", "vocabulary"),

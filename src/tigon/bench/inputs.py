@@ -71,7 +71,7 @@ def make_upstream(op: Op, inputs: Inputs, mean: bool = False) -> list[Tensor]:
     Those of log-probabilities and divergences are random: every loss on them has another gradient per token.
     """
     torch.manual_seed(21)
-    if mean or "target" in inputs:
+    if mean or "target" in inputs or op.name == "load_balancing_loss":
         return [torch.ones((), device=inputs[op.grads[0]].device)]
     if "ids" in inputs:
         return [torch.randn(inputs["ids"].shape, device=inputs["ids"].device)]
@@ -84,6 +84,9 @@ def make_upstream(op: Op, inputs: Inputs, mean: bool = False) -> list[Tensor]:
         x = inputs["x"]
         widths = [inputs[f"weight_{i}"].shape[0] for i in range(2)]
         return [torch.randn(*x.shape[:-1], width, device=x.device).to(x.dtype) for width in widths]
+    if op.name == "topk_softmax":
+        logits = inputs["logits"]
+        return [torch.randn(logits.shape[0], inputs["top_k"], device=logits.device).to(logits.dtype)]
     if op.name == "rope":
         like = [inputs["q"], inputs["k"]]
     elif op.name == "add_rms_norm":

@@ -258,6 +258,8 @@ SMALL = (
     _linear_logprobs(64, 32, 1000),
     *_linear_kl(64, 32, 1000),
     row("experts", 16, 2, 4, 32, options={"inner": 24}),
+    row("topk_softmax", 64, 16, options={"top_k": 2, "normalised": True}),
+    row("load_balancing_loss", 64, 16, options={"top_k": 2}),
     row("fp8_linear", 64, 32, 48),
     row("lora_linear", 64, 32, 48, 4, options={"scaling": 2.0}),
     row("lora_linears", 64, 32, 48, 40, 4, options={"scaling_0": 2.0}),
