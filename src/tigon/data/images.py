@@ -124,7 +124,7 @@ class PicturedRows:
                 raise DataError(f"{where}: images beside plain text; write the row as messages")
             return document
         messages = document.messages
-        # Messages that are no list in the row, such as a system column, come before those that are.
+        # Messages that a column adds to those of the row, such as a system prompt, come first.
         own = [*(_split(m.content, marked=bool(column)) for m in messages[: len(messages) - len(turns)]), *turns]
         images = list(_placed(messages, own, column, where))
         if len(images) > self.most:
@@ -302,7 +302,7 @@ class EncodedPictures(Encoded):
     """The text before the processor has replaced the images' places by tokens."""
     images: tuple[Picture, ...]
     digest: bytes
-    """Of the images' bytes."""
+    """A digest of the images' bytes."""
 
 
 @dataclass(frozen=True)
@@ -503,7 +503,7 @@ class Layout:
     token_kinds: tuple[tuple[str, tuple[int, ...]], ...]
     """Name -> values of the arguments that have one value per token, such as whether it is an image's."""
     tensors: tuple[tuple[str, tuple[int, ...], str, tuple[int, ...]], ...]
-    """(name, shape, dtype, values) of the other arguments. Pixels and their masks have no values."""
+    """(name, shape, dtype, values) of the other arguments. Values are left out for pixels and their masks."""
 
     @classmethod
     def of(cls, processor: Any, n_images: int, size: int) -> Layout:

@@ -3,7 +3,8 @@
     loss = E · Σ_e f_e P_e      f_e: choices of expert e per token      P_e: mean probability of expert e
 
 `expert_load` reads the logits of a layer once and returns N · f and N · P. The unfused loss computes a softmax, its k
-largest values, a histogram and a sum for each layer. f has no gradient. The backward computes the softmax again.
+largest values, a histogram and a sum for each layer. f is a count, so only P is differentiated. The backward computes
+the softmax again.
 """
 
 from __future__ import annotations

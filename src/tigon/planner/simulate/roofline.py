@@ -12,8 +12,8 @@ from tigon.planner.trace.tape import SegmentCost, Tape
 HOST_S = 3e-6
 """CPU time of an operator with its autograd, in eager PyTorch, on an H200's host. It was fitted to Llama-3.2-1B on 512
 tokens, a CPU-bound run (benchmarks/results/nvidia-h200/planner/runs.json). The runs with 2,048 tokens and with QLoRA
-allow at most 5e-6. For two runs of 4 x 1024 tokens from another day it predicts too little time; 8e-6 fitted those. The
-row of a GPU has the time of its own hosts (`Gpu.host_s`). Hosts of one kind of GPU differ by a third."""
+allow at most 5e-6. For two runs of 4 x 1024 tokens from another day it predicts too little time; 8e-6 fitted those.
+`Gpu.host_s` is the time of the hosts of one kind of GPU. They differ by a third."""
 LAUNCH_S = 2e-6
 """Seconds from the end of one kernel to the start of the next."""
 PRODUCT_SHARE = 0.93

@@ -98,7 +98,7 @@ def _read(checkpoint: Path, name: str, key: str) -> Any:
 
 
 def _folder(checkpoint: Path) -> Path:
-    """Where the converted files of a checkpoint are while a run reads them."""
+    """The folder of a checkpoint's converted files, which exists while a run reads them."""
     return checkpoint.with_name(f".universal-{checkpoint.name}")
 
 
