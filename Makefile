@@ -27,8 +27,9 @@ export GOMP_SPINCOUNT ?= 10000
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
 
-# One core per process. tests/second_proofs.py marks what `make test` leaves out.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# One core per process. tests/second_proofs.py marks what `make test` leaves out. The tests start many processes, which
+# read tigon's bytecode instead of compiling 500 files each.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/.engines
 	$(PYTEST) -m "not second_proof"
 

@@ -96,9 +96,14 @@ TARGETS = {
     "gfx1151": Target("hip", "gfx1151", 32, 64 << 10, once=True),
     "gfx1201": Target("hip", "gfx1201", 32, 64 << 10, once=True),
 }
+IN_BF16 = "sm_90, bfloat16"
 EACH_KERNEL_ONCE = "gfx942, each kernel once"
-ALL_TARGETS = {**TARGETS, EACH_KERNEL_ONCE: replace(TARGETS["gfx942"], dtypes=("bfloat16",), once=True)}
-"""The chips, and the less that `make test` compiles for one of them."""
+ALL_TARGETS = {
+    **TARGETS,
+    IN_BF16: replace(TARGETS["sm_90"], dtypes=("bfloat16",)),
+    EACH_KERNEL_ONCE: replace(TARGETS["gfx942"], dtypes=("bfloat16",), once=True),
+}
+"""The chips, and the less that `make test` compiles for two of them."""
 
 
 # Ways through the kernels, and widths of today's models, that no record has a case for.

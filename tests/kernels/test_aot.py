@@ -1,8 +1,8 @@
 """Every kernel, compiled for chips that are not here: does it compile, does it fit, and is it what we meant to write?
 
 `aot.py`, beside this file, says how. It runs in a process without the interpreter. The first proofs compile every way
-through the kernels for sm_90, and each kernel once for gfx942. The second proofs compile every way for gfx942, and for
-the other chips.
+through the kernels for sm_90 in bf16, and each kernel once for gfx942. The second proofs compile every way for both in all
+dtypes, and for the other chips.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels on this platform")
 
-from aot import ALL_TARGETS, EACH_KERNEL_ONCE, Binary, amd_loads
+from aot import ALL_TARGETS, EACH_KERNEL_ONCE, IN_BF16, Binary, amd_loads
 from filelock import FileLock  # torch depends on it
 
 import tigon
 from second_proofs import proved_by
 from tigon.ops import OPS
 
-FIRST = ("sm_90", EACH_KERNEL_ONCE)
+FIRST = (IN_BF16, EACH_KERNEL_ONCE)
 each_target = pytest.mark.parametrize(
-    "target", proved_by(FIRST, ALL_TARGETS, "sm_90 goes every way through the kernels")
+    "target", proved_by(FIRST, ALL_TARGETS, "sm_90 goes every way through the kernels, in bf16")
 )
 
 # The most threads of a program, on every chip here.

@@ -319,7 +319,7 @@ def test_node_that_comes_late_is_waited_for_and_numbers_are_kept(late, machines,
 
 
 @forks
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", proved_by([0], [0, 1], "node 0 keeps the store, so its loss is the harder one"))
 def test_lost_node_is_named_and_the_other_ends(lost, machines):
     """The machine is gone: its launcher and its process end without a word. Node 0 keeps the store of the others."""
     pids = [machines.stand_ins(f"node-{node}", rank=node) for node in (0, 1)]

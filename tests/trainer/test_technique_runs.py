@@ -602,7 +602,7 @@ SMALLER = ("train.device=cpu", "train.steps=3", "train.warmup_steps=1", "data.ma
            "data.sequence_length=32", "model.config.num_hidden_layers=1", "output.sample_tokens=0")  # fmt: skip
 IN_TWO = {
     "ddp": train, "zero-1": zero_rank, "zero-2": zero_rank, "zero-3": zero_rank, "fsdp2": fsdp_rank,
-    "sequence-parallel": train,
+    "sequence-parallel": train, "ring-attention": train,
 }  # fmt: skip
 ELSEWHERE = (
     *("zero-offload-cpu", "zero-offload-nvme"),  # DeepSpeed compiles its CPU optimizer for two minutes
