@@ -286,6 +286,7 @@ def test_attention_on_the_host_is_computed_forward_once() -> None:
     assert times_s["offload-attention"] == pytest.approx(7 / 9 * times_s["offload"], rel=0.08)
 
 
+@pytest.mark.second_proof("other tests plan the checkpointing, the groups and the segments that this row needs")
 def test_half_a_million_tokens_of_a_1b_fit_24_gib_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOCATOR_SETTINGS, "expandable_segments:True")
     config = load_config("llama-3.2-1b")
