@@ -163,11 +163,10 @@ def farther_than_allowed(family: str, dtype: torch.dtype, device: str, change: C
 @pytest.mark.parametrize(
     "family",
     proved_by(
-        {"llama", "gemma2", "gpt2", "deepseek_v3"},
-        MINI_MODELS,
-        "the others have its kernels, and test_families.py compares a step",
+        {"llama", "gemma2", "gpt2", "deepseek_v3"}, MINI_MODELS,
+        "the others have their kernels, and test_families.py compares a step",
     ),
-)
+)  # fmt: skip
 def test_patched_training_ends_where_unpatched_training_ends(family: str, dtype: str, device: str) -> None:
     reports = []
     worse = farther_than_allowed(family, DTYPES[dtype], device, lambda model: reports.append(tigon.patch(model)))

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from second_proofs import proved_by
 from small_runs import VOCAB, model
 from torch import Tensor, nn
 
 import tigon
+from second_proofs import proved_by
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},

@@ -1,8 +1,8 @@
 """Every kernel, compiled for chips that are not here: does it compile, does it fit, and is it what we meant to write?
 
 `aot.py`, beside this file, says how. It runs in a process without the interpreter. The first proofs compile every way
-through the kernels for sm_90 in bf16, and each kernel once for gfx942. The second proofs compile every way for both in all
-dtypes, and for the other chips.
+through the kernels for sm_90 in bf16, and each kernel once for gfx942. The second proofs compile every way for both in
+all dtypes, and for the other chips.
 """
 
 from __future__ import annotations
