@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_experts import IDS, adapted, step
 from models_helpers import assert_agree
-from torch import nn
 
 import tigon
 from tigon.models.verification.tiny import tiny_model
-from tigon.techniques import TECHNIQUES
 from tigon.techniques.mechanisms import adapter_targets
 from tigon.techniques.records.choices import Choices
-from tigon.techniques.records.technique import RunInfo
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 FAMILIES = ("qwen3_moe", "gpt_oss")
 # bitsandbytes 0.50.2 dequantises rows on a CPU wrongly unless their length is a multiple of its block of 64.
 WIDTHS = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128}
-IDS = torch.arange(24).view(2, 12) % 64
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +67,6 @@ def _weight(model: Any, path: str) -> torch.Tensor:
     return getattr(model.get_submodule(module), name)  # type: ignore[no-any-return]
 
 
-def adapted(model: Any) -> Any:
-    """Adapters on all linear layers and all experts, that change the results."""
-    choices = Choices(precision="fp32", lora_rank=3, lora_targets=("linear", "experts"))
-    wrapped = TECHNIQUES["lora"].model(model, choices, RunInfo())
-    torch.manual_seed(1)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.2)
-    return wrapped.train()
-
-
-def step(model: Any) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    logits = model(input_ids=IDS, use_cache=False).logits
-    logits.square().sum().backward()
-    return {"logits": logits.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_are_read_in_4_bits(family: str, folders: dict[str, Path]) -> None:
     model, plain = in_4_bits(folders[family]), read(folders[family])
@@ -105,9 +84,9 @@ def test_experts_are_read_in_4_bits(family: str, folders: dict[str, Path]) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patched_4_bit_experts_with_adapters_agree_with_dense_ones(family: str, folders: dict[str, Path]) -> None:
     model = in_4_bits(folders[family])
-    dense = adapted(dequantised(model, folders[family]))
+    dense = adapted(dequantised(model, folders[family]), "linear", "experts")
     want = step(dense)
-    model = adapted(model)
+    model = adapted(model, "linear", "experts")
     report = tigon.patch(model, linear_cross_entropy=False)
     assert sum(entry.op == "experts" for entry in report.replaced) == 2, "the experts and their adapters"
     assert_agree(step(model), want)
@@ -118,7 +97,7 @@ def test_patched_4_bit_experts_with_adapters_agree_with_dense_ones(family: str, 
 def test_no_dense_weight_waits_for_the_backward(adapters: bool, folders: dict[str, Path]) -> None:
     model = in_4_bits(folders["qwen3_moe"])
     shapes = {tuple(_weight(model, path).shape) for path in adapter_targets.expert_parameters(model)}
-    model = adapted(model) if adapters else model.requires_grad_(False).train()
+    model = adapted(model, "linear", "experts") if adapters else model.requires_grad_(False).train()
     model.enable_input_require_grads()
     kept: set[tuple[int, ...]] = set()
 
@@ -137,7 +116,7 @@ def test_no_dense_weight_waits_for_the_backward(adapters: bool, folders: dict[st
 def test_saved_adapters_load_in_peft_with_the_trained_results(folders: dict[str, Path], tmp_path: Path) -> None:
     model = in_4_bits(folders["qwen3_moe"])
     dense = dequantised(model, folders["qwen3_moe"])
-    model = adapted(model)
+    model = adapted(model, "linear", "experts")
     tigon.patch(model, linear_cross_entropy=False)
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(dense, str(tmp_path))
@@ -151,7 +130,7 @@ def test_adapters_of_4_bit_experts_without_the_op_are_refused(folders: dict[str,
     from tigon.trainer.guards import adapter_checks
 
     choices = Choices(lora_rank=3, lora_targets=("linear", "experts"), quantized=True)
-    model = adapted(in_4_bits(folders["qwen3_moe"]))
+    model = adapted(in_4_bits(folders["qwen3_moe"]), "linear", "experts")
     with pytest.raises(RecipeError, match=r"does not run .*mlp\.experts.*leave experts out of lora.targets"):
         adapter_checks.check_fused_experts(model, choices)
     tigon.patch(model)
@@ -160,8 +139,8 @@ def test_adapters_of_4_bit_experts_without_the_op_are_refused(folders: dict[str,
 
 def test_pefts_own_forward_leaves_nothing_on_a_4_bit_weight(folders: dict[str, Path]) -> None:
     model = in_4_bits(folders["qwen3_moe"])
-    dense = adapted(dequantised(model, folders["qwen3_moe"]))
-    model = adapted(model)
+    dense = adapted(dequantised(model, folders["qwen3_moe"]), "linear", "experts")
+    model = adapted(model, "linear", "experts")
     for module in model.modules():
         if type(module).__name__.endswith("Qwen3MoeExperts"):
             module.register_forward_pre_hook(lambda *_: None)  # so that the op is not used

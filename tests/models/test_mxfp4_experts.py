@@ -8,20 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_experts import IDS, adapted, step
 from models_helpers import assert_agree
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import tigon
 from tigon.models.verification.tiny import tiny_model
-from tigon.techniques import TECHNIQUES
 from tigon.techniques.mechanisms.adapter_targets import expert_parameters
-from tigon.techniques.records.choices import Choices
-from tigon.techniques.records.technique import RunInfo
 
 peft = pytest.importorskip("peft")
 WIDTHS = {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 96}
-IDS = torch.arange(24).view(2, 12) % 64
 
 
 def models() -> tuple[Any, Any]:
@@ -45,24 +42,6 @@ def models() -> tuple[Any, Any]:
         with torch.no_grad():
             dense.get_parameter(path).copy_(getattr(module, name))
     return stored, dense
-
-
-def adapted(model: Any, *targets: str) -> Any:
-    """Adapters that change the results."""
-    choices = Choices(precision="fp32", lora_rank=3, lora_targets=targets)
-    wrapped = TECHNIQUES["lora"].model(model, choices, RunInfo())
-    torch.manual_seed(1)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.2)
-    return wrapped.train()
-
-
-def step(model: Any) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    logits = model(input_ids=IDS, use_cache=False).logits
-    logits.square().sum().backward()
-    return {"logits": logits.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
 
 
 @pytest.mark.parametrize("targets", [("linear",), ("linear", "experts")], ids=["experts-frozen", "experts-adapted"])

@@ -28,10 +28,7 @@ def _tensors(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: t for name, t in inputs.items() if isinstance(t, torch.Tensor)}
 
 
-SAME_RULES = "an op's cases share its autograd function, which the first case shows"
-
-
-@pytest.mark.parametrize(CONTRACT, contract_cases(once=SAME_RULES), indirect=["backend"])
+@pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 def test_inputs_outputs_and_upstream_gradient_are_not_modified(op: Op, case: Case, backend: Any) -> None:
     """Values and autograd's version counters, after the forward, after the backward, and without gradients."""
     inputs = with_leaves(op, make(op, case, torch.float32, backend.device))
@@ -51,7 +48,7 @@ def test_inputs_outputs_and_upstream_gradient_are_not_modified(op: Op, case: Cas
         assert t._version == version
 
 
-@pytest.mark.parametrize(CONTRACT, contract_cases(once=SAME_RULES), indirect=["backend"])
+@pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 def test_second_backward_equals_the_first(op: Op, case: Case, backend: Any) -> None:
     """With an upstream gradient other than 1, which scaling in place would apply twice."""
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
@@ -76,7 +73,7 @@ def test_second_derivative_is_refused(op: Op, case: Case, backend: Any) -> None:
         torch.autograd.grad(total, [leaves[n] for n in differentiable(op, leaves)], create_graph=True)
 
 
-@pytest.mark.parametrize(CONTRACT, contract_cases(once=SAME_RULES), indirect=["backend"])
+@pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 def test_gradient_is_the_same_whichever_other_inputs_require_one(op: Op, case: Case, backend: Any) -> None:
     """Frozen weights, frozen activations, and every mix."""
     inputs = make(op, case, torch.float32, backend.device)

@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import EXPERTS, chats, put_experts_into_mxfp4, save
-from trainer_helpers import records
+from trainer_helpers import losses
 
 from vllm_loader import served
 
@@ -121,10 +121,6 @@ def whole(folder: Path, **options: Any) -> Any:
 
 def dtypes_in(folder: Path) -> set[torch.dtype]:
     return {tensor.dtype for file in folder.glob("*.safetensors") for tensor in load_file(file).values()}
-
-
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder, "train")]
 
 
 def test_adapters_load_in_peft_with_the_trained_models_logits(run, here, checkpoints):

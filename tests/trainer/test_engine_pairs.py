@@ -13,9 +13,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from test_technique_runs import cut_back, fsdp_rank, losses, need, succeeds, zero_rank
+from test_technique_runs import cut_back, fsdp_rank, need, succeeds, zero_rank
 from tiny_checkpoint import EXPERTS, save
-from trainer_helpers import records, words
+from trainer_helpers import losses, records, words
 
 from benchmarks.pages.engine_pairs import ENGINES, FEATURES, WORKING, Engine, Feature
 from forks import forks

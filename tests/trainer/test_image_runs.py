@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from test_technique_runs import succeeds
-from trainer_helpers import records
+from trainer_helpers import losses, records
 
 pytest.importorskip("PIL")
 
@@ -58,10 +58,6 @@ def run(here: Path, tigon: Any, made: Path) -> Callable[..., Any]:
         return tigon("train", path, *words, *(["--resume"] if resume else []))
 
     return train
-
-
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder, "train")]
 
 
 def test_a_run_trains_both_towers_and_saves_model_and_processor(run, here, made):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_technique_runs import cut_back, fsdp_rank, losses, need, succeeds, zero_rank
-from trainer_helpers import TINY_MODEL, records
+from test_technique_runs import cut_back, fsdp_rank, need, succeeds, zero_rank
+from trainer_helpers import TINY_MODEL, losses, records
 
 from forks import forks
 from tigon.trainer import run as run_module

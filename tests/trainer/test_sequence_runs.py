@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_technique_runs import cut_back, fsdp_rank, losses, need, succeeds, zero_rank
-from trainer_helpers import TINY_MODEL, records
+from test_technique_runs import cut_back, fsdp_rank, need, succeeds, zero_rank
+from trainer_helpers import TINY_MODEL, assert_same_losses, losses, records
 
 from forks import forks
 from tigon.errors import RecipeError
@@ -89,9 +89,7 @@ def test_four_processes_in_a_ring_train_as_one_process_and_resume_with_ulysses(r
     ring = ["sharding.gpus=4", "sharding.sequence=4", "sharding.sequence_method=ring", "output.name=ring"]
     succeeds(lambda rank: train(path, ring), here, 4)
     runs = here / "runs"
-    assert losses(runs / "ring") == pytest.approx(losses(runs / "one"), rel=1e-5)
-    evals = [[record["eval_loss"] for record in records(runs / name, "eval")] for name in ("ring", "one")]
-    assert evals[0] == pytest.approx(evals[1], rel=1e-5)
+    assert_same_losses(runs / "ring", runs / "one")
     cut_back(runs, "ring")
     fewer = ["sharding.gpus=2", "sharding.sequence=2", "output.name=cut"]
     succeeds(lambda rank: train(path, fewer, resume=True), here, 2)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch._functorch import config as functorch_config
-from trainer_helpers import SMALL, TINY_MODEL, losses_of, records, rows, small_trainer
+from trainer_helpers import SMALL, TINY_MODEL, assert_same_losses, losses, losses_of, records, rows, small_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forks import forks, in_forks
@@ -233,10 +233,6 @@ def test_resumed_adapters_equal_the_uninterrupted_ones(tmp_path):
 # --- through the command ---------------------------------------------------------------------------------------------
 
 
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder, "train")]
-
-
 REFUSED = {
     "galore with ZeRO": (
         ("train.optimizer=galore", "sharding.zero=2"),
@@ -364,9 +360,8 @@ def test_zero_3_by_layers_accumulates_and_evaluates_as_one_process(recipe, tigon
     sets = ["sharding.zero=3", "train.batch_size=1", "train.gradient_accumulation=2", "output.name=zero"]
     succeeds(lambda rank: zero_rank(path, sets), here, 2)
     runs = here / "runs"
-    assert losses(runs / "zero") == pytest.approx(losses(runs / "plain"), rel=1e-5)
-    evals = [[record["eval_loss"] for record in records(runs / name, "eval")] for name in ("zero", "plain")]
-    assert len(evals[0]) == 2 and evals[0] == pytest.approx(evals[1], rel=1e-5)
+    assert_same_losses(runs / "zero", runs / "plain")
+    assert len(records(runs / "zero", "eval")) == 2
 
 
 def spoilt(rank: int, train_as: Callable[[], None], *, step: int) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from trainer_helpers import records
+from trainer_helpers import losses
 
 from benchmarks.process_stacks import end_with_stacks
 from tigon.techniques import TECHNIQUES
@@ -69,10 +69,6 @@ def stacks(process: subprocess.Popen[str], here: Path) -> str:
     printed = end_with_stacks(process)
     logs = [path.read_text(errors="replace") for path in sorted(here.glob("runs/*-logs/**/*")) if path.is_file()]
     return "\n".join([printed, *logs])[-20_000:]
-
-
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder, "train")]
 
 
 def resumed(folder: Path, recipe: Path, settings: dict[str, Any]) -> list[float]:

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tigon.data.packing import IGNORE_INDEX, Collator, SampleDataset, pack
@@ -76,6 +77,17 @@ def words(n_words: int, seed: int = 0) -> str:
 def records(folder: Path, event: str) -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder, "train")]
+
+
+def assert_same_losses(run: Path, other: Path) -> None:
+    """The same training and eval losses."""
+    assert losses(run) == pytest.approx(losses(other), rel=1e-5)
+    evals = [[record["eval_loss"] for record in records(folder, "eval")] for folder in (run, other)]
+    assert evals[0] and evals[0] == pytest.approx(evals[1], rel=1e-5)
 
 
 def tree(folder: Path) -> set[str]:

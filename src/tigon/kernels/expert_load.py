@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tigon.kernels._device import cdiv
 from tigon.kernels._launch import launch
-from tigon.kernels.topk_softmax import row_tile, unit_stride_rows
+from tigon.kernels.topk_softmax import largest_left, row_tile, unit_stride_rows
 
 PROGRAMS = 64  # tiles whose sums are added afterwards; 64 of 8 rows fill half of an H100
 
@@ -40,9 +40,7 @@ def expert_load_kernel(
         sums += tl.sum(tl.where((weight != 0)[:, None], p * weight[:, None], 0.0), axis=0)
         taken = (cols >= E)[None, :] | (rows < 0)[:, None]
         for _ in tl.static_range(TOP_K):
-            left = tl.where(taken, float("-inf"), x)
-            value = tl.max(left, axis=1)
-            first = tl.min(tl.where((left == value[:, None]) & (taken == 0), cols[None, :], E - 1), axis=1)
+            _, first = largest_left(x, taken, cols, E)
             here = cols[None, :] == first[:, None]
             counts += tl.sum(tl.where(here, weight[:, None], 0.0), axis=0)
             taken = taken | here

@@ -22,6 +22,16 @@ TILE = 1024  # logits of a program
 
 
 @triton.jit
+def largest_left(x, taken, cols, E):
+    """The largest logit of each row that is not taken, and its expert; of equal ones the first."""
+    left = tl.where(taken, float("-inf"), x)
+    value = tl.max(left, axis=1)
+    # A row with NaN finds no largest; its weights are NaN, and its expert must exist so that NaN goes on.
+    first = tl.min(tl.where((left == value[:, None]) & (taken == 0), cols[None, :], E - 1), axis=1)
+    return value, first
+
+
+@triton.jit
 def topk_softmax_fwd_kernel(
     Logits, Weights, Index, T, E, stride_t,
     TOP_K: tl.constexpr, NORMALISED: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -35,10 +45,7 @@ def topk_softmax_fwd_kernel(
     top = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
     index = tl.zeros([ROWS, BLOCK_K], dtype=tl.int32)
     for k in tl.static_range(TOP_K):
-        left = tl.where(taken, float("-inf"), x)
-        value = tl.max(left, axis=1)
-        # A row with NaN finds no largest; its weights are NaN, and its expert must exist so that NaN goes on.
-        first = tl.min(tl.where((left == value[:, None]) & (taken == 0), cols[None, :], E - 1), axis=1)
+        value, first = largest_left(x, taken, cols, E)
         taken = taken | (cols[None, :] == first[:, None])
         top = tl.where((ks == k)[None, :], value[:, None], top)
         index = tl.where((ks == k)[None, :], first[:, None], index)

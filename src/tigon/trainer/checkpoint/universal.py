@@ -86,9 +86,8 @@ def _optimizer_state(model: Any, optimizer: Any, checkpoint: Path) -> dict[str, 
 
 def _step(common: dict[str, Any], checkpoint: Path, name: str) -> torch.Tensor:
     """AdamW's count of steps: stages 1 and 2 have one per parameter, stage 3 one in the common file."""
-    step = _read(checkpoint, name, "step") if "optimizer_state_dict" not in common else None
-    if step is None:
-        step = common["optimizer_state_dict"]["state"][0]["step"]
+    by_stage_3 = common.get("optimizer_state_dict")
+    step = _read(checkpoint, name, "step") if by_stage_3 is None else by_stage_3["state"][0]["step"]
     return torch.as_tensor(float(step), dtype=torch.float32)
 
 
