@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
 TESTS = Path(__file__).parents[1]
 NAMES = [name for name, op in OPS.items() if op.has_kernel]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SUBNORMAL = {("geglu", "exact-saturated", "torch.bfloat16"), ("cross_entropy", "peaked", "torch.bfloat16")}
-"""Cases with numbers below the normal ones, which Triton 3.6 converts from and to bf16 as if they were larger."""
+SMALLEST = 4 * torch.finfo(torch.bfloat16).tiny
+"""Results below this are compared as zeros: Triton 3.6 converts numbers below bf16's normal ones to others."""
 
 
 def digests(op: Op) -> dict[str, str]:
@@ -33,7 +33,7 @@ def digests(op: Op) -> dict[str, str]:
     found = {}
     for dtype in DTYPES:
         for case in op.cases:
-            if case.small and "vocab_parallel" not in case.options and (op.name, case.id, str(dtype)) not in SUBNORMAL:
+            if case.small and "vocab_parallel" not in case.options:
                 torch.manual_seed(0)
                 found[f"{case.id} {dtype}"] = digest(op, op.make(case, dtype, torch.device("cpu")))
     return found
@@ -50,7 +50,10 @@ def digest(op: Op, inputs: dict[str, object]) -> str:
     gradients = [t.grad for t in leaves.values() if isinstance(t, Tensor) and t.grad is not None]
     whole = hashlib.sha256()
     for t in (*results, *gradients):
-        whole.update(t.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        values = t.detach().reshape(-1).contiguous()
+        if values.dtype == torch.bfloat16:
+            values = values.masked_fill(values.abs() < SMALLEST, 0.0)
+        whole.update(values.view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()
 
 
