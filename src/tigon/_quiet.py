@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 
-_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes", "kernels")
-# _pytree warns about torchao's classes; kernels, about the hub kernels that bitsandbytes asks for on a CPU
+_LOGGERS = (
+    "torchao",
+    "torch.utils._pytree",  # about torchao's classes
+    "bitsandbytes",
+    "kernels",  # about hub kernels that bitsandbytes asks for on a CPU
+)
 
 
-def _is_needed(record: logging.LogRecord) -> bool:
-    """False for DeepSpeed's note that this machine has no GPU, which tigon's own output says."""
+def _is_not_cpu_note(record: logging.LogRecord) -> bool:
+    """False for DeepSpeed's note that it runs on the CPU. tigon prints the device itself."""
     return "Setting accelerator to CPU" not in record.getMessage()
 
 
@@ -18,4 +22,4 @@ def quiet_packages() -> None:
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     # A filter, because DeepSpeed sets its logger's level when it is imported.
-    logging.getLogger("DeepSpeed").addFilter(_is_needed)
+    logging.getLogger("DeepSpeed").addFilter(_is_not_cpu_note)

@@ -98,7 +98,7 @@ def test_record_has_the_figures_of_every_variant_and_their_origin(measured):
     for m in case.measurements:
         assert m.status == "ok" and m.step_ms is not None and m.peak_bytes and m.products_share
         assert m.tokens_per_s == pytest.approx(64_000 / m.step_ms.median)
-        assert m.kinds_ms and set(m.kinds_ms) == set(KINDS) and m.kinds_ms["products"] > 0
+        assert m.kinds_ms and set(m.kinds_ms) == set(KINDS) and m.kinds_ms["matmuls"] > 0
     assert not list(measured.parent.glob("*.part"))
 
 
@@ -311,9 +311,9 @@ def test_docs_show_the_figures_of_the_records():
 @pytest.mark.parametrize(
     ("operator", "kernel", "kind"),
     [
-        ("aten::mm", "nvjet_tst_192x192_64x4_1x2_h_bz_coopA_NTT", "products"),
-        ("aten::addmm", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products"),
-        ("", "void cutlass::Kernel2<cutlass_80_tensorop_bf16>(Params)", "products"),
+        ("aten::mm", "nvjet_tst_192x192_64x4_1x2_h_bz_coopA_NTT", "matmuls"),
+        ("aten::addmm", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matmuls"),
+        ("", "void cutlass::Kernel2<cutlass_80_tensorop_bf16>(Params)", "matmuls"),
         ("aten::_scaled_dot_product_flash_attention", "void pytorch_flash::flash_fwd_kernel<...>(...)", "attention"),
         ("aten::_scaled_dot_product_cudnn_attention_backward", "cudnn_generated_fort_native_sdpa_sm90", "attention"),
         ("RmsNormBackward", "rms_norm_bwd_kernel", "fused"),
@@ -343,7 +343,7 @@ def test_wait_is_no_time_of_a_kernel(name):
 
 @pytest.mark.parametrize(("optimizer_ms", "shown"), [(400.0, False), (40.0, True)])
 def test_split_that_exceeds_its_step_is_not_shown(optimizer_ms, shown):
-    kinds_ms = {**dict.fromkeys(KINDS, 0.0), "products": 60.0, "optimizer": optimizer_ms}
+    kinds_ms = {**dict.fromkeys(KINDS, 0.0), "matmuls": 60.0, "optimizer": optimizer_ms}
     m = StepMeasurement(
         variant="hf:full", code="hf", micro_batch=4, step_ms=timing.Spread(100.0, 99.0, 101.0), tokens_per_s=640.0,
         kinds_ms=kinds_ms,

@@ -10,7 +10,7 @@ import torch
 from dense_losses import H, Inputs, V, compare, draw, largest_temporary, results
 from torch import Tensor
 
-from tigon.compat.liger.chunked_loss import cosine, functional
+from tigon.compat.liger.chunked_loss import cosine_similarity, functional
 from tigon.compat.liger.chunked_loss.modules import LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearJSDLoss
 from tigon.compat.liger.errors import FlagConflict
 from tigon.compat.liger.ops import divergences as d
@@ -66,7 +66,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "blocks":
         monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 4 * V * 4)
         monkeypatch.setattr(target_kl, "BLOCK_BYTES", 4 * V * 4)
-        monkeypatch.setattr(cosine, "BLOCK_ROWS", 5)
+        monkeypatch.setattr(cosine_similarity, "BLOCK_ROWS", 5)
 
 
 def frozen(dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -109,6 +109,21 @@ def test_cosine_of_heads_is_the_formula_without_logits(blocks: None, bias: bool,
         return hard * nll + 0.6 * soft
 
     compare(ours, formula, student(bias=bias))
+
+
+@pytest.mark.parametrize("zero", ["student", "teacher", "both"])
+def test_cosine_of_logits_that_are_all_zero_is_pytorchs(zero: str) -> None:
+    s, t = draw(N, H, seed=1), TEACHER[0].clone()
+    for name, hidden in (("student", s), ("teacher", t)):
+        if zero in (name, "both"):
+            hidden[3] = 0.0
+    weight, hidden = draw(V, H, seed=2), s.requires_grad_()
+    head = cosine_similarity.Head
+    ours = cosine_similarity.cosine_of_logits(head(hidden, weight, None), head(t, TEACHER[1], None), COUNTS)
+    wanted = torch.cosine_similarity(hidden @ weight.t(), t @ TEACHER[1].t())[COUNTS]
+    torch.testing.assert_close(ours[COUNTS], wanted)
+    for got, want in zip(*(torch.autograd.grad(x.sum(), hidden) for x in (ours[COUNTS], wanted)), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("loss_class", [LigerFusedLinearJSDLoss, LigerFusedLinearCosineSimilarityLoss])

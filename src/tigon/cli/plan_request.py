@@ -36,7 +36,7 @@ DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 EVALUATED = True
 """A recommended recipe evaluates, because the default of data.eval_fraction is not 0."""
 MOST = 1 << 20
-"""Limit for batch sizes and counts of micro-batches. Beyond it tensor sizes overflow 64 bits."""
+"""The largest value of an integer flag, except --seq. Beyond it tensor sizes overflow 64 bits."""
 CAUSAL_LM = "causal_lm"
 RECIPE_ENDINGS = (".yaml", ".yml")
 AUTO = "auto"
@@ -69,7 +69,7 @@ class Flags:
     image_size: int | None = None
     assignments: Sequence[str] = ()
     free_kernels: bool = False
-    """Whether the search may change the kernels, as the study's ladder does."""
+    """Whether the search may change the kernels: with `--policy study`, which follows the Liger study's steps."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Choices that were given."""
 
@@ -97,9 +97,9 @@ def problem_of(flags: Flags) -> SearchProblem:
 
 
 def check_fp8(gpu: Gpu, precision: str | None) -> None:
-    """Raise UsageError if the precision is fp8 and the GPU has no FP8 products."""
+    """Raise UsageError if the precision is fp8 and the GPU has no FP8 matmuls."""
     if precision == "fp8" and not gpu.has_fp8:
-        raise UsageError(f"{gpu} has no FP8 products (NVIDIA's from Ada, 8.9 on have); use --precision bf16.")
+        raise UsageError(f"{gpu} has no FP8 matmuls, which need an NVIDIA GPU from Ada on (compute capability 8.9); use --precision bf16.")
 
 
 def check_flags(flags: Flags) -> dict[str, Any]:
@@ -128,8 +128,9 @@ def _of_model(flags: Flags) -> SearchProblem:
     given, batch = dict(flags.given), flags.batch
     chooses = given.get("checkpointing") == layer_checkpointing.AUTO
     if chooses:
-        del given["checkpointing"]  # the recommendations choose it too
+        del given["checkpointing"]  # left free, so that the recommendations may change it
     choices = replace(Choices(), **given)
+    # A recipe's `auto` is fp32 on such a GPU; a plan of a model may choose what a person would set there.
     if not flags.gpu.has_bf16 and "precision" not in given:
         choices = replace(choices, precision="amp-fp16")
     if flags.effective_batch is not None:
@@ -166,7 +167,10 @@ def config_of(target: str) -> Any:
 def check_objective(
     objective: str, heads: Mapping[str, int | None], assignments: Sequence[str], words: Mapping[str, str]
 ) -> None:
-    """Refuse an unknown objective, and flags that do not go with it. heads: --medusa and --stage."""
+    """Refuse an unknown objective, and flags that do not go with it.
+
+    heads: the values of --medusa and --stage. words: those of --estimator and --policy.
+    """
     names = ", ".join(post_training_rules.TAKES)
     if objective == "medusa":
         raise UsageError("--objective medusa: use --medusa N for the heads.")
@@ -248,7 +252,7 @@ def _of_recipe(flags: Flags) -> SearchProblem:
 
 
 def _precision(recipe: Recipe, gpu: Gpu) -> str:
-    """The precision that `tigon train` chooses on this GPU for `auto`."""
+    """The recipe's precision; for `auto` the one that `tigon train` chooses on this GPU."""
     return recipe.train.precision if recipe.train.precision != "auto" else "amp-bf16" if gpu.has_bf16 else "fp32"
 
 

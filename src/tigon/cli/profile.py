@@ -1,4 +1,4 @@
-"""`tigon profile`: record memory and time of a recipe's first steps."""
+"""`tigon profile`: record the memory of a recipe's first steps, and time the operators of a later one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tigon.trainer.guards import console
 def command(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML; docs/train.md lists its keys.")],
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, with --beside of both recipes.")
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps whose allocations are recorded.")] = 2,
     beside: Annotated[
@@ -22,11 +22,11 @@ def command(
     ] = None,
     beside_assignments: Annotated[
         list[str] | None,
-        typer.Option("--beside-set", metavar="KEY=VALUE", help="Change a key of the --beside recipe only."),
+        typer.Option("--beside-set", metavar="KEY=VALUE", help="Change a key of the second profile only. Without --beside, it profiles the same recipe again."),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="New or empty folder for the results.")] = None,
 ) -> None:
-    """Record every allocation of a recipe's first steps, and the time of each operator."""
+    """Record every allocation of a recipe's first steps, then the time of each operator in a later step."""
     from tigon.trainer.profile import ProfileRequest, profile  # not for --help
 
     with console.survive_broken_streams():

@@ -21,7 +21,7 @@ from tigon.planner.search.option import Option
 from tigon.techniques import SETTINGS, head_groups
 from tigon.techniques.checkpointing import KEPT_ON_HOST
 from tigon.techniques.layer_checkpointing import STATES, apply, groups_of, is_by_layer, states_of
-from tigon.techniques.mechanisms.host_recompute import LayersOnHost
+from tigon.techniques.mechanisms.attention_offload import LayersOnHost
 from tigon.techniques.mechanisms.recompute import recomputed
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.precision import WEIGHT_DTYPES

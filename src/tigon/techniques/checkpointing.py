@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from tigon.errors import RecipeError
 from tigon.techniques import head_groups
 from tigon.techniques.mechanisms.host_offload import HostOffload
-from tigon.techniques.mechanisms.host_recompute import LayersOnHost
+from tigon.techniques.mechanisms.attention_offload import LayersOnHost
 from tigon.techniques.mechanisms.recompute import recomputed
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
@@ -198,7 +198,7 @@ DECLARATION = Declaration(
             "x hidden. If a batch has a mask, attention is computed twice, as with `offload`.",
             recipe={"train.checkpointing": KEPT_ON_HOST}, chosen=(Condition("checkpointing", "is", KEPT_ON_HOST),),
             model=_offload_attention, least_cost=1.05, kept_share=0.0,
-            source="techniques/mechanisms/host_recompute.py",
+            source="techniques/mechanisms/attention_offload.py",
         ),
     ),
     exclusions=(

@@ -4,7 +4,7 @@
 - `variants.py`: how it is trained: tigon or a peer, what is recomputed, and the micro-batch.
 - `trainee.py`: the weights, optimizer and data that all variants of a case share.
 - `measure.py`: measures one case, with its variants taking turns.
-- `time_by_kind.py`: splits the time of a profiled step into products, attention, fused kernels, optimizer and rest.
+- `time_by_kind.py`: splits the time of a profiled step into matmuls, attention, fused kernels, optimizer and rest.
 - `planned.py`: the planner's choice for `auto`, and its predictions.
 - `record.py`: the JSON record.
 - `command.py`: the command `tigon bench train`.

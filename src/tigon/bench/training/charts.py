@@ -20,7 +20,7 @@ CODE_COLOURS = {
     "tigon-graphs": "#7f1d1d",
 }
 KIND_COLOURS = {
-    "products": "#1d4ed8", "attention": "#7e22ce", "fused": "#c2410c", "optimizer": "#a16207", "rest": "#9ca3af",
+    "matmuls": "#1d4ed8", "attention": "#7e22ce", "fused": "#c2410c", "optimizer": "#a16207", "rest": "#9ca3af",
     "idle": GRID,
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ def case_table(case: CaseRecord) -> str:
     reference = reference_of(case)
     names = [
         "variant", "micro-batches", "recomputes", "tokens/s",
-        *([f"x {reference.variant}"] if reference else []), "peak, GiB", "% of products",
+        *([f"x {reference.variant}"] if reference else []), "peak, GiB", "% of matmul rate",
         *(f"{kind}, ms" for kind in KINDS), "predicted peak, time",
     ]  # fmt: skip
     lines = [_cells(names), _cells(["---"] * len(names))]

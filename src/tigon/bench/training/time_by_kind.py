@@ -1,8 +1,8 @@
 """Splits the time of a profiled step by kind.
 
-products    matrix products: cuBLAS, CUTLASS, `aten::mm` and the like
+matmuls     matrix products: cuBLAS, CUTLASS, `aten::mm` and the like
 attention   attention and its backward
-fused       Triton kernels: tigon's, Liger's, TRL's, torch.compile's. Products inside them count here
+fused       Triton kernels: tigon's, Liger's, TRL's, torch.compile's. Matmuls inside them count here
 optimizer   gradient clipping and AdamW
 rest        every other kernel: elementwise operators, copies, embeddings
 idle        the step's time without a kernel; not measured on a CPU
@@ -20,10 +20,10 @@ from torch._C._autograd import DeviceType
 
 from tigon.profiler.render.op_table import is_op
 
-KINDS = ("products", "attention", "fused", "optimizer", "rest", "idle")
+KINDS = ("matmuls", "attention", "fused", "optimizer", "rest", "idle")
 _ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|efficient_attention|flex_attention", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"aten::_fused_adam|aten::_foreach_|multi_tensor_apply|FusedAdam", re.IGNORECASE)
-_PRODUCTS = re.compile(
+_MATMULS = re.compile(
     r"aten::(mm|bmm|addmm|addmv|baddbmm|mkldnn_linear|_scaled_mm|_grouped_mm)$|gemm|cublas|cutlass|nvjet|splitk",
     re.IGNORECASE,
 )
@@ -38,7 +38,7 @@ _TRITON = re.compile(r"[A-Za-z_]\w*")
 
 def kind_of(operator: str, kernel: str) -> str:
     """The kind of a kernel that an operator launched. Either name may be empty."""
-    for kind, pattern in (("attention", _ATTENTION), ("optimizer", _OPTIMIZER), ("products", _PRODUCTS)):
+    for kind, pattern in (("attention", _ATTENTION), ("optimizer", _OPTIMIZER), ("matmuls", _MATMULS)):
         if pattern.search(operator) or pattern.search(kernel):
             return kind
     return "fused" if operator.startswith("tigon::") or _TRITON.fullmatch(kernel) else "rest"

@@ -26,7 +26,7 @@ from tigon.integrations.trl.forward import (
     restore_forward,
 )
 from tigon.integrations.trl.head import UnfusedWarning
-from tigon.integrations.trl.preference import FusedPreference
+from tigon.integrations.trl.orpo_cpo import FusedPreference
 from tigon.integrations.trl.unread_logits import UnreadLogitsTrainer
 from tigon.models.patch import unwrap
 

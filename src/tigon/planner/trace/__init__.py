@@ -4,7 +4,7 @@ trace.py                builds the model without data and runs the micro-batch
 dispatch_recorder.py    follows every storage from its allocation to its release
 operator_cache.py       results of operators that were traced before
 tape.py                 the recording, and its unrolling from a few layers to the model's depth
-host_layers.py          layers whose inputs and attention's results wait on the host
+attention_offload.py    traces `train.checkpointing: offload-attention`
 layer_pattern.py        which layers repeat
 cache.py, disk_cache.py    traces of this process, and of earlier ones
 attention.py, cuda_autocast.py, cuda_scratch.py    what CUDA does that fake CPU tensors do not show

@@ -7,7 +7,7 @@ four_bit_experts.py  weights of experts that are stored in 4 bits
 fused_linear.py      linear layers that add their gradient in the product
 galore.py            the GaLore optimizer
 host_offload.py      moves the tensors that autograd saves to host memory
-host_recompute.py    recomputes a layer whose attention's results wait on the host
+attention_offload.py recomputes a layer whose attention's results wait on the host
 layer_graphs.py      decoder layers as CUDA graphs
 loftq.py             initial adapters of 4-bit weights
 mxfp4_experts.py     experts that stay in MXFP4

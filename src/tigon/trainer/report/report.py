@@ -1,6 +1,6 @@
 """Writes report.md and report.html of a run from the files of its folder.
 
-Both templates get the same values. Jinja2's autoescape escapes each value in HTML; `escape_markdown`, as the finalizer,
+Both templates get the same values, except the charts. Jinja2's autoescape escapes each value in HTML; `escape_markdown`, as the finalizer,
 does so in Markdown. Long texts stand in Markdown fences that are longer than any fence inside them. report.html is one
 file with inline SVG charts. Its content security policy forbids scripts and loading.
 """
@@ -79,7 +79,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
         "comparison_columns": COMPARISON_COLUMNS,
         "comparison_note": _comparison_note(recipe.comparison.steps, on_gpu),
         "memory_note": "Memory is the memory that PyTorch has allocated on the GPU." if on_gpu else
-        "Memory is the resident set of the whole process, including Python and libraries.",
+        "Memory in the tiles and charts is the resident set of the whole process, including Python and libraries.",
         "texts": texts_of(run.records()),
         "tasks": [
             {"task": task, "metric": metric, "value": f"{value:.4f}", "error": "" if dev is None else f"{dev:.4f}"}
@@ -108,37 +108,37 @@ def tiles(
         summary: The run's summary.
         section: The objective's own metrics, if it has some.
     """
-    tiles = []
+    found = []
     if summary["eval_loss"] is not None:
         unit = " (nats per token)" if summary["unigram_entropy"] is not None else ""
-        tiles.append((f"final eval loss{unit}", f"{summary['eval_loss']:.4f}"))
+        found.append((f"final eval loss{unit}", f"{summary['eval_loss']:.4f}"))
         if summary.get("eval_perplexity") is not None:
-            tiles.append(("perplexity of the eval text", f"{summary['eval_perplexity']:,.2f}"))
+            found.append(("perplexity of the eval text", f"{summary['eval_perplexity']:,.2f}"))
     if summary["unigram_entropy"] is not None:
-        tiles.append(("unigram entropy of the eval text", f"{summary['unigram_entropy']:.4f}"))
+        found.append(("unigram entropy of the eval text", f"{summary['unigram_entropy']:.4f}"))
     if train:
         name, key = "training loss", "loss"
         if section is not None and section.tile_metric in train[0]:
             name, key = section.tile, section.tile_metric
         measured = [record[key] for record in train if key in record]
         steady = [r["tokens_per_s"] for r in train[1:]] or [train[0]["tokens_per_s"]]
-        tiles += [
+        found += [
             (f"{name}, first to last", f"{measured[0]:.3f} → {measured[-1]:.3f}"),
             (_speed_name(steady), f"{statistics.median(steady):,.0f}"),
             ("peak memory", format_bytes(max(r["memory_peak_bytes"] for r in train))),
         ]
     if summary.get("memory"):
-        tiles.append(("peak memory per GPU, predicted and measured", comparison_line(summary["memory"])))
+        found.append(("peak memory per GPU, predicted and measured", comparison_line(summary["memory"])))
     if summary.get("best_step") is not None:
-        tiles.append(("checkpoint with the lowest eval loss, which is the saved model", f"step {summary['best_step']}"))
+        found.append(("checkpoint with the lowest eval loss, which is the saved model", f"step {summary['best_step']}"))
     if summary.get("stopped_early_step") is not None:
-        tiles.append(("stopped early, because the eval loss fell no more", f"step {summary['stopped_early_step']}"))
-    tiles.append(("training time", format_seconds(summary["train_s"])))
+        found.append(("stopped early, because the eval loss fell no more", f"step {summary['stopped_early_step']}"))
+    found.append(("training time", format_seconds(summary["train_s"])))
     if summary.get("skipped_steps"):
-        tiles.append(("skipped steps (loss or gradient not finite)", str(summary["skipped_steps"])))
+        found.append(("skipped steps (loss or gradient not finite)", str(summary["skipped_steps"])))
     if summary.get("evaluation_error"):
-        tiles.append(("evaluation failed", summary["evaluation_error"]))
-    return [{"name": name, "value": value} for name, value in tiles]
+        found.append(("evaluation failed", summary["evaluation_error"]))
+    return [{"name": name, "value": value} for name, value in found]
 
 
 def _speed_name(tokens_per_s: Sequence[float]) -> str:
@@ -150,7 +150,7 @@ def _speed_name(tokens_per_s: Sequence[float]) -> str:
 
 
 def _metric_rows(section: MetricSection, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The metrics of the last evaluation or, if none has them, of the last step that measured them all."""
+    """The metrics of the last evaluation that has some or, if none has, of the last training step that has some."""
     measured = [record for record in records if any(_has(record, row) for row in section.rows)]
     if not measured:
         return []
@@ -196,7 +196,9 @@ def _comparison_note(steps: int, on_gpu: bool) -> str:
     how = "as PyTorch's allocator counts it" if on_gpu else "summed over PyTorch's allocations and releases"
     return (
         f"Each row is {steps} steps from the same seed, weights and samples. The largest difference compares the loss "
-        f"of every step with the first row's. Peak memory is the peak of the last step, {how}. {_speed_note(steps - 2)}"
+        f"of every step with that of the first row that was measured. Peak memory is the peak of the last step, {how}. The "
+        "peak of the step alone leaves out what was allocated before it, such as weights and optimizer states. Saved is "
+        f"the part of the first measured row's peak that a row does not need. {_speed_note(steps - 2)}"
     )
 
 

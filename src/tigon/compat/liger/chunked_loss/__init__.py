@@ -8,7 +8,7 @@ preference.py      DPO, CPO, ORPO and SimPO, from pairs
 unpaired.py        KTO, from sequences with a label each
 policy.py          GRPO and its family
 distillation.py    the Jensen-Shannon and the cosine loss of a student and a teacher
-cosine.py          cosine similarity of two rows of logits, from products of the heads
+cosine_similarity.py    cosine of a student's and a teacher's logits, without the logits
 modules.py         `LigerFusedLinear*Loss`
 functional.py      `liger_fused_linear_*`
 """

@@ -1,7 +1,8 @@
 """The Jensen-Shannon and the cosine loss of a student and a teacher, from their hidden states.
 
-Each returns w_hard · NLL + w_soft · D, both means over the labels that count, or on request (loss, soft, hard). The
-last two and the teacher are constants for autograd.
+Each returns weight_hard_loss · hard + weight_soft_loss · soft. hard is the cross entropy of the student, soft the
+divergence from the teacher, each a mean over the labels that are not ignored. With return_soft_hard_loss each returns
+(loss, soft, hard), where soft and hard carry no gradient. The teacher gets no gradient. `temperature` changes soft only.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import torch
 from torch import Tensor
 
 from tigon import ops
-from tigon.compat.liger.chunked_loss.cosine import Rows, cosine_of_logits
+from tigon.compat.liger.chunked_loss.cosine_similarity import cosine_of_logits
+from tigon.compat.liger.chunked_loss.reference import Head
 from tigon.compat.liger.errors import FlagConflict
 from tigon.errors import ShapeError
 
 # N tokens, H and G hidden, V vocabulary.
 
 Distilled = Tensor | tuple[Tensor, Tensor, Tensor]
-Soft = Callable[[Rows, Rows, Tensor], Tensor]
-"""(student, teacher, which tokens count (N,)) -> divergence of each token (N,)."""
+Divergence = Callable[[Head, Head, Tensor], Tensor]
+"""(student, teacher, mask (N,): True for tokens with a label) -> divergence of each token (N,)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,12 @@ class DistillationOptions:
     return_soft_hard_loss: bool
 
 
-def _distilled(student: Rows, teacher: Rows, labels: Tensor, options: DistillationOptions, soft_of: Soft) -> Distilled:
+def _distilled(student: Head, teacher: Head, labels: Tensor, options: DistillationOptions, divergence: Divergence) -> Distilled:
     _check(student, teacher, labels, options.temperature)
-    counts = labels != options.ignore_index
-    tokens = counts.sum().clamp(min=1)
-    teacher = _frozen(teacher, student.weight.shape[0])
-    soft = soft_of(student, teacher, counts).masked_fill(~counts, 0.0).sum() / tokens
+    has_label = labels != options.ignore_index
+    n_labels = has_label.sum().clamp(min=1)
+    teacher = _frozen_to_vocab(teacher, student.weight.shape[0])
+    soft = divergence(student, teacher, has_label).masked_fill(~has_label, 0.0).sum() / n_labels
     loss, hard = options.weight_soft_loss * soft, soft.new_zeros(())
     if options.weight_hard_loss or options.return_soft_hard_loss:
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(options.weight_hard_loss)):
@@ -49,37 +51,37 @@ def _distilled(student: Rows, teacher: Rows, labels: Tensor, options: Distillati
                 reduction="sum",
             )  # fmt: skip
             assert isinstance(total, Tensor)  # no further outputs are requested
-            hard = total / tokens
+            hard = total / n_labels
         if options.weight_hard_loss:
             loss = loss + options.weight_hard_loss * hard
     return (loss, soft.detach(), hard.detach()) if options.return_soft_hard_loss else loss
 
 
-def _check(student: Rows, teacher: Rows, labels: Tensor, temperature: float) -> None:
+def _check(student: Head, teacher: Head, labels: Tensor, temperature: float) -> None:
     if temperature == 0:
-        raise FlagConflict("temperature=0: divide the logits by a number that is not 0.")
-    for name, rows in (("student_input", student), ("teacher_input", teacher)):
-        if rows.hidden.ndim != 2 or labels.shape != rows.hidden.shape[:1]:
+        raise FlagConflict("temperature=0: the logits are divided by it; pass another number.")
+    for name, head in (("student_input", student), ("teacher_input", teacher)):
+        if head.hidden.ndim != 2 or labels.shape != head.hidden.shape[:1]:
             raise ShapeError(
-                f"{name} is {tuple(rows.hidden.shape)} and true_labels {tuple(labels.shape)}; pass (N, H) and (N,)."
+                f"{name} is {tuple(head.hidden.shape)} and true_labels {tuple(labels.shape)}; pass (N, H) and (N,)."
             )
 
 
-def _frozen(teacher: Rows, vocab: int) -> Rows:
+def _frozen_to_vocab(teacher: Head, vocab: int) -> Head:
     """The teacher without gradients, over the student's vocabulary.
 
-    A larger head of the teacher has rows that no token has, up to a multiple of a power of two. They are left out.
-    Liger gives the student the logit 0 there, so that the loss changes with a constant that is added to all logits.
+    A teacher's head may be padded with rows of no token, for example up to a multiple of 64. They are cut off. Liger
+    instead gives the student a logit of 0 there, so that the loss depends on a constant added to all logits.
     """
     bias = None if teacher.bias is None else teacher.bias.detach()[:vocab]
-    return Rows(teacher.hidden.detach(), teacher.weight.detach()[:vocab], bias)
+    return Head(teacher.hidden.detach(), teacher.weight.detach()[:vocab], bias)
 
 
 class _Distillation:
     """Liger's arguments of both losses. A subclass names the divergence."""
 
     @staticmethod
-    def _soft(beta: float, temperature: float) -> Soft:
+    def _divergence_of(beta: float, temperature: float) -> Divergence:
         raise NotImplementedError
 
     @classmethod
@@ -93,19 +95,22 @@ class _Distillation:
             weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, ignore_index=ignore_index,
             temperature=temperature, return_soft_hard_loss=return_soft_hard_loss,
         )  # fmt: skip
-        student = Rows(student_input, student_weight, student_bias)
-        teacher = Rows(teacher_input, teacher_weight, teacher_bias)
-        return _distilled(student, teacher, true_labels, options, cls._soft(beta, temperature))
+        student = Head(student_input, student_weight, student_bias)
+        teacher = Head(teacher_input, teacher_weight, teacher_bias)
+        return _distilled(student, teacher, true_labels, options, cls._divergence_of(beta, temperature))
 
 
 class LigerFusedLinearJSDFunction(_Distillation):
-    """The generalized Jensen-Shannon divergence of `tigon.linear_kl`, with `beta` the teacher's share."""
+    """The generalized Jensen-Shannon divergence of `tigon.linear_kl`.
+
+    `beta` is the teacher's share of the mixture. 0 gives the forward KL divergence, 1 the reverse.
+    """
 
     @staticmethod
-    def _soft(beta: float, temperature: float) -> Soft:
-        return lambda student, teacher, counts: ops.linear_kl(
+    def _divergence_of(beta: float, temperature: float) -> Divergence:
+        return lambda student, teacher, has_label: ops.linear_kl(
             student.hidden, student.weight, teacher.hidden, teacher.weight, kind="jsd", beta=beta,
-            bias=student.bias, teacher_bias=teacher.bias, temperature=temperature, mask=counts,
+            bias=student.bias, teacher_bias=teacher.bias, temperature=temperature, mask=has_label,
         )  # fmt: skip
 
 
@@ -113,5 +118,5 @@ class LigerFusedLinearCosineSimilarityFunction(_Distillation):
     """beta · (1 - cosine similarity of the logits). `temperature` does not change an angle."""
 
     @staticmethod
-    def _soft(beta: float, temperature: float) -> Soft:
-        return lambda student, teacher, counts: beta * (1.0 - cosine_of_logits(student, teacher, counts))
+    def _divergence_of(beta: float, temperature: float) -> Divergence:
+        return lambda student, teacher, has_label: beta * (1.0 - cosine_of_logits(student, teacher, has_label))

@@ -1,7 +1,7 @@
-"""`LigerFusedLinear*Loss`: the Functions as modules that hold their options.
+"""`LigerFusedLinear*Loss`: modules that hold the options of `LigerFusedLinear*Function`.
 
-The argument orders of forward are Liger's, which differ: DPO, CPO, ORPO and SimPO take the head's weight first, KTO and
-GRPO the hidden states. `compiled` and `chunk_size` are kept as attributes only.
+The argument orders of forward are Liger's. DPO, CPO, ORPO and SimPO take the weight of `lm_head` first; KTO, GRPO, JSD
+and the cosine loss take the hidden states first. `compiled` and `chunk_size` have no effect.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class LigerFusedLinearORPOLoss(nn.Module):
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """KTO, as `LigerFusedLinearKTOFunction`. A reference that is passed counts, with any `use_ref_model`."""
+    """KTO, as `LigerFusedLinearKTOFunction`. A reference that is passed is used, whatever `use_ref_model` is."""
 
     def __init__(
         self, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,
@@ -191,7 +191,7 @@ class _DistillationLoss(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if temperature == 0:
-            raise FlagConflict("temperature=0: divide the logits by a number that is not 0.")
+            raise FlagConflict("temperature=0: the logits are divided by it; pass another number.")
         self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
         self.ignore_index, self.temperature, self.compiled = ignore_index, temperature, compiled
         self.chunk_size, self.return_soft_hard_loss = chunk_size, return_soft_hard_loss

@@ -15,7 +15,7 @@ from tigon.errors import ShapeError
 
 
 class Head(NamedTuple):
-    """Hidden states (B, T, H) with the head that maps them to logits."""
+    """Hidden states (..., H) with the `lm_head` that maps them to logits."""
 
     hidden: Tensor
     weight: Tensor

@@ -45,7 +45,7 @@ def _check_reduction(reduction: str, choices: tuple[str, ...]) -> None:
 
 def _check_temperature(temperature: float) -> None:
     if temperature == 0:
-        raise FlagConflict("temperature=0: divide the logits by a number that is not 0.")
+        raise FlagConflict("temperature=0: the logits are divided by it; pass another number.")
 
 
 def _reduced(per_token: Tensor, counts: Tensor | None, reduction: str, columns: int) -> Tensor:

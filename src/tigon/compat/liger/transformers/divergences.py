@@ -103,4 +103,4 @@ class LigerFusedLinearKLDivLoss(nn.Module):
 
 def _check_temperature(temperature: float) -> None:
     if temperature == 0:
-        raise FlagConflict("temperature=0: divide the logits by a number that is not 0.")
+        raise FlagConflict("temperature=0: the logits are divided by it; pass another number.")

@@ -6,43 +6,41 @@ instead of the vocabulary:
 
     s·t = h_sᵀ (W_sᵀ W_t) h_t + h_s · (W_sᵀ b_t) + h_t · (W_tᵀ b_s) + b_s · b_t
 
-The matrices are summed over the vocabulary in fp32, whatever the dtype of the heads is.
+The matrices are summed over the vocabulary in fp32, or in fp64 if an input is fp64.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tigon.compat.liger.chunked_loss.reference import Head
 from tigon.ops.dispatch import first_order
 
 # N tokens, H and G hidden, V vocabulary.
 
 BLOCK_ROWS = 16384
-"""Rows of a head that are converted to fp32 at a time."""
+"""Head of a head's weight that are converted to fp32 at a time."""
+EPS = 1e-8
+"""The smallest norm of logits, as in `torch.nn.functional.cosine_similarity`."""
 
 
-class Rows(NamedTuple):
-    """Hidden states (N, H) and the head that maps them to logits."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
-def _accurate(*tensors: Tensor) -> torch.dtype:
+def _sum_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 class _Gram(torch.autograd.Function):
-    """aᵀ b of a (V, H) and b (V, G), summed in fp32 over blocks of rows. Each row of a gradient is computed once."""
+    """aᵀ b of a (V, H) and b (V, G), summed in fp32 over blocks of rows.
+
+    Each row of a gradient is one product, written once in the dtype of its input: no sum of rounded parts.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        dtype = _accurate(a, b)
+        dtype = _sum_dtype(a, b)
         total = a.new_zeros(a.shape[1], b.shape[1], dtype=dtype)
         for a_block, b_block in zip(a.split(BLOCK_ROWS), b.split(BLOCK_ROWS), strict=True):
             total.addmm_(a_block.to(dtype).t(), b_block.to(dtype))
@@ -64,9 +62,9 @@ def _rows_times(x: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _inner(p: Rows, q: Rows) -> Tensor:
+def _inner(p: Head, q: Head) -> Tensor:
     """(N,) inner products of the logits of p and q."""
-    dtype = _accurate(p.hidden, p.weight, q.hidden, q.weight)
+    dtype = _sum_dtype(p.hidden, p.weight, q.hidden, q.weight)
 
     def gram(a: Tensor, b: Tensor) -> Tensor:
         product: Tensor = _Gram.apply(a, b)
@@ -83,13 +81,14 @@ def _inner(p: Rows, q: Rows) -> Tensor:
     return value
 
 
-def cosine_of_logits(student: Rows, teacher: Rows, mask: Tensor) -> Tensor:
-    """(N,) cosine similarity of the logits of each token; masked tokens have hidden states of 0, and some value.
+def cosine_of_logits(student: Head, teacher: Head, mask: Tensor) -> Tensor:
+    """(N,) cosine similarity of the logits of each token whose mask is True. The value of other tokens is finite.
 
-    It takes V · (H² + H·G + G²) multiplications, fewer than the logits if there are more tokens than hidden units.
+    It takes V · (H² + H·G + G²) multiplications. The logits take N · V · (H + G), which is more if
+    N > (H² + H·G + G²) / (H + G), for example with 1.5 tokens for each hidden unit if H = G.
     """
     student = student._replace(hidden=student.hidden.masked_fill(~mask.unsqueeze(1), 0.0))
     teacher = teacher._replace(hidden=teacher.hidden.masked_fill(~mask.unsqueeze(1), 0.0))
-    squares = _inner(student, student) * _inner(teacher, teacher)
-    # If all logits are 0, the similarity is 0 and so is its gradient.
-    return _inner(student, teacher) * squares.clamp(min=torch.finfo(squares.dtype).tiny).rsqrt()
+    # PyTorch's limit for each norm, which keeps value and gradient finite if a side's logits are all 0.
+    inverse = [_inner(side, side).clamp(min=EPS**2).rsqrt() for side in (student, teacher)]
+    return _inner(student, teacher) * inverse[0] * inverse[1]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.techniques.mechanisms.host_offload import HostOffload, Waiting
-from tigon.techniques.mechanisms.host_recompute import HostFrame, LayersOnHost
+from tigon.techniques.mechanisms.attention_offload import HostFrame, LayersOnHost
 from tigon.techniques.mechanisms.recompute import run_frame
 
 COMPONENT = "checkpoints"
