@@ -165,7 +165,7 @@ WRONG = {
     "method and 4 bits": ({"method": "lora", "quantized": True}, "--qlora contradicts --method lora"),
     "host memory": ({"host_memory": "much"}, "give a size such as 64GiB"),
     "no bf16": ({"gpu": "t4", "precision": "bf16"}, "t4 has no bf16"),
-    "no fp8": ({"gpu": "a100", "precision": "fp8"}, "a100-80gb has no FP8 products"),
+    "no fp8": ({"gpu": "a100", "precision": "fp8"}, "a100-80gb has no FP8 matmuls"),
     "a key of a recipe": ({"assignments": ["train.steps=3"]}, "requires a recipe"),
     "attention": ({"attention": "flash_attention_2"}, "sdpa, eager"),
 }

@@ -52,7 +52,7 @@ def excludes(technique: Technique) -> list[str]:
         if touching and all(condition.holds(_chosen(technique)) for condition in touching):
             others = [condition_text(condition) for condition in row.when if condition.field not in own]
             if others:
-                found.append(f"with {' and '.join(others)}: {row.reason}. Instead: {row.instead}.")
+                found.append(f"if {' and '.join(others)}: {row.reason}. Instead: {row.instead}.")
     return found
 
 
@@ -138,9 +138,6 @@ def section(technique: Technique) -> str:
     ]  # fmt: skip
     if technique.name in measured():
         lines.append(f"- **Measured.** {measured()[technique.name]}.")
-    refused = excludes(technique)
-    if refused:
-        lines += ["- **Refused**", *(f"  - {text}" for text in refused)]
     lines += ["", "```yaml", recipe_lines(technique.recipe), "```", ""]
     return "\n".join(lines)
 
@@ -169,7 +166,25 @@ def generated(page: str) -> str:
         return "\n".join([*listed, "", "## What is refused, and why", "", exclusion_table()])
     if page == "optimizers":
         return optimizer_table()
-    return "\n".join(section(technique) for technique in TECHNIQUES.values() if technique.page == page).rstrip()
+    techniques = [technique for technique in TECHNIQUES.values() if technique.page == page]
+    return "\n".join([*map(section, techniques), refusals(techniques)]).rstrip()
+
+
+def refusals(techniques: list[Technique]) -> str:
+    """The page's exclusions, each once, with the techniques that it holds for."""
+    found: dict[str, list[str]] = {}
+    for technique in techniques:
+        for text in excludes(technique):
+            found.setdefault(text, []).append(f"`{technique.name}`")
+    if not found:
+        return ""
+    lines = []
+    for text, names in found.items():
+        if len(techniques) == 1:
+            lines.append(f"- I{text[1:]}")
+        else:
+            lines.append(f"- {'All' if len(names) == len(techniques) else ', '.join(names)}, {text}")
+    return "\n".join(["## What is refused", "", *lines])
 
 
 def with_generated(page: str, text: str) -> str:

@@ -61,6 +61,11 @@ def test_a_shape_key_can_be_set_without_losing_the_others(tmp_path):
     assert recipe.model.config == {"num_hidden_layers": 2, "vocab_size": 600}
 
 
+def test_none_means_null_where_text_cannot_stand(tmp_path):
+    recipe = read(tmp_path, "train: {steps: 1, save_steps: none}\nlora: {rank: None}\ndata: {split: none}")
+    assert recipe.train.save_steps is None and recipe.lora.rank is None and recipe.data.split == "none"
+
+
 def test_the_resolved_recipe_reads_back_as_itself(tmp_path):
     yaml = pytest.importorskip("yaml")
     recipe = read(tmp_path, "train: {epochs: 1.5}\nmodel: {config: {num_hidden_layers: 2}}\ndata: {source: [a, b]}")

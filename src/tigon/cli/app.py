@@ -14,6 +14,7 @@ from tigon.errors import TigonError
 from tigon.trainer.guards import console, system_limits
 
 USAGE_EXIT, INTERRUPTED_EXIT, BROKEN_PIPE_EXIT = 2, 130, 141  # shells use 130 for SIGINT and 141 for SIGPIPE
+# In a run of several processes, those other than rank 0 end with 2 and no message (trainer/prepare.py, engine.py).
 # Errors that a path given by the user can cause, in any call that uses the path.
 _PATH_ERRORS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
 

@@ -99,7 +99,10 @@ def problem_of(flags: Flags) -> SearchProblem:
 def check_fp8(gpu: Gpu, precision: str | None) -> None:
     """Raise UsageError if the precision is fp8 and the GPU has no FP8 matmuls."""
     if precision == "fp8" and not gpu.has_fp8:
-        raise UsageError(f"{gpu} has no FP8 matmuls, which need an NVIDIA GPU from Ada on (compute capability 8.9); use --precision bf16.")
+        raise UsageError(
+            f"{gpu} has no FP8 matmuls, which need an NVIDIA GPU from Ada on (compute capability 8.9); use --precision "
+            "bf16."
+        )
 
 
 def check_flags(flags: Flags) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from tigon.trainer.guards import console
 def command(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML; docs/train.md lists its keys.")],
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, with --beside of both recipes.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, with --beside of both recipes."),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps whose allocations are recorded.")] = 2,
     beside: Annotated[
@@ -22,7 +23,11 @@ def command(
     ] = None,
     beside_assignments: Annotated[
         list[str] | None,
-        typer.Option("--beside-set", metavar="KEY=VALUE", help="Change a key of the second profile only. Without --beside, it profiles the same recipe again."),
+        typer.Option(
+            "--beside-set",
+            metavar="KEY=VALUE",
+            help="Change a key of the second profile only. Without --beside, it profiles the same recipe again.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="New or empty folder for the results.")] = None,
 ) -> None:

@@ -15,7 +15,8 @@ def command(
     file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="YAML; docs/sweep.md lists its keys.")],
     *,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key in every point of the grid.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key in every point of the grid."),
     ] = None,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory limit per process, e.g. 24GiB or rtx-4090.")

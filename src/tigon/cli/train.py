@@ -24,7 +24,10 @@ def command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     auto: Annotated[
         bool,
-        typer.Option("--auto", help="Set the keys that the recipe leaves out to the fastest options that fit the GPU."),
+        typer.Option(
+            "--auto",
+            help="Change keys that the recipe leaves at their defaults to the fastest values that fit the GPU.",
+        ),
     ] = False,
     nnodes: Annotated[
         int | None,

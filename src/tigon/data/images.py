@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from tigon._files import open_regular
-from tigon._install import install_command
 from tigon.data import formats, tokenizer
 from tigon.data.chat_template import Rendering, segments_of
 from tigon.data.documents import BadRows, Document, Message, Segment
@@ -266,7 +265,7 @@ def load_processor(name: str, *, revision: str | None, trust_remote_code: bool) 
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise RecipeError(f"data.images needs Pillow, which is not installed: {install_command('images')}") from None
+        raise RecipeError("data.images needs Pillow, which is not installed: pip install pillow") from None
     try:
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # ImportError for torchvision, OSError for missing files, and many others

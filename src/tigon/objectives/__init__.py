@@ -10,7 +10,8 @@ post_training_rules.py  The recipe keys of those objectives, and what does not g
 recipe_checks.py    Loads a recipe, with the rules of the objectives' sections, before transformers is imported.
 
 To add an objective, write a file with a class and `OBJECTIVE = <class>`. `choose.py` finds it. Its recipe section is
-declared in recipe/keys.py, and its rules in recipe_checks.py.
+declared in recipe/keys.py, and its rules in recipe_checks.py. An objective that TRL trains has its rules in
+post_training_rules.py, and its loss is TRL's; `PlannedPostTraining.loss` imitates it for the planner.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class DataConfig:
         None, "The names that a format's columns have in your data, e.g. `{prompt: question, completion: answer}`."
     )
     subset: str | None = key(None, "Subset (configuration) of a data set on the hub.")
-    split: str | None = key(None, "Split of a data set on the hub, e.g. `train[:1000]`; none: `train`.")
+    split: str | None = key(None, "Split of a data set on the hub, e.g. `train[:1000]`; null: `train`.")
     revision: str | None = key(None, "Commit, tag or branch of a data set on the hub.")
     streaming: bool = key(
         False, "Read data sets of the hub without storing them first, up to `max_text_mib`. For large ones."
@@ -163,7 +163,7 @@ class DataConfig:
         "padded to the longest sample of its micro-batch.",
     )
     cross_document_attention: bool = key(
-        False, "Let tokens attend to earlier documents in a packed sample. Saves the block mask that sdpa needs."
+        False, "Let tokens attend to earlier documents in a packed sample. sdpa then needs no block mask."
     )
     too_long: str = key(
         "error", "If a prompt and its answer together are longer than `sequence_length`: stop, cut off the end, or "
@@ -176,7 +176,7 @@ class DataConfig:
         "padded, not packed.", minimum=0, maximum=1000,
     )  # fmt: skip
     image_size: int | None = key(
-        None, "Scale down images whose longer side has more pixels; none: the model's processor alone decides.",
+        None, "Scale down images whose longer side has more pixels; null: the model's processor alone decides.",
         minimum=16, maximum=16384,
     )  # fmt: skip
     bad_rows: str = key(
@@ -243,10 +243,10 @@ class TrainConfig:
     workers: int = key(0, "DataLoader worker processes; 0: load in the training process.", minimum=0, maximum=64)
     log_steps: int = key(10, "Steps between records in metrics.jsonl.", minimum=1, maximum=MAX_COUNT)
     eval_steps: int | None = key(
-        None, "Steps between evaluations; none: only at the end.", minimum=1, maximum=MAX_COUNT
+        None, "Steps between evaluations; null: only at the end.", minimum=1, maximum=MAX_COUNT
     )
     save_steps: int | None = key(
-        None, "Steps between checkpoints; none: only the final model.", minimum=1, maximum=MAX_COUNT
+        None, "Steps between checkpoints; null: only the final model.", minimum=1, maximum=MAX_COUNT
     )
     save_async: bool = key(
         False, "Write checkpoints in the background, in PyTorch's distributed format, while training continues. Each "
@@ -261,7 +261,7 @@ class TrainConfig:
         "is always saved as a checkpoint. Needs `eval_steps`."
     )  # fmt: skip
     early_stopping_patience: int | None = key(
-        None, "End training if the eval loss has not fallen in this many evaluations in a row; none: train to the end. "
+        None, "End training if the eval loss has not fallen in this many evaluations in a row; null: train to the end. "
         "Needs `eval_steps`.",
         minimum=1, maximum=MAX_COUNT,
     )  # fmt: skip
@@ -289,7 +289,7 @@ class EvalConfig:
     lm_eval: tuple[str, ...] = key(
         (), "Tasks of lm-evaluation-harness to run on the trained model: their names, or `.yaml` files."
     )
-    lm_eval_limit: int | None = key(None, "Rows of each task; none: all of them.", minimum=1, maximum=MAX_COUNT)
+    lm_eval_limit: int | None = key(None, "Rows of each task; null: all of them.", minimum=1, maximum=MAX_COUNT)
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class LoraConfig:
     """LoRA: train small adapters next to the model's frozen weights, and save them in PEFT's layout."""
 
     rank: int | None = technique_key("lora_rank")
-    alpha: float | None = key(None, "The adapters' output is scaled by alpha / rank; none: 2 x rank.", above=0)
+    alpha: float | None = key(None, "The adapters' output is scaled by alpha / rank; null: 2 x rank.", above=0)
     targets: tuple[str, ...] = technique_key("lora_targets")
     dropout: float = technique_key("lora_dropout")
     rslora: bool = technique_key("lora_rslora")
@@ -330,22 +330,22 @@ class HeadsConfig:
     """Heads that predict several tokens ahead, for speculative decoding: `tigon medusa`; see docs/medusa.md."""
 
     stage: int | None = key(
-        None, "1: train only the heads, on a frozen model; 2: train model and heads together; none: no heads.",
+        None, "1: train only the heads, on a frozen model; 2: train model and heads together; null: no heads.",
         minimum=1, maximum=2,
     )  # fmt: skip
     kind: str | None = key(
         None, "`medusa`: independent heads of residual blocks; `mtp`: DeepSeek-V3's sequential modules of one "
-        "transformer layer each; none: the kind in `start`, or `medusa`.",
+        "transformer layer each; null: the kind in `start`, or `medusa`.",
         choices=("medusa", "mtp"),
     )  # fmt: skip
     count: int | None = key(
         None,
-        "Number of heads; head k predicts the token k + 1 ahead; none: as many as in `start`, or 3.",
+        "Number of heads; head k predicts the token k + 1 ahead; null: as many as in `start`, or 3.",
         minimum=1,
         maximum=16,
     )
     layers: int | None = key(
-        None, "Residual blocks per medusa head; none: the number in `start`, or 1.", minimum=0, maximum=8
+        None, "Residual blocks per medusa head; null: the number in `start`, or 1.", minimum=0, maximum=8
     )
     output: str = key(
         "auto", "Output layer of a medusa head. `shared`: the model's `lm_head`; `separate`: a weight that starts as a "
@@ -379,9 +379,9 @@ class PostTrainingConfig:
     beta: float | None = key(
         None, "dpo, kto: how strongly the model is held to its reference; orpo: weight of the odds ratio; grpo: "
         "weight of the KL to the reference; distill: 0 is the forward KL, 1 the reverse KL, between them the "
-        "generalized Jensen-Shannon divergence; none: TRL's default (0.1, grpo 0, distill 1).", minimum=0,
+        "generalized Jensen-Shannon divergence; null: TRL's default (0.1, grpo 0, distill 1).", minimum=0,
     )  # fmt: skip
-    loss_type: str | None = key(None, "Variant of the loss of dpo, kto or grpo, by TRL's name; none: TRL's default.")
+    loss_type: str | None = key(None, "Variant of the loss of dpo, kto or grpo, by TRL's name; null: TRL's default.")
     label_smoothing: float = key(
         0.0, "dpo: the probability that a pair is labelled the wrong way round. TRL uses it for `loss_type: robust`, "
         "`exo_pair`, `aot` and `aot_unpaired`.",
@@ -413,7 +413,7 @@ class ComparisonConfig:
     steps: int = key(0, "Steps of each repeat; 0: no comparison. Memory is measured in the last step.",
                      minimum=0, maximum=1000)  # fmt: skip
     batch_size: int | None = key(
-        None, "Samples per micro-batch; none: `train.batch_size`.", minimum=1, maximum=MAX_COUNT
+        None, "Samples per micro-batch; null: `train.batch_size`.", minimum=1, maximum=MAX_COUNT
     )
     kernels: tuple[str, ...] = key(
         ("none", "no-flce", "tigon"), "Kernel choices to compare; the values of `model.kernels`.",
@@ -444,10 +444,10 @@ class OutputConfig:
         "preset's weights keep the dtype of training.", choices=("auto", "fp32", "bf16", "fp16"),
     )  # fmt: skip
     max_shard_size: str | None = key(
-        None, "Size above which the weights in `model/` are split into several files, e.g. `5GB`; none: transformers' "
-        "default.", pattern=r"[1-9][0-9]{0,5}[KMGT]B", choices=("a number with KB, MB, GB or TB, such as 5GB",),
+        None, "Size above which the weights in `model/` are split into several files, e.g. `5GB`; null: transformers' "
+        "default.", pattern=r"[1-9][0-9]{0,5}[KMGT]B", choices=("a number with KB, MB, GB or TB (such as 5GB)",),
     )  # fmt: skip
-    sample_prompt: str | None = key(None, "Prompt of the text sample; none: the start of an eval document.",
+    sample_prompt: str | None = key(None, "Prompt of the text sample; null: the start of an eval document.",
                                      prose=True)  # fmt: skip
     sample_tokens: int = key(64, "Length of the text sample before and after training; 0: no sample.",
                              minimum=0, maximum=2048)  # fmt: skip
@@ -513,7 +513,7 @@ def reference_table() -> str:
         parts.append(f"### `{section}`\n\n{cls.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|")
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
-            default = "none" if f.default is None else _yaml_scalar(f.default)
+            default = "null" if f.default is None else _yaml_scalar(f.default)
             limits = limits_text(f.metadata)
             meaning = f.metadata["help"] + (f" {limits[0].upper()}{limits[1:]}." if limits else "")
             row = f"| `{section}.{f.name}` | {type_name(hints[f.name])} | `{default}` | {meaning} |"
@@ -524,6 +524,8 @@ def reference_table() -> str:
 
 def limits_text(limits: Mapping[str, Any]) -> str:
     """The end of a sentence that states a value's limits; empty if the value has none."""
+    if len(limits["choices"]) == 1:
+        return f"must be {limits['choices'][0]}"
     if limits["choices"]:
         return "one of " + ", ".join(f"`{choice}`" for choice in limits["choices"])
     words = [
@@ -540,7 +542,7 @@ def type_name(hint: Any) -> str:
         return " or ".join(type_name(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return f"{type_name(typing.get_args(hint)[0])} or list"
-    names = {str: "text", int: "integer", float: "number", bool: "true/false", types.NoneType: "none"}
+    names = {str: "text", int: "integer", float: "number", bool: "true/false", types.NoneType: "null"}
     return names.get(hint, "mapping")
 
 

@@ -261,9 +261,10 @@ def _build(cls: type[Any], raw: Mapping[str, Any], prefix: str, where: Callable[
 
 def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, where: Callable[[str], str]) -> Any:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and types.NoneType in options:
-        return None
     targets = [option for option in options if option is not types.NoneType]
+    # YAML's word is null. A number cannot be called "none", as a text can.
+    if types.NoneType in options and (value is None or (value in ("none", "None") and str not in targets)):
+        return None
     # only entries of data.source have two types: text, or a mapping
     target = targets[0] if len(targets) == 1 or not isinstance(value, dict) else targets[1]
     if typing.get_origin(target) is tuple:
@@ -308,7 +309,8 @@ def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Cal
     if value in limits["renamed"]:
         raise RecipeError(f"{where(dotted)}: {dotted}: {value} was renamed; write {limits['renamed'][value]}")
     if not re.fullmatch(pattern, value) if pattern else choices and value not in choices:
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it must be one of {', '.join(choices)}")
+        wanted = choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it must be {wanted}")
     if isinstance(value, str) and (why := limits["invalid"](value)) is not None:
         raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; {why}")
     too_small = (minimum is not None and not value >= minimum) or (above is not None and not value > above)

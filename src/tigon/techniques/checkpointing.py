@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tigon.errors import RecipeError
 from tigon.techniques import head_groups
-from tigon.techniques.mechanisms.host_offload import HostOffload
 from tigon.techniques.mechanisms.attention_offload import LayersOnHost
+from tigon.techniques.mechanisms.host_offload import HostOffload
 from tigon.techniques.mechanisms.recompute import recomputed
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion

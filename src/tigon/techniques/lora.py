@@ -341,9 +341,12 @@ _EXCLUSIONS = (
         Exclusion(
             when=(_DIFFERENCE, sharded),
             reason="the adapter is saved as the difference from its initial value, which needs whole fp32 weights",
-            instead="lora.init: default, or one GPU", source=_CONVERSION,
+            instead=f"lora.init: default, or {unsharded}", source=_CONVERSION,
         )
-        for sharded in (Condition("zero", "is at least", 1), Condition("fsdp", "is", True))
+        for sharded, unsharded in (
+            (Condition("zero", "is at least", 1), "sharding.zero: 0"),
+            (Condition("fsdp", "is", True), "sharding.fsdp: false"),
+        )
     ),
 )  # fmt: skip
 

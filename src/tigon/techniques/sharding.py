@@ -365,7 +365,8 @@ _ZERO_PLUS_PLUS = (
     Condition("zero_int4_gradients", "is", True),
 )  # fmt: skip
 _ZERO_EFFECT_ON_RESULT = (
-    "Weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under autocast."
+    "With `amp-bf16`, weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under "
+    "autocast."
 )
 
 
@@ -498,7 +499,7 @@ _EXCLUSIONS = (
         for used in _ZERO_PLUS_PLUS
         for condition, instead in (
             (_OFFLOADED, "sharding.offload: none"),
-            (Condition("lora_rank", "is at least", 1), "lora.rank: none"),
+            (Condition("lora_rank", "is at least", 1), "lora.rank: null"),
         )
     ),
     Exclusion(

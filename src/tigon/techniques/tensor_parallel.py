@@ -247,7 +247,7 @@ DECLARATION = Declaration(
         _not_with(Condition("replicas", "is at least", 2), _UNTRIED, "sharding.replicas: 1"),
         _not_with(Condition("sequence_shards", "is at least", 2), _UNTRIED, "sharding.sequence: 1"),
         _not_with(Condition("offload", "is not", "none"), _UNTRIED, "sharding.offload: none"),
-        _not_with(Condition("lora_rank", "is at least", 1), _UNTRIED, "lora.rank: none"),
+        _not_with(Condition("lora_rank", "is at least", 1), _UNTRIED, "lora.rank: null"),
         _not_with(Condition("precision", "is", "fp8"), _UNTRIED, "train.precision: amp-bf16"),
         _not_with(Condition("accumulation_fusion", "is", True), _UNTRIED, "train.gradient_accumulation_fusion: false"),
         _not_with(Condition("mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),

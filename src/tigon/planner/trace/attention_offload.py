@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
-from tigon.techniques.mechanisms.host_offload import HostOffload, Waiting
 from tigon.techniques.mechanisms.attention_offload import HostFrame, LayersOnHost
+from tigon.techniques.mechanisms.host_offload import HostOffload, Waiting
 from tigon.techniques.mechanisms.recompute import run_frame
 
 COMPONENT = "checkpoints"

@@ -1,8 +1,9 @@
 """Writes report.md and report.html of a run from the files of its folder.
 
-Both templates get the same values, except the charts. Jinja2's autoescape escapes each value in HTML; `escape_markdown`, as the finalizer,
-does so in Markdown. Long texts stand in Markdown fences that are longer than any fence inside them. report.html is one
-file with inline SVG charts. Its content security policy forbids scripts and loading.
+Both templates get the same values, except the charts. Jinja2's autoescape escapes each value in HTML;
+`escape_markdown`, as the finalizer, does so in Markdown. Long texts stand in Markdown fences that are longer than any
+fence inside them. report.html is one file with inline SVG charts. Its content security policy forbids scripts and
+loading.
 """
 
 from __future__ import annotations
@@ -196,9 +197,10 @@ def _comparison_note(steps: int, on_gpu: bool) -> str:
     how = "as PyTorch's allocator counts it" if on_gpu else "summed over PyTorch's allocations and releases"
     return (
         f"Each row is {steps} steps from the same seed, weights and samples. The largest difference compares the loss "
-        f"of every step with that of the first row that was measured. Peak memory is the peak of the last step, {how}. The "
-        "peak of the step alone leaves out what was allocated before it, such as weights and optimizer states. Saved is "
-        f"the part of the first measured row's peak that a row does not need. {_speed_note(steps - 2)}"
+        "of every step with that of the first row that was measured. Peak memory is the peak of the last step, "
+        f"{how}. The peak of the step alone leaves out what was allocated before it, such as weights and optimizer "
+        "states. Saved is the part of the first measured row's peak that a row does not need. "
+        f"{_speed_note(steps - 2)}"
     )
 
 

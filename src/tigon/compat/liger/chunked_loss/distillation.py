@@ -2,7 +2,7 @@
 
 Each returns weight_hard_loss · hard + weight_soft_loss · soft. hard is the cross entropy of the student, soft the
 divergence from the teacher, each a mean over the labels that are not ignored. With return_soft_hard_loss each returns
-(loss, soft, hard), where soft and hard carry no gradient. The teacher gets no gradient. `temperature` changes soft only.
+(loss, soft, hard), where soft and hard carry no gradient. The teacher gets none either. `temperature` changes soft.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class DistillationOptions:
     return_soft_hard_loss: bool
 
 
-def _distilled(student: Head, teacher: Head, labels: Tensor, options: DistillationOptions, divergence: Divergence) -> Distilled:
+def _distilled(
+    student: Head, teacher: Head, labels: Tensor, options: DistillationOptions, divergence: Divergence
+) -> Distilled:
     _check(student, teacher, labels, options.temperature)
     has_label = labels != options.ignore_index
     n_labels = has_label.sum().clamp(min=1)
