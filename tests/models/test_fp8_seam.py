@@ -1,4 +1,4 @@
-"""`tigon.patch_fp8`: which linear layers get FP8 products, that the weights stay, and that a step runs through them."""
+"""`tigon.patch_fp8`: which linear layers get FP8 matmuls, that the weights stay, and that a step runs through them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def patch_fp8(model: nn.Module, *, scaling: str = "tensorwise", bf16_layers: int
         raise OptionError(f"bf16_layers={bf16_layers} must be at least 0.")
     inner = unwrap(model)
     layers = _layers(inner)
-    seam, report = Fp8Seam(scaling=scaling), PatchReport(f"{type(inner).__name__}, FP8 products ({scaling})")
+    seam, report = Fp8Seam(scaling=scaling), PatchReport(f"{type(inner).__name__}, FP8 matmuls ({scaling})")
     inside = range(bf16_layers, len(layers) - bf16_layers)
     left: dict[str, list[str]] = {}
     for number, (layer_path, layer) in enumerate(layers):

@@ -69,15 +69,15 @@ class Gpu:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether tigon uses its FP8 products: NVIDIA's from Ada (8.9) on."""
+        """Whether tigon uses its FP8 matmuls: NVIDIA's from Ada (8.9) on."""
         return self.arch >= (8, 9)
 
     @property
     def fp8_flops(self) -> float:
-        """FP8 products with fp32 accumulation, FLOP/s.
+        """FP8 matmuls with fp32 accumulation, FLOP/s.
 
         Predicted, not measured: the data sheets' dense rate is twice the 16-bit rate on every GPU that has FP8, and the
-        same share of it is assumed. FP8 products of Llama-3.1-8B with other kernels reached 1.06 times this on an H200.
+        same share of it is assumed. FP8 matmuls of Llama-3.1-8B with other kernels reached 1.06 times this on an H200.
         """
         return 2 * self.matmul_flops
 

@@ -109,7 +109,7 @@ DECLARATION = Declaration(
     exclusions=(
         Exclusion(
             when=(_IS_FP8, Condition("zero", "is at least", 1)),
-            reason="tigon has not tried FP8 products with the weights that DeepSpeed manages",
+            reason="tigon has not tried FP8 matmuls with the weights that DeepSpeed manages",
             instead="sharding.fsdp: true, or train.precision: bf16", source="docs/techniques/precision.md",
         ),
         Exclusion(

@@ -30,7 +30,7 @@ class Fp8Seam(Seam):
 
     def objection(self, module: nn.Module) -> str | None:
         odd = next((n for n in (module.in_features, module.out_features) if n % ALIGNMENT), None)  # type: ignore[operator]
-        return None if odd is None else f"FP8 products need widths that are multiples of {ALIGNMENT}, and it has {odd}"
+        return None if odd is None else f"FP8 matmuls need widths that are multiples of {ALIGNMENT}, and it has {odd}"
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         scaling = self.scaling
@@ -50,6 +50,6 @@ def is_router(path: str) -> bool:
 
 
 def fp8_scaling(layer: Any) -> str | None:
-    """The scaling of a linear layer's FP8 products; None if its products are not in FP8."""
+    """The scaling of a linear layer's FP8 matmuls; None if its matmuls are not in FP8."""
     seam = layer._tigon_seam if isinstance(layer, PatchedModule) else None
     return seam.scaling if isinstance(seam, Fp8Seam) else None
