@@ -42,7 +42,7 @@ from tigon.planner.request import Request
 from tigon.techniques import cuda_graphs
 from tigon.techniques.checkpointing import enable
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
-from tigon.techniques.mechanisms.layer_graphs import CudaCapture
+from tigon.techniques.mechanisms.layer_graphs import CudaCapture, LayerGraphs
 from tigon.techniques.records.choices import Choices
 
 transformers = importlib.import_module("transformers")  # its types are incomplete, and mypy checks this file
@@ -83,7 +83,7 @@ def model_of(config: Any, dtype: torch.dtype, *, fused: bool = True) -> Any:
     return model
 
 
-def put_in_graphs(model: Any, checkpointing: str) -> cuda_graphs.LayerGraphs:
+def put_in_graphs(model: Any, checkpointing: str) -> LayerGraphs:
     new_capture = CudaCapture if DEVICE.type == "cuda" else lambda: eager_capture
     return cuda_graphs.graph(model, recomputes=checkpointing == "full", new_capture=new_capture)
 

@@ -54,7 +54,7 @@ class Code:
     """Whether tigon recomputes, so that `auto` and the states of layers exist."""
     finish: Callable[[Any, Ready, str], Ready] | None = None
     """Changes the model once more, after its recomputation is set up. Only for `none` and `full`."""
-    choices: Mapping[str, bool] = field(default_factory=dict)
+    choices: Mapping[str, Any] = field(default_factory=dict)
     """The planner's choices that describe it, beside its kernels."""
 
 

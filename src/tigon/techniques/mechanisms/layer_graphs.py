@@ -201,15 +201,14 @@ class _Passes:
             if not self.gradients:
                 # Not in the memory of the graphs, to which the other layers' graphs write.
                 self.gradients = [None if g is None else torch.empty_like(g) for g in gradients]
-            added: list[tuple[Tensor, Tensor]] = []
-            copied: list[tuple[Tensor, Tensor]] = []
+            added, copied = _Pairs(), _Pairs()
             for parameter, own, fresh in zip(self.parameters, self.gradients, gradients, strict=True):
                 if own is not None and fresh is not None:
-                    (added if adds or buffers.holds(parameter) else copied).append((own, fresh))
-            if added:
-                torch._foreach_add_(*map(list, zip(*added, strict=True)))
-            if copied:
-                torch._foreach_copy_(*map(list, zip(*copied, strict=True)))
+                    (added if adds or buffers.holds(parameter) else copied).put(own, fresh)
+            if added.own:
+                torch._foreach_add_(added.own, added.fresh)
+            if copied.own:
+                torch._foreach_copy_(copied.own, copied.fresh)
 
         start = hidden.clone()
         gradient.zero_()
@@ -260,6 +259,18 @@ class _Passes:
             grad = parameter.grad
             if grad is not None and own is not None and grad.data_ptr() == own.data_ptr():
                 parameter.grad = grad.clone()
+
+
+class _Pairs:
+    """Gradients that one launch copies or adds to their buffers."""
+
+    def __init__(self) -> None:
+        self.own: list[Tensor] = []
+        self.fresh: list[Tensor] = []
+
+    def put(self, own: Tensor, fresh: Tensor) -> None:
+        self.own.append(own)
+        self.fresh.append(fresh)
 
 
 class _Token:
