@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 PARTS = 512
 """Numbers among which a kernel shares the largest magnitude; as in kernels/glu.py."""
@@ -19,7 +20,7 @@ _NAME = "_tigon_amax"
 
 def parts_for(x: Tensor, tensors: int) -> Tensor | None:
     """Zeros on x's device for the magnitudes of this many tensors; None if x is no ordinary tensor."""
-    if type(x) not in (Tensor, torch.nn.Parameter):
+    if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
         return None
     return torch.zeros(tensors, PARTS, dtype=torch.float32, device=x.device)
 
