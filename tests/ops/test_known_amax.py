@@ -19,7 +19,7 @@ from tigon.techniques.mechanisms.recompute import recomputed
 
 pytest.importorskip("transformers")
 
-# More programs than numbers that they share, and a width that is no power of 2.
+# There are more programs than numbers that they share, and the width is not a power of 2.
 ROWS, WIDTH = 700, 100
 
 
@@ -98,7 +98,7 @@ def results(mlp: nn.Module, x: Tensor, recomputes: bool = False) -> list[Tensor]
 
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the tensors whose largest magnitude a launch of its own has found."""
+    """The shapes of the tensors for which `fp8_amax` was called."""
     shapes: list[tuple[int, ...]] = []
 
     def watched(x_MK: Tensor, rowwise: bool) -> Tensor:

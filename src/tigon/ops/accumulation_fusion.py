@@ -69,7 +69,7 @@ class GradientBuffers:
         self._adds, self._written = adds, set[int]()
 
     def target_of(self, weight: Tensor) -> Target | None:
-        """Where the next product of the weight goes; None: return its gradient."""
+        """Returns the target of the next product of the weight; None: the backward returns its gradient."""
         buffer = self._buffers.get(id(weight))
         if buffer is None:
             return None
@@ -135,7 +135,7 @@ class LeafGradient:
         return grad if self._accumulates() else None
 
     def target(self) -> Target | None:
-        """Where the running backward pass may write the gradient; None: return it. Call it in the backward."""
+        """Returns what the running backward pass may write the gradient to; None: it returns it. Call it in the backward."""
         if _buffers is not None:
             return _buffers.target_of(self.weight)
         grad = self.to_add_to()
