@@ -135,7 +135,10 @@ class LeafGradient:
         return grad if self._accumulates() else None
 
     def target(self) -> Target | None:
-        """Returns what the running backward pass may write the gradient to; None: it returns it. Call it in the backward."""
+        """The tensor to which the running backward pass may write the gradient; None: it returns the gradient.
+
+        Call it in the backward.
+        """
         if _buffers is not None:
             return _buffers.target_of(self.weight)
         grad = self.to_add_to()
