@@ -18,6 +18,7 @@ pytest.importorskip("typer")
 import transformers
 from transformers.models.llama import modeling_llama
 
+from benchmarks.eager_capture import eager_capture
 from tigon.bench import timing
 from tigon.bench.training import table, variants
 from tigon.bench.training.cases import Case
@@ -28,6 +29,9 @@ from tigon.bench.training.time_by_kind import KINDS, kind_of, time_by_kind
 from tigon.bench.training.trainee import Trainee
 from tigon.bench.training.variants import CODES, parse
 from tigon.cli import app
+from tigon.ops import lm_head
+from tigon.techniques import cuda_graphs
+from tigon.techniques.mechanisms import fused_linear
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures on the CPU")
@@ -184,6 +188,32 @@ def test_variants_share_the_parameters_and_nothing_else(model):
     assert [id(p) for p in own.parameters()] == [id(p) for p in trainee.parameters]
     assert own.lm_head.weight is own.model.embed_tokens.weight, "the head stays tied"
     assert own.model.layers[0].gradient_checkpointing and not trainee.model.model.layers[0].gradient_checkpointing
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_variants_in_graphs_learn_the_same_and_the_fused_one_adds_in_the_products(model, monkeypatch, recomputed):
+    def eager_graphs(own, recomputed):
+        return cuda_graphs.graph(own, recomputes=recomputed == "full", new_capture=lambda: eager_capture)
+
+    added: list[bool] = []
+
+    def watched(a, b, out, accumulate):
+        added.append(accumulate)
+        lm_head.product_into(a, b, out, accumulate)
+
+    monkeypatch.setattr(variants, "_graphs_of", eager_graphs)
+    monkeypatch.setattr(fused_linear, "product_into", watched)
+    case = Case(model=str(model), batch=4, seq=8, precision="fp32", memory=None)
+    trainee, losses = Trainee(case, CPU, 2), {}
+    for name in ("tigon", "tigon-graphs", "tigon-graphs-fused"):
+        ready = parse(f"{name}:{recomputed}").prepare(trainee.model, recomputed)
+        trainee.restore()
+        assert not added
+        with ready.active():
+            losses[name] = torch.stack([trainee.step(ready.loss, number, 2) for number in range(2)])
+    assert added.count(True) > 0 and added.count(False) > 0
+    for name in ("tigon-graphs", "tigon-graphs-fused"):
+        torch.testing.assert_close(losses[name], losses["tigon"], rtol=1e-5, atol=0)
 
 
 def test_fits_is_the_largest_micro_batch_within_the_limit(bench, model, tmp_path, monkeypatch):

@@ -121,6 +121,11 @@ MORE_CASES = {
         Case(id="outputs", shape=(16, 128256), options={"outputs": ("entropy", "predicted")}),
         Case(id="one-row", shape=(1, 128256), options={"inplace": True}),
     ),
+    # For FP8 layers the kernels also find the largest magnitudes.
+    "swiglu": (
+        Case(id="amax", shape=(16, 4096), options={"find_amax": True}),
+        Case(id="amax-packed", shape=(16, 8192), options={"find_amax": True, "packed": True}),
+    ),
     # The weights of the record's other cases are dense.
     "lora_linears": (Case(id="4-bit", shape=(16, 64, 24, 16, 8), options={"nf4": True}),),
     "experts": (Case(id="mxfp4", shape=(16, 2, 4, 64), options={"inner": 32, "mxfp4": True}),),

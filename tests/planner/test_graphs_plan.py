@@ -58,3 +58,19 @@ def test_micro_batches_add_to_the_gradients_that_the_graphs_hold() -> None:
     gradients = [estimate(request, gpu=BARE).components["gradients"] for request in (one, two)]
     layers = sum(weight.grad_bytes for weight in model_weights(one).weights if weight.layer is not None)
     assert gradients[0] >= layers and gradients[1] - gradients[0] < layers
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_fused_products_leave_the_graphs_memory_without_the_linear_layers_gradients(checkpointing: str) -> None:
+    plain = request_of("llama", precision="bf16", checkpointing=checkpointing, cuda_graphs=True, accumulate=2)
+    fused = replace(plain, choices=replace(plain.choices, accumulation_fusion=True))
+    before, after = (estimate(request, gpu=BARE) for request in (plain, fused))
+    assert after.components["gradients"] == before.components["gradients"]
+    assert after.peak_allocated_bytes <= before.peak_allocated_bytes
+    assert after.peak_reserved_bytes <= before.peak_reserved_bytes
+    assert after.step_s < before.step_s
+    first, later = (
+        in_graphs(tape, recomputes=checkpointing == "full")[1].pool
+        for tape in step_tapes(fused, BARE, evaluating=False).micro_batches
+    )
+    assert later < first, "without a graph, the first micro-batch makes the gradients of linear layers"

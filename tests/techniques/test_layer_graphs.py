@@ -2,80 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from graphed_layers import graphed, ids_of, model_of, on_each_device, recomputed_or_not, train
 from torch import Tensor, nn
 
 import tigon
 from tigon.errors import RecipeError
 from tigon.techniques import cuda_graphs
-from tigon.techniques.checkpointing import enable, replace_function
-from tigon.techniques.mechanisms.layer_graphs import MOST_SHAPES, CudaCapture, LayerGraphs
-from tigon.techniques.mechanisms.recompute import recomputed
-
-transformers = pytest.importorskip("transformers")
-
-
-def repeated(work: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A capture without a GPU: a replay runs the work again, and its results take the place of the first ones."""
-    results = work(prepare())
-
-    def replay() -> None:
-        fresh = work(prepare())
-        if results is not None:
-            results[:] = fresh
-
-    return replay, results
-
-
-def model_of(device: str = "cpu", recomputes: bool = True) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(device).train()
-    if recomputes:
-        enable(model)
-        replace_function(model, recomputed)
-    return model
-
-
-def graphed(device: str = "cpu", recomputes: bool = True) -> tuple[Any, LayerGraphs]:
-    model = model_of(device, recomputes)
-    new_capture = CudaCapture if device == "cuda" else lambda: repeated
-    return model, cuda_graphs.graph(model, recomputes=recomputes, new_capture=new_capture)
-
-
-def ids_of(batch: int, seq: int, seed: int, device: str) -> Tensor:
-    return torch.randint(0, 64, (batch, seq), generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def train(model: Any, device: str, *, steps: int = 3, micro_batches: int = 2, autocast: bool = False) -> list[Tensor]:
-    """The losses and the weights of some optimizer steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        for number in range(micro_batches):
-            ids = ids_of(2, 16, 10 * step + number, device)
-            with torch.autocast(device, torch.bfloat16, enabled=autocast):
-                loss = model(input_ids=ids, labels=ids).loss / micro_batches
-            loss.backward()
-            losses.append(loss.detach())
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*losses, *(p.detach() for p in model.parameters())]
-
-
-def on_each_device(test: Any) -> Any:
-    return pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])(test)
-
-
-recomputed_or_not = pytest.mark.parametrize("recomputes", [True, False], ids=["full", "none"])
+from tigon.techniques.mechanisms.layer_graphs import MOST_SHAPES
 
 
 @on_each_device

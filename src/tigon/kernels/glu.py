@@ -9,6 +9,10 @@
 
 The backward recomputes f, because saving it would cost as much memory as g. Everything between load and store is fp32;
 f(g) is not rounded before it is multiplied by u.
+
+For an FP8 product of a result, the kernels also find its largest magnitude, of which kernels/fp8.py would read the
+result once more. Each program takes the maximum of its part into one of 512 numbers, which are 0 before. It is the
+integer maximum of bits, as in kernels/fp8.py, so the order of the programs does not matter.
 """
 
 import functools
@@ -27,6 +31,9 @@ from tigon.kernels.layout import row_view, rows_of
 FWD_TILE = 2048
 BWD_TILE = 1024
 NUM_WARPS = 4
+
+AMAX_PARTS = 512
+"""The numbers among which the programs share the largest magnitude of a tensor, as `MOST_PARTS` in kernels/fp8.py."""
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -53,10 +60,18 @@ def activation(g, alpha, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _take_amax(AMAX, x, PARTS: tl.constexpr):
+    """Let one of the PARTS numbers at AMAX (int32) be at least the bits of max |x|. x: as it is stored."""
+    bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+    tl.atomic_max(AMAX + tl.program_id(0) % PARTS, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
 def glu_fwd_kernel(
-    G, U, Y, M, F, stride_g, stride_u,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    G, U, Y, AMAX, M, F, stride_g, stride_u,
+    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """PARTS: the numbers at AMAX; 0: no largest magnitude is wanted."""
     # The grid is flat because a second dimension is limited to 65535 rows. Tiles of one row are neighbours.
     tiles = tl.cdiv(F, BLOCK)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -65,14 +80,19 @@ def glu_fwd_kernel(
     g = tl.load(G + rows * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(U + rows * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
     f, _ = activation(g, 1.0, ACTIVATION)
-    tl.store(Y + rows * F + cols, (f * u).to(Y.dtype.element_ty), mask=mask)
+    y = (f * u).to(Y.dtype.element_ty)
+    tl.store(Y + rows * F + cols, y, mask=mask)
+    if PARTS > 0:
+        _take_amax(AMAX, tl.where(mask, y, 0.0), PARTS)
 
 
 @triton.jit
 def glu_bwd_kernel(
-    DY, G, U, DG, DU, M, F, stride_dy, stride_g, stride_u, stride_dg, stride_du,
-    ACTIVATION: tl.constexpr, WANT_DG: tl.constexpr, WANT_DU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DY, G, U, DG, DU, AMAX, M, F, stride_dy, stride_g, stride_u, stride_dg, stride_du,
+    ACTIVATION: tl.constexpr, WANT_DG: tl.constexpr, WANT_DU: tl.constexpr, PARTS: tl.constexpr, UP_PARTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """UP_PARTS: the place of du's numbers behind dg's; 0 if both are halves of one tensor."""
     tiles = tl.cdiv(F, BLOCK)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -82,9 +102,15 @@ def glu_bwd_kernel(
     f, df = activation(g, 1.0, ACTIVATION)
     if WANT_DG:
         u = tl.load(U + rows * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(DG + rows * stride_dg + cols, (dy * u * df).to(DG.dtype.element_ty), mask=mask)
+        dg = (dy * u * df).to(DG.dtype.element_ty)
+        tl.store(DG + rows * stride_dg + cols, dg, mask=mask)
+        if PARTS > 0:
+            _take_amax(AMAX, tl.where(mask, dg, 0.0), PARTS)
     if WANT_DU:
-        tl.store(DU + rows * stride_du + cols, (dy * f).to(DU.dtype.element_ty), mask=mask)
+        du = (dy * f).to(DU.dtype.element_ty)
+        tl.store(DU + rows * stride_du + cols, du, mask=mask)
+        if PARTS > 0:
+            _take_amax(AMAX + UP_PARTS, tl.where(mask, du, 0.0), PARTS)
 
 
 def _halves(gate, up):
@@ -119,26 +145,34 @@ def _rows(gate, up):
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _fwd_launch(M, F, stride_g, stride_u, activation, index):
+def _fwd_launch(M, F, stride_g, stride_u, activation, parts, index):
     grid, tile = _tile(M, F, FWD_TILE, index)
     return Launch(
-        glu_fwd_kernel, grid, M=M, F=F, stride_g=stride_g, stride_u=stride_u, ACTIVATION=activation, **tile
+        glu_fwd_kernel, grid, M=M, F=F, stride_g=stride_g, stride_u=stride_u, ACTIVATION=activation, PARTS=parts, **tile
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _bwd_launch(M, F, strides, activation, want_dg, want_du, index):
+def _bwd_launch(M, F, strides, activation, want_dg, want_du, parts, up_parts, index):
     grid, tile = _tile(M, F, BWD_TILE, index)
     stride_dy, stride_g, stride_u, stride_dg, stride_du = strides
     return Launch(
         glu_bwd_kernel, grid,
         M=M, F=F, stride_dy=stride_dy, stride_g=stride_g, stride_u=stride_u, stride_dg=stride_dg, stride_du=stride_du,
-        ACTIVATION=activation, WANT_DG=want_dg, WANT_DU=want_du, **tile,
+        ACTIVATION=activation, WANT_DG=want_dg, WANT_DU=want_du, PARTS=parts, UP_PARTS=up_parts, **tile,
     )  # fmt: skip
 
 
-def glu_fwd(gate, up, activation):
-    """Launch the forward; gate and up are (..., F), or gate is (..., 2F) and up is None. Returns (..., F)."""
+def _parts(amax):
+    """(the numbers as int32, how many a tensor has)."""
+    return (None, 0) if amax is None else (amax.view(torch.int32), amax.shape[-1])
+
+
+def glu_fwd(gate, up, activation, amax=None):
+    """Launch the forward; gate and up are (..., F), or gate is (..., 2F) and up is None. Returns (..., F).
+
+    amax: (1, parts) zeros, or None; its maximum is then that of |y|.
+    """
     if up is None:
         y = gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     else:
@@ -148,15 +182,20 @@ def glu_fwd(gate, up, activation):
         y = torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
     if y.numel():
         g_MF, u_MF, M, F, stride_g, stride_u = _rows(gate, up)
-        _fwd_launch(M, F, stride_g, stride_u, activation, gate.device.index)(gate, G=g_MF, U=u_MF, Y=y)
+        bits, parts = _parts(amax)
+        launch = _fwd_launch(M, F, stride_g, stride_u, activation, parts, gate.device.index)
+        launch(gate, G=g_MF, U=u_MF, Y=y, AMAX=bits)
     return y
 
 
-def glu_bwd(dy, gate, up, activation, want_dgate, want_dup):
-    """Launch the backward; returns (dgate, dup), empty where not wanted. A packed gate has one packed gradient."""
+def glu_bwd(dy, gate, up, activation, want_dgate, want_dup, amax=None):
+    """Launch the backward; returns (dgate, dup), empty where not wanted. A packed gate has one packed gradient.
+
+    amax: zeros, or None; one row of parts per gradient, whose maximum is then that of the gradient's magnitudes.
+    """
     dgate = _empty_grad(gate, want_dgate)
     dup = _empty_grad(gate if up is None else up, want_dup)
-    _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup)
+    _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup, amax)
     return dgate, dup
 
 
@@ -164,15 +203,15 @@ def _empty_grad(x, wanted):
     return torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else x.new_empty(0)
 
 
-def glu_bwd_inplace(dy, gate, up, activation):
+def glu_bwd_inplace(dy, gate, up, activation, amax=None):
     """Launch the backward with the gradients written over gate and up, which must be contiguous.
 
     This is safe because each program reads dy, gate and up of an element before it writes the element's two gradients.
     """
-    _launch_bwd(dy, gate, up, gate, up, activation, True, True)
+    _launch_bwd(dy, gate, up, gate, up, activation, True, True, amax)
 
 
-def _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup):
+def _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup, amax):
     if not gate.numel():
         return
     g_MF, u_MF, M, F, stride_g, stride_u = _rows(gate, up)
@@ -181,7 +220,8 @@ def _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup):
         dg_MF, du_MF = _halves(dgate, None)
         stride_dg, stride_du = dg_MF.stride(0), du_MF.stride(0)
     dy_MF, _, stride_dy = rows_of(dy, F)
+    bits, parts = _parts(amax)
     _bwd_launch(
         M, F, (stride_dy, stride_g, stride_u, stride_dg, stride_du), activation, want_dgate, up is None or want_dup,
-        gate.device.index,
-    )(gate, DY=dy_MF, G=g_MF, U=u_MF, DG=dg_MF, DU=du_MF)  # fmt: skip
+        parts, 0 if up is None else parts, gate.device.index,
+    )(gate, DY=dy_MF, G=g_MF, U=u_MF, DG=dg_MF, DU=du_MF, AMAX=bits)  # fmt: skip

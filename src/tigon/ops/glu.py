@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
+from tigon.ops import known_amax, recomputation
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
 
@@ -53,30 +54,40 @@ def _activation(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return f, s + f * (1 - s) * slope
 
 
-def _fwd_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _take_amax(amax: Tensor | None, row: int, x: Tensor) -> None:
+    if amax is not None and x.numel():
+        amax[row, 0] = torch.maximum(amax[row, 0], x.detach().abs().amax())
+
+
+def _fwd_reference(gate: Tensor, up: Tensor | None, activation: str, amax: Tensor | None = None) -> Tensor:
     g, u = _split(gate, up)
     y_dtype = torch.promote_types(g.dtype, u.dtype)
     acc = torch.promote_types(y_dtype, torch.float32)
     y = (_activation(g.to(acc), activation)[0] * u.to(acc)).to(y_dtype)
+    _take_amax(amax, 0, y)
     return y if y.is_contiguous() else y.contiguous()  # the fake and the kernel return contiguous tensors
 
 
 def _bwd_reference(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, want_dgate: bool, want_dup: bool
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, want_dgate: bool, want_dup: bool,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dgate, dup = _bwd_fake(dy, gate, up, activation, want_dgate, want_dup)
     dg, du = _split(dgate, None) if up is None else (dgate, dup)
-    _write_grads(dy, gate, up, activation, dg if want_dgate else None, du if want_dup or up is None else None)
+    _write_grads(dy, gate, up, activation, dg if want_dgate else None, du if want_dup or up is None else None, amax)
     return dgate, dup
 
 
-def _bwd_inplace_reference(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> None:
-    _write_grads(dy, gate, up, activation, *_split(gate, up))
+def _bwd_inplace_reference(
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, amax: Tensor | None = None
+) -> None:
+    _write_grads(dy, gate, up, activation, *_split(gate, up), amax)
 
 
 def _write_grads(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, dg: Tensor | None, du: Tensor | None
-) -> None:
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, dg: Tensor | None, du: Tensor | None,
+    amax: Tensor | None,
+) -> None:  # fmt: skip
     """Write the gradients into dg and du, which may be gate and up themselves."""
     g, u = _split(gate, up)
     acc = torch.promote_types(dy.dtype, torch.float32)
@@ -84,43 +95,47 @@ def _write_grads(
     dy = dy.to(acc)
     if dg is not None:
         dg.copy_(dy * u.to(acc) * df)
+        _take_amax(amax, 0, dg)
     if du is not None:
         du.copy_(dy * f)
+        _take_amax(amax, 0 if up is None else 1, du)
 
 
-def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str, amax: Tensor | None = None) -> Tensor:
     if up is None:
         return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
 def _bwd_fake(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, want_dgate: bool, want_dup: bool
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, want_dgate: bool, want_dup: bool,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     other = gate if up is None else up
     return gate.new_empty(gate.shape if want_dgate else (0,)), other.new_empty(other.shape if want_dup else (0,))
 
 
 glu_fwd = Primitive(
     "glu_fwd",
-    "(Tensor gate, Tensor? up, str activation) -> Tensor",
+    "(Tensor gate, Tensor? up, str activation, Tensor(a!)? amax=None) -> Tensor",
     reference=_fwd_reference,
     kernel="tigon.kernels.glu:glu_fwd",
     fake=_fwd_fake,
 )
 glu_bwd = Primitive(
     "glu_bwd",
-    "(Tensor dy, Tensor gate, Tensor? up, str activation, bool want_dgate, bool want_dup) -> (Tensor, Tensor)",
+    "(Tensor dy, Tensor gate, Tensor? up, str activation, bool want_dgate, bool want_dup, Tensor(a!)? amax=None)"
+    " -> (Tensor, Tensor)",
     reference=_bwd_reference,
     kernel="tigon.kernels.glu:glu_bwd",
     fake=_bwd_fake,
 )
 glu_bwd_inplace = Primitive(
     "glu_bwd_inplace",
-    "(Tensor dy, Tensor(a!) gate, Tensor(b!)? up, str activation) -> ()",
+    "(Tensor dy, Tensor(a!) gate, Tensor(b!)? up, str activation, Tensor(c!)? amax=None) -> ()",
     reference=_bwd_inplace_reference,
     kernel="tigon.kernels.glu:glu_bwd_inplace",
-    fake=lambda dy, gate, up, activation: None,
+    fake=lambda dy, gate, up, activation, amax=None: None,
 )
 
 
@@ -139,27 +154,44 @@ def _may_overwrite(gate: Tensor, up: Tensor | None, needs_input_grad: tuple[bool
 
 class GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor | None, activation: str, inplace: bool, find_amax: bool = False
+    ) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
+        ctx.activation, ctx.find_amax = activation, find_amax
         ctx.inplace = inplace and _may_overwrite(gate, up, ctx.needs_input_grad)
-        return glu_fwd(gate, up, activation)  # type: ignore[no-any-return]
+        # A recomputation takes the magnitudes from the first run.
+        run = recomputation.current()
+        wanted = find_amax and (run.kept is None or not run.backward_follows)
+        amax = known_amax.parts_for(gate, 1) if wanted else None
+        if amax is None:
+            return glu_fwd(gate, up, activation)  # type: ignore[no-any-return]
+        y: Tensor = glu_fwd(gate, up, activation, amax)
+        known_amax.note(y, amax[0])
+        return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         want_dgate, want_dup = ctx.needs_input_grad[:2]
+        found = known_amax.parts_for(gate, 1 if up is None else 2) if ctx.find_amax else None
+        amax = () if found is None else (found,)
         # With activation checkpointing, each node that saved the tensor gets a separate alias when it is recomputed.
         shared = ctx.inplace and any(t is not None and _sharers(t) != _UNSHARED for t in (gate, up))
         if ctx.inplace and not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
             dgate, dup = gate.detach(), None if up is None else up.detach()
-            glu_bwd_inplace(dy, dgate, dup, ctx.activation)
+            glu_bwd_inplace(dy, dgate, dup, ctx.activation, *amax)
             # If another node saved them after all, autograd's version check raises.
             torch.autograd.graph.increment_version([t for t in (dgate, dup) if t is not None])
-            return dgate, dup, None, None
-        dgate, dup = glu_bwd(dy, gate, up, ctx.activation, want_dgate, want_dup)
-        return dgate if want_dgate else None, dup if want_dup else None, None, None
+        else:
+            dgate, dup = glu_bwd(dy, gate, up, ctx.activation, want_dgate, want_dup, *amax)
+            dgate, dup = dgate if want_dgate else None, dup if want_dup else None
+        if found is not None:
+            for gradient, parts in zip((dgate, dup), found, strict=False):
+                if gradient is not None:
+                    known_amax.note(gradient, parts)
+        return (dgate, dup, None, None, None)[: len(ctx.needs_input_grad)]
 
 
 _glu = Differentiable("glu", GLU.apply, "(Tensor gate, Tensor? up, str activation, bool inplace) -> Tensor")
@@ -203,7 +235,7 @@ def alone(x: Tensor) -> bool:
     return _CAN_TELL and not torch.compiler.is_compiling() and _holders(x) == _ALONE
 
 
-def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> Tensor:
+def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool, find_amax: bool) -> Tensor:
     check_dtype(gate, up)
     if up is None:
         if gate.ndim == 0 or gate.shape[-1] % 2:
@@ -218,16 +250,18 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> T
             gate, up = gate.double(), up.double()
     if torch.compiler.is_compiling():
         return _glu(gate, up, activation, False)  # type: ignore[no-any-return]  # the compiler plans the buffers
-    return GLU.apply(gate, up, activation, inplace)  # type: ignore[no-any-return]
+    return GLU.apply(gate, up, activation, inplace, find_amax)  # type: ignore[no-any-return]
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False, find_amax: bool = False) -> Tensor:
     """Compute `silu(gate) * up` in one pass.
 
     Args:
         gate: (..., F), fp16, bf16, fp32 or fp64, any strides; or both halves packed, (..., 2F) = [gate | up].
         up: (..., F), the shape of gate; its dtype may differ. None if gate is packed.
         inplace: let the backward overwrite gate and up with their gradients. Use this only if no other code reads them.
+        find_amax: let the kernels also find the largest magnitudes of the result and of both gradients, for the
+            tensorwise `fp8_linear` layers that read them. torch.compile ignores it.
 
     Returns:
         (..., F), in the promoted dtype of gate and up. Gradients have the dtype of their input.
@@ -237,16 +271,17 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> 
         DtypeError: a dtype is not fp16, bf16, fp32 or fp64.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    return _gated(gate, up, "silu", inplace)
+    return _gated(gate, up, "silu", inplace, find_amax)
 
 
 def geglu(
-    gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", inplace: bool = False
-) -> Tensor:
+    gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", inplace: bool = False,
+    find_amax: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute `gelu(gate) * up` in one pass.
 
     Args:
-        gate, up, inplace: as in `swiglu`.
+        gate, up, inplace, find_amax: as in `swiglu`.
         approximate: "tanh" (Gemma's) or "none" (the error function), as in `torch.nn.functional.gelu`.
 
     Returns:
@@ -260,7 +295,7 @@ def geglu(
     """
     if approximate not in _GELU:
         raise OptionError(f"approximate={approximate!r} is not known; choose one of {', '.join(_GELU)}.")
-    return _gated(gate, up, _GELU[approximate], inplace)
+    return _gated(gate, up, _GELU[approximate], inplace, find_amax)
 
 
 def swiglu_oracle(gate: Tensor, up: Tensor | None = None) -> Tensor:

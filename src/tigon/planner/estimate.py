@@ -32,9 +32,11 @@ from tigon.planner.simulated_run import RunMemory, SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
 from tigon.planner.trace.tape import FORWARD
+from tigon.techniques.accumulation import fuses
 from tigon.techniques.checkpointing import KEPT_ON_HOST
 from tigon.techniques.lora import keeps_mxfp4
 from tigon.techniques.mechanisms.host_offload import MAX_LEAVING
+from tigon.techniques.records.choices import Choices
 from tigon.units import in_bytes
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
@@ -101,7 +103,7 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
         offloaded_bytes = _host_bytes(tapes)
     graphs = None
     if request.choices.cuda_graphs:
-        tapes, graphs = _in_graphs(tapes, recomputes=request.choices.checkpointing == "full")
+        tapes, graphs = _in_graphs(tapes, request.choices)
     placement = engine.placement(request, model)
     frozen = tuple(model_weights(one) for one in computed.frozen())
     run = SimulatedRun(
@@ -138,10 +140,14 @@ def _host_bytes(tapes: StepTapes) -> int:
     return sum(pinned(first.sizes[block]) for block in made if first.components[block] == "checkpoints")
 
 
-def _in_graphs(tapes: StepTapes, *, recomputes: bool) -> tuple[StepTapes, GraphMemory]:
+def _in_graphs(tapes: StepTapes, choices: Choices) -> tuple[StepTapes, GraphMemory]:
     """Returns (the tapes without what CUDA graphs of the layers hold, what they hold)."""
-    moved = [in_graphs(tape, recomputes=recomputes) for tape in tapes.micro_batches]
-    return StepTapes(tuple(tape for tape, _ in moved), tapes.evaluation), moved[0][1]
+    moved = [in_graphs(tape, recomputes=choices.checkpointing == "full") for tape in tapes.micro_batches]
+    memory = moved[0][1]
+    if fuses(choices):
+        # A graph writes the gradients of the first micro-batch in the products too, unlike a layer without a graph.
+        memory = dataclasses.replace(memory, pool=moved[-1][1].pool)
+    return StepTapes(tuple(tape for tape, _ in moved), tapes.evaluation), memory
 
 
 def _assembled(

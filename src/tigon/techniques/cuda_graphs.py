@@ -84,8 +84,6 @@ DECLARATION = Declaration(
         _not_with(Condition("attention", "is not", "sdpa"), "the lengths of packed documents differ in each batch",
                   "model.attention: sdpa"),
         _not_with(Condition("lora_rank", "is at least", 1), _UNTRIED, "full fine-tuning"),
-        _not_with(Condition("accumulation_fusion", "is", True), "a graph's gradients have addresses of their own",
-                  "train.gradient_accumulation_fusion: false"),
         _not_with(Condition("optimizer", "is", "galore-layerwise"), "its hooks free each gradient",
                   "train.optimizer: galore"),
         _not_with(Condition("mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),

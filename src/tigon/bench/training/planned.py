@@ -53,8 +53,8 @@ def predicted(
         return None
     request = _request(case, config, code.kernels)
     choices = replace(
-        request.choices, checkpointing=recomputed, accumulate=case.batch // micro, cuda_graphs=code.finish is not None
-    )
+        request.choices, checkpointing=recomputed, accumulate=case.batch // micro, **code.choices
+    )  # fmt: skip
     try:
         option = estimate_option(replace(request, batch=micro, choices=choices), gpu_of(device))
     except (RecipeError, UsageError):

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from tigon.errors import OptionError
 from tigon.models.patch import patch
+from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner import model_plan
 from tigon.techniques import SETTINGS, checkpointing, cuda_graphs
 from tigon.techniques.layer_checkpointing import STATES, is_by_layer
+from tigon.techniques.mechanisms.fused_linear import fuse_linears
+from tigon.techniques.mechanisms.layer_graphs import LayerGraphs
 
 WHOLE, FITS, AUTO = "whole", "fits", "auto"
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -51,6 +54,8 @@ class Code:
     """Whether tigon recomputes, so that `auto` and the states of layers exist."""
     finish: Callable[[Any, Ready, str], Ready] | None = None
     """Changes the model once more, after its recomputation is set up. Only for `none` and `full`."""
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    """The planner's choices that describe it, beside its kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +160,14 @@ def _tigon_add(model: Any) -> Ready:
     return Ready(_by_forward(model))
 
 
-def _in_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
+def _graphs_of(model: Any, recomputed: str) -> LayerGraphs:
     if next(model.parameters()).device.type != "cuda":
         raise NotImplementedError("CUDA graphs need a GPU")
-    graphs = cuda_graphs.graph(model, recomputes=recomputed == "full")
+    return cuda_graphs.graph(model, recomputes=recomputed == "full")
+
+
+def _in_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
+    graphs = _graphs_of(model, recomputed)
 
     @contextlib.contextmanager
     def active() -> Iterator[None]:
@@ -166,6 +175,18 @@ def _in_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
             yield
         finally:
             graphs.release()  # their memory would count in the turns of the other variants
+
+    return Ready(ready.loss, active)
+
+
+def _in_fused_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
+    fuse_linears(model)
+    ready = _in_graphs(model, ready, recomputed)
+
+    @contextlib.contextmanager
+    def active() -> Iterator[None]:
+        with accumulation_fusion(), ready.active():
+            yield
 
     return Ready(ready.loss, active)
 
@@ -182,7 +203,10 @@ CODES: Mapping[str, Code] = {
         Code(name="tigon-add", meaning="`tigon` with `tigon.patch(model, add_rms_norm=True)`; the planner's `auto` and "
              "predictions are those of `tigon`", prepare=_tigon_add, kernels="tigon", ours=True),
         Code(name="tigon-graphs", meaning="`tigon` with `train.cuda_graphs`", prepare=_tigon,
-             kernels="tigon", ours=True, finish=_in_graphs),
+             kernels="tigon", ours=True, finish=_in_graphs, choices={"cuda_graphs": True}),
+        Code(name="tigon-graphs-fused", meaning="`tigon-graphs` with `train.gradient_accumulation_fusion`",
+             prepare=_tigon, kernels="tigon", ours=True, finish=_in_fused_graphs,
+             choices={"cuda_graphs": True, "accumulation_fusion": True}),
     )
 }  # fmt: skip
 

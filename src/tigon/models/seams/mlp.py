@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.fp8 import fp8_scaling
 from tigon.models.verification import probe
 from tigon.ops.glu import alone
 
@@ -111,13 +112,15 @@ class GatedMlpSeam(Seam):
                 return plain_forward(self, x)
             if gate_scale is not None:
                 g = g * getattr(self, gate_scale)
+            # FP8 layers read the result and the gradients, and need their largest magnitudes.
+            fp8 = {"find_amax": True} if fp8_scaling(getattr(self, down)) == "tensorwise" else {}
             if packed is not None:
                 inplace = alone(g)
-                y = gated(g, inplace=inplace)
+                y = gated(g, inplace=inplace, **fp8)
             else:
                 u = getattr(self, up)(x)
                 inplace = alone(g) and alone(u)
-                y = gated(g, u, inplace=inplace)
+                y = gated(g, u, inplace=inplace, **fp8)
                 del u
             del g  # without gradients, this frees gate and up before the down projection
             z: Tensor = getattr(self, down)(y)

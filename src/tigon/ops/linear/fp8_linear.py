@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops import recomputation
+from tigon.ops import known_amax, recomputation
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 from tigon.ops.linear.fp8 import SCALINGS, Operand, fp8_amax, fp8_product, operand, transposed_rows
@@ -56,8 +56,13 @@ class _LastCast(threading.local):
 _last = _LastCast()
 
 
-def _amax(x_MK: Tensor, scaling: str) -> Tensor:
-    return recomputation.keep(lambda: fp8_amax(x_MK, scaling == "rowwise"))
+def _amax(x_MK: Tensor, scaling: str, found: Tensor | None = None) -> Tensor:
+    """found: what the kernel that wrote x has found."""
+    return recomputation.keep(lambda: fp8_amax(x_MK, scaling == "rowwise") if found is None else found)
+
+
+def _found(x: Tensor, scaling: str) -> Tensor | None:
+    return known_amax.noted(x) if scaling == "tensorwise" else None
 
 
 def _input_operand(x: Tensor, scaling: str, columns: bool) -> Operand:
@@ -74,7 +79,7 @@ def _input_operand(x: Tensor, scaling: str, columns: bool) -> Operand:
         and (kept.operand.columns is not None or not columns)
     ):  # fmt: skip
         return kept.operand
-    cast = operand(x_NH, scaling, rows=True, columns=columns, amax=_amax(x_NH, scaling))
+    cast = operand(x_NH, scaling, rows=True, columns=columns, amax=_amax(x_NH, scaling, _found(x, scaling)))
     cast = cast if columns else Operand(cast.rows, None, cast.row_scales, None)
 
     def forget(reference: weakref.ref[Tensor], last: _LastCast = _last) -> None:
@@ -201,7 +206,9 @@ class Fp8Linear(torch.autograd.Function):
         dy_NF = dy.reshape(-1, dy.shape[-1])
         with no_autocast(dy):
             if want_x or want_weight:
-                cast = operand(dy_NF, scaling, rows=want_x, columns=want_weight, gradient=True)
+                cast = operand(
+                    dy_NF, scaling, rows=want_x, columns=want_weight, amax=_found(dy, scaling), gradient=True
+                )
             if want_x:
                 dx = input_gradient(cast, weight, amax, scaling, list(ctx.shape[:-1]), w_columns, w_scales)
             if want_weight:

@@ -1,6 +1,7 @@
 """Linear layers whose backward adds the weight's gradient to `.grad` in the product (ops/accumulation_fusion.py).
 
-The first micro-batch of a step has no `.grad` yet. Its backward returns the gradient, as PyTorch's layer does.
+The first micro-batch of a step has no `.grad` yet. Its backward returns the gradient, as PyTorch's layer does. In a
+CUDA graph it writes the gradient to the graph's buffer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
+from tigon.ops.accumulation_fusion import LeafGradient
 from tigon.ops.lm_head import keeps_graph, no_autocast, product_dtype, product_into
 
 # N tokens, H input width, F output width.
@@ -99,11 +100,11 @@ class _FusedLinear(torch.autograd.Function):
             if want_x:
                 dx = (dy_NF @ weight_FH).view(x.shape)
             if want_weight:
-                x_NH, grad_FH = x.reshape(-1, x.shape[-1]), gradient_to_add_to(ctx.leaf)
-                if grad_FH is None:
+                x_NH, target = x.reshape(-1, x.shape[-1]), ctx.leaf.target()
+                if target is None:
                     dw = dy_NF.t() @ x_NH
                 else:
-                    product_into(dy_NF.t(), x_NH, grad_FH, accumulate=True)
+                    product_into(dy_NF.t(), x_NH, target.tensor, accumulate=target.accumulate)
             if want_bias:
                 db = dy_NF.sum(0)
         return dx, dw, db, None, None

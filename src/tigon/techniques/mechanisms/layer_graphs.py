@@ -9,7 +9,8 @@ of their output:
 
 A copy is left out if the buffer already holds the tensor, which is so between neighbouring layers. The weights'
 gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each layer adds to
-them, for the further micro-batches of a step.
+them, for the further micro-batches of a step. Linear layers with gradient accumulation fusion write to these buffers in
+their products. All other gradients are copied or added when the layer's backward pass is over.
 
 Graphs of one shape share the memory of their other tensors, so a graph may overwrite the memory of one that ran before.
 The backward pass of layer i writes to the memory of layer i + 1, whose backward pass is over by then. A layer that is
@@ -31,13 +32,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tigon.errors import RecipeError
+from tigon.ops.accumulation_fusion import GradientBuffers, gradients_into
 from tigon.techniques.mechanisms.recompute import recomputed, recomputed_in_a_graph
 
 KEY = "train.cuda_graphs"
 MOST_SHAPES = 4
 """Batches with further shapes run without graphs, because each shape holds a set of gradients."""
-WARM_UPS = 2
-"""Passes before a capture, so that every kernel is compiled and every library has its handles."""
+WARM_UPS = (False, False, True)
+"""Passes before a capture, so that every kernel is compiled and every library has its handles: whether each adds to the
+gradients. The first one makes the gradients' buffers."""
 _NOT_READ = ("num_items_in_batch",)
 """Arguments that transformers passes through the layers to the loss."""
 
@@ -176,37 +179,43 @@ class _Passes:
                 return None
             # The layer saves its input, and the next layer writes to the buffer.
             x = leaf(hidden.clone())
-            with torch.enable_grad():
+            with torch.enable_grad(), gradients_into(GradientBuffers()):
                 y = call([x, *others])
             hidden.copy_(y.detach())
             return [x, y]
 
         def to_recompute() -> Any:
             x = leaf(hidden)
-            with torch.enable_grad():
+            with torch.enable_grad(), gradients_into(GradientBuffers()):
                 return [x, recomputed_in_a_graph(lambda *static: call([*static]), x, *others)]
 
         def backward(kept: Any, *, adds: bool = False) -> None:
             x, y = kept
             inputs = [x, *self.parameters]
-            dx, *gradients = torch.autograd.grad(y, inputs, gradient, allow_unused=True, retain_graph=not recomputes)
+            buffers = GradientBuffers(zip(self.parameters, self.gradients, strict=False), adds=adds)
+            with gradients_into(buffers):
+                dx, *gradients = torch.autograd.grad(
+                    y, inputs, gradient, allow_unused=True, retain_graph=not recomputes
+                )
             gradient.copy_(dx)
             if not self.gradients:
                 # Not in the memory of the graphs, to which the other layers' graphs write.
                 self.gradients = [None if g is None else torch.empty_like(g) for g in gradients]
-            owned = [own for own in self.gradients if own is not None]
-            fresh = [g for g in gradients if g is not None]
-            if owned and adds:
-                torch._foreach_add_(owned, fresh)
-            elif owned:
-                torch._foreach_copy_(owned, fresh)
+            added, copied = _Pairs(), _Pairs()
+            for parameter, own, fresh in zip(self.parameters, self.gradients, gradients, strict=True):
+                if own is not None and fresh is not None:
+                    (added if adds or buffers.holds(parameter) else copied).put(own, fresh)
+            if added.own:
+                torch._foreach_add_(added.own, added.fresh)
+            if copied.own:
+                torch._foreach_copy_(copied.own, copied.fresh)
 
         start = hidden.clone()
         gradient.zero_()
-        for _ in range(WARM_UPS):
+        for adds in WARM_UPS:
             kept = forward(None)
             hidden.copy_(start)
-            backward(to_recompute() if recomputes else kept)
+            backward(to_recompute() if recomputes else kept, adds=adds)
         del kept
         self.forward, self.activations = self.buffers.capture(forward, lambda: None)
         hidden.copy_(start)
@@ -250,6 +259,18 @@ class _Passes:
             grad = parameter.grad
             if grad is not None and own is not None and grad.data_ptr() == own.data_ptr():
                 parameter.grad = grad.clone()
+
+
+class _Pairs:
+    """Gradients that one launch copies or adds to their buffers."""
+
+    def __init__(self) -> None:
+        self.own: list[Tensor] = []
+        self.fresh: list[Tensor] = []
+
+    def put(self, own: Tensor, fresh: Tensor) -> None:
+        self.own.append(own)
+        self.fresh.append(fresh)
 
 
 class _Token:

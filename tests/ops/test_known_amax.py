@@ -1,0 +1,162 @@
+"""Gated units that find the largest magnitudes of their results: exact, void after a write, and used by FP8 layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tigon
+from tigon.models.seams import fp8 as fp8_seam
+from tigon.models.verification.tiny import tiny_model
+from tigon.ops import geglu, known_amax, swiglu
+from tigon.ops.glu import glu_bwd, glu_bwd_inplace, glu_fwd
+from tigon.ops.linear import fp8_linear as layer
+from tigon.techniques.checkpointing import enable, replace_function
+from tigon.techniques.mechanisms.recompute import recomputed
+
+pytest.importorskip("transformers")
+
+# There are more programs than numbers that they share, and the width is not a power of 2.
+ROWS, WIDTH = 700, 100
+
+
+def magnitude(x: Tensor) -> Tensor:
+    return x.float().abs().amax()
+
+
+@pytest.mark.parametrize(
+    ("activation", "packed", "special"),
+    [("silu", False, None), ("silu", True, float("nan")), ("gelu", True, None), ("gelu_tanh", False, float("inf"))],
+)
+def test_kernels_find_the_magnitudes_of_what_they_store(
+    activation: str, packed: bool, special: float | None, backend: Any
+) -> None:
+    torch.manual_seed(0)
+    gate, up, dy = (torch.randn(ROWS, WIDTH).bfloat16().to(backend.device) for _ in range(3))
+    if special is not None:
+        up[3, 5] = special
+    if packed:
+        gate, up = torch.cat([gate, up], 1), None
+    amax = torch.zeros(1, known_amax.PARTS, device=backend.device)
+    y = glu_fwd(gate, up, activation, amax)
+    assert torch.equal(amax.amax().nan_to_num(-1.0), magnitude(y).nan_to_num(-1.0))
+    for inplace in (False, True):
+        amax = torch.zeros(1 if packed else 2, known_amax.PARTS, device=backend.device)
+        if inplace:
+            glu_bwd_inplace(dy, gate, up, activation, amax)
+            gradients = (gate, up)
+        else:
+            gradients = glu_bwd(dy, gate, up, activation, True, not packed, amax)
+        for gradient, parts in zip(gradients, amax, strict=False):
+            assert torch.equal(parts.amax().nan_to_num(-1.0), magnitude(gradient).nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("gated", [swiglu, geglu])
+def test_magnitudes_reach_the_readers_of_the_result_and_of_the_gradients(gated: Any) -> None:
+    class Reader(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, dx: Tensor) -> Tensor:
+            parts = known_amax.noted(dx)
+            assert parts is not None and torch.equal(parts.amax(), magnitude(dx))
+            found.append(parts)
+            return dx * 2
+
+    found: list[Tensor] = []
+    gate, up = (torch.randn(5, 8, requires_grad=True) for _ in range(2))
+    for inplace in (False, True):
+        y = gated(Reader.apply(gate), Reader.apply(up), inplace=inplace, find_amax=True)
+        parts = known_amax.noted(y)
+        assert parts is not None and torch.equal(parts.amax(), magnitude(y))
+        y.square().sum().backward()
+    assert len(found) == 4
+    y.detach().add_(1)  # shares the version of y
+    assert known_amax.noted(y) is None
+    assert known_amax.noted(gated(gate, up)) is None
+
+
+def mlp_of(scaling: str = "tensorwise", **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = tiny_model("llama", changes).bfloat16().train()
+    tigon.patch(model)
+    tigon.patch_fp8(model, scaling=scaling, bf16_layers=0)
+    return model.model.layers[0].mlp
+
+
+def results(mlp: nn.Module, x: Tensor, recomputes: bool = False) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = recomputed(mlp, x) if recomputes else mlp(x)
+    gradients = torch.autograd.grad(y, [x, *mlp.parameters()], torch.linspace(-3, 3, y.numel()).view_as(y).bfloat16())
+    return [y.detach(), *gradients]
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the tensors for which `fp8_amax` was called."""
+    shapes: list[tuple[int, ...]] = []
+
+    def watched(x_MK: Tensor, rowwise: bool) -> Tensor:
+        shapes.append(tuple(x_MK.shape))
+        return plain(x_MK, rowwise)
+
+    from tigon.ops.linear import fp8
+
+    plain = fp8.fp8_amax
+    monkeypatch.setattr(fp8, "fp8_amax", watched)
+    monkeypatch.setattr(layer, "fp8_amax", watched)
+    return shapes
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["none", "full"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_fp8_mlp_has_the_same_bits_with_fewer_searches(
+    scaling: str, recomputes: bool, searched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
+    mlp = mlp_of(scaling).to(backend.device)
+    x = torch.randn(1, 16, mlp.gate_proj.in_features, device=backend.device).bfloat16()
+    got, fewer = results(mlp, x, recomputes), len(searched)
+    searched.clear()
+    monkeypatch.setattr(known_amax, "parts_for", lambda x, tensors: None)
+    want = results(mlp, x, recomputes)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    # those of the gated unit's result and of its two gradients
+    assert len(searched) - fewer == (3 if scaling == "tensorwise" else 0)
+
+
+def test_hook_that_changes_a_gradient_in_place_makes_its_magnitude_void(searched: list[tuple[int, ...]]) -> None:
+    mlp = mlp_of()
+    x = torch.randn(1, 16, mlp.gate_proj.in_features).bfloat16()
+    results(mlp, x)
+    without = len(searched)
+    searched.clear()
+
+    def enlarge_gradient(module: nn.Module, args: Any, y: Tensor) -> None:
+        y.register_hook(lambda grad: grad.mul_(100))
+
+    mlp.gate_proj.register_forward_hook(enlarge_gradient)
+    assert all(bool(gradient.isfinite().all()) for gradient in results(mlp, x))
+    assert len(searched) == without + 1
+
+
+def test_whole_model_trains_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = tiny_model("llama", {}).bfloat16().train()
+        tigon.patch(model)
+        tigon.patch_fp8(model, bf16_layers=0)
+        enable(model)
+        replace_function(model, recomputed)
+        ids = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert fp8_seam.fp8_scaling(model.model.layers[0].mlp.down_proj) == "tensorwise"
+        return [p.grad for p in model.parameters()]
+
+    got = gradients()
+    monkeypatch.setattr(known_amax, "parts_for", lambda x, tensors: None)
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients(), strict=True))
