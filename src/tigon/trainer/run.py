@@ -28,15 +28,17 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, run_folder
-from tigon.trainer.checkpoint import checkpoint, elastic, final_model, nvme_swap
-from tigon.trainer.distributed import launch, launch_folder, signals
+from tigon.trainer.checkpoint import checkpoint, elastic, final_model, node_files, nvme_swap
+from tigon.trainer.distributed import launch, launch_folder, node_disks, own_disks, signals
 from tigon.trainer.distributed.nodes import Nodes, nodes_of_run
 from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
 from tigon.trainer.guards.prediction import comparison_line
-from tigon.trainer.prepare import Prepared, prepare, quiet_libraries
+from tigon.trainer.prepare import Prepared, connect, prepare, quiet_libraries
 from tigon.trainer.run_folder import RunFolder
 from tigon.units import in_parameters
+
+BASE = "base"  # a preset's weights before the run's own steps
 
 if TYPE_CHECKING:
     import torch
@@ -79,12 +81,15 @@ def train(
     _check_data(recipe)
     resume = resume or launch_folder.interrupted(recipe.output) is not None
     run = None
-    if resume:
+    if resume and _looks_for_run(recipe, nodes):
+        asked = recipe, overrides
         if division := run_folder.division(_of_all_nodes(recipe, nodes)):
             overrides = [*overrides, *division]
             recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
         run = run_folder.find(recipe.output, _of_all_nodes(recipe, nodes))
-    if run is None and launch_folder.is_new(nodes):
+        if nodes is not None and nodes.count > 1:  # the main process divides for all nodes
+            recipe, overrides = asked
+    elif not resume and launch_folder.is_new(nodes):
         run_folder.check(recipe.output, command)
     quiet_libraries(recipe)
     checkpoint.no_pickles()
@@ -107,6 +112,16 @@ def train(
             held.enter_context(run_folder.locked(run.path))
             run = run_folder.with_checkpoint(run, recipe)
         return _train_alone_or_joined(recipe, device, run, path, overrides, held)
+
+
+def _looks_for_run(recipe: Recipe, nodes: Nodes | None) -> bool:
+    """Whether this process checks the run folder to resume.
+
+    With several nodes the main process does it for all processes. A node may have lost its disk, or have joined later.
+    """
+    if nodes is not None and nodes.count > 1:
+        return run_folder.newest(recipe.output) is not None
+    return launch.rank() == 0 or not launch.has_several_nodes()
 
 
 def _of_all_nodes(recipe: Recipe, nodes: Nodes | None) -> Recipe:
@@ -140,18 +155,20 @@ def _train_alone_or_joined(
     from rich.console import Console
 
     console = Console(highlight=False, quiet=launch.rank() > 0)
+    connect(recipe, device)
+    if launch.has_several_nodes():  # only the main process has looked for the run and divided its samples
+        run, overrides = launch.broadcast((run, overrides))
+        recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     prepared = prepare(recipe, device)
+    own_disks.check_same_data(prepared.data)
     held.enter_context(nvme_swap.own_files(recipe.sharding.nvme_folder))
     command = _command(path, overrides)
     if run is None:
         run = _create(prepared, command)
-        if launch.rank() == 0:
+        if node_disks.is_writer():
             held.enter_context(run_folder.locked(run.path))
     else:
-        run = launch.broadcast(run)  # only the main process has looked for the checkpoint
-        if launch.rank() == 0:
-            launch_folder.mark(run.path)
-        fault_messages.check_same_run(run, prepared, console)
+        run = _join(run, prepared, console, held)
     _announce(console, run, prepared)
     prepared = _predict(console, prepared, path, overrides)
     with signals.sigterm_interrupts():
@@ -212,12 +229,36 @@ def _create(prepared: Prepared, command: str) -> RunFolder:
                 raise RunFolderError(f"{run.path}: cannot be written: {reason}; then start the run again") from None
             raise
         folder = str(run.path)
-    path = Path(launch.broadcast(folder))
-    launch_folder.check_shared(path)
-    return RunFolder(path)
+    run = RunFolder(Path(launch.broadcast(folder)))
+    own_disks.open_new(run.path)
+    if node_disks.is_writer() and launch.rank() > 0:
+        _write_description(run, prepared)
+    return run
 
 
-def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
+def _join(run: RunFolder, prepared: Prepared, console: Console, held: ExitStack) -> RunFolder:
+    """Continue a run: choose the checkpoint with the other nodes, and check that the run is the same."""
+    run = launch.broadcast(run)  # only the main process has looked for the checkpoint
+    copied = own_disks.open_again(run.path)
+    assert run.resume_point is not None
+    same = not any(name.startswith("sharding.") for name, _, _ in run.changed)
+    same = same and run.resume_point.metadata.get("processes") == launch.world_size()
+    point, lines = node_files.agree(run.resume_point, same=same)
+    run = replace(run, resume_point=point)
+    if node_disks.is_writer():
+        launch_folder.mark(run.path)
+        if launch.rank() > 0:
+            if not (run.path / run_folder.RECIPE).is_file():
+                _write_description(run, prepared)
+            held.enter_context(run_folder.locked(run.path))
+    for line in (*copied, *lines):
+        console.print(f"disks    {line}", markup=False, soft_wrap=True)
+    fault_messages.check_same_run(run, prepared, console)
+    return run
+
+
+def _write_description(run: RunFolder, prepared: Prepared) -> None:
+    """Write the files that identify a run: each node's disk has them."""
     import yaml
 
     text = yaml.safe_dump(prepared.recipe.as_mapping(), sort_keys=False, allow_unicode=True)
@@ -225,6 +266,10 @@ def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
     run.write_text(run_folder.RECIPE, "# The resolved recipe of this run.\n" + text)
     run.write_json(run_folder.ENVIRONMENT, preflight.environment(prepared.device))
     run.write_json(run_folder.DATA, prepared.data)
+
+
+def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
+    _write_description(run, prepared)
     run.append({"event": "data", "step": 0, **prepared.data})
     if prepared.warnings:
         run.append({"event": "warnings", "step": 0, "warnings": list(prepared.warnings)})
@@ -255,6 +300,7 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         *prepared.rows_line,
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
         f"memory   {techniques}",
+        *own_disks.lines(run.path, divided=node_files.divides(recipe)),
     ]
     if objective_line := prepared.objective.announcement():
         lines.append(objective_line)
@@ -298,10 +344,10 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     recipe, objective = prepared.recipe, prepared.objective
     section = objective.model(run.path)
     if run.checkpoint is not None:
-        section = engine.kept_base(section, prepared.choices, run.path / "base")
+        section = engine.kept_base(section, prepared.choices, run.path / BASE)
     built, patched = engine.build(
         section, prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
-        seed=recipe.train.seed, kernels=kernels, base=run.path / "base", saves_adapters=recipe.output.save_model,
+        seed=recipe.train.seed, kernels=kernels, base=run.path / BASE, saves_adapters=recipe.output.save_model,
         ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
     built = objective.attach(built)
@@ -350,10 +396,12 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
 
     recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
+    node_disks.share(run.path / BASE)  # to a node that has lost its disk or is new
     if phase := objective.phase(prepared.choices, run.path):
         train_phase(phase, prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
     with fault_messages.explain_out_of_memory(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
+    node_disks.share(run.path / BASE)
     engine.refuse_nonfinite(built, recipe.model)
     # All processes would have to take part in sampling from sharded weights.
     alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
@@ -476,10 +524,11 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
     from tigon.trainer import trainer as trainers  # loads transformers
 
     recipe = prepared.recipe
+    divided = node_files.divides(recipe)
     safeguards = guarded.Safeguards(
         stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
-        metadata=fault_messages.checkpoint_metadata(prepared), distributed=elastic.writes_distributed(recipe),
-        in_background=recipe.train.save_async,
+        metadata={**fault_messages.checkpoint_metadata(prepared), **node_files.facts(divided)},
+        distributed=elastic.writes_distributed(recipe), in_background=recipe.train.save_async, divided=divided,
     )  # fmt: skip
     if prepared.rows is not None:
         from tigon.trainer import post_training  # loads transformers

@@ -8,9 +8,9 @@ So `checkpoints/` holds complete checkpoints whenever a process is killed. It ma
 with a dot, which the next save removes. `newest` compares every file with the manifest, skips checkpoints that differ,
 and gives the reason. The manifest protects against accidents only. `no_pickles` protects against malicious files.
 
-If each node of a run has its own disk, each has a checkpoint of its own in this way, with a second copy of its manifest
-under a name of its own (`part_manifest`). After the files of another node were copied beside them, `problem_of` compares
-those with that node's manifest, and `parts_in` names the nodes whose files are there.
+If each node of a run has its own disk, each completes a checkpoint there, with a second copy of its manifest under the
+name `part_manifest`. If another node's files are copied beside it, `problem_of` compares them with that node's manifest,
+and `parts_in` names the nodes whose files are there.
 """
 
 from __future__ import annotations

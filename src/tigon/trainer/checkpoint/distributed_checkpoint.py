@@ -109,9 +109,7 @@ def save_configs(model: Any, folder: Path) -> None:
 class BackgroundSave:
     """A save (`train.save_async`) whose files are written by a thread of every process while training continues."""
 
-    def __init__(
-        self, step: int, folder: Path, state: dict[str, Any], group: Any, publish: Callable[[], None]
-    ) -> None:
+    def __init__(self, step: int, folder: Path, state: dict[str, Any], group: Any, publish: Callable[[], None]) -> None:
         """Copy `state` to host memory and start to write it. Every process calls it.
 
         Args:
@@ -124,9 +122,7 @@ class BackgroundSave:
         self.step = step
         _silence()
         writer = FileSystemWriter(folder)
-        written = cast(
-            "Future[Any]", async_save(state, storage_writer=writer, planner=_planner(), process_group=group)
-        )
+        written = cast("Future[Any]", async_save(state, storage_writer=writer, planner=_planner(), process_group=group))
         pool = ThreadPoolExecutor(1, "checkpoint")
         self._published = pool.submit(_complete, written, publish)
         pool.shutdown(wait=False)

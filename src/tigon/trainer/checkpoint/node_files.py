@@ -1,8 +1,8 @@
 """Which node has which files of a checkpoint, if each node of a run has its own disk; and the choice of one to resume.
 
 With DDP every node has a whole checkpoint: the weights and states are equal in all processes, and the small files of
-each process go to every node. So a node that lacks the checkpoint gets it from the main process. FSDP2, tensor
-parallelism and ZeRO divide weights or states among processes. Then each node has the files of its own processes, and a
+each process go to every node. So a node that lacks the checkpoint gets it from the main process. FSDP2 and
+ZeRO divide weights or states among processes. Then each node has the files of its own processes, and a
 run that needs others names them and the command that copies them.
 """
 
@@ -27,9 +27,8 @@ DISKS = "disks"  # in a checkpoint's metadata
 
 def divides(recipe: Recipe) -> bool:
     """Whether the processes of a run write different weights or optimizer states into its checkpoints."""
-    sharding = recipe.sharding
-    gathered = sharding.fsdp and not elastic.writes_distributed(recipe)  # the main process writes whole states
-    return sharding.zero > 0 or sharding.tensor > 1 or (sharding.fsdp and not gathered)
+    # Of other optimizers with FSDP2, the main process gathers whole states.
+    return recipe.sharding.zero > 0 or (recipe.sharding.fsdp and elastic.writes_distributed(recipe))
 
 
 def facts(divided: bool) -> dict[str, Any]:
@@ -155,7 +154,9 @@ def _lacking(path: Path, disks: Disks, written: _Written, *, same: bool) -> list
             continue
         needed = _needed(written, disks.processes[i], same=same) if i == 0 or not only_main_reads else set()
         if missing := sorted(needed - set(parts)):
-            places = {part: f"{disks.hosts[k]}:{disks.folders[k]}/checkpoints/{path.name}" for part, k in holders.items()}
+            places = {
+                part: f"{disks.hosts[k]}:{disks.folders[k]}/checkpoints/{path.name}" for part, k in holders.items()
+            }
             text = _lacks(written, missing, path.name, target, places, host=disks.hosts[i])
             sentences.append(f"{disks.hosts[i]}:{target} {text}")
     return sentences
@@ -185,5 +186,7 @@ def _lacks(
     lost = [place for place in sources.values() if place == f"{host}:{target}"]
     if lost:
         return f"{what}, which were written there and which no other node has; restore that folder"
-    copies = " and ".join(f"`rsync -a --ignore-existing {place}/ {target}/`" for place in dict.fromkeys(sources.values()))
+    copies = " and ".join(
+        f"`rsync -a --ignore-existing {place}/ {target}/`" for place in dict.fromkeys(sources.values())
+    )
     return f"{what}; copy them{f' on {host}' if host else ''} with {copies}"

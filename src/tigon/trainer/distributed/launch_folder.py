@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tigon.errors import ProcessError, RunFolderError
+from tigon.errors import RunFolderError
 from tigon.recipe.keys import OutputConfig
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint
@@ -25,7 +24,6 @@ from tigon.trainer.distributed.nodes import Nodes
 LAUNCH = "TIGON_LAUNCH"
 """The environment variable with the name of the launch, which is the same on all nodes and for all attempts."""
 FILE = ".launch"
-SEEN_S = 30  # file systems on a network show new files to other machines after a delay
 LOGS = "-logs"
 
 
@@ -109,46 +107,25 @@ def mark(path: Path) -> None:
         (path / FILE).write_text(name + "\n", encoding="utf-8")
 
 
+def is_marked(path: Path) -> bool:
+    """Whether an attempt of this launch has made the run folder `path`."""
+    try:
+        return (path / FILE).read_text(encoding="utf-8").strip() == os.environ.get(LAUNCH)
+    except OSError:
+        return False
+
+
 def interrupted(output: OutputConfig) -> Path | None:
     """The run folder of an earlier attempt of this launch that has a checkpoint; None if there is none.
 
     An earlier attempt without a checkpoint has nothing to continue. The main process removes its folder.
     """
-    name = os.environ.get(LAUNCH)
-    path = run_folder.newest(output) if name else None
+    path = run_folder.newest(output) if LAUNCH in os.environ else None
     if path is None:
         return None
-    try:
-        ours = (path / FILE).read_text(encoding="utf-8").strip() == name
-    except OSError:
-        return None
+    ours = is_marked(path)
     if ours and any((path / run_folder.CHECKPOINTS).glob("checkpoint-*")):
         return path
     if ours and launch.rank() == 0:
         shutil.rmtree(path)
     return None
-
-
-def check_shared(path: Path) -> None:
-    """Refuse a run folder that some node does not see. Every process calls it.
-
-    Raises:
-        ProcessError: In the main process; the message names the processes.
-        SystemExit: In the others, with code 2.
-    """
-    if not launch.has_several_nodes():
-        return
-    deadline_s = time.monotonic() + SEEN_S
-    while not (seen := (path / run_folder.RECIPE).is_file()) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    answers = launch.all_gather_ints(int(seen)) or [int(seen)]
-    blind = [str(process) for process, answer in enumerate(answers) if not answer]
-    if not blind:
-        return
-    if launch.rank() > 0:
-        raise SystemExit(2)
-    shutil.rmtree(path, ignore_errors=True)
-    raise ProcessError(
-        f"output.folder: {path.parent} is not the same folder on every node: processes {', '.join(blind)} do not see "
-        f"{path}; set output.folder to a folder on a disk that all nodes share"
-    )
