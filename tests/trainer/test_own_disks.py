@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from test_technique_runs import fsdp_rank, zero_rank
-from trainer_helpers import records, words
+from trainer_helpers import records
 
 from forks import forks, in_forks
 from tigon.trainer.checkpoint import checkpoint
@@ -18,6 +18,7 @@ from tigon.trainer.distributed import node_disks
 from tigon.trainer.run import train
 
 STEPS, SAVED = 4, 2
+HOST = socket.gethostname()
 
 
 def as_node(here: Path, rank: int) -> None:
@@ -90,3 +91,65 @@ def test_each_node_keeps_whole_checkpoints_of_ddp_and_the_run_continues_exactly(
     codes, said, _ = on_two_nodes(here, path, resume=True)
     assert codes == [0, 0], said
     assert losses(first) == whole and len(whole) == STEPS
+
+
+@forks
+def test_node_that_lost_its_disk_gets_a_whole_checkpoint_from_the_main_process(tiny, here):
+    path = tiny()
+    codes, said, _ = on_two_nodes(here, path)
+    assert codes == [0, 0], said
+    first, second = forget_the_end(here)
+    whole = losses(first)
+    shutil.rmtree(second)
+    codes, said, printed = on_two_nodes(here, path, resume=True)
+    assert codes == [0, 0], said
+    assert f"checkpoint-2 was copied to {HOST}:{second}" in printed
+    assert losses(first) == whole
+
+
+@forks
+def test_nodes_keep_their_own_shards_with_fsdp2_and_name_the_files_that_are_missing(tiny, here, tigon):
+    """The run continues exactly on both nodes. One process continues it only with the files of both."""
+    path = tiny()
+    codes, said, printed = on_two_nodes(here, path, rank_of=fsdp_rank)
+    assert codes == [0, 0], said
+    assert "keeps the files of its own processes there" in printed
+    first, second = forget_the_end(here)
+    whole = losses(first)
+    checkpoints = [run / "checkpoints/checkpoint-2" for run in (first, second)]
+    parts = [sorted(each.name for each in path.glob("distributed*")) for path in checkpoints]
+    assert parts == [["distributed-0-of-2"], ["distributed-1-of-2"]]
+
+    copy = f"`rsync -a --ignore-existing {HOST}:{checkpoints[1]}/ {checkpoints[0]}/`"
+    os.chdir(here / "node-0")
+    refused = tigon("train", path, "--resume", "--set", "train.batch_size=2").error_line()
+    assert f"checkpoint-2 lacks the files of process 1; copy them on {HOST} with {copy}" in refused
+    refused = tigon("export", checkpoints[0], here / "exported").error_line()
+    assert f"lacks the files of process 1; copy them with {copy}" in refused
+    lost = here / "lost"
+    second.rename(lost)
+    codes, said, _ = on_two_nodes(here, path, rank_of=fsdp_rank, resume=True)
+    assert all(codes) and not second.exists()
+    assert "process 1, which were written there and which no other node has; restore that folder" in said
+    lost.rename(second)
+
+    codes, said, _ = on_two_nodes(here, path, rank_of=fsdp_rank, resume=True)
+    assert codes == [0, 0], said
+    assert losses(first) == whole and len(whole) == STEPS
+
+    forget_the_end(here)
+    add_missing_files(checkpoints[1], checkpoints[0])
+    assert checkpoint.problem_of(checkpoints[0], 2) is None and checkpoint.parts_in(checkpoints[0]) == {0: 2, 1: 2}
+    os.chdir(here / "node-0")
+    done = tigon("train", path, "--resume", "--set", "train.batch_size=2")
+    assert done.code == 0, done
+    assert losses(first) == pytest.approx(whole, rel=2e-5)
+
+
+def add_missing_files(source: Path, target: Path) -> None:
+    """Copy as `rsync -a --ignore-existing` does."""
+    for file in source.rglob("*"):
+        there = target / file.relative_to(source)
+        if file.is_file() and not there.exists():
+            there.parent.mkdir(exist_ok=True)
+            shutil.copy(file, there)

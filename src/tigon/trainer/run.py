@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -243,7 +243,12 @@ def _join(run: RunFolder, prepared: Prepared, console: Console, held: ExitStack)
     assert run.resume_point is not None
     same = not any(name.startswith("sharding.") for name, _, _ in run.changed)
     same = same and run.resume_point.metadata.get("processes") == launch.world_size()
-    point, lines = node_files.agree(run.resume_point, same=same)
+    try:
+        point, lines = node_files.agree(run.resume_point, same=same)
+    except (RunFolderError, SystemExit):
+        with suppress(OSError):  # it is empty if this node had none
+            run.path.rmdir()
+        raise
     run = replace(run, resume_point=point)
     if node_disks.is_writer():
         launch_folder.mark(run.path)
