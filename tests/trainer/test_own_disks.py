@@ -1,20 +1,23 @@
-"""Several nodes without a shared disk: two forks of this process, each the only process of a node with its own folder."""
+"""Several nodes without a shared disk: forks of this process, each the only process of a node with its own folder."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from test_technique_runs import fsdp_rank, zero_rank
 from trainer_helpers import records
 
 from forks import forks, in_forks
+from tigon.errors import TigonError
 from tigon.trainer.checkpoint import checkpoint
-from tigon.trainer.distributed import node_disks
+from tigon.trainer.distributed import node_disks, own_disks
 from tigon.trainer.run import train
 
 STEPS, SAVED = 4, 2
@@ -75,7 +78,8 @@ def forget_the_end(here: Path) -> tuple[Path, Path]:
 
 
 @forks
-def test_each_node_keeps_whole_checkpoints_of_ddp_and_the_run_continues_exactly(tiny, here):
+def test_each_node_keeps_whole_checkpoints_of_ddp_and_one_that_lost_its_disk_gets_them_again(tiny, here):
+    """The resumed run gives the same losses."""
     path = tiny()
     codes, said, printed = on_two_nodes(here, path)
     assert codes == [0, 0], said
@@ -86,25 +90,14 @@ def test_each_node_keeps_whole_checkpoints_of_ddp_and_the_run_continues_exactly(
     assert names[0] - names[1] == {"manifest-0-of-2.json"} and names[1] - names[0] == {"manifest-1-of-2.json"}
     assert (first / "model").is_dir() and not (second / "model").exists(), "the model is exported once"
     assert not (second / "metrics.jsonl").exists() and not list(here.rglob(f"{node_disks.TOKEN}*"))
+    assert all((here / f"node-{rank}/cache").is_dir() for rank in (0, 1)), "each node prepares the data once"
     whole = losses(first)
 
-    codes, said, _ = on_two_nodes(here, path, resume=True)
-    assert codes == [0, 0], said
-    assert losses(first) == whole and len(whole) == STEPS
-
-
-@forks
-def test_node_that_lost_its_disk_gets_a_whole_checkpoint_from_the_main_process(tiny, here):
-    path = tiny()
-    codes, said, _ = on_two_nodes(here, path)
-    assert codes == [0, 0], said
-    first, second = forget_the_end(here)
-    whole = losses(first)
     shutil.rmtree(second)
     codes, said, printed = on_two_nodes(here, path, resume=True)
     assert codes == [0, 0], said
     assert f"checkpoint-2 was copied to {HOST}:{second}" in printed
-    assert losses(first) == whole
+    assert losses(first) == whole and len(whole) == STEPS
 
 
 @forks
@@ -153,3 +146,135 @@ def add_missing_files(source: Path, target: Path) -> None:
         if file.is_file() and not there.exists():
             there.parent.mkdir(exist_ok=True)
             shutil.copy(file, there)
+
+
+@pytest.mark.second_proof("FSDP2 divides checkpoints among nodes above; these are DeepSpeed's own files")
+@forks
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nodes_keep_the_files_of_their_own_processes_with_zero(tiny, here, tigon, stage):
+    pytest.importorskip("deepspeed")
+    path = tiny()
+    codes, said, _ = on_two_nodes(here, path, f"sharding.zero={stage}", rank_of=zero_rank)
+    assert codes == [0, 0], said
+    first, second = forget_the_end(here)
+    whole = losses(first)
+    for rank, run in enumerate((first, second)):
+        states = {file.name for file in (run / "checkpoints/checkpoint-2").glob("global_step*/*optim_states.pt")}
+        assert all(f"_rank_{rank}_mp" in name for name in states) and len(states) == 1, states
+    os.chdir(here / "node-0")
+    refused = tigon("train", path, "--resume", "--set", "train.batch_size=2").error_line()
+    assert "checkpoint-2 lacks the files of process 1; copy them" in refused
+    codes, said, _ = on_two_nodes(here, path, f"sharding.zero={stage}", rank_of=zero_rank, resume=True)
+    assert codes == [0, 0], said
+    assert losses(first) == whole and len(whole) == STEPS
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def in_nodes(here: Path, folders: Sequence[str], act: Callable[[int], object]) -> tuple[list[int], str]:
+    """Run `act` in one process per node, each in its folder. Returns exit codes and what was printed to stderr."""
+
+    def start(rank: int) -> object:
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.chdir(here / folders[rank])
+        torch.distributed.init_process_group("gloo")
+        try:
+            return act(rank)
+        except TigonError as error:
+            print(f"tigon: {error}", file=sys.stderr)
+            return 2
+
+    said = here / "said"
+    for folder in folders:
+        (here / folder).mkdir(exist_ok=True)
+    statuses = in_forks(start, len(folders), said=said)
+    return [os.waitstatus_to_exitcode(status) for status in statuses], said.read_text()
+
+
+RUN = Path("runs/r")
+
+
+@forks
+def test_disks_are_found_by_the_files_that_processes_see(here):
+    def act(rank: int) -> None:
+        if rank == 0:
+            RUN.mkdir(parents=True)
+        own_disks.open_new(RUN)
+        disks = node_disks.several()
+        assert disks is not None and disks.own == rank and disks.processes == ((0,), (1,))
+        assert disks.folders == (f"{here}/a/runs/r", f"{here}/b/runs/r") and disks.hosts == (HOST, HOST)
+        assert node_disks.is_writer() and not list(RUN.iterdir())
+        content = bytes(range(256)) * 3
+        if rank == 0:
+            (RUN / "base").mkdir()
+            (RUN / "base" / "weights").write_bytes(content)
+            (RUN / "base" / "empty").touch()
+        node_disks.PIECE_BYTES = 100
+        node_disks.share(RUN / "base")
+        assert (RUN / "base" / "weights").read_bytes() == content and (RUN / "base" / "empty").exists()
+
+    codes, said = in_nodes(here, ["a", "b"], act)
+    assert codes == [0, 0], said
+
+
+@forks
+def test_nodes_of_which_some_share_a_disk_are_refused(here):
+    def act(rank: int) -> None:
+        if rank == 0:
+            RUN.mkdir(parents=True)
+        own_disks.open_new(RUN)
+
+    codes, said = in_nodes(here, ["a", "a", "b"], act)
+    assert codes == [2, 2, 2], said
+    assert "some nodes share runs and others do not (processes 0, 1; processes 2 see each other's files)" in said
+    assert not list(here.rglob("r"))
+
+
+@forks
+def test_folder_of_another_run_on_a_nodes_disk_is_refused_and_kept(here):
+    other = here / "b" / RUN / "recipe.yaml"
+    other.parent.mkdir(parents=True)
+    other.touch()
+
+    def act(rank: int) -> None:
+        if rank == 0:
+            RUN.mkdir(parents=True)
+        own_disks.open_new(RUN)
+
+    codes, said = in_nodes(here, ["a", "b"], act)
+    assert codes == [2, 2] and f"{HOST}:{here}/b/runs/r: this folder exists there; remove it, or choose" in said
+    assert other.exists() and not (here / "a" / RUN).exists()
+
+
+@forks
+def test_nodes_with_different_data_are_refused(here):
+    def act(rank: int) -> None:
+        own_disks.check_same_data({"fingerprint": f"of node {rank}", "tokens": 1000 + rank})
+
+    codes, said = in_nodes(here, ["a", "b"], act)
+    assert codes == [2, 2]
+    assert f"the data of process 1 on {HOST} differ from those of process 0 on {HOST} (1,001 and 1,000 tokens)" in said
+
+
+@pytest.mark.parametrize(("kind", "local"), [("ext4", True), ("nfs4", False), ("lustre", False)])
+def test_only_a_file_system_of_one_machine_is_not_waited_for(tmp_path, monkeypatch, kind, local):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {tmp_path} rw shared:1 - {kind} b:/c rw\n")
+    monkeypatch.setattr(node_disks, "MOUNTS", mounts)
+    assert node_disks._is_local(tmp_path / "runs" / "r") is local
+    monkeypatch.setattr(node_disks, "MOUNTS", tmp_path / "none")
+    assert not node_disks._is_local(tmp_path)
+
+
+def test_node_gets_the_number_it_had_before():
+    """Its own disk has the files of the processes of that number."""
+    from tigon.trainer.distributed.elastic_launcher import _numbered
+    from tigon.trainer.distributed.node_watch import Member
+
+    def member(number_before: int | None = None, *, is_host: bool = False, node_rank: int | None = None) -> Member:
+        return Member("h", is_host, node_rank, 1, "t", "r", number_before)
+
+    assert _numbered([member(2), member(1), member(is_host=True)]) == [2, 1, 0]
+    assert _numbered([member(), member(is_host=True), member(1)]) == [1, 2, 0]
+    assert _numbered([member(1), member(1, node_rank=1), member(0, is_host=True), member(9)]) == [2, 1, 0, 3]

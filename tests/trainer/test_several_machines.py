@@ -477,29 +477,6 @@ def test_attempt_continues_the_run_folder_of_its_own_launch_only(here, monkeypat
     assert launch_folder.interrupted(output) is None and not path.exists()
 
 
-def node_rank_of(rank: int) -> None:
-    """Make this fork of two on one machine the only process of its node."""
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
-
-
-@forks
-def test_run_folder_that_a_node_does_not_see_is_refused(recipe, here, monkeypatch):
-    """The nodes have different current folders, as without a shared disk."""
-    monkeypatch.setattr(launch_folder, "SEEN_S", 0.2)
-    path = recipe(data={"source": str(here / "text.txt")}).resolve()
-
-    def act(rank: int) -> None:
-        node_rank_of(rank)
-        (here / str(rank)).mkdir()
-        os.chdir(here / str(rank))
-        train(path)
-
-    said = here / "stderr"
-    statuses = in_forks(act, 2, said=said)
-    assert all(statuses) and "processes 1 do not see runs/r; set output.folder to" in said.read_text()
-    assert not (here / "0" / "runs" / "r").exists()
-
-
 @forks
 def test_data_is_prepared_by_one_process_of_each_node_first(here):
     """Two nodes with two processes: 0, then 2, then 1 and 3."""

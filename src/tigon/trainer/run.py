@@ -201,9 +201,11 @@ def _launch_node(nodes: Nodes, path: Path, overrides: Sequence[str], recipe: Rec
     words = [word for text in overrides for word in ("--set", text)]
     arguments = ["-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
     text = repr((recipe.as_mapping(), resume))
+    before = run_folder.newest(recipe.output) if resume else None
     plan = elastic_launcher.NodeLaunch(
         nodes, arguments, recipe.sharding.gpus, recipe.output, recipe=hashlib.sha256(text.encode()).hexdigest()[:16],
         options=nodes.options(),
+        number_before=node_files.number_before(before / run_folder.CHECKPOINTS) if before is not None else None,
     )  # fmt: skip
     return elastic_launcher.launch_node(plan)
 
@@ -230,7 +232,7 @@ def _create(prepared: Prepared, command: str) -> RunFolder:
             raise
         folder = str(run.path)
     run = RunFolder(Path(launch.broadcast(folder)))
-    own_disks.open_new(run.path)
+    own_disks.open_new(run.path, offload=prepared.choices.offload)
     if node_disks.is_writer() and launch.rank() > 0:
         _write_description(run, prepared)
     return run

@@ -9,8 +9,8 @@ with a dot, which the next save removes. `newest` compares every file with the m
 and gives the reason. The manifest protects against accidents only. `no_pickles` protects against malicious files.
 
 If each node of a run has its own disk, each completes a checkpoint there, with a second copy of its manifest under the
-name `part_manifest`. If another node's files are copied beside it, `problem_of` compares them with that node's manifest,
-and `parts_in` names the nodes whose files are there.
+name `part_manifest`. If another node's files are copied beside it, `problem_of` compares them with the manifest of that
+node, and `parts_in` names the nodes whose files are there.
 """
 
 from __future__ import annotations

@@ -40,6 +40,12 @@ def facts(divided: bool) -> dict[str, Any]:
     return {DISKS: {**own, "divided": divided}}
 
 
+def number_before(checkpoints: Path) -> int | None:
+    """The number of the node that wrote the newest checkpoint on its own disk; None if nodes shared the disk."""
+    disks = checkpoint.newest_metadata(checkpoints).get(DISKS)
+    return int(disks["own"]) if disks else None
+
+
 @dataclass(frozen=True)
 class _Written:
     """The disks on which the processes wrote a divided checkpoint."""

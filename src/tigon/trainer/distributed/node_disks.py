@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -103,6 +104,8 @@ def find(path: Path) -> Disks | None:
     whole = sum(map(len, groups)) == launch.world_size() and all(len(first) == 1 for first in leaders)
     if not agree or not whole:
         if launch.rank() > 0:
+            with suppress(OSError):  # it is empty if it is new
+                path.rmdir()
             raise SystemExit(2)
         nodes = "; ".join(f"processes {', '.join(map(str, sorted(ranks)))}" for ranks in groups)
         raise ProcessError(
@@ -171,24 +174,28 @@ def share(folder: Path, *, here: bool = True) -> None:
         here: Whether the disk of this process takes part.
 
     Raises:
-        OSError: A disk could not be written; in every process.
+        RunFolderError: A disk could not be written; in every process.
     """
     if _found is None:
         return
     files = {name: (folder / name).stat().st_size for name in _names(folder)} if launch.rank() == 0 else {}
     files = launch.broadcast(files)
     writes = here and is_writer() and launch.rank() > 0
-    missing = [name for name, n_bytes in files.items() if writes and not _has(folder / name, n_bytes)]
+    missing = {name for name, n_bytes in files.items() if writes and not _has(folder / name, n_bytes)}
     wanted = {name for names in launch.gather(missing) for name in names}
     error: OSError | None = None
     for name in (name for name in files if name in wanted):
-        try:
-            _send(folder / name, files[name], receives=name in missing and error is None)
-        except OSError as caught:
-            error = caught
-    failed = launch.gather(str(error or ""))
-    if any(failed):
-        raise error or OSError(f"process {_first(failed)}: {failed[_first(failed)]}")
+        error = _send(folder / name, files[name], receives=name in missing and error is None) or error
+    errors = launch.gather(str(error or ""))
+    for name in missing:
+        if any(errors):
+            _scratch(folder / name).unlink(missing_ok=True)
+        else:
+            _scratch(folder / name).replace(folder / name)
+    if any(errors):
+        raise RunFolderError(
+            f"{folder}: cannot be copied to every node: process {_first(errors)}: {errors[_first(errors)]}"
+        ) from error
 
 
 def _names(folder: Path) -> list[str]:
@@ -202,41 +209,43 @@ def _has(file: Path, n_bytes: int) -> bool:
         return False
 
 
-def _send(file: Path, n_bytes: int, *, receives: bool) -> None:
-    """Broadcast a file of the main process in pieces; those that receive write it. It ends in every process.
+def _scratch(file: Path) -> Path:
+    return file.with_name(f".{file.name}.part")
 
-    Raises:
-        OSError: This process could not read or write; the others have ended as well.
+
+def _send(file: Path, n_bytes: int, *, receives: bool) -> OSError | None:
+    """Broadcast a file of the main process in pieces; those that receive write it to its scratch file.
+
+    Returns:
+        The error of this process, which takes part to the end, so that the others do not wait for it.
     """
-    sends, error = launch.rank() == 0, None
-    scratch = file.with_name(f".{file.name}.part")
-    handle = None
+    sends, scratch, error = launch.rank() == 0, _scratch(file), None
+    opened: Any = None
     try:
         if receives:
             scratch.parent.mkdir(parents=True, exist_ok=True)
-        handle = file.open("rb") if sends else scratch.open("wb") if receives else None
+        opened = file.open("rb") if sends else scratch.open("wb") if receives else None
     except OSError as caught:
         error = caught
     for start in range(0, n_bytes, PIECE_BYTES):
         piece = torch.zeros(min(PIECE_BYTES, n_bytes - start), dtype=torch.uint8)
         try:
-            if sends and handle is not None:
-                handle.readinto(piece.numpy())  # type: ignore[union-attr]
+            if sends and opened is not None:
+                opened.readinto(piece.numpy())
         except OSError as caught:
             error = caught
         distributed.broadcast(piece, src=0)
         try:
-            if receives and handle is not None and error is None:
-                handle.write(piece.numpy())
+            if receives and opened is not None and error is None:
+                opened.write(piece.numpy())
         except OSError as caught:
             error = caught
-    if handle is not None:
-        handle.close()
-    if error is not None:
-        scratch.unlink(missing_ok=True)
-        raise error
-    if receives:
-        scratch.replace(file)
+    try:
+        if opened is not None:
+            opened.close()
+    except OSError as caught:
+        error = caught
+    return error
 
 
 def exchange(folder: Path, names: Sequence[str]) -> None:

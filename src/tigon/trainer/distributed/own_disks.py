@@ -34,26 +34,35 @@ def check_same_data(data: Mapping[str, Any]) -> None:
     )
 
 
-def open_new(path: Path) -> None:
+def open_new(path: Path, *, offload: str = "none") -> None:
     """Find out which nodes share the new run folder `path`, and create it on the others' disks.
+
+    Args:
+        path: The run folder.
+        offload: The value of `sharding.offload`.
 
     Raises:
         TigonError: In the main process, if a node cannot have the folder; no node keeps it then.
         SystemExit: In the others then, with code 2.
     """
     try:
-        _open_new(path)
+        _open_new(path, offload)
     except TigonError:
         if launch.rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
         raise
 
 
-def _open_new(path: Path) -> None:
+def _open_new(path: Path, offload: str) -> None:
     disks = node_disks.find(path)
     if disks is None:
         return
     problem = ""
+    if offload == "nvme":  # DeepSpeed copies its files into checkpoints itself
+        problem = (
+            f"sharding.offload: nvme has not been tried with {path} on each node's own disk; set output.folder to a "
+            "folder on a disk that all nodes share, or use sharding.offload: cpu"
+        )
     if node_disks.is_writer() and launch.rank() > 0 and any(path.iterdir()):
         if launch_folder.is_marked(path):  # an earlier attempt of this launch, without a checkpoint to continue from
             shutil.rmtree(path)
