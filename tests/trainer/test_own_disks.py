@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_several_machines import Machines, children, last_step, machines, until  # noqa: F401  # a fixture
 from test_technique_runs import fsdp_rank, zero_rank
 from trainer_helpers import records
 
@@ -167,6 +169,53 @@ def test_nodes_keep_the_files_of_their_own_processes_with_zero(tiny, here, tigon
     codes, said, _ = on_two_nodes(here, path, f"sharding.zero={stage}", rank_of=zero_rank, resume=True)
     assert codes == [0, 0], said
     assert losses(first) == whole and len(whole) == STEPS
+
+
+@pytest.mark.second_proof(
+    "forks above resume with disks of their own, and stand-ins in test_several_machines.py restart and stop"
+)
+@forks
+def test_launchers_in_folders_of_their_own_restart_stop_and_resume(tiny, here, machines: Machines):  # noqa: F811
+    """A process of node 1 is killed and started again, then node 1's launcher gets SIGTERM, then both start again.
+
+    The losses are those of two processes of one machine that nothing happened to.
+    """
+    path = tiny(train={"steps": 100_000, "save_steps": 3, "schedule": "constant", "keep_checkpoints": 1})
+    runs = [here / f"node-{node}/runs/r" for node in (0, 1)]
+
+    def start(node: int, *words: str) -> int:
+        def act() -> int:
+            from tigon.cli import app
+
+            os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), HOME=os.getcwd(), XDG_CACHE_HOME=f"{os.getcwd()}/c")
+            meeting = ["--nnodes", "2", "--rdzv", f"127.0.0.1:{machines.port}", "--node-rank", str(node)]
+            sys.argv = ["tigon", "train", str(path), *meeting, *words]
+            app.main()
+            return 0
+
+        (here / f"node-{node}").mkdir(exist_ok=True)
+        return machines.start(f"node-{node}", act, at=here / f"node-{node}")
+
+    pids = [start(node, "--max-restarts", "1") for node in (0, 1)]
+    until(machines, lambda: last_step(runs[0]) >= 4)
+    os.kill(children(pids[1])[0], signal.SIGKILL)
+    until(machines, lambda: bool(records(runs[0], "resume")) and last_step(runs[0]) >= 8)
+    os.kill(pids[1], signal.SIGTERM)
+    assert [machines.ended(pid, within_s=120) for pid in pids] == [143, 143], machines.everything_said()
+    assert "restart 1 of 1" in machines.everything_said() and "Traceback" not in machines.everything_said()
+    kept = [[each.name for each in (run / "checkpoints").glob("checkpoint-*")] for run in runs]
+    assert kept[0] == kept[1] and len(kept[0]) == 1
+    stopped_at = checkpoint.step_of(checkpoint.newest(runs[1] / "checkpoints").path)
+    assert not (runs[1] / "metrics.jsonl").exists() and (here / "node-1/runs/r-logs").is_dir()
+
+    pids = [start(node, "--resume") for node in (0, 1)]
+    until(machines, lambda: last_step(runs[0]) >= stopped_at + 4)
+    os.kill(pids[0], signal.SIGTERM)
+    assert [machines.ended(pid, within_s=120) for pid in pids] == [143, 143], machines.everything_said()
+    steps = last_step(runs[0])
+    overrides = [f"train.steps={steps}", "output.name=whole", "sharding.gpus=2"]
+    assert in_forks(lambda rank: train(path, overrides), 2, said=here / "said") == [0, 0], (here / "said").read_text()
+    assert losses(runs[0]) == losses(here / "runs/whole") and steps > stopped_at
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
