@@ -18,8 +18,9 @@ from trainer_helpers import records
 
 from forks import forks, in_forks
 from tigon.errors import TigonError
+from tigon.trainer import open_folder
 from tigon.trainer.checkpoint import checkpoint
-from tigon.trainer.distributed import node_disks, own_disks
+from tigon.trainer.distributed import node_disks
 from tigon.trainer.run import train
 
 STEPS, SAVED = 4, 2
@@ -249,7 +250,7 @@ def test_disks_are_found_by_the_files_that_processes_see(here):
     def act(rank: int) -> None:
         if rank == 0:
             RUN.mkdir(parents=True)
-        own_disks.open_new(RUN)
+        open_folder.open_new(RUN)
         disks = node_disks.several()
         assert disks is not None and disks.own == rank and disks.processes == ((0,), (1,))
         assert disks.folders == (f"{here}/a/runs/r", f"{here}/b/runs/r") and disks.hosts == (HOST, HOST)
@@ -272,7 +273,7 @@ def test_nodes_of_which_some_share_a_disk_are_refused(here):
     def act(rank: int) -> None:
         if rank == 0:
             RUN.mkdir(parents=True)
-        own_disks.open_new(RUN)
+        open_folder.open_new(RUN)
 
     codes, said = in_nodes(here, ["a", "a", "b"], act)
     assert codes == [2, 2, 2], said
@@ -289,7 +290,7 @@ def test_folder_of_another_run_on_a_nodes_disk_is_refused_and_kept(here):
     def act(rank: int) -> None:
         if rank == 0:
             RUN.mkdir(parents=True)
-        own_disks.open_new(RUN)
+        open_folder.open_new(RUN)
 
     codes, said = in_nodes(here, ["a", "b"], act)
     assert codes == [2, 2] and f"{HOST}:{here}/b/runs/r: this folder exists there; remove it, or choose" in said
@@ -299,7 +300,7 @@ def test_folder_of_another_run_on_a_nodes_disk_is_refused_and_kept(here):
 @forks
 def test_nodes_with_different_data_are_refused(here):
     def act(rank: int) -> None:
-        own_disks.check_same_data({"fingerprint": f"of node {rank}", "tokens": 1000 + rank})
+        open_folder.check_same_data({"fingerprint": f"of node {rank}", "tokens": 1000 + rank})
 
     codes, said = in_nodes(here, ["a", "b"], act)
     assert codes == [2, 2]

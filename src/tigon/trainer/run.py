@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 from tigon.data import preview, reading, sources
 from tigon.data.images import PicturedRows
 from tigon.data.packing import SampleDataset
-from tigon.errors import RunFolderError, TigonError
+from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
 from tigon.objectives.post_training_rules import is_post_training
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
-from tigon.trainer import model, run_folder
+from tigon.trainer import model, open_folder, run_folder
 from tigon.trainer.checkpoint import checkpoint, elastic, final_model, node_files, nvme_swap
-from tigon.trainer.distributed import launch, launch_folder, node_disks, own_disks, signals
+from tigon.trainer.distributed import launch, launch_folder, node_disks, signals
 from tigon.trainer.distributed.nodes import Nodes, nodes_of_run
 from tigon.trainer.evaluation import harness
-from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
+from tigon.trainer.guards import fault_messages, prediction, preflight, self_test
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared, connect, prepare, quiet_libraries
 from tigon.trainer.run_folder import RunFolder
@@ -160,15 +159,13 @@ def _train_alone_or_joined(
         run, overrides = launch.broadcast((run, overrides))
         recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     prepared = prepare(recipe, device)
-    own_disks.check_same_data(prepared.data)
+    open_folder.check_same_data(prepared.data)
     held.enter_context(nvme_swap.own_files(recipe.sharding.nvme_folder))
     command = _command(path, overrides)
     if run is None:
-        run = _create(prepared, command)
-        if node_disks.is_writer():
-            held.enter_context(run_folder.locked(run.path))
+        run = open_folder.create(prepared, command, held)
     else:
-        run = _join(run, prepared, console, held)
+        run = open_folder.join(run, prepared, console, held)
     _announce(console, run, prepared)
     prepared = _predict(console, prepared, path, overrides)
     with signals.sigterm_interrupts():
@@ -217,76 +214,6 @@ def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
     return path
 
 
-def _create(prepared: Prepared, command: str) -> RunFolder:
-    """The main process creates the run folder and broadcasts its path."""
-    folder = ""
-    if launch.rank() == 0:
-        run = run_folder.create(prepared.recipe.output, command)
-        try:
-            _write_inputs(run, prepared)
-        except BaseException as error:
-            shutil.rmtree(run.path, ignore_errors=True)  # otherwise the next attempt is refused: the folder exists
-            if isinstance(error, OSError):
-                reason = system_limits.words(error) or error.strerror
-                raise RunFolderError(f"{run.path}: cannot be written: {reason}; then start the run again") from None
-            raise
-        folder = str(run.path)
-    run = RunFolder(Path(launch.broadcast(folder)))
-    own_disks.open_new(run.path, offload=prepared.choices.offload)
-    if node_disks.is_writer() and launch.rank() > 0:
-        _write_description(run, prepared)
-    return run
-
-
-def _join(run: RunFolder, prepared: Prepared, console: Console, held: ExitStack) -> RunFolder:
-    """Continue a run: choose the checkpoint with the other nodes, and check that the run is the same."""
-    run = launch.broadcast(run)  # only the main process has looked for the checkpoint
-    copied = own_disks.open_again(run.path)
-    assert run.resume_point is not None
-    same = not any(name.startswith("sharding.") for name, _, _ in run.changed)
-    same = same and run.resume_point.metadata.get("processes") == launch.world_size()
-    try:
-        point, lines = node_files.agree(run.resume_point, same=same)
-    except (RunFolderError, SystemExit):
-        with suppress(OSError):  # it is empty if this node had none
-            run.path.rmdir()
-        raise
-    run = replace(run, resume_point=point)
-    if node_disks.is_writer():
-        launch_folder.mark(run.path)
-        if launch.rank() > 0:
-            if not (run.path / run_folder.RECIPE).is_file():
-                _write_description(run, prepared)
-            held.enter_context(run_folder.locked(run.path))
-    for line in (*copied, *lines):
-        console.print(f"disks    {line}", markup=False, soft_wrap=True)
-    fault_messages.check_same_run(run, prepared, console)
-    return run
-
-
-def _write_description(run: RunFolder, prepared: Prepared) -> None:
-    """Write the files that identify a run: each node's disk has them."""
-    import yaml
-
-    text = yaml.safe_dump(prepared.recipe.as_mapping(), sort_keys=False, allow_unicode=True)
-    launch_folder.mark(run.path)
-    run.write_text(run_folder.RECIPE, "# The resolved recipe of this run.\n" + text)
-    run.write_json(run_folder.ENVIRONMENT, preflight.environment(prepared.device))
-    run.write_json(run_folder.DATA, prepared.data)
-
-
-def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
-    _write_description(run, prepared)
-    run.append({"event": "data", "step": 0, **prepared.data})
-    if prepared.warnings:
-        run.append({"event": "warnings", "step": 0, "warnings": list(prepared.warnings)})
-    if prepared.wrong_ops:
-        run.append({"event": "self_test", "step": 0, "wrong_ops": dict(prepared.wrong_ops)})
-    if prepared.unused_tensors:
-        run.append({"event": "checkpoint", "step": 0, "unused_tensors": list(prepared.unused_tensors)})
-    prepared.saved_tokenizer.save_pretrained(run.path / "tokenizer")
-
-
 def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     recipe, data = prepared.recipe, prepared.data
     samples_per_step = elastic.samples_per_step(recipe, prepared.choices.gpus)
@@ -307,7 +234,7 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         *prepared.rows_line,
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
         f"memory   {techniques}",
-        *own_disks.lines(run.path, divided=node_files.divides(recipe)),
+        *open_folder.lines(run.path, divided=node_files.divides(recipe)),
     ]
     if objective_line := prepared.objective.announcement():
         lines.append(objective_line)

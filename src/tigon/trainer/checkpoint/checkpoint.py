@@ -226,7 +226,7 @@ def _manifest(path: Path, name: str = MANIFEST) -> dict[str, Any]:
     return manifest
 
 
-def _write_manifest(path: Path, step: int, metadata: Mapping[str, Any], names: Sequence[str]) -> None:
+def _write_manifest(path: Path, step: int, metadata: Mapping[str, Any], names: Sequence[str] = (MANIFEST,)) -> None:
     files = {}
     for name in _files(path):
         _sync(path / name)

@@ -27,7 +27,7 @@ DISKS = "disks"  # in a checkpoint's metadata
 
 def divides(recipe: Recipe) -> bool:
     """Whether the processes of a run write different weights or optimizer states into its checkpoints."""
-    # Of other optimizers with FSDP2, the main process gathers whole states.
+    # With FSDP2 and another optimizer, the main process gathers and writes whole states.
     return recipe.sharding.zero > 0 or (recipe.sharding.fsdp and elastic.writes_distributed(recipe))
 
 
@@ -176,7 +176,7 @@ def _needed(written: _Written, processes: Collection[int], *, same: bool) -> set
 def _lacks(
     written: _Written, missing: Sequence[int], name: str, target: str, places: Mapping[int, str], host: str = ""
 ) -> str:
-    """What a checkpoint lacks and how to copy it, as the end of a sentence.
+    """The end of a sentence that says what a checkpoint lacks and how to copy it.
 
     Args:
         written: Where it was written.
