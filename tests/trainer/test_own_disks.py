@@ -27,28 +27,29 @@ STEPS, SAVED = 4, 2
 HOST = socket.gethostname()
 
 
-def as_node(here: Path, rank: int) -> None:
-    """Make this fork of two the only process of a node whose folders are its own."""
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
-    folder = here / f"node-{rank}"
+def as_node(here: Path, rank: int, per_node: int = 1) -> None:
+    """Make this fork one of `per_node` processes of a node whose folders are its own."""
+    node, local = divmod(rank, per_node)
+    os.environ.update(LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(node))
+    folder = here / f"node-{node}"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     os.chdir(folder)
 
 
 def on_two_nodes(
-    here: Path, path: Path, *sets: str, rank_of: Callable[..., object] = train, resume: bool = False
+    here: Path, path: Path, *sets: str, rank_of: Callable[..., object] = train, resume: bool = False, per_node: int = 1
 ) -> tuple[list[int], str, str]:
-    """Exit codes, and what both nodes have printed to stderr and stdout."""
+    """Returns the exit codes of all processes, and what both nodes have printed to stderr and stdout."""
     said, printed = here / "said", here / "printed"
     for file in (said, printed):
         file.unlink(missing_ok=True)
 
     def act(rank: int) -> None:
-        as_node(here, rank)
+        as_node(here, rank, per_node)
         rank_of(path, list(sets), resume=resume)
 
-    statuses = in_forks(act, 2, said=said, printed=printed)
+    statuses = in_forks(act, 2 * per_node, said=said, printed=printed)
     return [os.waitstatus_to_exitcode(status) for status in statuses], said.read_text(), printed.read_text()
 
 
@@ -170,6 +171,61 @@ def test_nodes_keep_the_files_of_their_own_processes_with_zero(tiny, here, tigon
     codes, said, _ = on_two_nodes(here, path, f"sharding.zero={stage}", rank_of=zero_rank, resume=True)
     assert codes == [0, 0], said
     assert losses(first) == whole and len(whole) == STEPS
+
+
+SAME_WAY = "the ways to write and to read are those above, with other processes to agree"
+
+
+@pytest.mark.second_proof(SAME_WAY)
+@forks
+@pytest.mark.parametrize(
+    ("sets", "rank_of", "parts"),
+    [
+        (("train.save_async=true",), train, [["distributed"]] * 2),
+        (("train.save_async=true",), fsdp_rank, [["distributed-0-of-2"], ["distributed-1-of-2"]]),
+        (("train.optimizer=adamw-torchao-8bit",), fsdp_rank, [[], []]),
+        (("lora.rank=4",), fsdp_rank, [["distributed-0-of-2"], ["distributed-1-of-2"]]),
+        (("lora.rank=4", "lora.init=pissa"), train, [[], []]),
+        (("heads.stage=2", "heads.count=2"), train, [[], []]),
+    ],
+    ids=["ddp in background", "fsdp2 in background", "fsdp2, whole states", "fsdp2, adapters", "pissa", "heads"],
+)  # fmt: skip
+def test_two_processes_of_each_node_continue_exactly(tiny, here, sets, rank_of, parts):
+    if "lora" in sets[0]:
+        pytest.importorskip("peft")
+    if "torchao" in sets[0]:
+        pytest.importorskip("torchao")
+    path = tiny(train={"batch_size": 1})
+    codes, said, _ = on_two_nodes(here, path, *sets, rank_of=rank_of, per_node=2)
+    assert codes == [0] * 4, said
+    first, second = forget_the_end(here)
+    whole = losses(first)
+    found = [(run / "checkpoints/checkpoint-2").glob("distributed*") for run in (first, second)]
+    assert [[each.name for each in folders] for folders in found] == parts
+    codes, said, _ = on_two_nodes(here, path, *sets, rank_of=rank_of, resume=True, per_node=2)
+    assert codes == [0] * 4, said
+    assert losses(first) == whole and len(whole) == STEPS
+
+
+@pytest.mark.second_proof("a node without the checkpoint gets it above")
+@forks
+def test_run_of_one_node_continues_on_two_and_on_one_again(tiny, here):
+    """The second node gets the whole checkpoint from the first, with the samples of a step divided."""
+    path = tiny(train={"batch_size": 4})
+    (here / "node-0").mkdir()
+    os.chdir(here / "node-0")
+    train(path)
+    run = Path("runs/r").resolve()
+    whole = losses(run)
+    shutil.rmtree(run / f"checkpoints/checkpoint-{STEPS}")
+    (run / "summary.json").unlink()
+    codes, said, printed = on_two_nodes(here, path, "train.steps=4", resume=True)
+    assert codes == [0, 0], said[-3000:]
+    assert "runs/r was not on" in printed and "checkpoint-2 was copied to" in printed
+    assert losses(run) == pytest.approx(whole, rel=2e-5)
+    forget_the_end(here)
+    train(path, resume=True)
+    assert losses(run) == pytest.approx(whole, rel=2e-5)
 
 
 @pytest.mark.second_proof(

@@ -96,6 +96,7 @@ def find(path: Path) -> Disks | None:
     answers = launch.gather((seen, socket.gethostname(), str(path.resolve()), _local_rank()))
     with suppress(OSError):
         token.unlink()
+    distributed.barrier()  # the folder has no tokens any more
     groups = sorted({ranks for ranks, _, _, _ in answers}, key=min)
     if len(groups) == 1 and len(groups[0]) == launch.world_size():
         return None
