@@ -232,6 +232,26 @@ def test_run_of_one_node_continues_on_two_and_on_one_again(tiny, here):
     assert losses(run) == pytest.approx(whole, rel=2e-5)
 
 
+@pytest.mark.second_proof("other processes and engines read whole checkpoints in test_checkpoints_elastic.py")
+@forks
+def test_whole_checkpoint_of_any_node_serves_another_engine_an_export_and_a_node_0_without_a_disk(tiny, here, tigon):
+    path = tiny()
+    codes, said, _ = on_two_nodes(here, path)
+    assert codes == [0, 0], said
+    first, second = forget_the_end(here)
+    whole = losses(first)
+    os.chdir(here / "node-1")
+    exported = tigon("export", second / "checkpoints/checkpoint-2", here / "exported")
+    assert exported.code == 0 and (here / "exported/tokenizer.json").is_file(), exported
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
+    codes, said, printed = on_two_nodes(here, path, rank_of=fsdp_rank, resume=True)
+    assert codes == [0, 0], said
+    assert "metrics.jsonl lacks its beginning" in printed
+    assert losses(first) == pytest.approx(whole[SAVED:], rel=2e-5)
+    assert (first / "report.html").is_file() and (first / "model").is_dir()
+
+
 @pytest.mark.second_proof(
     "forks above resume with disks of their own, and stand-ins in test_several_machines.py restart and stop"
 )

@@ -86,7 +86,7 @@ def join(run: RunFolder, prepared: Prepared, console: Console, held: ExitStack) 
 
 
 def _write_description(run: RunFolder, prepared: Prepared) -> None:
-    """Write the files that identify a run: each node's disk has them."""
+    """Write the files that identify a run and make its checkpoints usable: each node's disk has them."""
     import yaml
 
     text = yaml.safe_dump(prepared.recipe.as_mapping(), sort_keys=False, allow_unicode=True)
@@ -94,6 +94,7 @@ def _write_description(run: RunFolder, prepared: Prepared) -> None:
     run.write_text(run_folder.RECIPE, "# The resolved recipe of this run.\n" + text)
     run.write_json(run_folder.ENVIRONMENT, preflight.environment(prepared.device))
     run.write_json(run_folder.DATA, prepared.data)
+    prepared.saved_tokenizer.save_pretrained(run.path / "tokenizer")
 
 
 def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
@@ -105,7 +106,6 @@ def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
         run.append({"event": "self_test", "step": 0, "wrong_ops": dict(prepared.wrong_ops)})
     if prepared.unused_tensors:
         run.append({"event": "checkpoint", "step": 0, "unused_tensors": list(prepared.unused_tensors)})
-    prepared.saved_tokenizer.save_pretrained(run.path / "tokenizer")
 
 
 def check_same_data(data: Mapping[str, Any]) -> None:

@@ -119,7 +119,8 @@ def _looks_for_run(recipe: Recipe, nodes: Nodes | None) -> bool:
     With several nodes the main process does it for all processes. A node may have lost its disk, or have joined later.
     """
     if nodes is not None and nodes.count > 1:
-        return run_folder.newest(recipe.output) is not None
+        path = run_folder.newest(recipe.output)
+        return path is not None and (path / run_folder.RECIPE).is_file()
     return launch.rank() == 0 or not launch.has_several_nodes()
 
 

@@ -1,6 +1,6 @@
 """The files of a launch: the run folder that a restart continues, and the logs of the processes.
 
-The processes of a launch on several machines are started again after a failure (`--max-restarts`). They find their run
+The processes of a launch are started again after a failure (`--max-restarts`, also torchrun's). They find their run
 folder by the launch's name in it, and continue from its newest checkpoint.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from tigon.trainer.distributed.nodes import Nodes
 
 LAUNCH = "TIGON_LAUNCH"
 """The environment variable with the name of the launch, which is the same on all nodes and for all attempts."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun and `accelerate launch`, often to the same value
 FILE = ".launch"
 LOGS = "-logs"
 
@@ -98,19 +100,34 @@ def is_new(nodes: Nodes | None) -> bool:
     """
     if nodes is not None:
         return nodes.count == 1
-    return LAUNCH not in os.environ or launch.rank() == 0
+    return launch_name() is None or launch.rank() == 0
+
+
+def launch_name() -> str | None:
+    """A name of the launch that all its attempts have; None without a launcher that starts processes again.
+
+    torchrun's launches have no name of their own, so they are named by the launcher's process.
+    """
+    if LAUNCH in os.environ or TORCHRUN not in os.environ:
+        return os.environ.get(LAUNCH)
+    launcher = os.getppid()
+    try:
+        started = Path(f"/proc/{launcher}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):  # not Linux
+        started = ""
+    return f"{os.environ[TORCHRUN]}-{socket.gethostname()}-{launcher}-{started}"
 
 
 def mark(path: Path) -> None:
     """Write the launch's name into the run folder."""
-    if name := os.environ.get(LAUNCH):
+    if name := launch_name():
         (path / FILE).write_text(name + "\n", encoding="utf-8")
 
 
 def is_marked(path: Path) -> bool:
     """Whether an attempt of this launch has made the run folder `path`."""
     try:
-        return (path / FILE).read_text(encoding="utf-8").strip() == os.environ.get(LAUNCH)
+        return (path / FILE).read_text(encoding="utf-8").strip() == launch_name()
     except OSError:
         return False
 
@@ -120,7 +137,7 @@ def interrupted(output: OutputConfig) -> Path | None:
 
     An earlier attempt without a checkpoint has nothing to continue. The main process removes its folder.
     """
-    path = run_folder.newest(output) if LAUNCH in os.environ else None
+    path = run_folder.newest(output) if launch_name() is not None else None
     if path is None:
         return None
     ours = is_marked(path)
