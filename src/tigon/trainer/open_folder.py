@@ -79,6 +79,7 @@ def join(run: RunFolder, prepared: Prepared, console: Console, held: ExitStack) 
             if not (run.path / run_folder.RECIPE).is_file():
                 _write_description(run, prepared)
             held.enter_context(run_folder.locked(run.path))
+    launch.gather(None)  # other processes of a node read what its writer has just written
     for line in (*copied, *lines):
         console.print(f"disks    {line}", markup=False, soft_wrap=True)
     fault_messages.check_same_run(run, prepared, console)

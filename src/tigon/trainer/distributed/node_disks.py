@@ -197,6 +197,7 @@ def share(folder: Path, *, here: bool = True) -> None:
         raise RunFolderError(
             f"{folder}: cannot be copied to every node: process {_first(errors)}: {errors[_first(errors)]}"
         ) from error
+    distributed.barrier()  # other processes of a node read what its writer has just renamed
 
 
 def _names(folder: Path) -> list[str]:
