@@ -291,7 +291,7 @@ def test_launchers_in_folders_of_their_own_restart_stop_and_resume(tiny, here, m
 
     pids = [start(node, "--resume") for node in (0, 1)]
     until(machines, lambda: last_step(runs[0]) >= stopped_at + 4)
-    os.kill(pids[0], signal.SIGTERM)
+    os.kill(pids[1], signal.SIGTERM)
     assert [machines.ended(pid, within_s=120) for pid in pids] == [143, 143], machines.everything_said()
     steps = last_step(runs[0])
     overrides = [f"train.steps={steps}", "output.name=whole", "sharding.gpus=2"]
