@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -477,27 +478,51 @@ def test_attempt_continues_the_run_folder_of_its_own_launch_only(here, monkeypat
     assert launch_folder.interrupted(output) is None and not path.exists()
 
 
-def node_rank_of(rank: int) -> None:
-    """Make this fork of two on one machine the only process of its node."""
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+def test_launch_of_torchrun_is_named_by_its_launcher(monkeypatch):
+    """torchrun gives the launches of two commands the same id."""
+    monkeypatch.delenv(launch_folder.LAUNCH, raising=False)
+    assert launch_folder.launch_name() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    name = launch_folder.launch_name()
+    assert name == launch_folder.launch_name() and name.startswith(f"none-{socket.gethostname()}-{os.getppid()}-")
+    assert int(name.rpartition("-")[2]) > 0
+    monkeypatch.setenv(launch_folder.LAUNCH, "tigon's own")
+    assert launch_folder.launch_name() == "tigon's own"
 
 
-@forks
-def test_run_folder_that_a_node_does_not_see_is_refused(recipe, here, monkeypatch):
-    """The nodes have different current folders, as without a shared disk."""
-    monkeypatch.setattr(launch_folder, "SEEN_S", 0.2)
-    path = recipe(data={"source": str(here / "text.txt")}).resolve()
+@pytest.mark.second_proof("the launcher's name is compared above, and tigon's own restarts take the same way")
+def test_restart_by_torchrun_continues_from_the_last_checkpoint(recipe, here):
+    """Two processes on one machine; one is killed after its first checkpoint. The losses are those without the kill."""
+    path = recipe(train={"steps": 12, "batch_size": 2, "save_steps": 3, "log_steps": 1, "workers": 0})
+    run, words = here / "runs" / "r", ["-m", "tigon", "train", str(path)]
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
+    # Process 1 ends itself once, after step 4 was recorded.
+    (here / "sitecustomize.py").write_text(ENDS_ITSELF.format(metrics=str(run / "metrics.jsonl")))
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, *words], env=environment, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (resumed,) = records(run, "resume")
+    assert resumed["step"] % 3 == 0 and resumed["step"] > 0
+    assert in_forks(lambda rank: train(path, ["output.name=whole", "sharding.gpus=2"]), 2) == [0, 0]
+    losses = [[record["loss"] for record in records(folder, "train")] for folder in (run, here / "runs" / "whole")]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
 
-    def act(rank: int) -> None:
-        node_rank_of(rank)
-        (here / str(rank)).mkdir()
-        os.chdir(here / str(rank))
-        train(path)
 
-    said = here / "stderr"
-    statuses = in_forks(act, 2, said=said)
-    assert all(statuses) and "processes 1 do not see runs/r; set output.folder to" in said.read_text()
-    assert not (here / "0" / "runs" / "r").exists()
+ENDS_ITSELF = """
+import os, pathlib, signal, threading, time
+
+def watch():
+    metrics = pathlib.Path({metrics!r})
+    while not (metrics.exists() and metrics.read_text().count('"event": "train"') >= 4):
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    threading.Thread(target=watch, daemon=True).start()
+"""
 
 
 @forks

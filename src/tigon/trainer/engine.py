@@ -31,7 +31,7 @@ from tigon.techniques.sharding import (
 )
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
-from tigon.trainer.distributed import launch
+from tigon.trainer.distributed import launch, node_disks
 from tigon.trainer.guarded import MakeOptimizer
 from tigon.trainer.guards import adapter_checks
 from tigon.trainer.guards.nan_guard import first_nonfinite
@@ -101,6 +101,7 @@ def build(
     if models.is_preset(model.name) and not are_drawn_in_place(choices):
         with launch.main_process_first():
             model = saved_preset(model, config, seed=seed, folder=base, through=device)
+        node_disks.share(base)
     load = partial(models.build, model, config, dtype=dtype, seed=seed)
     if loading or not weights_are_sharded(choices):
         built = load(device=device, loading=loading)
@@ -185,7 +186,7 @@ def kept_base(model: ModelConfig, choices: Choices, base: Path) -> ModelConfig:
 
 
 def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, through: torch.device) -> ModelConfig:
-    """Save a preset's random weights as a bf16 checkpoint in `folder`, unless it exists.
+    """Save a preset's random weights as a bf16 checkpoint in `folder`, unless it exists. The main process does it.
 
     Args:
         model: The `model` section that names the preset.
@@ -197,7 +198,7 @@ def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, th
     Returns:
         A `model` section that names the checkpoint.
     """
-    if not (folder / "config.json").exists():
+    if launch.rank() == 0 and not (folder / "config.json").exists():
         built = models.build(model, config, dtype=torch.bfloat16, device=None, seed=seed, through=through)
         built.save_pretrained(folder)
     return ModelConfig(name=str(folder), kernels=model.kernels, attention=model.attention)

@@ -119,18 +119,22 @@ class Prepared:
 _LONG_RUN = re.compile(r"(<[^<>]+>)\1{3,}")
 
 
-def prepare(recipe: Recipe, device: torch.device) -> Prepared:
-    """Connect to the other processes and prepare the run; the main process goes first.
-
-    Raises:
-        TigonError: In the main process, if a check refuses the recipe.
-        SystemExit: In the other processes, with code 2, so that the error is printed once.
-    """
+def connect(recipe: Recipe, device: torch.device) -> None:
+    """Connect to the other processes, if there are any."""
     if launch.started_by_launcher():
         launch.end_with_launcher()
     if recipe.sharding.zero:
         extension_lock.install()
     launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+
+
+def prepare(recipe: Recipe, device: torch.device) -> Prepared:
+    """Prepare the run, after `connect`; the main process goes first.
+
+    Raises:
+        TigonError: In the main process, if a check refuses the recipe.
+        SystemExit: In the other processes, with code 2, so that the error is printed once.
+    """
     recipe = auto_checkpointing.resolved(recipe, device)
     try:
         with launch.main_process_first():

@@ -225,6 +225,7 @@ def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
     from tigon.trainer.profiled_run import record  # loads transformers
 
     device = preflight.check_device(recipe)
+    prepare.connect(recipe, device)
     prepared = prepare.prepare(recipe, device)
     heading = f"profile  {_label(prepared)}: {steps} steps recorded, then one timed"
     _console().print(heading, markup=False, soft_wrap=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,23 +19,25 @@ from typing import TYPE_CHECKING, Any
 from tigon.data import preview, reading, sources
 from tigon.data.images import PicturedRows
 from tigon.data.packing import SampleDataset
-from tigon.errors import RunFolderError, TigonError
+from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
 from tigon.objectives.post_training_rules import is_post_training
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
-from tigon.trainer import model, run_folder
-from tigon.trainer.checkpoint import checkpoint, elastic, final_model, nvme_swap
-from tigon.trainer.distributed import launch, launch_folder, signals
+from tigon.trainer import model, open_folder, run_folder
+from tigon.trainer.checkpoint import checkpoint, elastic, final_model, node_files, nvme_swap
+from tigon.trainer.distributed import launch, launch_folder, node_disks, signals
 from tigon.trainer.distributed.nodes import Nodes, nodes_of_run
 from tigon.trainer.evaluation import harness
-from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
+from tigon.trainer.guards import fault_messages, prediction, preflight, self_test
 from tigon.trainer.guards.prediction import comparison_line
-from tigon.trainer.prepare import Prepared, prepare, quiet_libraries
+from tigon.trainer.prepare import Prepared, connect, prepare, quiet_libraries
 from tigon.trainer.run_folder import RunFolder
 from tigon.units import in_parameters
+
+BASE = "base"  # a preset's weights before the run's own steps
 
 if TYPE_CHECKING:
     import torch
@@ -79,12 +80,15 @@ def train(
     _check_data(recipe)
     resume = resume or launch_folder.interrupted(recipe.output) is not None
     run = None
-    if resume:
+    if resume and _looks_for_run(recipe, nodes):
+        asked = recipe, overrides
         if division := run_folder.division(_of_all_nodes(recipe, nodes)):
             overrides = [*overrides, *division]
             recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
         run = run_folder.find(recipe.output, _of_all_nodes(recipe, nodes))
-    if run is None and launch_folder.is_new(nodes):
+        if nodes is not None and nodes.count > 1:  # the main process divides for all nodes
+            recipe, overrides = asked
+    elif not resume and launch_folder.is_new(nodes):
         run_folder.check(recipe.output, command)
     quiet_libraries(recipe)
     checkpoint.no_pickles()
@@ -107,6 +111,17 @@ def train(
             held.enter_context(run_folder.locked(run.path))
             run = run_folder.with_checkpoint(run, recipe)
         return _train_alone_or_joined(recipe, device, run, path, overrides, held)
+
+
+def _looks_for_run(recipe: Recipe, nodes: Nodes | None) -> bool:
+    """Whether this process checks the run folder to resume.
+
+    With several nodes the main process does it for all processes. A node may have lost its disk, or have joined later.
+    """
+    if nodes is not None and nodes.count > 1:
+        path = run_folder.newest(recipe.output)
+        return path is not None and (path / run_folder.RECIPE).is_file()
+    return launch.rank() == 0 or not launch.has_several_nodes()
 
 
 def _of_all_nodes(recipe: Recipe, nodes: Nodes | None) -> Recipe:
@@ -140,18 +155,18 @@ def _train_alone_or_joined(
     from rich.console import Console
 
     console = Console(highlight=False, quiet=launch.rank() > 0)
+    connect(recipe, device)
+    if launch.has_several_nodes():  # only the main process has looked for the run and divided its samples
+        run, overrides = launch.broadcast((run, overrides))
+        recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     prepared = prepare(recipe, device)
+    open_folder.check_same_data(prepared.data)
     held.enter_context(nvme_swap.own_files(recipe.sharding.nvme_folder))
     command = _command(path, overrides)
     if run is None:
-        run = _create(prepared, command)
-        if launch.rank() == 0:
-            held.enter_context(run_folder.locked(run.path))
+        run = open_folder.create(prepared, command, held)
     else:
-        run = launch.broadcast(run)  # only the main process has looked for the checkpoint
-        if launch.rank() == 0:
-            launch_folder.mark(run.path)
-        fault_messages.check_same_run(run, prepared, console)
+        run = open_folder.join(run, prepared, console, held)
     _announce(console, run, prepared)
     prepared = _predict(console, prepared, path, overrides)
     with signals.sigterm_interrupts():
@@ -184,9 +199,11 @@ def _launch_node(nodes: Nodes, path: Path, overrides: Sequence[str], recipe: Rec
     words = [word for text in overrides for word in ("--set", text)]
     arguments = ["-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
     text = repr((recipe.as_mapping(), resume))
+    before = run_folder.newest(recipe.output) if resume else None
     plan = elastic_launcher.NodeLaunch(
         nodes, arguments, recipe.sharding.gpus, recipe.output, recipe=hashlib.sha256(text.encode()).hexdigest()[:16],
         options=nodes.options(),
+        number_before=node_files.number_before(before / run_folder.CHECKPOINTS) if before is not None else None,
     )  # fmt: skip
     return elastic_launcher.launch_node(plan)
 
@@ -196,43 +213,6 @@ def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
     path = resumed.path if resumed is not None else run_folder.newest(recipe.output)
     assert path is not None, "the processes exited with code 0 but left no run folder"
     return path
-
-
-def _create(prepared: Prepared, command: str) -> RunFolder:
-    """The main process creates the run folder and broadcasts its path."""
-    folder = ""
-    if launch.rank() == 0:
-        run = run_folder.create(prepared.recipe.output, command)
-        try:
-            _write_inputs(run, prepared)
-        except BaseException as error:
-            shutil.rmtree(run.path, ignore_errors=True)  # otherwise the next attempt is refused: the folder exists
-            if isinstance(error, OSError):
-                reason = system_limits.words(error) or error.strerror
-                raise RunFolderError(f"{run.path}: cannot be written: {reason}; then start the run again") from None
-            raise
-        folder = str(run.path)
-    path = Path(launch.broadcast(folder))
-    launch_folder.check_shared(path)
-    return RunFolder(path)
-
-
-def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
-    import yaml
-
-    text = yaml.safe_dump(prepared.recipe.as_mapping(), sort_keys=False, allow_unicode=True)
-    launch_folder.mark(run.path)
-    run.write_text(run_folder.RECIPE, "# The resolved recipe of this run.\n" + text)
-    run.write_json(run_folder.ENVIRONMENT, preflight.environment(prepared.device))
-    run.write_json(run_folder.DATA, prepared.data)
-    run.append({"event": "data", "step": 0, **prepared.data})
-    if prepared.warnings:
-        run.append({"event": "warnings", "step": 0, "warnings": list(prepared.warnings)})
-    if prepared.wrong_ops:
-        run.append({"event": "self_test", "step": 0, "wrong_ops": dict(prepared.wrong_ops)})
-    if prepared.unused_tensors:
-        run.append({"event": "checkpoint", "step": 0, "unused_tensors": list(prepared.unused_tensors)})
-    prepared.saved_tokenizer.save_pretrained(run.path / "tokenizer")
 
 
 def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
@@ -255,6 +235,7 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         *prepared.rows_line,
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
         f"memory   {techniques}",
+        *open_folder.lines(run.path, divided=node_files.divides(recipe)),
     ]
     if objective_line := prepared.objective.announcement():
         lines.append(objective_line)
@@ -298,10 +279,10 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     recipe, objective = prepared.recipe, prepared.objective
     section = objective.model(run.path)
     if run.checkpoint is not None:
-        section = engine.kept_base(section, prepared.choices, run.path / "base")
+        section = engine.kept_base(section, prepared.choices, run.path / BASE)
     built, patched = engine.build(
         section, prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
-        seed=recipe.train.seed, kernels=kernels, base=run.path / "base", saves_adapters=recipe.output.save_model,
+        seed=recipe.train.seed, kernels=kernels, base=run.path / BASE, saves_adapters=recipe.output.save_model,
         ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
     built = objective.attach(built)
@@ -350,10 +331,12 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
 
     recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
+    node_disks.share(run.path / BASE)  # to a node that has lost its disk or is new
     if phase := objective.phase(prepared.choices, run.path):
         train_phase(phase, prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
     with fault_messages.explain_out_of_memory(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
+    node_disks.share(run.path / BASE)
     engine.refuse_nonfinite(built, recipe.model)
     # All processes would have to take part in sampling from sharded weights.
     alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
@@ -476,10 +459,11 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
     from tigon.trainer import trainer as trainers  # loads transformers
 
     recipe = prepared.recipe
+    divided = node_files.divides(recipe)
     safeguards = guarded.Safeguards(
         stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
-        metadata=fault_messages.checkpoint_metadata(prepared), distributed=elastic.writes_distributed(recipe),
-        in_background=recipe.train.save_async,
+        metadata={**fault_messages.checkpoint_metadata(prepared), **node_files.facts(divided)},
+        distributed=elastic.writes_distributed(recipe), in_background=recipe.train.save_async, divided=divided,
     )  # fmt: skip
     if prepared.rows is not None:
         from tigon.trainer import post_training  # loads transformers

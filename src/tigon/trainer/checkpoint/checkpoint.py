@@ -7,6 +7,10 @@ the size and `digest` of every file, and moves the folder into place with one re
 So `checkpoints/` holds complete checkpoints whenever a process is killed. It may also hold folders whose name begins
 with a dot, which the next save removes. `newest` compares every file with the manifest, skips checkpoints that differ,
 and gives the reason. The manifest protects against accidents only. `no_pickles` protects against malicious files.
+
+If each node of a run has its own disk, each completes a checkpoint there, with a second copy of its manifest under the
+name `part_manifest`. If another node's files are copied beside it, `problem_of` compares them with the manifest of that
+node, and `parts_in` names the nodes whose files are there.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +31,7 @@ from typing import Any
 from tigon.errors import RunFolderError
 
 MANIFEST, FORMAT = "manifest.json", 1
+PART_MANIFEST = r"manifest-(\d+)-of-(\d+)\.json"
 PIECE_BYTES = 64 * 2**20  # pieces are hashed in parallel, because one stream of SHA-256 is slower than a fast disk
 READ_BYTES = 2**20
 FULL_BYTES = 64 * 2**20  # a disk with less free space counts as full
@@ -67,7 +72,10 @@ def clear(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int | None, best: int | None = None) -> None:
+def publish(
+    folder: Path, step: int, metadata: Mapping[str, Any], keep: int | None, best: int | None = None,
+    part: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
     """Complete the checkpoint in `scratch(folder, step)`, move it into place, and remove all but the newest `keep`.
 
     Args:
@@ -76,10 +84,11 @@ def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int | No
         metadata: The settings and versions that a resumed run compares with its own.
         keep: The number of checkpoints to keep, with this one; None: all.
         best: The step of a checkpoint that is kept too, however old it is.
+        part: The number of this node and the number of nodes, if each has its own disk.
     """
     written = scratch(folder, step) / name_of(step)
     (written / NOT_OURS).unlink(missing_ok=True)
-    _write_manifest(written, step, metadata)
+    _write_manifest(written, step, metadata, [MANIFEST] if part is None else [MANIFEST, part_manifest(*part)])
     final = folder / name_of(step)
     before = _put_away(final) if final.exists() or final.is_symlink() else None
     written.rename(final)
@@ -87,21 +96,31 @@ def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int | No
     scratch(folder, step).rmdir()
     if before is not None:  # only now, when the new checkpoint is in place
         shutil.rmtree(before, ignore_errors=True)
-    others = sorted((n, path) for n, path in _numbered(folder) if n != step)
-    later = [path for n, path in others if n > step]  # written before the run was resumed from an earlier step
-    earlier = [] if keep is None else [(n, path) for n, path in others if n < step][: -(keep - 1) or None]
-    for path in later + [path for n, path in earlier if n != best]:
-        _remove(path)
+    for n, path in _numbered(folder):
+        if n > step:  # written before the run was resumed from an earlier step
+            _remove(path)
+    if keep is not None:
+        prune(folder, step, keep, best)
 
 
-def newest(folder: Path) -> ResumePoint:
-    """The newest checkpoint whose files equal its manifest.
+def prune(folder: Path, step: int, keep: int, best: int | None = None) -> None:
+    """Remove the checkpoints before `step` except the newest `keep` - 1, and `best`."""
+    earlier = sorted((n, path) for n, path in _numbered(folder) if n < step)[: -(keep - 1) or None]
+    for n, path in earlier:
+        if n != best:
+            _remove(path)
+
+
+def newest(folder: Path, *, below: int | None = None) -> ResumePoint:
+    """The newest checkpoint whose files equal its manifest; of those before the step `below` if it is given.
 
     Raises:
         RunFolderError: There is none; the message gives the problem of each checkpoint.
     """
     problems: list[str] = []
     for step, path in sorted(_numbered(folder), reverse=True):
+        if below is not None and step >= below:
+            continue
         problem = problem_of(path, step)
         if problem is None:
             return ResumePoint(path, _manifest(path)["facts"], tuple(problems))
@@ -115,12 +134,15 @@ def newest_metadata(folder: Path) -> dict[str, Any]:
 
     All checkpoints of a run agree in what identifies the run.
     """
-    for _, path in sorted(_numbered(folder), reverse=True):
-        try:
-            return dict(_manifest(path)["facts"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return {}
+    return next(filter(None, (metadata_of(path) for _, path in sorted(_numbered(folder), reverse=True))), {})
+
+
+def metadata_of(path: Path) -> dict[str, Any]:
+    """The metadata of a checkpoint; {} if its manifest cannot be read."""
+    try:
+        return dict(_manifest(path)["facts"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def newest_path(folder: Path) -> Path:
@@ -134,7 +156,9 @@ def problem_of(path: Path, step: int) -> str | None:
         return "is a link"
     try:
         manifest = _manifest(path)
-        listed = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
+        listed = dict[str, tuple[int, str]]()
+        for each in (*(_manifest(path, name) for name in _part_manifests(path)), manifest):  # the own one decides
+            listed |= {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in each["files"].items()}
         format_, numbers = int(manifest["format"]), int(manifest["step"])
         dict(dict(manifest["facts"]).get("versions", {}))
     except FileNotFoundError:
@@ -182,19 +206,35 @@ def _piece(path: Path, start: int) -> bytes:
     return sha256.digest()
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+def part_manifest(number: int, count: int) -> str:
+    """The name of the manifest of node `number` of `count`, beside `MANIFEST`."""
+    return f"manifest-{number}-of-{count}.json"
+
+
+def parts_in(path: Path) -> dict[int, int]:
+    """The numbers of the nodes whose files a checkpoint holds, each with the number of nodes that wrote it."""
+    found = (re.fullmatch(PART_MANIFEST, name) for name in _part_manifests(path))
+    return {int(match[1]): int(match[2]) for match in found if match}
+
+
+def _part_manifests(path: Path) -> list[str]:
+    return sorted(file.name for file in path.glob("manifest-*.json") if re.fullmatch(PART_MANIFEST, file.name))
+
+
+def _manifest(path: Path, name: str = MANIFEST) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((path / name).read_text(encoding="utf-8"))
     return manifest
 
 
-def _write_manifest(path: Path, step: int, metadata: Mapping[str, Any]) -> None:
+def _write_manifest(path: Path, step: int, metadata: Mapping[str, Any], names: Sequence[str] = (MANIFEST,)) -> None:
     files = {}
     for name in _files(path):
         _sync(path / name)
         files[name] = {"bytes": (path / name).stat().st_size, "sha256": digest(path / name)}
     manifest = {"format": FORMAT, "step": step, "facts": dict(metadata), "files": files}
-    (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    _sync(path / MANIFEST)
+    for name in names:
+        (path / name).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        _sync(path / name)
     for folder, _, _ in os.walk(path):
         _sync(Path(folder))
 
@@ -212,7 +252,7 @@ def _files(path: Path) -> list[str]:
             if here.is_symlink():
                 raise RunFolderError(f"holds a link, {here.relative_to(path)}")
         paths += [Path(folder, name).relative_to(path).as_posix() for name in files if not name.startswith(NFS)]
-    return sorted(name for name in paths if name != MANIFEST)
+    return sorted(name for name in paths if name != MANIFEST and not re.fullmatch(PART_MANIFEST, name))
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

@@ -3,6 +3,9 @@
 `checkpoint-N/distributed/` holds one file per process and `.metadata`, which lists the tensors by name. Names do not
 depend on the engine, so any number of processes of DDP or FSDP2 can read it, and so can one process without a group.
 
+If each node has its own disk, the processes of a node write a checkpoint of their own: with FSDP2 the node's shards in
+`distributed-K-of-N/`, with DDP everything in `distributed/`. `_Reader` reads all such folders that are there as one.
+
 `.metadata` is a pickle. `_Reader` refuses one that names anything but DCP's own records, and PyTorch reads the rest
 with `weights_only=True` (see `checkpoint.no_pickles`).
 """
@@ -10,17 +13,23 @@ with `weights_only=True` (see `checkpoint.no_pickles`).
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
+from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import distributed
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,8 +42,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from tigon.errors import RunFolderError
+from tigon.trainer.checkpoint import node_files
+from tigon.trainer.distributed import node_disks
 
 FOLDER, METADATA = "distributed", ".metadata"
+PART = rf"{FOLDER}-\d+-of-\d+"
 MODEL, OPTIMIZER = "model", "optimizer"
 Select = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
 """(model, its state by name) -> the part of the state that a checkpoint holds; None: all of it."""
@@ -48,7 +60,19 @@ _HARMLESS = {
 
 def is_distributed(checkpoint: Path) -> bool:
     """Whether a checkpoint folder holds weights in DCP's format."""
-    return (checkpoint / FOLDER / METADATA).is_file()
+    return bool(_folders(checkpoint))
+
+
+def _folders(checkpoint: Path) -> list[Path]:
+    """The folders of a checkpoint in DCP's format."""
+    parts = (path for path in checkpoint.glob(f"{FOLDER}-*") if re.fullmatch(PART, path.name))
+    return [path for path in sorted((checkpoint / FOLDER, *parts)) if (path / METADATA).is_file()]
+
+
+def folder_of(divided: bool) -> str:
+    """The folder of a checkpoint into which this process writes. divided: Whether nodes have different weights."""
+    disks = node_disks.several()
+    return FOLDER if disks is None or not divided else f"{FOLDER}-{disks.own}-of-{disks.count}"
 
 
 def states(model: Any, optimizer: Any, select: Select) -> dict[str, Any]:
@@ -56,15 +80,20 @@ def states(model: Any, optimizer: Any, select: Select) -> dict[str, Any]:
     return {MODEL: _model_state(model, select), OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 
-def save(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write `state` into a checkpoint folder. Every process calls it.
+def save(folder: Path, state: dict[str, Any], group: Any = None) -> None:
+    """Write `state` into a folder of a checkpoint. Every process calls it.
+
+    Args:
+        folder: `folder_of` in the checkpoint.
+        state: The result of `states`.
+        group: The processes that write the folder together; None: all.
 
     Raises:
         RuntimeError: A process could not write; its error is the cause.
     """
     _silence()
     try:
-        save_state(state, storage_writer=FileSystemWriter(checkpoint / FOLDER))
+        save_state(state, storage_writer=FileSystemWriter(folder), planner=_planner(), process_group=group)
     except CheckpointException as error:
         raise _first_failure(error) from None
 
@@ -80,22 +109,20 @@ def save_configs(model: Any, folder: Path) -> None:
 class BackgroundSave:
     """A save (`train.save_async`) whose files are written by a thread of every process while training continues."""
 
-    def __init__(
-        self, step: int, checkpoint: Path, state: dict[str, Any], group: Any, publish: Callable[[], None]
-    ) -> None:
+    def __init__(self, step: int, folder: Path, state: dict[str, Any], group: Any, publish: Callable[[], None]) -> None:
         """Copy `state` to host memory and start to write it. Every process calls it.
 
         Args:
             step: The optimizer step of the checkpoint.
-            checkpoint: The folder to write into.
+            folder: `folder_of` in the checkpoint.
             state: The result of `states`.
-            group: The result of `background_group`.
+            group: The result of `writing_group`.
             publish: Called in the thread, after every process has written its part.
         """
         self.step = step
         _silence()
-        writer = FileSystemWriter(checkpoint / FOLDER)
-        written = cast("Future[Any]", async_save(state, storage_writer=writer, process_group=group))
+        writer = FileSystemWriter(folder)
+        written = cast("Future[Any]", async_save(state, storage_writer=writer, planner=_planner(), process_group=group))
         pool = ThreadPoolExecutor(1, "checkpoint")
         self._published = pool.submit(_complete, written, publish)
         pool.shutdown(wait=False)
@@ -118,12 +145,33 @@ def _complete(written: Future[Any], publish: Callable[[], None]) -> None:
     publish()
 
 
-def background_group() -> Any:
-    """A process group for the threads that write; None for one process without a group. Every process calls it.
+def writing_group() -> Any:
+    """A process group of those that write one folder; None for one process without a group. Every process calls it.
 
     It is separate from that of training, because two threads cannot use one group at a time.
     """
-    return distributed.new_group(backend="gloo") if distributed.is_initialized() else None
+    if not distributed.is_initialized():
+        return None
+    disks = node_disks.several()
+    if disks is None:
+        return distributed.new_group(backend="gloo")
+    groups = [distributed.new_group(list(processes), backend="gloo") for processes in disks.processes]
+    return groups[disks.own]
+
+
+def _planner() -> Any:
+    """DCP's planner; None is its default."""
+    return None if node_disks.several() is None else _PartPlanner()
+
+
+class _PartPlanner(DefaultSavePlanner):
+    """Accepts that the processes of one node do not have the whole weights, as DCP's own planner does not."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans))
+        names = dict(ChainMap(*(plan.planner_data for plan in plans)))
+        self.global_plan, self.metadata = plans, replace(metadata, planner_data=names)
+        return self.global_plan, self.metadata
 
 
 def load_model(model: Any, checkpoint: Path, select: Select) -> None:
@@ -149,10 +197,12 @@ def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The whole weights of a checkpoint by name, in host memory. It needs neither a GPU nor other processes.
 
     Raises:
-        RunFolderError: The file that lists the tensors is not one of PyTorch's.
+        RunFolderError: The file that lists the tensors is not one of PyTorch's, or the files of a node are missing.
         RuntimeError: A file is missing or damaged.
     """
-    listed = _Reader(checkpoint / FOLDER).read_metadata().state_dict_metadata
+    if problem := node_files.problem(checkpoint):
+        raise RunFolderError(problem)
+    listed = _Reader(checkpoint).read_metadata().state_dict_metadata
     state = {
         name.removeprefix(f"{MODEL}."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in listed.items()
@@ -179,24 +229,44 @@ def _options(model: Any, *, strict: bool = True) -> StateDictOptions:
 
 def _load(state: dict[str, Any], checkpoint: Path) -> None:
     _silence()
-    reader = _Reader(checkpoint / FOLDER)
+    reader = _Reader(checkpoint)
     reader.read_metadata()  # `load` would hide its error
+    # Nodes with own disks have different files, so each process plans its own reads.
     try:
-        load(state, storage_reader=reader)
+        load(state, storage_reader=reader, no_dist=node_disks.several() is not None)
     except CheckpointException as error:
         raise _first_failure(error) from None
 
 
 class _Reader(FileSystemReader):
+    """Reads all folders in DCP's format of a checkpoint as one."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        path = Path(str(self.path)) / METADATA
+        checkpoint, whole = Path(str(self.path)), Metadata({}, {}, {})
+        for folder in _folders(checkpoint):
+            _add(whole, self._read(folder / METADATA), folder.name)
+        whole.storage_meta = StorageMeta(load_id=self.load_id)
+        return whole
+
+    def _read(self, path: Path) -> Any:
         with path.open("rb") as handle:
             try:
-                _MetadataUnpickler(handle).load()
+                return _MetadataUnpickler(handle).load()
             except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
                 text = " ".join(str(error).split())[:160]
                 raise RunFolderError(f"{path}: not a list of tensors: {text}; use another checkpoint") from None
-        return super().read_metadata(*args, **kwargs)
+
+
+def _add(whole: Any, part: Any, folder: str) -> None:
+    """Add the tensors that one folder lists to those of a checkpoint. Several nodes may have the same piece."""
+    whole.planner_data |= part.planner_data or {}
+    for name, entry in part.state_dict_metadata.items():
+        known = whole.state_dict_metadata.setdefault(name, entry)
+        if known is not entry and isinstance(entry, TensorStorageMetadata):
+            known.chunks += [chunk for chunk in entry.chunks if chunk not in known.chunks]
+    for index, place in part.storage_data.items():
+        if index not in whole.storage_data:
+            whole.storage_data[index] = replace(place, relative_path=f"{folder}/{place.relative_path}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):

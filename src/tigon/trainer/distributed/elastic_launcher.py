@@ -77,6 +77,8 @@ class NodeLaunch:
     """A digest of the recipe, which has to be the same on every node."""
     options: str = ""
     """The options of `tigon train` that started this launcher, for the command that continues the run."""
+    number_before: int | None = None
+    """This node's number in the run to resume, if its files are on the node's own disk."""
 
     @property
     def logs(self) -> Path:
@@ -311,6 +313,7 @@ class NodeRendezvous(RendezvousHandler):
         self._own = Member(
             host=socket.gethostname(), is_host=is_host, node_rank=plan.nodes.rank, processes=plan.processes,
             token=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", recipe=plan.recipe,
+            number_before=plan.number_before,
         )  # fmt: skip
         self.local_address = _own_address(*self._address)
         self._of_processes: TCPStore | None = None
@@ -339,6 +342,7 @@ class NodeRendezvous(RendezvousHandler):
         self._own = replace(self._own, next_attempt=self.attempt + 1)
         order = _numbered(members)
         node = order.index(info.rank)
+        self._own = replace(self._own, number_before=node)
         in_order = [members[place] for place in order]
         os.environ[launch_folder.LAUNCH] = in_order[0].token
         if node == 0:
@@ -438,14 +442,22 @@ def _contradiction(members: Sequence[Member], own: Member) -> str | None:
 def _numbered(members: Sequence[Member]) -> list[int]:
     """The places of the members in PyTorch's rendezvous, in the order of their numbers.
 
-    A node without `--node-rank` gets a free number, the host the lowest.
+    A node without `--node-rank` gets a free number: the host the lowest, another one the number it had before.
     """
     by_number: dict[int, int] = {
         member.node_rank: place for place, member in enumerate(members) if member.node_rank is not None
     }
-    rest = sorted((not member.is_host, place) for place, member in enumerate(members) if member.node_rank is None)
+    host = next((place for place, member in enumerate(members) if member.is_host and member.node_rank is None), None)
+    if host is not None:
+        by_number[min(set(range(len(members))) - by_number.keys())] = host
+    rest = [place for place in range(len(members)) if place not in by_number.values()]
+    for place in rest:
+        before = members[place].number_before
+        if before is not None and before < len(members):
+            by_number.setdefault(before, place)
+    rest = [place for place in rest if place not in by_number.values()]
     free = [number for number in range(len(members)) if number not in by_number]
-    by_number |= {number: place for number, (_, place) in zip(free, rest, strict=True)}
+    by_number |= dict(zip(free, rest, strict=True))
     return [by_number[number] for number in range(len(members))]
 
 

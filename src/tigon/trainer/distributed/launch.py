@@ -240,6 +240,15 @@ def broadcast(value: T) -> T:
     return objects[0]
 
 
+def gather(value: T) -> list[T]:
+    """The `value` of every process, by rank, in every process. It has to be something that pickle can copy."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
 def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] | None:
     """The `value` of every process, by rank. None if a process gives none within `patience_s` seconds.
 

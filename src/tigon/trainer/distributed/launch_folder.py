@@ -1,6 +1,6 @@
 """The files of a launch: the run folder that a restart continues, and the logs of the processes.
 
-The processes of a launch on several machines are started again after a failure (`--max-restarts`). They find their run
+The processes of a launch are started again after a failure (`--max-restarts`, also torchrun's). They find their run
 folder by the launch's name in it, and continue from its newest checkpoint.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tigon.errors import ProcessError, RunFolderError
+from tigon.errors import RunFolderError
 from tigon.recipe.keys import OutputConfig
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint
@@ -24,8 +24,8 @@ from tigon.trainer.distributed.nodes import Nodes
 
 LAUNCH = "TIGON_LAUNCH"
 """The environment variable with the name of the launch, which is the same on all nodes and for all attempts."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun and `accelerate launch`, often to the same value
 FILE = ".launch"
-SEEN_S = 30  # file systems on a network show new files to other machines after a delay
 LOGS = "-logs"
 
 
@@ -100,13 +100,36 @@ def is_new(nodes: Nodes | None) -> bool:
     """
     if nodes is not None:
         return nodes.count == 1
-    return LAUNCH not in os.environ or launch.rank() == 0
+    return launch_name() is None or launch.rank() == 0
+
+
+def launch_name() -> str | None:
+    """A name of the launch that all its attempts have; None without a launcher that starts processes again.
+
+    torchrun's launches have no name of their own, so they are named by the launcher's process.
+    """
+    if LAUNCH in os.environ or TORCHRUN not in os.environ:
+        return os.environ.get(LAUNCH)
+    launcher = os.getppid()
+    try:
+        started = Path(f"/proc/{launcher}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):  # not Linux
+        started = ""
+    return f"{os.environ[TORCHRUN]}-{socket.gethostname()}-{launcher}-{started}"
 
 
 def mark(path: Path) -> None:
     """Write the launch's name into the run folder."""
-    if name := os.environ.get(LAUNCH):
+    if name := launch_name():
         (path / FILE).write_text(name + "\n", encoding="utf-8")
+
+
+def is_marked(path: Path) -> bool:
+    """Whether an attempt of this launch has made the run folder `path`."""
+    try:
+        return (path / FILE).read_text(encoding="utf-8").strip() == launch_name()
+    except OSError:
+        return False
 
 
 def interrupted(output: OutputConfig) -> Path | None:
@@ -114,41 +137,12 @@ def interrupted(output: OutputConfig) -> Path | None:
 
     An earlier attempt without a checkpoint has nothing to continue. The main process removes its folder.
     """
-    name = os.environ.get(LAUNCH)
-    path = run_folder.newest(output) if name else None
+    path = run_folder.newest(output) if launch_name() is not None else None
     if path is None:
         return None
-    try:
-        ours = (path / FILE).read_text(encoding="utf-8").strip() == name
-    except OSError:
-        return None
+    ours = is_marked(path)
     if ours and any((path / run_folder.CHECKPOINTS).glob("checkpoint-*")):
         return path
     if ours and launch.rank() == 0:
         shutil.rmtree(path)
     return None
-
-
-def check_shared(path: Path) -> None:
-    """Refuse a run folder that some node does not see. Every process calls it.
-
-    Raises:
-        ProcessError: In the main process; the message names the processes.
-        SystemExit: In the others, with code 2.
-    """
-    if not launch.has_several_nodes():
-        return
-    deadline_s = time.monotonic() + SEEN_S
-    while not (seen := (path / run_folder.RECIPE).is_file()) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    answers = launch.all_gather_ints(int(seen)) or [int(seen)]
-    blind = [str(process) for process, answer in enumerate(answers) if not answer]
-    if not blind:
-        return
-    if launch.rank() > 0:
-        raise SystemExit(2)
-    shutil.rmtree(path, ignore_errors=True)
-    raise ProcessError(
-        f"output.folder: {path.parent} is not the same folder on every node: processes {', '.join(blind)} do not see "
-        f"{path}; set output.folder to a folder on a disk that all nodes share"
-    )

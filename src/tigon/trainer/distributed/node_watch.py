@@ -44,6 +44,8 @@ class Member:
     """A name that no other launcher has."""
     recipe: str
     """A digest of the resolved recipe and the options."""
+    number_before: int | None = None
+    """The number it had in an earlier attempt or run, whose files are on its own disk."""
     next_attempt: int = 0
     """How often it has started its processes."""
 
