@@ -262,6 +262,7 @@ def test_mask_separates_documents_and_is_absent_for_one_document() -> None:
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, {}, r"6 heads and 3 key heads"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, {}, r"layers of sliding_attention"),
         ({"sliding_window": 8}, {}, r"sliding window of 8"),
+        ({"attention_dropout": 0.1}, {"sequence_method": "ring"}, r"dropout; set model.config.attention_dropout: 0"),
         ({"output_router_logits": True}, {}, r"router's loss is not a sum over tokens"),
     ],
 )

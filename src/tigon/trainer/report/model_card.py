@@ -19,7 +19,7 @@ from tigon.trainer.run_folder import RunFolder
 FILE = "README.md"
 _ADAPTERS_FOR, _MERGED_INTO = "LoRA adapters for", "LoRA adapters merged into"
 _LOADING, _SERVING = "## How to load it", "## Serve it with vLLM"
-_PACKAGES = ("tigon", "torch", "transformers", "peft", "trl", "tokenizers", "safetensors")
+_PACKAGES = ("tigon", "torch", "transformers", "peft", "bitsandbytes", "deepspeed", "trl", "tokenizers", "safetensors")
 
 
 def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, Any], objective: Objective) -> str | None:
