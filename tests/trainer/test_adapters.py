@@ -285,6 +285,8 @@ def test_loftq_adapters_start_nearer_to_the_checkpoint_and_are_saved_for_its_wei
     learned = rms(got - unquantised)
     assert rms(got - outcome.logits) < min(learned, 0.4 * scale)
     assert not (here / "runs" / "r" / "initial-adapters").exists()
+    card = (here / "runs" / "r" / "adapters" / "README.md").read_text(encoding="utf-8")
+    assert "The adapters belong to the base model's own weights" in card
     refused = tigon("export", here / "runs" / "r" / "checkpoints" / "checkpoint-4", here / "exported")
     assert "loftq a checkpoint's adapters belong to the run's 4-bit weights" in refused.error_line()
 

@@ -10,6 +10,7 @@ from typing import Any
 from tigon.models.loading.config import is_hub_id
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
+from tigon.techniques.mechanisms.adapter_targets import LOFTQ
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint.adapter_files import ADAPTERS
 from tigon.trainer.report import report, vllm_rules
@@ -23,6 +24,9 @@ _CLASSES = {
     "image-text-to-text": "AutoModelForImageTextToText",
 }  # fmt: skip
 """The hub's name of a task -> the class that loads a model of it."""
+_OF_WHOLE = (
+    "The adapters belong to the base model's own weights. With the weights in 4 bits LoftQ's correction is missing."
+)
 _LOADING, _SERVING = "## How to load it", "## Serve it with vLLM"
 _PACKAGES = ("tigon", "torch", "transformers", "peft", "bitsandbytes", "deepspeed", "trl", "tokenizers", "safetensors")
 
@@ -46,10 +50,13 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
     train = [record for record in run.records() if record["event"] == "train"]
     figures = [(tile["name"], tile["value"]) for tile in report.tiles(train, summary, objective.metric_section())]
     versions = environment["versions"]
+    loading = _code(_task(recipe), adapters=adapters)
+    if adapters and recipe.lora.init == LOFTQ:
+        loading += f"\n\n{_OF_WHOLE}"
     sections = [
         _front_matter(recipe, adapters=adapters),
         f"# {recipe.output.name}\n\n{_lead(recipe, adapters=adapters)}",
-        f"{_LOADING}\n\n{_code(_task(recipe), adapters=adapters)}",
+        f"{_LOADING}\n\n{loading}",
         *([f"{_SERVING}\n\n{_served(verdict, recipe)}"] if verdict else []),
         "## Measured figures\n\nMeasured in the training run.\n\n" + _table("figure", figures),
         f"## Training data\n\n`{'`, `'.join(source.name for source in recipe.data.sources())}`\n\n"
