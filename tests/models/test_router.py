@@ -113,11 +113,16 @@ def test_equal_logits_choose_the_first_experts() -> None:
     assert index.tolist() == [[0, 1]] * 3 and torch.equal(weights, torch.full((3, 2), 0.5))
 
 
-def test_row_with_nan_has_weights_of_nan_and_experts_that_exist() -> None:
-    logits = torch.randn(4, 6)
+@pytest.mark.parametrize("normalised", [False, True])
+def test_row_with_nan_has_weights_and_a_gradient_of_nan_and_experts_that_exist(normalised: bool, backend: Any) -> None:
+    """The largest of a row on a GPU passes NaN over."""
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(backend.device)
     logits[1, 2] = torch.nan
-    weights, index = tigon.topk_softmax(logits, 2)
-    assert weights[1].isnan().all() and not weights[[0, 2, 3]].isnan().any()
+    logits.requires_grad_()
+    weights, index = tigon.topk_softmax(logits, 2, normalised=normalised)
+    (gradient,) = torch.autograd.grad(weights.nansum(), logits)
+    for values in (weights, gradient):
+        assert values[1].isnan().all() and not values[[0, 2, 3]].isnan().any()
     assert ((index >= 0) & (index < 6)).all()
 
 

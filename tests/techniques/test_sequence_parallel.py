@@ -52,16 +52,17 @@ def fresh(family: str = "llama", *, patched: bool = True, dtype: torch.dtype = t
     return model
 
 
-def outputs_of(model: nn.Module, rows: dict[str, Tensor]) -> Any:
+def outputs_of(model: nn.Module, rows: dict[str, Tensor], *, autocast: bool = False) -> Any:
     items = (rows["labels"][:, 1:] != -100).sum()
-    return model(**rows, num_items_in_batch=items, use_cache=False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return model(**rows, num_items_in_batch=items, use_cache=False)
 
 
 def whole(
-    family: str, rows: dict[str, Tensor], *, patched: bool, dtype: torch.dtype
+    family: str, rows: dict[str, Tensor], *, patched: bool, dtype: torch.dtype, autocast: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     model = fresh(family, patched=patched, dtype=dtype)
-    loss = outputs_of(model, rows).loss
+    loss = outputs_of(model, rows, autocast=autocast).loss
     loss.backward()
     return loss.detach(), gradients_of(model)
 
@@ -81,6 +82,7 @@ def shared(
     engine: str = "ddp",
     recompute: bool = False,
     method: str = "ulysses",
+    autocast: bool = False,
 ) -> float:
     """The error of the gradients against fp64, as a multiple of the error of one process."""
     from torch.distributed.fsdp import fully_shard
@@ -88,7 +90,7 @@ def shared(
 
     rows = batch(packed=packed)
     exact_loss, exact = whole(family, rows, patched=False, dtype=torch.float64)
-    loss_alone, alone = whole(family, rows, patched=patched, dtype=torch.float32)
+    loss_alone, alone = whole(family, rows, patched=patched, dtype=torch.float32, autocast=autocast)
     model = fresh(family, patched=patched)
     share_rows(model, dist.group.WORLD, method)
     if recompute:
@@ -99,7 +101,7 @@ def shared(
     else:
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh)
-    output = outputs_of(wrapped, rows)
+    output = outputs_of(wrapped, rows, autocast=autocast)
     assert isinstance(output.logits, DeferredLogits) == patched
     (output.loss * RANKS).backward()
     loss = output.loss.detach().clone()
@@ -132,6 +134,10 @@ def has_ring() -> bool:
 RING: Scenarios = {
     "ring": partial(shared, packed=False, method="ring"),
     "ring without tigon's kernels": partial(shared, packed=False, patched=False, method="ring"),
+    # transformers' rotary embedding then gives queries and keys in fp32, and values are bf16
+    "ring without tigon's kernels, under autocast": partial(
+        shared, packed=False, patched=False, method="ring", autocast=True
+    ),
     "ring under FSDP2 with recomputed layers": partial(
         shared, packed=False, engine="fsdp2", recompute=True, method="ring"
     ),
@@ -256,6 +262,7 @@ def test_mask_separates_documents_and_is_absent_for_one_document() -> None:
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, {}, r"6 heads and 3 key heads"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, {}, r"layers of sliding_attention"),
         ({"sliding_window": 8}, {}, r"sliding window of 8"),
+        ({"attention_dropout": 0.1}, {"sequence_method": "ring"}, r"dropout; set model.config.attention_dropout: 0"),
         ({"output_router_logits": True}, {}, r"router's loss is not a sum over tokens"),
     ],
 )

@@ -50,12 +50,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     }  # fmt: skip
+    kinds["mxfp4 odd"] = kinds["mxfp4"]
     store = tmp_path_factory.mktemp("checkpoints")
 
     def made(kind: str) -> Path:
         if not (store / kind).exists():
             save(store / kind, **kinds[kind])
-            if kind == "mxfp4":
+            if kind.startswith("mxfp4"):
                 put_experts_into_mxfp4(store / kind)
         return store / kind
 
@@ -284,6 +285,8 @@ def test_loftq_adapters_start_nearer_to_the_checkpoint_and_are_saved_for_its_wei
     learned = rms(got - unquantised)
     assert rms(got - outcome.logits) < min(learned, 0.4 * scale)
     assert not (here / "runs" / "r" / "initial-adapters").exists()
+    card = (here / "runs" / "r" / "adapters" / "README.md").read_text(encoding="utf-8")
+    assert "The adapters belong to the base model's own weights" in card
     refused = tigon("export", here / "runs" / "r" / "checkpoints" / "checkpoint-4", here / "exported")
     assert "loftq a checkpoint's adapters belong to the run's 4-bit weights" in refused.error_line()
 
@@ -325,6 +328,13 @@ def test_experts_in_mxfp4_and_the_key_that_keeps_them_go_together(run, here, kin
     refused = run(kind, *sets, kernels="tigon").outcome
     assert re.search(why, refused.error_line())
     assert not (here / "runs").exists()
+
+
+def test_experts_in_mxfp4_whose_rows_are_no_whole_blocks_are_refused(run, checkpoints):
+    config = checkpoints("mxfp4 odd") / "config.json"
+    config.write_text(config.read_text(encoding="utf-8").replace('"intermediate_size": 64', '"intermediate_size": 80'))
+    refused = run("mxfp4 odd", *MXFP4, kernels="tigon").outcome
+    assert "down_proj has 80 inputs, and MXFP4 stores blocks of 32" in refused.error_line()
 
 
 def test_experts_in_mxfp4_need_tigons_op(run):

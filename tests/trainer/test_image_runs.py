@@ -130,6 +130,10 @@ def test_adapters_are_on_the_language_model_alone(run, here):
     adapters = load_file(here / "runs" / "r" / "adapters" / "adapter_model.safetensors")
     assert len(adapters) == 2 * 2 * 7, "A and B of seven modules in two layers"
     assert all(".text_model.layers." in name for name in adapters)
+    cards = [(here / "runs" / "r" / name / "README.md").read_text(encoding="utf-8") for name in ("adapters", "model")]
+    for card in cards:
+        assert "pipeline_tag: image-text-to-text" in card and "= AutoModelForImageTextToText.from_pretrained" in card
+    assert "model = PeftModel.from_pretrained(base" in cards[0]
     assert losses(here / "runs" / "r")[-1] < losses(here / "runs" / "r")[0]
     assert (here / "runs" / "r" / "model" / "processor_config.json").exists()
 

@@ -175,6 +175,8 @@ def test_reward_model_loads_with_its_score(recipe, tigon, here):
         here / "runs" / "r" / "model", output_loading_info=True
     )
     assert not loading["missing_keys"] and model.score.weight.shape == (1, TINY_MODEL["hidden_size"])
+    card = (here / "runs" / "r" / "model" / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClassification.from_pretrained" in card
 
 
 @pytest.mark.parametrize(

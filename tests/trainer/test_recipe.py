@@ -78,6 +78,8 @@ WRONG = {
         r"r\.yaml:3: data\.sequence_lenght .*nearest key is data\.sequence_length",
     ),
     "key in the wrong section": ("train: {steps: 1, packing: true}", r"train\.packing .*nearest key is data\.packing"),
+    "section and key in one word": ("lora_rank: 8", r"lora_rank .*nearest key is lora\.rank"),
+    "misspelt key without its section": ("learning_rat: 1.0e-3", r"nearest key is train\.learning_rate"),
     "unknown section": ("trian: {steps: 1}", r"r\.yaml:1: trian .*nearest key is train"),
     "unknown key under on_gpu": (
         "train: {steps: 1}\non_gpu: {train: {batchsize: 2}}",

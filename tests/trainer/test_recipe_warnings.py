@@ -19,6 +19,7 @@ UNINTENDED = {
     "late record": ({"log_steps": 11}, {}, ROWS, "only the first step is recorded"),
     "checkpoints kept": ({"keep_checkpoints": 5}, {}, ROWS, "train.keep_checkpoints 5 has no effect"),
     "share held out": ({}, {"eval_fraction": 0.1, "eval_source": ("e",)}, ROWS, "data.eval_fraction 0.1 has no effect"),
+    "attention twice": ({"checkpointing": "offload-attention"}, {}, ROWS, "computes attention twice, as offload does"),
     "training text": ({}, {"eval_source": ("python-docs",)}, ROWS, "both name python-docs"),
 }
 
@@ -41,6 +42,9 @@ def test_4_bit_gradients_on_one_machine_have_a_warning(monkeypatch):
 
 
 def test_recipe_of_intended_values_has_no_warning():
+    once = TrainConfig(steps=1, checkpointing="offload-attention")
+    for data in (DataConfig(packing=False), DataConfig(cross_document_attention=True)):
+        assert warnings_of(Recipe(train=once, data=data), ROWS, trains_tokenizer=True) == ()
     train = TrainConfig(steps=4, warmup_steps=3, eval_steps=4, save_steps=4, keep_checkpoints=1)
     assert warnings_of(Recipe(train=train), ROWS, trains_tokenizer=True) == ()
     assert warnings_of(Recipe(train=TrainConfig(steps=1)), ROWS, trains_tokenizer=False) == ()

@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from test_checkpoints import train_losses, weights
 from trainer_helpers import records
 
 from tigon.errors import RecipeError, RunFolderError
 from tigon.trainer import run_folder
 from tigon.trainer.distributed import launch
-from tigon.trainer.guards import console, system_limits
+from tigon.trainer.guards import console, fault_messages, preflight, system_limits
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -311,6 +312,18 @@ def test_every_difference_of_a_resumed_run_is_named_at_once(resumable, tigon, he
 
 
 NAMES = ("-rf", ".", "..", "run.", "run ", " run", "CON", "nul.txt", "x" * 81, "a/b", "a\\b", "")
+
+
+def test_environment_names_what_some_runs_need_and_an_older_record_without_it_is_whole(monkeypatch):
+    installed = {"bitsandbytes": "0.50.2"}
+    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: installed.get(name, "1"))
+    now = preflight.environment(torch.device("cpu"))
+    assert now["versions"]["bitsandbytes"] == "0.50.2"
+    assert now["versions"].keys() >= set(preflight.OF_SOME_RUNS)
+    older = {**now, "versions": {k: v for k, v in now["versions"].items() if k not in preflight.OF_SOME_RUNS}}
+    assert fault_messages._is_environment(older, now)
+    del older["versions"]["torch"]
+    assert not fault_messages._is_environment(older, now)
 
 
 def test_name_that_no_folder_should_have_is_refused(recipe, tigon, here):

@@ -26,9 +26,15 @@ def largest_left(x, taken, cols, E):
     """The largest logit of each row that is not taken, and its expert; of equal ones the first."""
     left = tl.where(taken, float("-inf"), x)
     value = tl.max(left, axis=1)
-    # A row with NaN finds no largest; its weights are NaN, and its expert must exist so that NaN goes on.
+    # A row of NaN alone finds no largest; its expert must exist, so that the NaN of its weights goes on.
     first = tl.min(tl.where((left == value[:, None]) & (taken == 0), cols[None, :], E - 1), axis=1)
     return value, first
+
+
+@triton.jit
+def nan_of(x):
+    """NaN for a row that holds one, else 0. The largest of a row on a GPU passes NaN over."""
+    return tl.sum(tl.where(x == x, 0.0, x), axis=1)
 
 
 @triton.jit
@@ -51,7 +57,7 @@ def topk_softmax_fwd_kernel(
         index = tl.where((ks == k)[None, :], first[:, None], index)
     top = tl.exp(top - largest[:, None])
     if NORMALISED:
-        total = tl.sum(tl.where((ks < TOP_K)[None, :], top, 0.0), axis=1)
+        total = tl.sum(tl.where((ks < TOP_K)[None, :], top, 0.0), axis=1) + nan_of(x)
     else:
         total = tl.sum(tl.exp(x - largest[:, None]), axis=1)
     weights = top / total[:, None]
@@ -80,7 +86,7 @@ def topk_softmax_bwd_kernel(
         chosen = tl.where(here, 1, chosen)
     p = tl.exp(x - tl.max(x, axis=1)[:, None])
     if NORMALISED:
-        p = tl.where(chosen != 0, p, 0.0)
+        p = tl.where(chosen != 0, p, 0.0) + nan_of(x)[:, None]
     p = p / tl.sum(p, axis=1)[:, None]
     mean = tl.sum(p * g, axis=1)
     d = p * (g - mean[:, None])

@@ -333,10 +333,13 @@ def _all_keys() -> list[str]:
 def _unknown(dotted: str, known: Sequence[str], where: str) -> RecipeError:
     if instead := INSTEAD.get(dotted.rpartition(".")[2]):
         return RecipeError(f"{where}: {dotted} is not a recipe key; use {instead}")
-    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
+    every = _all_keys()
+    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed([*known, *every])}
     leaves |= {name: f"{name}, another name of {alias.key}" for name, alias in ALIASES.items() if name not in leaves}
-    # A key of this name in another section, then a key that looks like it, then another name of a key.
+    # A key of this name in another section, then lora_rank for lora.rank, then a key that looks like it, then another
+    # name of a key.
     near = [name for name in known if name.rsplit(".", 1)[-1] == dotted.rsplit(".", 1)[-1]][:1]
+    near = near or [name for name in every if dotted.rsplit(".", 1)[-1] == name.replace(".", "_", 1)]
     near = near or difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
     near = near or [leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], list(leaves), n=1)]
     hint = f"the nearest key is {near[0]}" if near else f"known: {', '.join(known[:8])}, ..., see docs/train.md"

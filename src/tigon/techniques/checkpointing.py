@@ -195,8 +195,9 @@ DECLARATION = Declaration(
             saves="As `offload`, and the second forward pass of attention. Tensors of 1 GiB or more are on the GPU "
             "only while they are used.",
             costs="A second forward pass of the layers without attention. Pinned host memory of twice layers x tokens "
-            "x hidden. If a batch has a mask, attention is computed twice, as with `offload`.",
-            recipe={"train.checkpointing": KEPT_ON_HOST}, chosen=(Condition("checkpointing", "is", KEPT_ON_HOST),),
+            "x hidden. A batch with a mask, as of packed documents, has attention computed twice, as with `offload`.",
+            recipe={"train.checkpointing": KEPT_ON_HOST, "data.cross_document_attention": True},
+            chosen=(Condition("checkpointing", "is", KEPT_ON_HOST),),
             model=_offload_attention, least_cost=1.05, kept_share=0.0,
             source="techniques/mechanisms/attention_offload.py",
         ),

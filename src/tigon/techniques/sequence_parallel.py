@@ -322,6 +322,9 @@ def check(config: Any, choices: Choices) -> None:
     n_heads, n_key_heads = int(config.num_attention_heads), key_heads(config)
     if choices.sequence_method == RING:
         ring_attention.check()
+        if dropout := getattr(config, "attention_dropout", 0):
+            raise RecipeError(f"{METHOD}: ring: the model's attention has dropout; set model.config.attention_dropout: "
+                              f"0 instead of {dropout}, or {METHOD}: ulysses")  # fmt: skip
     elif n_heads % size or n_key_heads % size:
         raise RecipeError(
             f"{KEY} is {size}, and the model has {n_heads} heads and {n_key_heads} key heads, which are divided over "

@@ -64,6 +64,8 @@ class KeepingQuantizer(HfQuantizer):  # type: ignore[misc]
             module_path, _, name = path.rpartition(".")
             module = model.get_submodule(module_path)
             experts, inputs, outputs = getattr(module, name).shape
+            if inputs % BLOCK:
+                raise ValueError(f"{path} has {inputs} inputs, and MXFP4 stores blocks of {BLOCK}")
             shape = (experts, outputs, inputs // BLOCK)
             delattr(module, name)
             module._is_hf_initialized = True  # transformers would draw the weight that is gone

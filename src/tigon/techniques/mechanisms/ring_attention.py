@@ -49,8 +49,9 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Any, *, sca
         (B, h, t, D).
 
     Raises:
-        RecipeError: The tensors are on a GPU and neither fp16 nor bf16.
+        RecipeError: The tensors are on a GPU and neither fp16 nor bf16, without autocast.
     """
+    query, key, value = _autocast(query, key, value)
     if query.device.type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
         raise RecipeError(
             f"sharding.sequence_method: ring needs 16-bit attention on a GPU, and this run's is {query.dtype}; set "
@@ -60,6 +61,14 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Any, *, sca
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     return _Ring.apply(query, key, value, group, scale)  # type: ignore[no-any-return]
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype, as the sdpa function casts them: autocast does not know the operators here."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 class _Ring(torch.autograd.Function):

@@ -197,7 +197,7 @@ def _changed(run: RunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) ->
     return changes + [
         f"{name} {versions.get(name)} before, {current[name]} now: losses may differ in rounding"
         for name in current
-        if versions.get(name) != current[name]
+        if versions.get(name) != current[name] and (name in versions or name not in preflight.OF_SOME_RUNS)
     ]
 
 
@@ -238,8 +238,8 @@ def _is_environment(environment: Mapping[str, Any], now: Mapping[str, Any]) -> b
     """Whether `environment` has all parts of an environment and every key in them that the report reads."""
     if environment.keys() != now.keys() or not all(isinstance(part, dict) for part in environment.values()):
         return False
-    only_on_gpu = {"gpu", "gpu_memory_bytes"}
-    whole = all(now[part].keys() - environment[part].keys() <= only_on_gpu for part in now)
+    of_some = {"gpu", "gpu_memory_bytes", *preflight.OF_SOME_RUNS}
+    whole = all(now[part].keys() - environment[part].keys() <= of_some for part in now)
     return whole and isinstance(environment["hardware"]["device"], str)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import math
@@ -294,6 +295,10 @@ def _check_room(path: str, needed_bytes: int, removed_bytes: int, what: str, fix
         )
 
 
+OF_SOME_RUNS = ("bitsandbytes", "deepspeed", "torchao", "trl")
+"""Packages that environment.json names only where they are installed."""
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware for environment.json. It leaves out environment variables and user and host names."""
     packages = ("torch", "triton", "transformers", "accelerate", "peft", "tokenizers", "safetensors")
@@ -303,6 +308,9 @@ def environment(device: torch.device) -> dict[str, Any]:
             fields[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             fields[name] = "not installed"
+    for name in OF_SOME_RUNS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            fields[name] = importlib.metadata.version(name)
     hardware: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "device": str(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

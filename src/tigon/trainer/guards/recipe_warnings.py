@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
+from tigon.techniques.checkpointing import KEPT_ON_HOST
 from tigon.trainer.distributed import launch
 
 
@@ -79,6 +80,12 @@ def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tup
         (
             bool(both),
             f"data.source and data.eval_source both name {', '.join(both)}: the eval loss is measured on training text",
+        ),
+        (
+            train.checkpointing == KEPT_ON_HOST and data.packing and not data.cross_document_attention,
+            f"train.checkpointing: {KEPT_ON_HOST} computes attention twice, as offload does, for a batch with several "
+            "documents in a row; set data.packing: false, or data.cross_document_attention: true to let them see each "
+            "other",
         ),
         (
             recipe.choices().zero_int4_gradients and not launch.has_several_nodes(),

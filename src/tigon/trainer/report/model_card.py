@@ -10,6 +10,7 @@ from typing import Any
 from tigon.models.loading.config import is_hub_id
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
+from tigon.techniques.mechanisms.adapter_targets import LOFTQ
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint.adapter_files import ADAPTERS
 from tigon.trainer.report import report, vllm_rules
@@ -18,8 +19,16 @@ from tigon.trainer.run_folder import RunFolder
 
 FILE = "README.md"
 _ADAPTERS_FOR, _MERGED_INTO = "LoRA adapters for", "LoRA adapters merged into"
+_CLASSES = {
+    "text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification",
+    "image-text-to-text": "AutoModelForImageTextToText",
+}  # fmt: skip
+"""The hub's name of a task -> the class that loads a model of it."""
+_OF_WHOLE = (
+    "The adapters belong to the base model's own weights. With the weights in 4 bits LoftQ's correction is missing."
+)
 _LOADING, _SERVING = "## How to load it", "## Serve it with vLLM"
-_PACKAGES = ("tigon", "torch", "transformers", "peft", "trl", "tokenizers", "safetensors")
+_PACKAGES = ("tigon", "torch", "transformers", "peft", "bitsandbytes", "deepspeed", "trl", "tokenizers", "safetensors")
 
 
 def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, Any], objective: Objective) -> str | None:
@@ -41,10 +50,13 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
     train = [record for record in run.records() if record["event"] == "train"]
     figures = [(tile["name"], tile["value"]) for tile in report.tiles(train, summary, objective.metric_section())]
     versions = environment["versions"]
+    loading = _code(_task(recipe), adapters=adapters)
+    if adapters and recipe.lora.init == LOFTQ:
+        loading += f"\n\n{_OF_WHOLE}"
     sections = [
         _front_matter(recipe, adapters=adapters),
         f"# {recipe.output.name}\n\n{_lead(recipe, adapters=adapters)}",
-        f"{_LOADING}\n\n{_code(adapters=adapters)}",
+        f"{_LOADING}\n\n{loading}",
         *([f"{_SERVING}\n\n{_served(verdict, recipe)}"] if verdict else []),
         "## Measured figures\n\nMeasured in the training run.\n\n" + _table("figure", figures),
         f"## Training data\n\n`{'`, `'.join(source.name for source in recipe.data.sources())}`\n\n"
@@ -79,14 +91,16 @@ def copy(source: Path, folder: Path, *, merged: bool) -> None:
         title = head.split("---", 2)[2].replace(_ADAPTERS_FOR, _MERGED_INTO)
         kept = [section for section in sections if not section.startswith((_LOADING, _SERVING))]
         front["library_name"] = "transformers"
-        text = "\n\n".join([_yaml(front) + title, f"{_LOADING}\n\n{_code(adapters=False)}", *kept])
+        text = "\n\n".join(
+            [_yaml(front) + title, f"{_LOADING}\n\n{_code(front.get('pipeline_tag', ''), adapters=False)}", *kept]
+        )
     (folder / FILE).write_text(text, encoding="utf-8")
 
 
 def _front_matter(recipe: Recipe, *, adapters: bool) -> str:
     """The metadata that the hub reads."""
     values: dict[str, Any] = {
-        "library_name": "peft" if adapters else "transformers", "pipeline_tag": "text-generation",
+        "library_name": "peft" if adapters else "transformers", "pipeline_tag": _task(recipe),
         "tags": ["tigon", *(["lora"] if recipe.lora.rank is not None else [])],
     }  # fmt: skip
     if is_hub_id(recipe.model.name):
@@ -108,12 +122,25 @@ def _lead(recipe: Recipe, *, adapters: bool) -> str:
     return f"{what} {name}, trained by `tigon train`."
 
 
-def _code(*, adapters: bool) -> str:
-    kind, package = ("AutoPeftModelForCausalLM", "peft") if adapters else ("AutoModelForCausalLM", "transformers")
-    return (
-        f'```python\nfrom {package} import {kind}\n\nmodel = {kind}.from_pretrained("path/to/this/folder", '
-        'dtype="auto")\n```'
-    )
+def _task(recipe: Recipe) -> str:
+    """The hub's name of the model's task."""
+    if recipe.train.objective == "reward":
+        return "text-classification"
+    return "image-text-to-text" if recipe.data.images else "text-generation"
+
+
+def _code(task: str, *, adapters: bool) -> str:
+    name, folder = _CLASSES.get(task, "AutoModel"), "path/to/this/folder"
+    if not adapters:
+        lines = [f"from transformers import {name}", "", f'model = {name}.from_pretrained("{folder}", dtype="auto")']
+    elif task == "text-generation":
+        lines = ["from peft import AutoPeftModelForCausalLM", ""]
+        lines.append(f'model = AutoPeftModelForCausalLM.from_pretrained("{folder}", dtype="auto")')
+    else:
+        lines = ["from peft import PeftModel", f"from transformers import {name}", ""]
+        lines.append(f'base = {name}.from_pretrained("path/to/the/base/model", dtype="auto")')
+        lines.append(f'model = PeftModel.from_pretrained(base, "{folder}")')
+    return "\n".join(["```python", *lines, "```"])
 
 
 def _served(verdict: vllm_rules.Verdict, recipe: Recipe) -> str:
