@@ -21,6 +21,7 @@ import forks
 import tigon
 from tests.docs.page_examples import ROOT, read_blocks, text_of
 
+pytestmark = forks.forks
 PAGE = "CONTRIBUTING.md"
 TABLE_BEGINS = {"src/tigon/models/table.py": "_ROWS = (\n"}
 """Files with a table -> the line above its first row."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import forks
 import tigon
 from tigon import errors
 from tigon.models import MODELS
@@ -419,6 +420,7 @@ def test_importing_tigon_imports_neither_transformers_nor_triton() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@forks.forks
 def test_every_op_works_without_triton() -> None:
     """macOS and Windows: every op runs its PyTorch path."""
     code = """
@@ -440,7 +442,7 @@ for op in OPS.values():
     (out[0] if isinstance(out, tuple) else out).sum().backward()
 print("ok")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forks.python(code=code, source=SOURCE.parent)
     assert done.stdout.strip() == "ok", done.stderr[-2000:]
 
 

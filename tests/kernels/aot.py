@@ -303,7 +303,9 @@ def record(op: Op, case: Case, dtype: str, targets: list[str]) -> Iterator[Launc
     shape = (*(min(size, MAX_ROWS) for size in case.shape[:-1]), case.shape[-1])
     torch.manual_seed(20)  # a few launches depend on how many rows are chosen
     with patch.object(torch, "randn", repeated):
-        inputs = op.make(Case(id=case.id, shape=shape, options=case.options), getattr(torch, dtype), torch.device("cpu"))
+        inputs = op.make(
+            Case(id=case.id, shape=shape, options=case.options), getattr(torch, dtype), torch.device("cpu")
+        )
     if is_aligned(case) and "target" in inputs:
         # None ignored: how many rows are left decides how wide the loads over them are, and that would be chance.
         inputs["target"].clamp_(min=0)
