@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 # First: it sets what torch and Triton read when they are imported.
 from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: skip
@@ -68,17 +68,21 @@ def read_metadata_once() -> None:
 
 read_metadata_once()
 
-MODULE = pytest.StashKey[object]()
-"""The module of the last test."""
+MODULES = pytest.StashKey[tuple[object, int]]()
+"""The module of the last test, and the number of imported modules before it."""
+
+# The benchmark freezes all objects for a measurement and unfreezes them afterwards. Each collection after that, five
+# for a measured row, would search every library and every collected test again.
+gc.unfreeze = lambda: None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Runs and compilations collect garbage often, and would search every imported library for it each time."""
     os.environ["CXX"] = COMPILER
     os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None)  # a run sets it for its process, and another test is not one
-    module = getattr(item, "module", None)
-    if item.session.stash.get(MODULE, None) is not module:
-        item.session.stash[MODULE] = module
+    now = getattr(item, "module", None), len(sys.modules)
+    if item.session.stash.get(MODULES, None) != now:
+        item.session.stash[MODULES] = now
         gc.collect()
         gc.freeze()
 
@@ -87,6 +91,17 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Tests in several processes share one GPU, so none keeps what PyTorch's allocator has cached for a large case."""
     if HAS_GPU and torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Importing and collecting make two million objects, of which none is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves some out

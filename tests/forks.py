@@ -6,13 +6,14 @@ Changes that a fork makes to itself end with it.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ import pytest
 import torch
 
 from tigon.trainer.distributed import launch
+
+TESTS = Path(__file__).parent
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="works with forked copies of this process")
 
@@ -94,12 +97,21 @@ def _in_forks(
 
 
 def python(
-    *arguments: str, code: str | None = None, module: str | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """`python -c code` or `python -m module` with arguments, in a copy of this process."""
+    *arguments: str, code: str | None = None, module: str | None = None, cwd: Path | None = None,
+    source: Path | None = None, environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """`python -c code` or `python -m module` with arguments, in a copy of this process.
+
+    source: a folder with a tigon to import instead of this process's. environment: further variables.
+    """
 
     def act(_: int) -> None:
         os.chdir(cwd or os.getcwd())
+        os.environ.update(environment or {})
+        if source is not None:
+            forget_tigon()
+            sys.path.insert(0, str(source))
+            os.environ["PYTHONPATH"] = str(source)
         sys.path.insert(0, os.getcwd())
         sys.argv = ["-c", *arguments]
         if module is not None:
@@ -113,6 +125,20 @@ def python(
         return subprocess.CompletedProcess(
             arguments, os.waitstatus_to_exitcode(status), printed.read_text(), said.read_text()
         )
+
+
+def forget_tigon() -> None:
+    """Have the next import read tigon's files again, and those of its tests. The other libraries stay imported."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] == "tigon":
+            for value in vars(module).values():
+                if isinstance(value, torch.library.Library):
+                    value._destroy()  # its operators are defined anew
+            del sys.modules[name]
+        elif file and TESTS in Path(file).parents:
+            del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 def _forget_accelerate() -> None:

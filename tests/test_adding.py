@@ -1,6 +1,6 @@
 """What adding takes: the examples of CONTRIBUTING.md work in a copy of the package, and touch nothing else.
 
-Each test writes the files of one section into a copy of `src/tigon`, and runs its checks in a process that imports the
+Each test writes the files of one section into a copy of `src/tigon`, and runs its checks in a fork that imports the
 copy.
 """
 
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +17,11 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
+import forks
 import tigon
 from tests.docs.page_examples import ROOT, read_blocks, text_of
 
+pytestmark = forks.forks
 PAGE = "CONTRIBUTING.md"
 TABLE_BEGINS = {"src/tigon/models/table.py": "_ROWS = (\n"}
 """Files with a table -> the line above its first row."""
@@ -61,23 +60,20 @@ class Copy:
             if not (ROOT / name).exists() or not filecmp.cmp(ROOT / name, self.folder / name, shallow=False)
         )
 
-    def run(self, *arguments: str, **environment: str) -> str:
-        """What Python prints with these arguments and the copy's tigon, in the folder."""
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=self.folder, capture_output=True, text=True, check=False,
-            env={
-                **os.environ, "PYTHONPATH": str(self.folder / "src"), "XDG_CACHE_HOME": str(self.folder / "cache"),
-                **environment,
-            },
+    def run(self, *arguments: str, code: str | None = None, module: str | None = None, **environment: str) -> str:
+        """What Python prints with this code or module, these arguments and the copy's tigon, in the folder."""
+        done = forks.python(
+            *arguments, code=code, module=module, cwd=self.folder, source=self.folder / "src",
+            environment={"XDG_CACHE_HOME": str(self.folder / "cache"), **environment},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
     def check(self, code: str, **environment: str) -> None:
-        assert self.run("-c", code + "\nprint('works')", **environment).strip() == "works"
+        assert self.run(code=code + "\nprint('works')", **environment).strip() == "works"
 
     def tigon(self, *arguments: str) -> str:
-        return self.run("-m", "tigon", *arguments)
+        return self.run(*arguments, module="tigon")
 
 
 @pytest.fixture

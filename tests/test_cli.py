@@ -9,19 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from forks import forks, python
+
 pytest.importorskip("typer")
 SRC = Path(__file__).parents[1] / "src"
 
 
-def tigon(*arguments, code="import runpy, sys; sys.argv[0] = 'tigon'; runpy.run_module('tigon', run_name='__main__')"):
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False,
-                          env={**os.environ, "PYTHONPATH": str(SRC)})  # fmt: skip
-
-
+@forks
 def test_version_is_printed():
     import tigon as package
 
-    done = tigon("--version")
+    done = python("--version", module="tigon")
     assert (done.returncode, done.stdout.strip()) == (0, f"tigon {package.__version__}")
 
 
@@ -31,7 +29,8 @@ def test_help_imports_nothing_heavy_and_lists_the_verbs():
         "try: app.main()\n"
         "finally: print('HEAVY', [n for n in ('transformers', 'matplotlib', 'triton', 'yaml') if n in sys.modules])"
     )
-    done = tigon("--help", code=code)
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": str(SRC)})  # fmt: skip
     assert "HEAVY []" in done.stdout and "train" in done.stdout
 
 

@@ -33,7 +33,6 @@ def one_thread_and_little_garbage() -> Any:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(before)
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import hashlib
 import io
 import json
 import math
@@ -28,6 +30,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -44,8 +47,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -290,10 +295,22 @@ def is_aligned(case: Case) -> bool:
     return case.shape[-1] % 16 == 0 and (not case.small or case.shape[-1] >= 1024)
 
 
+def repeated(*shape: Any, draw: Any = torch.randn, **options: Any) -> Tensor:
+    """A few random values over and over. Drawing all of a model's would take longer than recording its launches."""
+    shape = torch.Size(shape[0] if isinstance(shape[0], tuple) else shape)
+    size = shape.numel()
+    few = draw(min(size, 1 << 14), **options)
+    return few.repeat(-(-size // max(1, few.numel())))[:size].view(shape)
+
+
 def record(op: Op, case: Case, dtype: str, targets: list[str]) -> Iterator[Launch]:
     """All launches of a case, of its forward and backward."""
     shape = (*(min(size, MAX_ROWS) for size in case.shape[:-1]), case.shape[-1])
-    inputs = op.make(Case(id=case.id, shape=shape, options=case.options), getattr(torch, dtype), torch.device("cpu"))
+    torch.manual_seed(20)  # a few launches depend on how many rows are chosen
+    with patch.object(torch, "randn", repeated):
+        inputs = op.make(
+            Case(id=case.id, shape=shape, options=case.options), getattr(torch, dtype), torch.device("cpu")
+        )
     if is_aligned(case) and "target" in inputs:
         # None ignored: how many rows are left decides how wide the loads over them are, and that would be chance.
         inputs["target"].clamp_(min=0)
@@ -440,19 +457,50 @@ def read_amdgcn(asm: str) -> dict[str, Any]:
 def compile_launch(launch: Launch, used_by: list[tuple[str, str]]) -> Binary:
     binary = Binary.of(launch, used_by)
     source = ASTSource(launch.function, launch.signature, launch.constants, launch.attributes)
-    log = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(log):
-            compiled = triton.compile(source, target=ALL_TARGETS[launch.target].gpu, options=launch.options)
-    except Exception:
-        binary.error = traceback.format_exc()[-2000:]
-        return binary
-    binary.shared_bytes = compiled.metadata.shared
-    text = compiled.asm
-    facts = read_ptx(text["ptx"], log.getvalue()) if "ptx" in text else read_amdgcn(text["amdgcn"])
+    known = _folder and _folder / f"{key_of(source, launch)}.json"
+    if known and known.exists():
+        facts = json.loads(known.read_text(encoding="utf-8"))
+    else:
+        log = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(log):
+                compiled = triton.compile(source, target=ALL_TARGETS[launch.target].gpu, options=launch.options)
+        except Exception:
+            binary.error = traceback.format_exc()[-2000:]
+            return binary
+        text = compiled.asm
+        facts = read_ptx(text["ptx"], log.getvalue()) if "ptx" in text else read_amdgcn(text["amdgcn"])
+        facts["shared_bytes"] = compiled.metadata.shared
+        if known:
+            write(known, json.dumps(facts))
     for name, value in facts.items():
         setattr(binary, name, value)
     return binary
+
+
+_folder: Path | None = None
+"""Keeps the facts about each binary, for the next run."""
+
+
+@functools.cache
+def own_text() -> str:
+    return Path(__file__).read_text(encoding="utf-8")
+
+
+def key_of(source: ASTSource, launch: Launch) -> str:
+    """Triton's own key for a compilation (compilers, kernel with what it calls, types, options), and this file."""
+    backend = make_backend(ALL_TARGETS[launch.target].gpu)
+    key = get_cache_key(
+        source, backend, backend.parse_options(launch.options), env_vars=get_cache_invalidating_env_vars()
+    )
+    return hashlib.sha256(f"{key}{own_text()}".encode()).hexdigest()
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
 
 
 # --- kernels with every fault, for the test that faults are seen ------------------------------------------------------
@@ -532,14 +580,16 @@ def kernels() -> list[str]:
 
 
 def main() -> None:
+    global _folder
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", choices=ALL_TARGETS, help="a chip; all of them if left out")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="compile only what FOLDER has no facts about")
     parser.add_argument("--every", action="store_true", help="all cases, not only those that cover the ways")
     options = parser.parse_args()
     if knobs.runtime.interpret:
         sys.exit("TRITON_INTERPRET is set: the kernels are decorated for the interpreter. Unset it.")
     targets = options.target or list(TARGETS)
-    knobs.nvidia.dump_ptxas_log = True
+    knobs.nvidia.dump_ptxas_log, _folder = True, options.keep
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         # One of each vendor shows whether a fault is seen.

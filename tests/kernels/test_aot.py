@@ -29,6 +29,8 @@ from second_proofs import proved_by
 from tigon.ops import OPS
 
 FIRST = (IN_BF16, EACH_KERNEL_ONCE)
+KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tigon-tests" / "aot"
+"""A binary is compiled again only if its kernel, its launch or a compiler has changed."""
 each_target = pytest.mark.parametrize(
     "target", proved_by(FIRST, ALL_TARGETS, "sm_90 goes every way through the kernels, in bf16")
 )
@@ -79,7 +81,13 @@ def _compile(targets: list[str]) -> str:
     source = str(Path(tigon.__file__).parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join((source, os.environ.get("PYTHONPATH", "")))
     script = Path(__file__).with_name("aot.py")
-    command = [sys.executable, str(script), *(word for target in targets for word in ("--target", target))]
+    command = [
+        sys.executable,
+        str(script),
+        "--keep",
+        str(KEPT),
+        *(word for target in targets for word in ("--target", target)),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -10,12 +10,15 @@ import pickle
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from models_helpers import SIZES, assert_close, batch, call, llama, loss_and_gradients
 from torch import nn
 
+import forks
+import tigon
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, AutoModelForCausalLM, patch, unpatch
 from tigon.models.seams.base import PatchedModule
@@ -391,6 +394,7 @@ def test_deepcopy_pickle_and_torch_save_keep_the_patch():
     assert isinstance(model, PatchedModule)
 
 
+@forks.forks
 def test_a_pickled_model_is_patched_in_another_process(tmp_path):
     model = llama()
     patch(model)
@@ -400,10 +404,10 @@ def test_a_pickled_model_is_patched_in_another_process(tmp_path):
         "from tigon.models import DeferredLogits;"
         "out = m(input_ids=ids, labels=ids); assert type(out.logits) is DeferredLogits; print(out.loss.item())"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = forks.python(str(tmp_path / "model.pt"), code=code, source=Path(tigon.__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-3000:]
     ids = torch.arange(3, 12)[None]
-    assert float(out) == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
+    assert float(done.stdout) == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
 
 
 def test_save_pretrained_writes_an_ordinary_checkpoint(tmp_path):

@@ -35,7 +35,7 @@ import deepspeed, torch
 from torch import nn
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import deepspeed_config
-from tigon.techniques.records.technique import Facts
+from tigon.techniques.records.technique import RunInfo
 
 def optimizer_of(name, parameters):
     if name == "adamw":
@@ -49,7 +49,7 @@ for stage, precision, name in json.loads(sys.argv[1]):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     shapes = {path: tuple(p.shape) for path, p in model.named_parameters()}
     groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == decays]} for decays in (True, False)]
-    facts = Facts(device="cpu", shapes=shapes, hidden_size=64)
+    facts = RunInfo(device="cpu", shapes=shapes, hidden_size=64)
     config = deepspeed_config(Choices(zero=stage, precision=precision), facts)
     config |= {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2, "gradient_accumulation_steps": 1,
                "gradient_clipping": 1.0}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from forks import forks, python
 from tigon.errors import DataError, RecipeError
 from tigon.sweep import definition, failures, points
 from tigon.sweep.worker.measure import measure
@@ -146,11 +147,9 @@ def test_command_measures_a_point_once_and_writes_its_report(write_sweep, tigon,
     assert code == 0 and "0 measurements to do" in out
 
 
+@forks
 def test_memory_limit_of_a_cpu_ends_a_point_as_out_of_memory():
-    """Runs in another process, because a memory limit cannot be undone."""
-    import subprocess
-    import sys
-
+    """Runs in a fork, because a memory limit cannot be undone."""
     code = """
 import torch
 from tigon.sweep import failures
@@ -162,5 +161,5 @@ try:
 except RuntimeError as error:
     print(failures.status_of_exception(error)[0])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python(code=code)
     assert done.stdout.strip() == failures.OUT_OF_MEMORY, done.stderr[-500:]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import tigon
 
-ROOT = Path(__file__).parents[2]
+pytestmark = forks.forks
+PAGES = str(Path(__file__).parent)
+"""The folder of technique_pages.py."""
 NEW_FIELD = "            new_type=int, new_default=1,\n"
 FILE = '''
 """A made-up technique."""
@@ -96,11 +96,7 @@ def test_a_technique_in_one_file_reaches_recipe_flag_search_checks_and_pages(tmp
     shutil.copytree(Path(tigon.__file__).parent, source / "tigon", ignore=shutil.ignore_patterns("__pycache__"))
     folder = source / "tigon" / "techniques"
     (folder / "ring.py").write_text(FILE, encoding="utf-8")
-    path = os.pathsep.join([str(source), str(ROOT / "tests" / "techniques")])
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKS], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+    done = forks.python(code=f"import sys; sys.path.append({PAGES!r})\n{CHECKS}", cwd=tmp_path, source=source)
     assert done.stdout.strip() == "reached", done.stderr[-2000:]
 
 
@@ -108,8 +104,5 @@ def test_a_setting_with_neither_field_nor_type_is_refused_on_import(tmp_path: Pa
     source = tmp_path / "src"
     shutil.copytree(Path(tigon.__file__).parent, source / "tigon", ignore=shutil.ignore_patterns("__pycache__"))
     (source / "tigon" / "techniques" / "ring.py").write_text(FILE.replace(NEW_FIELD, ""), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", "import tigon.techniques"], env={**os.environ, "PYTHONPATH": str(source)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = forks.python(code="import tigon.techniques", source=source)
     assert "Choices lacks it" in done.stderr

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -300,15 +298,16 @@ def test_a_disk_that_fills_up_during_the_run_names_the_way_back(recipe, tigon, h
     monkeypatch.undo()
 
 
+@forks
 def test_a_missing_extra_names_the_command_that_installs_it(recipe, here):
     path = recipe()
     code = (
-        "import sys; sys.modules[{0!r}] = None; sys.argv = ['tigon', 'train', {1!r}]\n"
+        "import sys; libraries = {{name for name in sys.modules if name.partition('.')[0] == {0!r}}}\n"
+        "sys.modules.update(dict.fromkeys(libraries | {{{0!r}}})); sys.argv = ['tigon', 'train', {1!r}]\n"
         "from tigon.cli.app import main; main()"
     )
     for name, wanted in (("typer", "needs typer"), ("transformers", "needs transformers")):
-        done = subprocess.run([sys.executable, "-c", code.format(name, str(path))], capture_output=True, text=True,
-                              env={**os.environ, "PYTHONPATH": str(SRC)}, check=False)  # fmt: skip
+        done = python(code=code.format(name, str(path)), source=SRC)
         assert done.returncode == 2 and wanted in done.stderr and install_command("train") in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
     assert not (here / "runs").exists()

@@ -5,9 +5,9 @@ DeepSpeed itself runs; its two compiled operators, for which a compiler and liba
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 import types
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -142,18 +142,24 @@ def test_resumed_run_restores_states_kept_in_files(sections, fp16_supported, rec
     assert losses(runs / "cut") == losses(runs / "files")
 
 
+def keep_until_told(path: Path, told: Connection) -> None:
+    with own(path):
+        told.send("in")
+        told.recv()
+
+
+@forks
 def test_nvme_folder_is_locked_against_another_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0)
-    code = (
-        f"from tigon.trainer.checkpoint import nvme_swap\nwith nvme_swap.own_files({str(tmp_path)!r}):\n"
-        "    print('in', flush=True)\n    input()"
-    )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "in\n"
-        with pytest.raises(RunFolderError, match="another process is keeping its states in this folder"), own(tmp_path):
-            pass
-        other.communicate("\n")
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    other = fork.Process(target=keep_until_told, args=(tmp_path, there))
+    other.start()
+    assert here.poll(60) and here.recv() == "in"
+    with pytest.raises(RunFolderError, match="another process is keeping its states in this folder"), own(tmp_path):
+        pass
+    here.send("end")
+    other.join()
     with own(tmp_path):
         pass
 

@@ -1,6 +1,6 @@
 """Loads a recipe from a YAML file and `--set`, and checks it before anything else happens.
 
-Before `yaml.safe_load` reads the file, its node tree is checked. The tree gives the line of every key. Repeated keys
+Before the file's values are made, its node tree is checked. The tree gives the line of every key. Repeated keys
 (of which YAML silently keeps the last), deep nesting and alias bombs are refused.
 
 pydantic is not used. It would check types and limits, but its errors know neither the line in the file nor the nearest
@@ -117,10 +117,12 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8") from None
     lines: dict[str, int] = {}
     try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = yaml.SafeLoader(text)
+        tree = loader.get_single_node()
+        raw = None
         if tree is not None:
             _walk(tree, path, "", 0, lines, [0])
-        raw = yaml.safe_load(text)
+            raw = loader.construct_document(tree)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
