@@ -20,6 +20,7 @@ from tigon.planner.estimate import estimate
 from tigon.planner.request import Request
 from tigon.planner.simulate import model_states
 from tigon.planner.trace import cache, disk_cache
+from tigon.planner.trace.key import TraceKey
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _forget() -> None:
     """Drop what this process remembers, so that the next estimate is that of a new process."""
     cache._traces.clear()
+    cache._tapes.clear()
     model_states._model_weights.cache_clear()
 
 
@@ -128,6 +130,32 @@ def test_folder_that_cannot_be_made_is_no_error(traced: list[Request], tmp_path:
     assert len(traced) == 2
 
 
+def test_plans_that_repeat_the_same_layers_share_their_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGON_CACHE", "0")
+    recorded: list[tuple[str, int, bool, bool]] = []
+    plain = cache.recorded
+
+    def noted(request: Request, gpu: Any, layers: int, *flags: bool, training: bool) -> Any:
+        recorded.append((request.choices.checkpointing, layers, training, flags[-1]))
+        return plain(request, gpu, layers, *flags, training=training)
+
+    monkeypatch.setattr(cache, "recorded", noted)
+    estimates = {}
+    for kind in ("none", "full", "full:4,none:4", "full:5,none:3"):
+        request = request_of(shape={"num_hidden_layers": 8}, checkpointing=kind, kernels="tigon", evaluated=True)
+        shared = estimate(request, gpu=H200)
+        with monkeypatch.context() as alone:
+            alone.setattr(cache, "_shared", None)
+            cache._traces.clear()
+            assert estimate(request, gpu=H200) == shared
+        estimates[kind] = shared
+    # The second plan evaluates like the first, and the fourth repeats the layers of the third.
+    assert recorded == [
+        ("none", 3, True, True), ("full", 3, True, False), ("full:3,none:3", 6, True, True),
+    ]  # fmt: skip
+    assert len({one.peak_allocated_bytes for one in estimates.values()}) == 4
+
+
 def test_oldest_files_go_when_the_folder_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4):
         disk_cache.write("trace", str(number), number)
@@ -145,7 +173,7 @@ def test_objective_without_a_text_of_its_own_is_not_written(folder: Path) -> Non
     class Own(type(REQUEST.objective)):  # type: ignore[misc]
         pass
 
-    assert cache.TraceKey(replace(REQUEST, objective=Own())).text is None
+    assert TraceKey(replace(REQUEST, objective=Own())).text is None
 
 
 def test_remembered_config_stands_for_the_loaded_one(monkeypatch: pytest.MonkeyPatch) -> None:
