@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from tigon.cli import plan_cluster
+from tigon.cli import plan_answers, plan_cluster
 from tigon.cli.plan_request import AUTO, CAUSAL_LM, Flags, check_objective, problem_of
 from tigon.cli.shared import Command, stdout_console
 from tigon.errors import UsageError
@@ -110,12 +110,13 @@ def command(
     **given: Any,
 ) -> None:
     """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
-    run(
-        target, gpu=gpu, batch=batch, seq=seq, effective_batch=effective_batch, method=method, nodes=nodes, link=link,
-        host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, images=images, image_size=image_size,
-        assignments=assignments or (), longest=longest, estimator=estimator, policy=policy, as_json=as_json, plot=plot,
-        explain=explain, **given,
-    )  # fmt: skip
+    options = {
+        "gpu": gpu, "batch": batch, "seq": seq, "effective_batch": effective_batch, "method": method, "nodes": nodes,
+        "link": link, "host_memory": host_memory, "medusa": medusa, "stage": stage, "objective": objective,
+        "images": images, "image_size": image_size, "assignments": assignments or (), "longest": longest,
+        "estimator": estimator, "policy": policy, "as_json": as_json, "plot": plot, "explain": explain,
+    }  # fmt: skip
+    plan_answers.print_once(run, target, options | given)
 
 
 def run(
