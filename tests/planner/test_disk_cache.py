@@ -14,6 +14,7 @@ import pytest
 from planner_helpers import H200, request_of
 
 from forks import forks, python
+from tigon.cli import plan_answers
 from tigon.models.loading.config import load_config
 from tigon.planner import remembered_config as configs
 from tigon.planner.estimate import estimate
@@ -197,6 +198,74 @@ def test_changed_config_file_is_loaded_again(tmp_path: Path) -> None:
     configs.remembered_config(str(file))
     file.write_text(file.read_text().replace('"hidden_size": 64', '"hidden_size": 32'))
     assert configs.remembered_config(str(file)).hidden_size == 32
+
+
+OPTIONS: dict[str, Any] = {"as_json": False, "images": None, "assignments": (), "plot": None, "batch": 2}
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A call of `tigon plan` whose search only prints. Gives whether it ran, and what was printed."""
+
+    def call(model: str, *, warning: str = "", **changes: Any) -> tuple[bool, str]:
+        runs: list[str] = []
+
+        def run(model: str, **options: Any) -> None:
+            runs.append(model)
+            print(f"plan of {model} with {options['batch']}")
+            print(warning, end="", file=sys.stderr)
+
+        plan_answers.print_once(run, model, OPTIONS | changes)
+        return bool(runs), capsys.readouterr().out
+
+    return call
+
+
+def test_answer_of_a_repeated_plan_is_printed_from_its_file(printed: Any) -> None:
+    first = printed("tigon-demo")
+    assert first == (True, "plan of tigon-demo with 2\n")
+    assert printed("tigon-demo") == (False, first[1])
+    assert printed("tigon-demo", batch=3)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("COLUMNS", "71"), ("FORCE_COLOR", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")],
+)
+def test_answer_depends_on_the_environment(
+    name: str, value: str, printed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("COLUMNS", "FORCE_COLOR", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    printed("tigon-demo")
+    monkeypatch.setenv(name, value)
+    assert printed("tigon-demo")[0]
+    assert not printed("tigon-demo")[0]
+
+
+def test_answer_depends_on_the_config_file_and_the_versions(
+    printed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    assert printed(str(tmp_path))[0] and not printed(str(tmp_path))[0]
+    file.write_text('{"hidden_size": 32}')
+    assert printed(str(tmp_path))[0]
+    monkeypatch.setattr(disk_cache, "_versions", lambda: "another torch")
+    assert printed(str(tmp_path))[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("recipe.yaml", {}), ("someone/a-model-of-the-hub", {}), ("tigon-demo", {"images": 1}),
+        ("tigon-demo", {"assignments": ["post_training.beta=1"]}), ("tigon-demo", {"plot": Path("charts")}),
+        ("tigon-demo", {"warning": "a word on stderr"}),
+    ],
+    ids=lambda value: str(value).strip("{}"),
+)  # fmt: skip
+def test_plan_that_depends_on_more_is_computed_each_time(model: str, options: dict[str, Any], printed: Any) -> None:
+    assert printed(model, **options)[0] and printed(model, **options)[0]
 
 
 @forks

@@ -16,6 +16,7 @@ from tigon.cli.plan_request import AUTO, CAUSAL_LM, Flags, check_objective, prob
 from tigon.cli.shared import Command, stdout_console
 from tigon.errors import UsageError
 from tigon.objectives import post_training_rules
+from tigon.planner.collector import collector_off
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import charts, terminal
 from tigon.planner.render import explain as explanation
@@ -157,9 +158,10 @@ def run(
     if not flags.is_recipe:
         check_objective(objective, {"medusa": medusa, "stage": stage}, assignments, words)
     torch.set_num_threads(1)  # the planner computes no tensors, and OpenMP's threads spin while they wait
-    problem = problem_of(flags)
-    answer = plan(problem, method="study" if estimator == "study" else "trace", by=policy)
-    rows = longest_rows(answer, keep_batch=batch is not None) if longest else ()
+    with collector_off():
+        problem = problem_of(flags)
+        answer = plan(problem, method="study" if estimator == "study" else "trace", by=policy)
+        rows = longest_rows(answer, keep_batch=batch is not None) if longest else ()
     _print(answer, rows, as_json, explain, plot)
 
 

@@ -37,7 +37,7 @@ def print_once(run: Callable[..., None], model: str, options: Mapping[str, Any])
         return
     with _copied("stdout") as printed, _copied("stderr") as warned:
         run(model, **options)
-    if question is not None and not warned:
+    if question is not None and not any(warned):
         disk_cache.write("answer", question, "".join(printed))
 
 

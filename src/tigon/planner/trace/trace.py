@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import gc
 import logging
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -33,6 +32,7 @@ from tigon.models.seams.head.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.objectives.base import TracedModels
 from tigon.ops.accumulation_fusion import accumulation_fusion
+from tigon.planner.collector import collector_off
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
@@ -183,28 +183,23 @@ def recorded(
     frozen = tuple(_Frozen.of(one, recorder) for one in request.frozen())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     run = _Run(request, model, recorder, accumulating, frozen)
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(fake)
-            run.fill()
-            if choices.attention != "eager":
-                mask = attention.mask_maker(masked=request.masked, dense=choices.attention == "sdpa")
-                attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
-                for each in (model, *(one.model for one in frozen)):
-                    stack.enter_context(attention_replaced(each, attend, mask))
-            ignored = request.objective.ignored_labels(request.batch)
-            stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
-            if choices.precision in AUTOCAST:
-                stack.enter_context(cuda_autocast.cuda_autocast())
-            stack.enter_context(_foreign_code(request.model))
-            if training:
-                run.train()
-            eval_tape = run.evaluate() if evaluating else Tape()
-    finally:
-        if collecting:
-            gc.enable()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(collector_off())
+        stack.enter_context(fake)
+        run.fill()
+        if choices.attention != "eager":
+            mask = attention.mask_maker(masked=request.masked, dense=choices.attention == "sdpa")
+            attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
+            for each in (model, *(one.model for one in frozen)):
+                stack.enter_context(attention_replaced(each, attend, mask))
+        ignored = request.objective.ignored_labels(request.batch)
+        stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
+        if choices.precision in AUTOCAST:
+            stack.enter_context(cuda_autocast.cuda_autocast())
+        stack.enter_context(_foreign_code(request.model))
+        if training:
+            run.train()
+        eval_tape = run.evaluate() if evaluating else Tape()
     return Trace(recorder.tape, eval_tape)
 
 
