@@ -1,8 +1,8 @@
 """Prints the answer to a repeated `tigon plan` from a file, without the search, its traces and transformers.
 
-The file's name is the hash of everything that the output depends on: the options, the model's config, the environment
-that the planner reads, the width and the colours of the terminal, and the versions in `disk_cache`. A plan whose output
-depends on more is computed each time: that of a recipe, with images, with --set or with charts.
+The file's name is the hash of everything that the output depends on: the options, the model's config, the allocator's
+setting, the terminal's width and colours, and the versions in `disk_cache`. Plans of recipes, and those with --images,
+--set or --plot, depend on more files. They are computed each time.
 """
 
 from __future__ import annotations

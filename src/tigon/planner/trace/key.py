@@ -1,4 +1,4 @@
-"""What a trace depends on, so that requests of which the trace is the same share it."""
+"""The key of a trace holds what the trace depends on. Requests with equal keys share a trace."""
 
 from __future__ import annotations
 
