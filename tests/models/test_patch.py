@@ -21,6 +21,7 @@ import forks
 import tigon
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, AutoModelForCausalLM, patch, unpatch
+from tigon.models.patch import patch_like
 from tigon.models.seams.base import PatchedModule
 
 INPUTS = batch()
@@ -52,6 +53,14 @@ def test_report_counts_every_replaced_module_and_prints_them():
     assert "LlamaForCausalLM (model_type llama)" in text
     assert "model.layers.*.input_layernorm" in text and "left alone" not in text
     assert json.loads(json.dumps(report.to_dict()))["counts"] == report.counts
+
+
+def test_equal_model_is_patched_from_the_first_ones_report(monkeypatch):
+    first, second = llama(), llama()
+    report = patch(first)
+    monkeypatch.setattr(sys.modules["tigon.models.patch"], "_judge", lambda *_: pytest.fail("numbers were compared"))
+    patch_like(second, report.seams)
+    assert [type(m) for m in second.modules()] == [type(m) for m in first.modules()]
 
 
 def test_undo_restores_the_unpatched_model_bit_for_bit():

@@ -14,12 +14,14 @@ import pytest
 from planner_helpers import H200, request_of
 
 from forks import forks, python
+from tigon.cli import plan_answers
 from tigon.models.loading.config import load_config
 from tigon.planner import remembered_config as configs
 from tigon.planner.estimate import estimate
 from tigon.planner.request import Request
 from tigon.planner.simulate import model_states
 from tigon.planner.trace import cache, disk_cache
+from tigon.planner.trace.key import TraceKey
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _forget() -> None:
     """Drop what this process remembers, so that the next estimate is that of a new process."""
     cache._traces.clear()
+    cache._tapes.clear()
     model_states._model_weights.cache_clear()
 
 
@@ -128,6 +131,32 @@ def test_folder_that_cannot_be_made_is_no_error(traced: list[Request], tmp_path:
     assert len(traced) == 2
 
 
+def test_plans_that_repeat_the_same_layers_share_their_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGON_CACHE", "0")
+    recorded: list[tuple[str, int, bool, bool]] = []
+    plain = cache.recorded
+
+    def noted(request: Request, gpu: Any, layers: int, *flags: bool, training: bool) -> Any:
+        recorded.append((request.choices.checkpointing, layers, training, flags[-1]))
+        return plain(request, gpu, layers, *flags, training=training)
+
+    monkeypatch.setattr(cache, "recorded", noted)
+    estimates = {}
+    for kind in ("none", "full", "full:4,none:4", "full:5,none:3"):
+        request = request_of(shape={"num_hidden_layers": 8}, checkpointing=kind, kernels="tigon", evaluated=True)
+        shared = estimate(request, gpu=H200)
+        with monkeypatch.context() as alone:
+            alone.setattr(cache, "_shared", None)
+            cache._traces.clear()
+            assert estimate(request, gpu=H200) == shared
+        estimates[kind] = shared
+    # The second plan evaluates like the first, and the fourth repeats the layers of the third.
+    assert recorded == [
+        ("none", 3, True, True), ("full", 3, True, False), ("full:3,none:3", 6, True, True),
+    ]  # fmt: skip
+    assert len({one.peak_allocated_bytes for one in estimates.values()}) == 4
+
+
 def test_oldest_files_go_when_the_folder_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4):
         disk_cache.write("trace", str(number), number)
@@ -145,7 +174,7 @@ def test_objective_without_a_text_of_its_own_is_not_written(folder: Path) -> Non
     class Own(type(REQUEST.objective)):  # type: ignore[misc]
         pass
 
-    assert cache.TraceKey(replace(REQUEST, objective=Own())).text is None
+    assert TraceKey(replace(REQUEST, objective=Own())).text is None
 
 
 def test_remembered_config_stands_for_the_loaded_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +198,74 @@ def test_changed_config_file_is_loaded_again(tmp_path: Path) -> None:
     configs.remembered_config(str(file))
     file.write_text(file.read_text().replace('"hidden_size": 64', '"hidden_size": 32'))
     assert configs.remembered_config(str(file)).hidden_size == 32
+
+
+OPTIONS: dict[str, Any] = {"as_json": False, "images": None, "assignments": (), "plot": None, "batch": 2}
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A call of `tigon plan` whose search only prints. Gives whether it ran, and what was printed."""
+
+    def call(model: str, *, warning: str = "", **changes: Any) -> tuple[bool, str]:
+        runs: list[str] = []
+
+        def run(model: str, **options: Any) -> None:
+            runs.append(model)
+            print(f"plan of {model} with {options['batch']}")
+            print(warning, end="", file=sys.stderr)
+
+        plan_answers.print_once(run, model, OPTIONS | changes)
+        return bool(runs), capsys.readouterr().out
+
+    return call
+
+
+def test_answer_of_a_repeated_plan_is_printed_from_its_file(printed: Any) -> None:
+    first = printed("tigon-demo")
+    assert first == (True, "plan of tigon-demo with 2\n")
+    assert printed("tigon-demo") == (False, first[1])
+    assert printed("tigon-demo", batch=3)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("COLUMNS", "71"), ("FORCE_COLOR", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")],
+)
+def test_answer_depends_on_the_environment(
+    name: str, value: str, printed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("COLUMNS", "FORCE_COLOR", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    printed("tigon-demo")
+    monkeypatch.setenv(name, value)
+    assert printed("tigon-demo")[0]
+    assert not printed("tigon-demo")[0]
+
+
+def test_answer_depends_on_the_config_file_and_the_versions(
+    printed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    assert printed(str(tmp_path))[0] and not printed(str(tmp_path))[0]
+    file.write_text('{"hidden_size": 32}')
+    assert printed(str(tmp_path))[0]
+    monkeypatch.setattr(disk_cache, "_versions", lambda: "another torch")
+    assert printed(str(tmp_path))[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("recipe.yaml", {}), ("someone/a-model-of-the-hub", {}), ("tigon-demo", {"images": 1}),
+        ("tigon-demo", {"assignments": ["post_training.beta=1"]}), ("tigon-demo", {"plot": Path("charts")}),
+        ("tigon-demo", {"warning": "a word on stderr"}),
+    ],
+    ids=lambda value: str(value).strip("{}"),
+)  # fmt: skip
+def test_plan_that_depends_on_more_is_computed_each_time(model: str, options: dict[str, Any], printed: Any) -> None:
+    assert printed(model, **options)[0] and printed(model, **options)[0]
 
 
 @forks

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from tigon.cli import plan_cluster
+from tigon.cli import plan_answers, plan_cluster
 from tigon.cli.plan_request import AUTO, CAUSAL_LM, Flags, check_objective, problem_of
 from tigon.cli.shared import Command, stdout_console
 from tigon.errors import UsageError
 from tigon.objectives import post_training_rules
+from tigon.planner.collector import collector_off
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import charts, terminal
 from tigon.planner.render import explain as explanation
@@ -110,12 +111,13 @@ def command(
     **given: Any,
 ) -> None:
     """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
-    run(
-        target, gpu=gpu, batch=batch, seq=seq, effective_batch=effective_batch, method=method, nodes=nodes, link=link,
-        host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, images=images, image_size=image_size,
-        assignments=assignments or (), longest=longest, estimator=estimator, policy=policy, as_json=as_json, plot=plot,
-        explain=explain, **given,
-    )  # fmt: skip
+    options = {
+        "gpu": gpu, "batch": batch, "seq": seq, "effective_batch": effective_batch, "method": method, "nodes": nodes,
+        "link": link, "host_memory": host_memory, "medusa": medusa, "stage": stage, "objective": objective,
+        "images": images, "image_size": image_size, "assignments": assignments or (), "longest": longest,
+        "estimator": estimator, "policy": policy, "as_json": as_json, "plot": plot, "explain": explain,
+    }  # fmt: skip
+    plan_answers.print_once(run, target, options | given)
 
 
 def run(
@@ -156,9 +158,10 @@ def run(
     if not flags.is_recipe:
         check_objective(objective, {"medusa": medusa, "stage": stage}, assignments, words)
     torch.set_num_threads(1)  # the planner computes no tensors, and OpenMP's threads spin while they wait
-    problem = problem_of(flags)
-    answer = plan(problem, method="study" if estimator == "study" else "trace", by=policy)
-    rows = longest_rows(answer, keep_batch=batch is not None) if longest else ()
+    with collector_off():
+        problem = problem_of(flags)
+        answer = plan(problem, method="study" if estimator == "study" else "trace", by=policy)
+        rows = longest_rows(answer, keep_batch=batch is not None) if longest else ()
     _print(answer, rows, as_json, explain, plot)
 
 

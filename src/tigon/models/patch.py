@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from tigon.errors import OptionError, PatchError
-from tigon.models.report import LeftAlone, PatchReport, Replaced
+from tigon.models.report import LeftAlone, PatchReport, Replaced, SeamsByPath
 from tigon.models.seams.base import (
     Change,
     PatchedModule,
@@ -166,10 +166,19 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
     decision.refused = [
         entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in LOSS_FLAGS
     ]
-    _apply(decision.changes)
-    if any(change.seam.flag == LoraSeam.flag for change in decision.changes):
-        find_siblings(model, lambda m: isinstance(m, PatchedModule) and isinstance(m._tigon_seam, LoraSeam))
+    _apply_all(model, decision.changes)
     return _report(model, spec, decision, flags)
+
+
+def patch_like(model: nn.Module, seams: SeamsByPath) -> None:
+    """Patch a model like an equal one, without comparing its numbers again.
+
+    Args:
+        model: a model that was built in the same way as the patched one.
+        seams: those of the other model's report.
+    """
+    model = unwrap(model)
+    _apply_all(model, [Change(path, model.get_submodule(path), seam) for path, seam in seams])
 
 
 def unpatch(model: nn.Module) -> int:
@@ -362,6 +371,12 @@ def _decide_head(head: nn.Module, path: str, decision: _Decision) -> bool:
     names = {id(m): f"{path}.{name}".rstrip(".") for name, m in head.named_modules()}
     judged = [_judge(names[id(m)], m, [HeadSeam()], decision) for m in linears]
     return any(judged)
+
+
+def _apply_all(model: nn.Module, changes: list[Change]) -> None:
+    _apply(changes)
+    if any(change.seam.flag == LoraSeam.flag for change in changes):
+        find_siblings(model, lambda m: isinstance(m, PatchedModule) and isinstance(m._tigon_seam, LoraSeam))
 
 
 def _apply(changes: list[Change]) -> None:

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tigon.errors import PatchError
-from tigon.models.seams.base import Change
+from tigon.models.seams.base import Change, Seam
+
+SeamsByPath = tuple[tuple[str, Seam], ...]
+"""A module's path -> what replaces its forward."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class PatchReport:
     left_alone: list[LeftAlone] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _changes: list[Change] = field(default_factory=list, repr=False)
+
+    @property
+    def seams(self) -> SeamsByPath:
+        """The replacements in effect, in their order, for `patch_like`."""
+        return tuple((change.path, change.seam) for change in self._changes)
 
     @property
     def counts(self) -> dict[str, int]:

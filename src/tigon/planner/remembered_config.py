@@ -55,7 +55,7 @@ def remembered_config(name: str) -> Any:
     Raises:
         UsageError: as `load_config`.
     """
-    question = _question(name)
+    question = question_of(name)
     if question is None:
         return load_config(name)
     try:
@@ -76,8 +76,8 @@ def real_config(config: Any) -> Any:
     return config.real() if isinstance(config, RememberedConfig) else config
 
 
-def _question(name: str) -> str | None:
-    """Text that holds all that the config is made of; None if that cannot be known without the network."""
+def question_of(name: str) -> str | None:
+    """Text that holds all that a model's config is made of; None if that cannot be known without the network."""
     if name in PRESETS:
         return json.dumps(["preset", name])  # the presets are part of tigon's sources
     path = Path(name)

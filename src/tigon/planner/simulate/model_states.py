@@ -11,8 +11,8 @@ from torch import nn
 
 from tigon.planner.request import Request, build
 from tigon.planner.trace import adapters, disk_cache
-from tigon.planner.trace.cache import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
+from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices

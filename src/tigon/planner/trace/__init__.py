@@ -6,6 +6,7 @@ operator_cache.py       results of operators that were traced before
 tape.py                 the recording, and its unrolling from a few layers to the model's depth
 attention_offload.py    traces `train.checkpointing: offload-attention`
 layer_pattern.py        which layers repeat
+key.py                  what a trace depends on
 cache.py, disk_cache.py    traces of this process, and of earlier ones
 attention.py, cuda_autocast.py, cuda_scratch.py    what CUDA does that fake CPU tensors do not show
 adapters.py, liger.py   LoRA and 4-bit weights; Liger Kernel's allocations

@@ -1,6 +1,7 @@
 """The tapes of one estimate, from a cache, because a search needs the same trace several times.
 
 The cache has two levels: the traces of this process, and files with the traces of earlier processes (`disk_cache`).
+Below it, traces that repeat the same few layers share the recording of these layers.
 
 Two traces share an entry of the cache if all of these are equal:
 
@@ -18,50 +19,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 from tigon.planner.gpus import Gpu
 from tigon.planner.remembered_config import real_config
 from tigon.planner.request import Request
 from tigon.planner.trace import disk_cache
+from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.tape import Tape
-from tigon.planner.trace.trace import Trace, trace
-from tigon.techniques import SETTINGS, accumulation
+from tigon.planner.trace.trace import Trace, recorded, trace
+from tigon.techniques import accumulation, layer_checkpointing
 
-_TRACE_FIELDS = tuple(name for name, setting in SETTINGS.items() if setting.traced)
 _MAX_TRACES = 256
-# Python's default text of an object holds its address, which another process does not know.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-class TraceKey:
-    """The key of a trace: the parts of a request that its trace depends on. Requests with equal keys share a trace."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        choices = tuple(getattr(request.choices, name) for name in _TRACE_FIELDS)
-        shape = (request.batch, request.seq, request.masked, request.objective)
-        self._parts: Hashable = (request.model, request.config.to_json_string(use_diff=False), shape, choices)
-
-    def __hash__(self) -> int:
-        return hash(self._parts)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, TraceKey) and self._parts == other._parts
-
-    @property
-    def text(self) -> str | None:
-        """The key as text that is the same in every process.
-
-        None if the model's or the objective's code is neither tigon's nor transformers', whose versions are known.
-        """
-        request, text = self.request, repr(self._parts)
-        kinds = (type(request.objective).__module__, getattr(request.config, "module", type(request.config).__module__))
-        known = all(module.split(".")[0] in ("tigon", "transformers") for module in kinds)
-        return text if known and not _ADDRESS.search(text) else None
 
 
 @dataclass(frozen=True)
@@ -109,7 +79,30 @@ def _stored_trace(key: TraceKey, gpu: Gpu, *, accumulating: bool, evaluating: bo
         except (TypeError, ValueError, LookupError):  # none, or another program's
             pass
     request = dataclasses.replace(key.request, config=real_config(key.request.config))
-    traced = trace(request, gpu, accumulating=accumulating, evaluating=evaluating)
+    traced = trace(request, gpu, accumulating=accumulating, evaluating=evaluating, record=_shared)
     if question is not None:
         disk_cache.write("trace", question, [traced.tape.as_json(), traced.eval_tape.as_json()])
     return traced
+
+
+_tapes: dict[Hashable, Tape] = {}
+
+
+def _shared(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluating: bool) -> Trace:
+    """The tapes of a few layers, each recorded once in this process.
+
+    Models of other depths, and other counts of layers per kind of checkpointing, repeat the same few layers. An
+    evaluation depends neither on gradients of an earlier micro-batch nor on checkpointing. Checkpointing by layer is an
+    exception: it replaces the forward of modules, so adapters that share an input run one by one.
+    """
+    kind = request.choices.checkpointing
+    unchecked = kind if layer_checkpointing.is_by_layer(kind) else "none"
+    step: Hashable = (TraceKey(request), gpu, layers, accumulating)
+    evaluation: Hashable = (TraceKey(request, checkpointing=unchecked), gpu, layers)
+    missing = [key for key in (step, evaluation) if key not in _tapes and (evaluating or key is step)]
+    if missing:
+        while len(_tapes) + 2 > 2 * _MAX_TRACES:
+            del _tapes[next(iter(_tapes))]
+        made = recorded(request, gpu, layers, accumulating, evaluation in missing, training=step in missing)
+        _tapes.update((key, made.tape if key is step else made.eval_tape) for key in missing)
+    return Trace(_tapes[step], _tapes[evaluation] if evaluating else Tape())

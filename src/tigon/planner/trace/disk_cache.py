@@ -1,7 +1,7 @@
-"""Traces and weights of earlier plans, in files of the user's cache folder.
+"""Traces, weights and answers of earlier plans, in files of the user's cache folder.
 
 A file's name is the hash of everything that its content depends on: the question, tigon's own sources, and the versions
-of Python and of the packages that a trace runs. After a change of these, old files are no longer used. The oldest ones
+of Python and of the packages that a plan runs. After a change of these, old files are no longer used. The oldest ones
 are deleted when the folder grows beyond `MAX_BYTES`. Each file is written under another name and then renamed, so a
 reader never sees half of one. Two processes that write the same file write the same content.
 
@@ -27,7 +27,7 @@ from tigon._files import open_regular
 
 MAX_BYTES = 64 << 20
 """A plan writes 0.1 to 1 MB."""
-_PACKAGES = ("torch", "transformers", "peft", "accelerate")
+_PACKAGES = ("torch", "transformers", "peft", "accelerate", "triton", "trl", "rich")
 
 
 def folder() -> Path | None:

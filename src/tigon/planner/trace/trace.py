@@ -11,10 +11,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tigon._trunk import decoder_layers
 from tigon.errors import UsageError
 from tigon.models.fp8 import patch_fp8
-from tigon.models.patch import patch
+from tigon.models.patch import patch, patch_like
+from tigon.models.report import SeamsByPath
 from tigon.models.seams.head.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.objectives.base import TracedModels
 from tigon.ops.accumulation_fusion import accumulation_fusion
+from tigon.planner.collector import collector_off
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
 from tigon.planner.trace.attention_offload import TracedLayers
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
+from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
@@ -66,12 +68,16 @@ NF4_KERNELS = 3
 AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trace:
-    """The tapes of a micro-batch and of an evaluation's batch, at full depth."""
+    """The tapes of a micro-batch and of an evaluation's batch."""
 
     tape: Tape
     eval_tape: Tape
+
+
+Record = Callable[[Request, Gpu, int, bool, bool], Trace]
+"""(request, GPU, layers, whether gradients exist, whether to evaluate) -> the tapes of the first layers."""
 
 
 def weight_itemsize(precision: str) -> int:
@@ -87,38 +93,44 @@ def weight_dtype(choices: Choices, *, trained: bool) -> torch.dtype:
 
 
 def trace(
-    request: Request, gpu: Gpu, *, accumulating: bool = False, whole: bool = False, evaluating: bool = True
+    request: Request,
+    gpu: Gpu,
+    *,
+    accumulating: bool = False,
+    whole: bool = False,
+    evaluating: bool = True,
+    record: Record | None = None,
 ) -> Trace:
     """Trace one micro-batch of `request`. accumulating: whether gradients of an earlier micro-batch exist.
 
-    whole: trace every layer instead of repeating a few. evaluating: trace an evaluation batch too.
+    whole: trace every layer instead of repeating a few. evaluating: trace an evaluation batch too. record: makes the
+    tapes of a few layers; None: `recorded`.
     Raises UsageError for a model whose forward cannot be traced without data.
     """
+    record = record or recorded
     layers = int(text_config(request.config).num_hidden_layers)
     bf16_layers = request.choices.fp8_bf16_layers if request.choices.precision == "fp8" else 0
     if layer_checkpointing.is_by_layer(request.choices.checkpointing) and not whole:
         if bf16_layers:  # the groups' layers are not all of one kind
-            return _trace(request, gpu, layers, accumulating, evaluating)
-        return _trace_groups(request, gpu, accumulating, evaluating)
+            return record(request, gpu, layers, accumulating, evaluating)
+        return _trace_groups(request, gpu, accumulating, evaluating, record)
     every = every_n_layers(request.choices.checkpointing) or 1
     pattern = layer_pattern(request.model, request.config, every=every).between(bf16_layers)
     depth = pattern.depth(layers)
     if request.choices.checkpointing == checkpointing.KEPT_ON_HOST:
         depth += pattern.period  # the last layer fetches its own input, the others were fetched a layer earlier
     if whole or depth >= layers:
-        return _trace(request, gpu, layers, accumulating, evaluating)
-    shallow = _trace(request, gpu, depth, accumulating, evaluating)
-    first, period = pattern.start + 1, pattern.period
+        return record(request, gpu, layers, accumulating, evaluating)
+    shallow = record(request, gpu, depth, accumulating, evaluating)
+    repeat = functools.partial(unrolled, first=pattern.start + 1, period=pattern.period, traced=depth, layers=layers)
     try:
-        shallow.tape = unrolled(shallow.tape, first=first, period=period, traced=depth, layers=layers)
         # An evaluation keeps nothing of its layers except autocast's 16-bit copies of their weights.
-        shallow.eval_tape = unrolled(shallow.eval_tape, first=first, period=period, traced=depth, layers=layers)
+        return Trace(repeat(shallow.tape), repeat(shallow.eval_tape))
     except NotPeriodic:
-        return _trace(request, gpu, layers, accumulating, evaluating)
-    return shallow
+        return record(request, gpu, layers, accumulating, evaluating)
 
 
-def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bool) -> Trace:
+def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bool, record: Record) -> Trace:
     """Trace a model whose layers recompute differently: a few layers of each group, which are then repeated."""
     layers = int(text_config(request.config).num_hidden_layers)
     groups = layer_checkpointing.groups_of(request.choices.checkpointing)
@@ -126,23 +138,23 @@ def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bo
     # The layers before the pattern are traced with the first group.
     before = [pattern.start if number == 0 else 0 for number in range(len(groups))]
     if groups[0][1] <= pattern.start:
-        return _trace(request, gpu, layers, accumulating, evaluating)
+        return record(request, gpu, layers, accumulating, evaluating)
     traced = [
         min(count, alone + unrollable(count - alone, pattern.period))
         for (_, count), alone in zip(groups, before, strict=True)
     ]
     shallow = ",".join(f"{state}:{count}" for (state, _), count in zip(groups, traced, strict=True))
     choices = dataclasses.replace(request.choices, checkpointing=shallow)
-    few = _trace(dataclasses.replace(request, choices=choices), gpu, sum(traced), accumulating, evaluating)
+    few = record(dataclasses.replace(request, choices=choices), gpu, sum(traced), accumulating, evaluating)
     depth = sum(traced)
     try:
         for number in reversed(range(len(groups))):
             deeper = depth + groups[number][1] - traced[number]
             first = sum(traced[:number]) + before[number] + 1
             repeat = functools.partial(unrolled, period=pattern.period, traced=depth, layers=deeper, first=first)
-            few.tape, few.eval_tape, depth = repeat(few.tape), repeat(few.eval_tape), deeper
+            few, depth = Trace(repeat(few.tape), repeat(few.eval_tape)), deeper
     except NotPeriodic:
-        return _trace(request, gpu, layers, accumulating, evaluating)
+        return record(request, gpu, layers, accumulating, evaluating)
     return few
 
 
@@ -160,7 +172,10 @@ def shallow_config(config: Any, layers: int) -> Any:
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluating: bool) -> Trace:
+def recorded(
+    request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluating: bool, *, training: bool = True
+) -> Trace:
+    """The tapes of the first `layers` layers. training: whether to record the micro-batch too."""
     choices = request.choices
     inplace, host_calls = (liger.INPLACE, liger.HOST_CALLS) if choices.kernels == "liger" else ({}, HOST_CALLS)
     recorder = TraceRecorder(cuda_scratch.scratch_bytes(gpu.sm_count), inplace, host_calls)
@@ -168,27 +183,23 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
     frozen = tuple(_Frozen.of(one, recorder) for one in request.frozen())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     run = _Run(request, model, recorder, accumulating, frozen)
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(fake)
-            run.fill()
-            if choices.attention != "eager":
-                mask = attention.mask_maker(masked=request.masked, dense=choices.attention == "sdpa")
-                attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
-                for each in (model, *(one.model for one in frozen)):
-                    stack.enter_context(attention_replaced(each, attend, mask))
-            ignored = request.objective.ignored_labels(request.batch)
-            stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
-            if choices.precision in AUTOCAST:
-                stack.enter_context(cuda_autocast.cuda_autocast())
-            stack.enter_context(_foreign_code(request.model))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(collector_off())
+        stack.enter_context(fake)
+        run.fill()
+        if choices.attention != "eager":
+            mask = attention.mask_maker(masked=request.masked, dense=choices.attention == "sdpa")
+            attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
+            for each in (model, *(one.model for one in frozen)):
+                stack.enter_context(attention_replaced(each, attend, mask))
+        ignored = request.objective.ignored_labels(request.batch)
+        stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
+        if choices.precision in AUTOCAST:
+            stack.enter_context(cuda_autocast.cuda_autocast())
+        stack.enter_context(_foreign_code(request.model))
+        if training:
             run.train()
-            eval_tape = run.evaluate() if evaluating else Tape()
-    finally:
-        if collecting:
-            gc.enable()
+        eval_tape = run.evaluate() if evaluating else Tape()
     return Trace(recorder.tape, eval_tape)
 
 
@@ -205,7 +216,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     fused_lora = choices.kernels in model_kernels.OF_TIGON
     if choices.lora_rank is not None:
         adapters.attach(model, choices, fused=fused_lora)
-    _patch(model, choices.kernels, recorder, lora=fused_lora)
+    _patch(model, request, layers, recorder, lora=fused_lora)
     if choices.precision == "fp8":
         patch_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
     head_groups.check_groups(config, choices.attention_groups)
@@ -284,12 +295,25 @@ def _foreign_code(name: str) -> Iterator[None]:
         log.setLevel(before)
 
 
-def _patch(model: Any, kernels: str, recorder: TraceRecorder, lora: bool) -> None:
+_MAX_MODELS = 64
+_seams: dict[Hashable, SeamsByPath] = {}
+"""What `patch` decided for a model, by everything that the model is built from."""
+
+
+def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, lora: bool) -> None:
+    kernels = request.choices.kernels
     flags = PATCH_FLAGS[kernels]
     if flags is None:
         return
-
-    patch(model, **flags, lora=None if lora else False)
+    # Models of equal keys have equal modules, so their numbers are compared once. That takes longer than building one.
+    shapeless = dataclasses.replace(request, batch=1, seq=1)
+    key: Hashable = (TraceKey(shapeless, checkpointing="none"), layers)
+    if key in _seams:
+        patch_like(model, _seams[key])
+    else:
+        while len(_seams) >= _MAX_MODELS:
+            del _seams[next(iter(_seams))]
+        _seams[key] = patch(model, **flags, lora=None if lora else False).seams
     if kernels == "no-flce":
         model.loss_function = causal_lm_loss
     if kernels == "liger":

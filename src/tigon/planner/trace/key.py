@@ -1,0 +1,46 @@
+"""The key of a trace holds what the trace depends on. Requests with equal keys share a trace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+from tigon.planner.request import Request
+from tigon.techniques import SETTINGS
+
+_TRACE_FIELDS = tuple(name for name, setting in SETTINGS.items() if setting.traced)
+# Python's default text of an object holds its address, which another process does not know.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class TraceKey:
+    """The key of a trace: the parts of a request that its trace depends on. Requests with equal keys share a trace.
+
+    checkpointing: replaces that of the request, for what does not depend on it.
+    """
+
+    def __init__(self, request: Request, *, checkpointing: str | None = None) -> None:
+        self.request = request
+        chosen = request.choices if checkpointing is None else replace(request.choices, checkpointing=checkpointing)
+        choices = tuple(getattr(chosen, name) for name in _TRACE_FIELDS)
+        shape = (request.batch, request.seq, request.masked, request.objective)
+        self._parts: Hashable = (request.model, request.config.to_json_string(use_diff=False), shape, choices)
+
+    def __hash__(self) -> int:
+        return hash(self._parts)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, TraceKey) and self._parts == other._parts
+
+    @property
+    def text(self) -> str | None:
+        """The key as text that is the same in every process.
+
+        None if the model's or the objective's code is neither tigon's nor transformers', whose versions are known.
+        """
+        request, text = self.request, repr(self._parts)
+        kinds = (type(request.objective).__module__, getattr(request.config, "module", type(request.config).__module__))
+        known = all(module.split(".")[0] in ("tigon", "transformers") for module in kinds)
+        return text if known and not _ADDRESS.search(text) else None
