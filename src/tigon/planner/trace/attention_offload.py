@@ -1,6 +1,7 @@
-"""Layers on the host in a trace: the frames of `train.checkpointing: offload-attention` with copies of fake tensors.
+"""Traces `train.checkpointing: offload-attention`, with copies that only record shapes.
 
-The trace runs the mechanism itself, so that its tape has each tensor that leaves the GPU and comes back.
+The trace runs the code of `techniques/mechanisms/attention_offload.py`, so the recording has each tensor that leaves
+the GPU and comes back.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _TracedOffload(HostOffload):
         return True
 
     def copied_out(self, tensor: Tensor) -> tuple[_OnHost, None]:
-        if torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:  # no backward pass is running
             self.recorder.relabel(tensor, COMPONENT)
         return _OnHost(tensor.shape, tensor.stride(), tensor.dtype, tensor.nbytes), None
 
@@ -80,7 +81,7 @@ class TracedLayers(LayersOnHost):
     def __init__(
         self, recorder: TraceRecorder, recomputation: Callable[[], contextlib.AbstractContextManager[Any]]
     ) -> None:
-        self.inputs, self.results, self.again = (_TracedOffload(recorder) for _ in range(3))
+        self.input_offload, self.result_offload, self.saved_offload = (_TracedOffload(recorder) for _ in range(3))
         self.newest = None
         self.recomputation = recomputation
 
@@ -89,6 +90,7 @@ class TracedLayers(LayersOnHost):
             function = functools.partial(function, **kwargs)
         if not torch.is_grad_enabled():
             return function(*args)
+        # `run_recomputed` would take PyTorch's checkpoint, because the recorder is a dispatch mode.
         output = run_frame(_TracedFrame(self, function, args, torch.device("cpu")), args)
         self.settle()
         return output

@@ -1,11 +1,12 @@
-"""Recomputes a layer whose input and whose attention's results wait on the host, so that attention runs forward once.
+"""Recomputes a layer whose input and whose attention's results wait on the host. Attention itself runs forward once.
 
 Attention's time grows with the square of a sample's length, and its results only with the length. So for long samples a
-copy to the host and back is far shorter than a second forward pass of attention.
+copy to the host and back is far shorter than a second forward pass of attention. It works for attention that calls
+`recomputation.compute_once`: sdpa that is causal and has no mask.
 
-The recomputation fetches the input and attention's results. Tensors of 1 GiB or more leave the GPU again until the
-backward pass uses them, because the backward pass of the MLP comes first: the layer's input, attention's output, and
-what the layer saved before attention, such as the output of its first norm.
+The recomputation fetches the input and attention's results. Then the backward pass of the MLP comes first, which needs
+neither. So large tensors (1 GiB or more) leave the GPU again until the backward pass of attention: the layer's input,
+attention's output, and what the layer saved before attention, such as the output of its first norm.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class LayersOnHost:
     """The checkpointing function of a model's layers: `layers(layer, *inputs)`."""
 
     def __init__(self) -> None:
-        self.inputs, self.results, self.again = (HostOffload(ahead=False) for _ in range(3))
+        self.input_offload, self.result_offload, self.saved_offload = (HostOffload(ahead=False) for _ in range(3))
         self.newest: weakref.ref[HostFrame] | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,9 +37,9 @@ class LayersOnHost:
         return output
 
     def settle(self) -> None:
-        """Free what a layer has sent at the layer's end: its MLP takes longer than the copy of attention's results."""
-        self.inputs.settle()
-        self.results.settle()
+        """Free what a layer has sent. Its MLP took longer than these copies, so they are done at the layer's end."""
+        self.input_offload.settle()
+        self.result_offload.settle()
 
     def _frame(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> Frame:
         return HostFrame(self, function, args, device)
@@ -86,7 +87,7 @@ class _View:
 class HostFrame(Frame):
     """One call of a layer: its input and its attention's results on the host."""
 
-    __slots__ = ("__weakref__", "earlier", "layers", "next", "on_host", "results")
+    __slots__ = ("__weakref__", "earlier", "layers", "next_result", "on_host", "results")
 
     def __init__(
         self, layers: LayersOnHost, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device
@@ -96,30 +97,30 @@ class HostFrame(Frame):
         """What `compute_once` computed in the first run, on the host."""
         self.on_host: dict[int, tuple[Any, _Cell]] = {}
         """Storage -> (weak reference to it, its cell), during the recomputation."""
-        self.next = 0
+        self.next_result = 0
         self.earlier = layers.newest
-        """The layer that was called before, which the backward pass needs next."""
+        """The call of the layer before this one, whose backward pass comes after this one's."""
         layers.newest = weakref.ref(self)
         super().__init__(function, args, device, [])
 
     def hold(self, tensors: list[Tensor]) -> Any:
-        return [(self.layers.inputs.send(tensor.detach()), tensor.requires_grad) for tensor in tensors]
+        return [(self.layers.input_offload.send(tensor.detach()), tensor.requires_grad) for tensor in tensors]
 
     def held(self) -> Sequence[Tensor]:
-        self.next = 0
+        self.next_result = 0
         return [self._input(sent).requires_grad_(wanted) for sent, wanted in self.inputs]
 
     def start(self) -> None:
         """Start the copies to the GPU of all but large tensors."""
-        waiting = [(self.layers.inputs, sent) for sent, _ in self.inputs]
-        waiting += [(self.layers.results, one) for results in self.results for one in results]
+        waiting = [(self.layers.input_offload, sent) for sent, _ in self.inputs]
+        waiting += [(self.layers.result_offload, one) for results in self.results for one in results]
         for offload, sent in waiting:
             if isinstance(sent, Waiting) and sent.host.nbytes < host_offload.LARGE_BYTES:
                 offload.start(sent)
 
     def _input(self, sent: Any) -> Tensor:
-        tensor = self.layers.inputs.fetch(sent).detach()
-        self._leave_on_host(tensor, self.layers.inputs, sent)
+        tensor = self.layers.input_offload.fetch(sent).detach()
+        self._leave_on_host(tensor, self.layers.input_offload, sent)
         return tensor
 
     def first_run(self) -> recomputation.Run:
@@ -130,30 +131,30 @@ class HostFrame(Frame):
 
     def _send(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         results = compute()
-        send = self.layers.results.send
+        send = self.layers.result_offload.send
         self.results.append(tuple(send(one.detach()) if isinstance(one, Tensor) else one for one in results))
         return results
 
     def _fetch(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         self._send_saved()
-        results, self.next = self.results[self.next], self.next + 1
+        results, self.next_result = self.results[self.next_result], self.next_result + 1
         fetched = tuple(self._result(one) if isinstance(one, (Tensor, Waiting)) else one for one in results)
-        self.layers.again.settle()  # copies in both directions run at the same time
+        self.layers.saved_offload.settle()  # copies in both directions run at the same time
         return fetched
 
     def _result(self, sent: Any) -> Tensor:
-        tensor = self.layers.results.fetch(sent)
-        self._leave_on_host(tensor, self.layers.results, sent)
+        tensor = self.layers.result_offload.fetch(sent)
+        self._leave_on_host(tensor, self.layers.result_offload, sent)
         return tensor
 
     def _leave_on_host(self, tensor: Tensor, offload: HostOffload, sent: Any) -> None:
-        """Let what is saved of a large tensor be fetched again."""
+        """Remember that a large tensor is on the host too, so that `put` saves a view of that instead of the tensor."""
         storage = tensor.untyped_storage()
         if isinstance(sent, Waiting) and storage.nbytes() >= host_offload.LARGE_BYTES:
             self.on_host[storage._cdata] = weakref.ref(storage), _Cell(offload, sent)
 
     def _send_saved(self) -> None:
-        """Send the large tensors that were saved before attention, which the backward pass needs after attention's."""
+        """Send away the large tensors that were saved before attention. The backward pass needs them last."""
         cells: dict[int, _Cell] = {}
         for number, entry in enumerate(self.recomputed):
             if not isinstance(entry, Tensor):
@@ -162,9 +163,9 @@ class HostFrame(Frame):
             whole = entry.is_contiguous() and entry.nbytes == storage.nbytes()
             cell = cells.get(storage._cdata)
             if cell is None and whole and entry.nbytes >= host_offload.LARGE_BYTES:
-                sent = self.layers.again.send(entry)
+                sent = self.layers.saved_offload.send(entry)
                 if isinstance(sent, Waiting):
-                    cell = cells[storage._cdata] = _Cell(self.layers.again, sent)
+                    cell = cells[storage._cdata] = _Cell(self.layers.saved_offload, sent)
             if cell is not None:
                 self.recomputed[number] = cell.view(entry)
 
