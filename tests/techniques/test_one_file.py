@@ -50,7 +50,7 @@ from pathlib import Path
 import technique_pages
 import typer.main
 from tigon.cli import app
-from tigon.planner.trace.cache import _TRACE_FIELDS
+from tigon.planner.trace.key import _TRACE_FIELDS
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
