@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.distributed import TCPStore
 from trainer_helpers import records
 
 from forks import end_with, forks, in_forks
@@ -488,6 +489,23 @@ def test_launch_of_torchrun_is_named_by_its_launcher(monkeypatch):
     assert int(name.rpartition("-")[2]) > 0
     monkeypatch.setenv(launch_folder.LAUNCH, "tigon's own")
     assert launch_folder.launch_name() == "tigon's own"
+
+
+@forks
+def test_processes_after_a_restart_by_torchrun_do_not_read_earlier_addresses():
+    """torchrun keeps its store. The process that is there first must not take the address of one that is gone."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def act(rank: int, restarts: int) -> None:
+        os.environ.update(
+            MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(restarts)
+        )
+        time.sleep(0 if rank else restarts)
+        launch.init_distributed(torch.device("cpu"))
+        assert launch.gather(rank) == [0, 1]
+
+    for restarts in (0, 1):
+        assert in_forks(partial(act, restarts=restarts), 2) == [0, 0]
 
 
 @pytest.mark.second_proof("the launcher's name is compared above, and tigon's own restarts take the same way")

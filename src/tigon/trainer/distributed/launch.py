@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tigon.errors import ProcessError
 from tigon.trainer.distributed import signals
@@ -137,8 +138,26 @@ def _init_process_group(device: torch.device) -> None:
     else:  # Accelerate's default, cpu:0, is a device that torch.load does not accept
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     if not distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with _waiting_message():
-            distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            store = _store_of_restart()
+            if store is None:
+                distributed.init_process_group(backend)
+            else:
+                distributed.init_process_group(backend, store=store, rank=rank(), world_size=world_size())
+
+
+def _store_of_restart() -> Store | None:
+    """The store of torchrun's launcher, without what the processes before a restart wrote; None: PyTorch's choice.
+
+    torchrun (2.11, 2.13) keeps one store through its restarts. There a process may find the address of one that is gone
+    instead of the new one. With several nodes the count of restarts may differ from node to node: no common prefix.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or has_several_nodes():
+        return None
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return PrefixStore(f"restart-{restarts}", store)
 
 
 @contextmanager
