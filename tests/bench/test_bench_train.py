@@ -314,14 +314,14 @@ def test_unwritable_place_and_a_foreign_file_are_refused_before_measuring(bench,
 def test_report_writes_tables_and_charts_and_the_section_of_a_page(bench, measured, tmp_path):
     pytest.importorskip("matplotlib")
     plots, document = tmp_path / "plots", tmp_path / "page.md"
-    document.write_text("before\n<!-- training card/x -->\nold\n<!-- end -->\nafter\n")
+    document.write_text("before\n<!-- training card/x -->\nEARLIER TEXT\n<!-- end -->\nafter\n")
     code, out, err = bench("report", measured, "--plot", plots, "--into", document)
     assert code == 0, err
     assert "x hf:full" in out and "| tigon:full@2 | 2 x 2 | full |" in out
     names = {p.name for p in plots.iterdir()}
     assert "table.md" in names and sorted(name.partition("-")[0] for name in names - {"table.md"}) == ["speed", "time"]
     page = document.read_text()
-    assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
+    assert page.startswith("before\n") and page.endswith("after\n") and "EARLIER TEXT" not in page
     assert page.count("](img/benchmarks/card/x/") == 2
     assert len(list((tmp_path / "img/benchmarks/card/x").glob("*.svg"))) == 2
 
