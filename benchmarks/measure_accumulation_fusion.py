@@ -26,8 +26,8 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,6 +167,37 @@ def predicted(tiny: bool, precision: str, checkpointing: str, fused: bool) -> di
     }  # fmt: skip
 
 
+class Timed(NamedTuple):
+    """The steps of one variant."""
+
+    median_s: float
+    loss: float
+    peak_bytes: int
+    """0 without a GPU."""
+
+
+def _in_turns(models: Mapping[bool, Any], batches: Any, optimizer: Any, *, autocast: bool) -> dict[bool, Timed]:
+    """Steps without and with fusion in turns. models: whether to fuse -> the model, all with the same parameters."""
+    gpu = DEVICE.type == "cuda"
+    times_s: dict[bool, list[float]] = {fused: [] for fused in models}
+    peaks_bytes, losses = dict.fromkeys(models, 0), dict.fromkeys(models, 0.0)
+    for number in range(WARM_UP_ROUNDS + ROUNDS):
+        for fused, model in models.items():
+            if gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            start_s = time.perf_counter()
+            losses[fused] = run_micro_batches(model, batches, fused=fused, autocast=autocast)
+            optimizer.step()
+            optimizer.zero_grad()
+            if gpu:
+                torch.cuda.synchronize()
+                peaks_bytes[fused] = max(peaks_bytes[fused], torch.cuda.max_memory_allocated())
+            if number >= WARM_UP_ROUNDS:
+                times_s[fused].append(time.perf_counter() - start_s)
+    return {fused: Timed(sorted(times_s[fused])[ROUNDS // 2], losses[fused], peaks_bytes[fused]) for fused in models}
+
+
 def steps(tiny: bool, precision: str, checkpointing: str) -> list[dict[str, Any]]:
     """The median time of a step and its peak, without and with fusion."""
     config = config_of(tiny)
@@ -177,29 +208,13 @@ def steps(tiny: bool, precision: str, checkpointing: str) -> list[dict[str, Any]
     batches = batches_of(config, MICRO_BATCHES, batch, seq)
     gpu = DEVICE.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=gpu)
-    times_s: dict[bool, list[float]] = {False: [], True: []}
-    peaks, losses = {False: 0, True: 0}, {False: 0.0, True: 0.0}
-    for number in range(WARM_UP_ROUNDS + ROUNDS):
-        for fused in (False, True):
-            if gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            start_s = time.perf_counter()
-            losses[fused] = run_micro_batches(model, batches, fused=fused, autocast=precision.startswith("amp"))
-            optimizer.step()
-            optimizer.zero_grad()
-            if gpu:
-                torch.cuda.synchronize()
-                peaks[fused] = max(peaks[fused], torch.cuda.max_memory_allocated())
-            if number >= WARM_UP_ROUNDS:
-                times_s[fused].append(time.perf_counter() - start_s)
+    timings = _in_turns({False: model, True: model}, batches, optimizer, autocast=precision.startswith("amp"))
     lines = []
-    for fused in (False, True):
-        median_s = sorted(times_s[fused])[ROUNDS // 2]
+    for fused, timed in timings.items():
         lines.append({
-            "precision": precision, "checkpointing": checkpointing, "fused": fused, "ms": round(median_s * 1e3, 1),
-            "tokens_per_s": round(MICRO_BATCHES * batch * seq / median_s), "loss": losses[fused],
-            "peak_gib": round(peaks[fused] / 2**30, 2),
+            "precision": precision, "checkpointing": checkpointing, "fused": fused,
+            "ms": round(timed.median_s * 1e3, 1), "tokens_per_s": round(MICRO_BATCHES * batch * seq / timed.median_s),
+            "loss": timed.loss, "peak_gib": round(timed.peak_bytes / 2**30, 2),
         })  # fmt: skip
         print(json.dumps(lines[-1]), flush=True)
     return lines
@@ -216,27 +231,12 @@ def steps_in_graphs(tiny: bool, count: int, batch: int, checkpointing: str) -> l
     batches = batches_of(config, count, batch, seq)
     gpu = DEVICE.type == "cuda"
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=gpu)
-    times_s: dict[bool, list[float]] = {False: [], True: []}
-    losses = {False: 0.0, True: 0.0}
-    for number in range(WARM_UP_ROUNDS + ROUNDS):
-        for fused, model in models.items():
-            if gpu:
-                torch.cuda.synchronize()
-            start_s = time.perf_counter()
-            losses[fused] = run_micro_batches(model, batches, fused=fused, autocast=False)
-            optimizer.step()
-            optimizer.zero_grad()
-            if gpu:
-                torch.cuda.synchronize()
-            if number >= WARM_UP_ROUNDS:
-                times_s[fused].append(time.perf_counter() - start_s)
     lines = []
-    for fused in (False, True):
-        median_s = sorted(times_s[fused])[ROUNDS // 2]
+    for fused, timed in _in_turns(models, batches, optimizer, autocast=False).items():
         lines.append({
             "precision": "bf16", "checkpointing": checkpointing, "graphs": True, "micro_batches": f"{count} x {batch}",
-            "fused": fused, "ms": round(median_s * 1e3, 1), "tokens_per_s": round(count * batch * seq / median_s),
-            "loss": losses[fused],
+            "fused": fused, "ms": round(timed.median_s * 1e3, 1),
+            "tokens_per_s": round(count * batch * seq / timed.median_s), "loss": timed.loss,
         })  # fmt: skip
         print(json.dumps(lines[-1]), flush=True)
     for one in graphs:

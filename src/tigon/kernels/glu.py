@@ -32,9 +32,6 @@ FWD_TILE = 2048
 BWD_TILE = 1024
 NUM_WARPS = 4
 
-AMAX_PARTS = 512
-"""The numbers among which the programs share the largest magnitude of a tensor, as `MOST_PARTS` in kernels/fp8.py."""
-
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 TANH_SCALE = tl.constexpr(1.5957691216057308)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 PARTS = 512
-"""Numbers among which a kernel shares the largest magnitude; as in kernels/glu.py."""
+"""Numbers among which a kernel shares the largest magnitude; `MOST_PARTS` of kernels/fp8.py is the limit."""
 _NAME = "_tigon_amax"
 
 

@@ -1,9 +1,9 @@
 """Which node has which files of a checkpoint, if each node of a run has its own disk; and the choice of one to resume.
 
 With DDP every node has a whole checkpoint: the weights and states are equal in all processes, and the small files of
-each process go to every node. So a node that lacks the checkpoint gets it from the main process. FSDP2 and
-ZeRO divide weights or states among processes. Then each node has the files of its own processes, and a
-run that needs others names them and the command that copies them.
+each process go to every node. So a node that lacks the checkpoint gets it from the main process. FSDP2 and ZeRO divide
+weights or states among processes. Then each node has the files of its own processes, and a run that needs others names
+them and the command that copies them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,30 +46,24 @@ def number_before(checkpoints: Path) -> int | None:
     return int(disks["own"]) if disks else None
 
 
-@dataclass(frozen=True)
-class _Written:
-    """The disks on which the processes wrote a divided checkpoint."""
-
-    processes: Sequence[Sequence[int]]
-    hosts: Sequence[str]
-    folders: Sequence[str]
-
-    def place(self, part: int, name: str) -> str:
-        return f"{self.hosts[part]}:{self.folders[part]}/checkpoints/{name}"
-
-
-def _written(metadata: Mapping[str, Any]) -> _Written | None:
-    """The disks of a divided checkpoint; None if it is whole wherever it is."""
+def _written(metadata: Mapping[str, Any]) -> Disks | None:
+    """The disks on which the processes wrote a divided checkpoint; None if it is whole wherever it is."""
     disks = metadata.get(DISKS)
     if not disks or not disks["divided"]:
         return None
-    return _Written(disks["processes"], disks["hosts"], disks["folders"])
+    processes = tuple(map(tuple, disks["processes"]))
+    return Disks(int(disks["own"]), processes, tuple(disks["hosts"]), tuple(disks["folders"]))
+
+
+def _place(disks: Disks, disk: int, name: str) -> str:
+    """Host and path of a checkpoint on a disk."""
+    return f"{disks.place_of(disk)}/checkpoints/{name}"
 
 
 def problem(path: Path) -> str | None:
     """The files that a checkpoint lacks because other nodes have them, as a message; None if it is whole."""
     written = _written(checkpoint.metadata_of(path))
-    missing = sorted(set(range(len(written.hosts))) - set(checkpoint.parts_in(path))) if written else []
+    missing = sorted(set(range(written.count)) - set(checkpoint.parts_in(path))) if written else []
     if written is None or not missing:
         return None
     return f"{path} {_lacks(written, missing, path.name, str(path), {})}"
@@ -134,7 +128,7 @@ def _complete(path: Path, disks: Disks) -> list[str]:
     if lacks:
         shutil.rmtree(path, ignore_errors=True)
     node_disks.share(path, here=lacks)
-    places = [f"{disks.hosts[i]}:{disks.folders[i]}" for i, ranks in enumerate(disks.processes) if ranks[0] in copies]
+    places = [disks.place_of(i) for i, ranks in enumerate(disks.processes) if ranks[0] in copies]
     return [f"{path.name} was copied to {', '.join(places)}"]
 
 
@@ -142,7 +136,7 @@ def _problem_here(path: Path) -> str | None:
     return checkpoint.problem_of(path, checkpoint.step_of(path)) if path.is_dir() else "is not there"
 
 
-def _lacking(path: Path, disks: Disks, written: _Written, *, same: bool) -> list[str]:
+def _lacking(path: Path, disks: Disks, written: Disks, *, same: bool) -> list[str]:
     """A sentence for each node that cannot resume from a divided checkpoint. Every process calls it."""
     own = None
     if node_disks.is_writer():
@@ -156,25 +150,23 @@ def _lacking(path: Path, disks: Disks, written: _Written, *, same: bool) -> list
     for i, (trouble, parts) in enumerate(by_disk):
         target = f"{disks.folders[i]}/checkpoints/{path.name}"
         if trouble:
-            sentences.append(f"{disks.hosts[i]}:{target} {trouble}")
+            sentences.append(f"{_place(disks, i, path.name)} {trouble}")
             continue
         needed = _needed(written, disks.processes[i], same=same) if i == 0 or not only_main_reads else set()
         if missing := sorted(needed - set(parts)):
-            places = {
-                part: f"{disks.hosts[k]}:{disks.folders[k]}/checkpoints/{path.name}" for part, k in holders.items()
-            }
+            places = {part: _place(disks, holder, path.name) for part, holder in holders.items()}
             text = _lacks(written, missing, path.name, target, places, host=disks.hosts[i])
-            sentences.append(f"{disks.hosts[i]}:{target} {text}")
+            sentences.append(f"{_place(disks, i, path.name)} {text}")
     return sentences
 
 
-def _needed(written: _Written, processes: Collection[int], *, same: bool) -> set[int]:
+def _needed(written: Disks, processes: Collection[int], *, same: bool) -> set[int]:
     """The parts of a checkpoint that the processes of one node read."""
     return {part for part, wrote in enumerate(written.processes) if not same or set(wrote) & set(processes)}
 
 
 def _lacks(
-    written: _Written, missing: Sequence[int], name: str, target: str, places: Mapping[int, str], host: str = ""
+    written: Disks, missing: Sequence[int], name: str, target: str, places: Mapping[int, str], host: str = ""
 ) -> str:
     """The end of a sentence that says what a checkpoint lacks and how to copy it.
 
@@ -188,7 +180,7 @@ def _lacks(
     """
     ranks = sorted(rank for part in missing for rank in written.processes[part])
     what = f"lacks the files of process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    sources = {part: places.get(part, written.place(part, name)) for part in missing}
+    sources = {part: places.get(part, _place(written, part, name)) for part in missing}
     lost = [place for place in sources.values() if place == f"{host}:{target}"]
     if lost:
         return f"{what}, which were written there and which no other node has; restore that folder"

@@ -150,7 +150,7 @@ def _init_process_group(device: torch.device) -> None:
 def _store_of_restart() -> Store | None:
     """The store of torchrun's launcher, without what the processes before a restart wrote; None: PyTorch's choice.
 
-    torchrun (2.11, 2.13) keeps one store through its restarts. There a process may find the address of one that is gone
+    torchrun (2.13) keeps one store through its restarts. There a process may find the address of one that is gone
     instead of the new one. With several nodes the count of restarts may differ from node to node: no common prefix.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

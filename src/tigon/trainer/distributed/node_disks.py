@@ -53,7 +53,11 @@ class Disks:
     @property
     def place(self) -> str:
         """Host and run folder of this process's disk."""
-        return f"{self.hosts[self.own]}:{self.folders[self.own]}"
+        return self.place_of(self.own)
+
+    def place_of(self, disk: int) -> str:
+        """Host and run folder of a disk."""
+        return f"{self.hosts[disk]}:{self.folders[disk]}"
 
 
 _found: Disks | None = None
