@@ -251,6 +251,8 @@ ROPE = Op(
         Case(id="partial-interleaved", shape=(1, 2, 13, 128), options={"rotary": 64, "interleaved": True}),
         Case(id="odd-width", shape=(2, 2, 5, 7), options={"rotary": 6}),
         Case(id="width-96", shape=(1, 6, 10, 96), options={"kv_heads": 3, "interleaved": True}),
+        Case(id="width-192", shape=(2, 5, 21, 192), options={"kv_heads": 3}),
+        Case(id="width-48-heads-last", shape=(3, 3, 50, 48), options={"kv_heads": 1, "unsqueeze_dim": 2}),
         Case(id="width-256", shape=(1, 2, 9, 256), options={"kv_heads": 1, "unsqueeze_dim": 2, "in_memory": "BHTD"}),
         Case(id="own-positions", shape=(3, 2, 6, 64), options={"table_batch": 3, "table_dtype": torch.float32}),
         Case(id="table-without-batch", shape=(2, 2, 6, 32), options={"table_batch": 0}),
