@@ -24,7 +24,7 @@ import triton.language as tl
 
 from tigon.kernels import _device
 from tigon.kernels._launch import Launch
-from tigon.kernels._math import INTERPRETED
+from tigon.kernels._math import INTERPRETED, magnitude_bits, take_amax
 from tigon.kernels.layout import rows_of
 
 # M rows, H columns; a program handles ROWS rows at a time and BLOCK columns.
@@ -49,10 +49,11 @@ def _two_sums(a, b):
 
 @triton.jit
 def norm_fwd_kernel(
-    X, R, W, B, Y, S, Mean, Rstd, M, H, stride_x, stride_r, eps, offset,
+    X, R, W, B, Y, S, Mean, Rstd, AMAX, M, H, stride_x, stride_r, eps, offset,
     CENTER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROUND_XHAT: tl.constexpr, ONE_TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROUND_XHAT: tl.constexpr, PARTS: tl.constexpr, ONE_TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """PARTS: the numbers at AMAX, for the largest magnitude of y (`take_amax`); 0: it is not wanted."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     row_mask = rows < M
@@ -78,7 +79,9 @@ def norm_fwd_kernel(
         else:
             variance = tl.sum(s * s, axis=1, keep_dims=True) / H
         rstd = tl.rsqrt(variance + eps)
-        _store_normed(s * rstd, W, B, Y, X, rows, cols, mask, H, offset, HAS_WEIGHT, HAS_BIAS, ROUND_XHAT)
+        y = _store_normed(s * rstd, W, B, Y, X, rows, cols, mask, H, offset, HAS_WEIGHT, HAS_BIAS, ROUND_XHAT)
+        if PARTS > 0:
+            take_amax(AMAX, magnitude_bits(tl.where(mask, y, 0.0)), PARTS)
     else:
         total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
         for start in range(0, H, BLOCK):
@@ -103,15 +106,20 @@ def norm_fwd_kernel(
                 left += s
             mean += tl.sum(left, axis=1, keep_dims=True) / H
         rstd = tl.rsqrt(tl.sum(total, axis=1, keep_dims=True) / H + eps)
+        largest = tl.zeros([ROWS, BLOCK], dtype=tl.int32)
         for start in range(0, H, BLOCK):
             mask = row_mask & (cols + start < H)
             if HAS_RESIDUAL:
                 s = tl.load(S + rows * H + start + cols, mask=mask, other=0.0).to(tl.float32)
             else:
                 s = tl.load(X + rows * stride_x + start + cols, mask=mask, other=0.0).to(tl.float32)
-            _store_normed(
+            y = _store_normed(
                 (s - mean) * rstd, W, B, Y, X, rows, start + cols, mask, H, offset, HAS_WEIGHT, HAS_BIAS, ROUND_XHAT
             )
+            if PARTS > 0:
+                largest = tl.maximum(largest, magnitude_bits(tl.where(mask, y, 0.0)))
+        if PARTS > 0:
+            take_amax(AMAX, largest, PARTS)
     tl.store(Rstd + rows, rstd, mask=row_mask)
     if CENTER:
         tl.store(Mean + rows, mean, mask=row_mask)
@@ -129,7 +137,9 @@ def _store_normed(
         y = xhat * (tl.load(W + cols, mask=cols < H, other=0.0).to(tl.float32) + offset)
     if HAS_BIAS:
         y += tl.load(B + cols, mask=cols < H, other=0.0).to(tl.float32)
-    tl.store(Y + rows * H + cols, y.to(Y.dtype.element_ty), mask=mask)
+    y = y.to(Y.dtype.element_ty)
+    tl.store(Y + rows * H + cols, y, mask=mask)
+    return y
 
 
 @triton.jit
@@ -334,20 +344,23 @@ _PLANS = 1 << 12
 
 
 @functools.lru_cache(maxsize=_PLANS)
-def _fwd_launch(width, M, stride_x, stride_r, has_weight, has_bias, options):
+def _fwd_launch(width, M, stride_x, stride_r, has_weight, has_bias, parts, options):
     eps, offset, center, fp32_weight = options
     block, t = block_of(width), fwd_tile(width, center)
     return Launch(
         norm_fwd_kernel, (_device.cdiv(M, t.rows),),
         M=M, H=width, stride_x=stride_x, stride_r=0 if stride_r is None else stride_r,
         eps=float(eps), offset=float(offset), CENTER=center, HAS_RESIDUAL=stride_r is not None, HAS_WEIGHT=has_weight,
-        HAS_BIAS=has_bias, ROUND_XHAT=not fp32_weight, ONE_TILE=width <= block, ROWS=t.rows, BLOCK=block,
+        HAS_BIAS=has_bias, ROUND_XHAT=not fp32_weight, PARTS=parts, ONE_TILE=width <= block, ROWS=t.rows, BLOCK=block,
         num_warps=t.num_warps,
     )  # fmt: skip
 
 
-def norm_fwd(x, residual, weight, bias, options):
-    """Launch the forward; returns (y, s, mean, rstd), with None for what the `NormOptions` leave out."""
+def norm_fwd(x, residual, weight, bias, options, amax=None):
+    """Launch the forward; returns (y, s, mean, rstd), with None for what the `NormOptions` leave out.
+
+    amax: (1, parts) zeros, or None; its maximum is then that of |y|.
+    """
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
     residual_MH = stride_r = s = None
@@ -365,8 +378,9 @@ def norm_fwd(x, residual, weight, bias, options):
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     mean = torch.empty_like(rstd) if options.center else None
     if M and width:
-        _fwd_launch(width, M, stride_x, stride_r, weight is not None, bias is not None, options)(
-            x, X=x_MH, R=residual_MH, W=weight, B=bias, Y=y, S=s, Mean=mean, Rstd=rstd
+        bits, parts = (None, 0) if amax is None else (amax.view(torch.int32), amax.shape[-1])
+        _fwd_launch(width, M, stride_x, stride_r, weight is not None, bias is not None, parts, options)(
+            x, X=x_MH, R=residual_MH, W=weight, B=bias, Y=y, S=s, Mean=mean, Rstd=rstd, AMAX=bits
         )
     return y, s, mean, rstd
 

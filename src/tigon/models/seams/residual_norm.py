@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_module
 
 from tigon import ops
 from tigon.models.seams.base import PatchedModule, Seam, is_dtensor
-from tigon.models.seams.norm import NormSeam
+from tigon.models.seams.norm import NormSeam, finds_amax
 from tigon.models.seams.rebind import chain, rebind
 
 _FUNCTION = "tigon_add_norm"
@@ -65,8 +65,8 @@ def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         total = residual + x
         return norm(total), total
     seam = norm._tigon_seam
-    weight = getattr(norm, "weight", None)
-    return ops.add_rms_norm(x, residual, weight, seam._eps_of(norm), offset=seam.offset, casting=seam.casting)
+    weight, eps, fp8 = getattr(norm, "weight", None), seam._eps_of(norm), finds_amax(norm)
+    return ops.add_rms_norm(x, residual, weight, eps, offset=seam.offset, casting=seam.casting, **fp8)
 
 
 def _can_fuse(norm: Any, x: Tensor, residual: Tensor) -> bool:

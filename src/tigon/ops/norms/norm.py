@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
+from tigon.ops import known_amax
 from tigon.ops.dispatch import Primitive, check_number
+from tigon.ops.signature import WRITTEN
 
 
 class NormOptions(NamedTuple):
@@ -91,8 +93,9 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
 
 
 def _fwd_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions
-) -> NormResults:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    amax: Tensor | None = None,
+) -> NormResults:  # fmt: skip
     eps, offset, center, fp32_weight = options
     s = x if residual is None else x + residual
     wide = s.to(torch.promote_types(x.dtype, torch.float32))
@@ -116,7 +119,9 @@ def _fwd_reference(
     # A torch.library operator must not return its input, so without a residual it returns no sum. The outputs are
     # contiguous like those of the fake and the kernel.
     s = s if residual is not None else x.new_empty(0)
-    return NormResults(y.to(y_dtype).contiguous(), s.contiguous(), mean.contiguous(), rstd.contiguous())
+    y = y.to(y_dtype)
+    known_amax.search(amax, 0, y)
+    return NormResults(y.contiguous(), s.contiguous(), mean.contiguous(), rstd.contiguous())
 
 
 def _bwd_reference(
@@ -155,8 +160,9 @@ def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 def _fwd_fake(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions
-) -> NormResults:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    amax: Annotated[Tensor | None, WRITTEN] = None,
+) -> NormResults:  # fmt: skip
     y_dtype = x.dtype if options.fp32_weight or weight is None else torch.promote_types(x.dtype, weight.dtype)
     acc = torch.promote_types(x.dtype, torch.float32)
     return NormResults(
