@@ -72,8 +72,9 @@ RUNS = {"1b": ("llama-3.2-1b", 16, 1024, "none"), "8b": ("llama-3.1-8b", 16, 512
 # name -> (rows, columns, by rows, by columns): casts of Llama-3.2-1B and Llama-3.1-8B
 CASTS = {
     "1b input": (16384, 2048, True, True), "1b gated": (16384, 8192, True, True),
-    "1b weight": (8192, 2048, True, False), "1b weight, backward": (8192, 2048, False, True), "8b input, first run": (8192, 4096, True, False),
-    "8b gradient": (8192, 14336, True, True), "8b weight": (14336, 4096, True, True),
+    "1b weight": (8192, 2048, True, False), "1b weight, backward": (8192, 2048, False, True),
+    "8b input, first run": (8192, 4096, True, False), "8b gradient": (8192, 14336, True, True),
+    "8b weight": (14336, 4096, True, True),
 }  # fmt: skip
 TINY_CASTS = {"tiny": (256, 256, True, True)}
 TILES = ((64, 128, 8), (128, 128, 8), (128, 64, 4), (128, 64, 8), (64, 64, 4), (64, 128, 4))
