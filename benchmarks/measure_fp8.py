@@ -57,10 +57,12 @@ ROUNDS, STEPS, WARM_UP_STEPS = 2, 5, 2
 SEARCHING = "fp8 tensorwise searching"
 """As `fp8 tensorwise`, but every FP8 layer looks for the largest magnitudes of its factors, and casts use masks and
 begin with the first tile."""
+ADDING = "add_rms_norm"
+"""The last word of a precision whose model has `tigon.patch(model, add_rms_norm=True)`."""
 # (precision, with CUDA graphs)
 VARIANTS = (
     ("bf16", False), *((f"fp8 {scaling}", False) for scaling in SCALINGS), (SEARCHING, False), ("bf16", True),
-    ("fp8 tensorwise", True),
+    ("fp8 tensorwise", True), (f"bf16 {ADDING}", False), (f"fp8 tensorwise {ADDING}", False),
 )  # fmt: skip
 # name -> (input width, output width) of Llama-3.1-8B's layer, and of a small one.
 SHAPES = {"qo": (4096, 4096), "kv": (4096, 1024), "gate-up": (4096, 14336), "down": (14336, 4096)}
@@ -296,13 +298,14 @@ def predicted(preset: str, batch: int, seq: int, choices: Choices) -> dict[str, 
 
 def prepared(model: Any, precision: str, checkpointing: str, graphs: bool) -> Callable[[], None]:
     """Set the model up for a variant. Returns the function that undoes it."""
-    scaling = "tensorwise" if precision == SEARCHING else precision.partition(" ")[2]
+    scaling = next((word for word in precision.split() if word in SCALINGS), None)
     parts_for = known_amax.parts_for
     cast = fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST
     if precision == SEARCHING:
         known_amax.parts_for = lambda x, tensors: None
         fp8_kernels.WHOLE_TILES = fp8_kernels.LAST_FIRST = False
-    report = tigon.patch_fp8(model, scaling=scaling) if scaling else None
+    reports = [tigon.patch(model, add_rms_norm=True)] if precision.endswith(ADDING) else []
+    reports += [tigon.patch_fp8(model, scaling=scaling)] if scaling else []
     layer_graphs = cuda_graphs.graph(model, recomputes=checkpointing == "full") if graphs else None
     if checkpointing == "full" and not graphs:
         enable(model)
@@ -314,7 +317,7 @@ def prepared(model: Any, precision: str, checkpointing: str, graphs: bool) -> Ca
         model.gradient_checkpointing_disable()
         if layer_graphs is not None:
             layer_graphs.release()
-        if report is not None:
+        for report in reversed(reports):
             report.undo()
         gc.collect()
         if DEVICE == "cuda":
@@ -349,7 +352,7 @@ def predictions(tiny: bool) -> Iterator[dict[str, Any]]:
     if tiny:
         return
     for name, (preset, batch, seq, checkpointing) in RUNS.items():
-        for precision in dict.fromkeys(precision for precision, _ in VARIANTS if precision != SEARCHING):
+        for precision in ("bf16", *(f"fp8 {scaling}" for scaling in SCALINGS)):
             kind, _, scaling = precision.partition(" ")
             options = {"fp8_scaling": scaling} if scaling else {}
             choices = Choices(precision=kind, checkpointing=checkpointing, **options)  # type: ignore[arg-type]

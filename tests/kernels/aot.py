@@ -123,6 +123,7 @@ MORE_CASES = {
     "add_rms_norm": (
         Case(id="hidden-16384", shape=(16, 16384)),
         Case(id="amax", shape=(16, 2048), options={"find_amax": True}),
+        Case(id="fp8", shape=(16, 4096), options={"find_amax": True}),
     ),
     "rope": (
         Case(id="fp8", shape=(2, 32, 16, 128), options={"kv_heads": 8}),
@@ -155,7 +156,7 @@ MORE_CASES = {
     ),
 }
 
-FP8_CASES = frozenset({("rope", "fp8"), ("rope", "fp8-partial")})
+FP8_CASES = frozenset({("add_rms_norm", "fp8"), ("rope", "fp8"), ("rope", "fp8-partial")})
 """FP8 layers compute the inputs of these, so that the backward also finds the largest magnitudes of the gradients."""
 
 # Dimensions before the last enter the products and the grid; a cap leaves the kernels as they are.

@@ -14,7 +14,7 @@ from tigon.models.verification.tiny import tiny_model
 from tigon.ops import fp8_linear, geglu, known_amax, rms_norm, rope, swiglu
 from tigon.ops.glu import glu_bwd, glu_bwd_inplace, glu_fwd
 from tigon.ops.linear import fp8_linear as layer
-from tigon.ops.norms.norm import NormOptions, norm_fwd
+from tigon.ops.norms.norm import NormBackwardOptions, NormOptions, norm_bwd, norm_fwd
 from tigon.ops.rope import RopeLayout, rotate
 from tigon.techniques.checkpointing import enable, replace_function
 from tigon.techniques.mechanisms.recompute import recomputed
@@ -80,6 +80,12 @@ def test_norms_find_the_magnitude_of_what_they_store(
     amax = torch.zeros(1, known_amax.PARTS, device=backend.device)
     got = norm_fwd(x, added if residual else None, weight, None, options, amax)
     want = norm_fwd(x, added if residual else None, weight, None, options)
+    assert same(amax, got[0])
+    assert all(a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, want, strict=True))
+    given = (added, x if residual else None, x, weight, got[3], got[3])
+    backward = NormBackwardOptions(0.0, False, False, True, rows > 3, False)
+    amax = torch.zeros(1, known_amax.PARTS, device=backend.device)
+    got, want = norm_bwd(*given, backward, amax), norm_bwd(*given, backward)
     assert same(amax, got[0])
     assert all(a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, want, strict=True))
 
@@ -257,5 +263,6 @@ def test_whole_model_trains_with_the_same_bits(
     monkeypatch.setattr(known_amax, "parts_for", lambda x, tensors: None)
     assert all(torch.equal(a, b) for a, b in zip(got, gradients(), strict=True))
     layers = len(tiny_model("llama", {}).model.layers)
-    # those of two norms' results, of the gradients of q and k, and of the gated unit's result and two gradients
-    assert len(searched) - fewer == 7 * layers
+    # those of two norms' results, of the gradients of q and k, and of the gated unit's result and two gradients;
+    # of the output projection's gradient if the norm adds it
+    assert len(searched) - fewer == (8 if adds else 7) * layers

@@ -144,12 +144,15 @@ def _store_normed(
 
 @triton.jit
 def norm_bwd_kernel(
-    DY, DS, X, W, Mean, Rstd, DX, DW, DB, M, H, stride_dy, stride_ds, stride_x, offset,
+    DY, DS, X, W, Mean, Rstd, DX, DW, DB, AMAX, M, H, stride_dy, stride_ds, stride_x, offset,
     CENTER: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_XHAT: tl.constexpr,
-    WANT_DX: tl.constexpr, WANT_DW: tl.constexpr, WANT_DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
+    WANT_DX: tl.constexpr, WANT_DW: tl.constexpr, WANT_DB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
 ):  # fmt: skip
-    """dx and partial dw and db of rows up to MAX_BLOCK. Programs are persistent; DW and DB are (programs, H) fp32."""
+    """dx and partial dw and db of rows up to MAX_BLOCK. Programs are persistent; DW and DB are (programs, H) fp32.
+
+    PARTS: the numbers at AMAX, for the largest magnitude of dx; 0: it is not wanted.
+    """
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)[None, :]
     col_mask = cols < H
@@ -157,6 +160,7 @@ def norm_bwd_kernel(
         w = tl.load(W + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
     dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     db = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    largest = tl.zeros([1, BLOCK], dtype=tl.int32)
     for start in tl.range(program * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
         mask = (rows < M) & col_mask
@@ -188,7 +192,13 @@ def norm_bwd_kernel(
                 dx = (g - xhat * (tl.sum(g * xhat, axis=1, keep_dims=True) / H)) * rstd
             if HAS_DS:
                 dx += tl.load(DS + rows * stride_ds + cols, mask=mask, other=0.0).to(tl.float32)
-            tl.store(DX + rows * H + cols, dx.to(DX.dtype.element_ty), mask=mask)
+            dx = dx.to(DX.dtype.element_ty)
+            tl.store(DX + rows * H + cols, dx, mask=mask)
+            if PARTS > 0:
+                bits = magnitude_bits(tl.where(mask, dx, 0.0))
+                largest = tl.maximum(largest, tl.max(bits, axis=0, keep_dims=True))
+    if PARTS > 0:
+        take_amax(AMAX, largest, PARTS)
     if WANT_DW:
         tl.store(DW + program * H + cols, tl.sum(dw, axis=0, keep_dims=True).to(DW.dtype.element_ty), mask=col_mask)
     if WANT_DB:
@@ -307,6 +317,8 @@ BWD_TILES_CENTERED = {
 
 # Tiles for the widths of q and k norms, measured with 10^6 rows.
 NARROW_BWD_TILES = {128: Tile(16, 8, 3, 3), 256: Tile(8, 4, 3, 4)}
+# The widest rows of which the backward finds the largest magnitude in its own pass.
+MOST_WITH_AMAX = 8192
 # (columns of a tile, warps) of the backward's two kernels for rows wider than MAX_BLOCK, measured at 28672.
 WIDE_DX, WIDE_DW = (16384, 16), (512, 1)
 
@@ -388,7 +400,7 @@ def norm_fwd(x, residual, weight, bias, options, amax=None):
 class _Backward:
     """The launches of the backward; see `_PLANS`."""
 
-    def __init__(self, width, M, strides, loaded_bytes, weight_bytes, options, device):
+    def __init__(self, width, M, strides, loaded_bytes, weight_bytes, parts, options, device):
         stride_dy, stride_ds, stride_x = strides
         offset, center, fp32_weight, want_dx, want_dw, want_db = options
         has_ds, has_weight = stride_ds is not None, weight_bytes > 0
@@ -411,7 +423,8 @@ class _Backward:
             self.launch = Launch(
                 norm_bwd_kernel, (self.programs,),
                 M=M, **given, ROUND_XHAT=not fp32_weight, WANT_DX=want_dx, WANT_DW=want_dw, WANT_DB=want_db,
-                ROWS=t.rows, BLOCK=block, STAGES=t.stages, RELOAD_W=reload_w, num_warps=t.num_warps,
+                PARTS=parts, ROWS=t.rows, BLOCK=block, STAGES=t.stages, RELOAD_W=reload_w,
+                num_warps=t.num_warps,
             )  # fmt: skip
         else:
             self.launch_dx = Launch(norm_bwd_dx_wide_kernel, (M,), **given, BLOCK=WIDE_DX[0], num_warps=WIDE_DX[1])
@@ -429,8 +442,11 @@ class _Backward:
 _backward = functools.lru_cache(maxsize=_PLANS)(_Backward)
 
 
-def norm_bwd(dy, ds, x, weight, mean, rstd, options):
-    """Launch the backward; returns (dx, dw, db), with None for what the `NormBackwardOptions` do not want."""
+def norm_bwd(dy, ds, x, weight, mean, rstd, options, amax=None):
+    """Launch the backward; returns (dx, dw, db), with None for what the `NormBackwardOptions` do not want.
+
+    amax: (1, parts) zeros, or None; its maximum is then that of |dx|.
+    """
     _, _, _, want_dx, want_dw, want_db = options
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
@@ -449,8 +465,13 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, options):
     db = parameter.new_empty(width) if want_db else None
     if not (M and width):
         return dx, *(None if grad is None else grad.zero_() for grad in (dw, db))
+    bits, parts = None, 0
+    # The largest magnitudes of wider tiles would spill.
+    searches = amax is not None and width > MOST_WITH_AMAX
+    if amax is not None and want_dx and not searches:
+        bits, parts = amax.view(torch.int32), amax.shape[-1]
     plan = _backward(
-        width, M, (stride_dy, stride_ds, stride_x), loaded_bytes, weight_bytes, options, x.device.index
+        width, M, (stride_dy, stride_ds, stride_x), loaded_bytes, weight_bytes, parts, options, x.device.index
     )  # fmt: skip
     partial_dw, partial_db = dw, db
     summed = (want_dw or want_db) and not plan.alone
@@ -464,7 +485,12 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, options):
         if want_dw or want_db:
             plan.launch_dw(x, DY=dy_MH, X=x_MH, Mean=mean, Rstd=rstd, DW=partial_dw, DB=partial_db)
     else:
-        plan.launch(x, DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, DW=partial_dw, DB=partial_db)
+        plan.launch(
+            x, DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, DW=partial_dw, DB=partial_db,
+            AMAX=bits,
+        )  # fmt: skip
+    if searches and want_dx:
+        torch.linalg.vector_norm(dx, float("inf"), dtype=torch.float32, out=amax[0, 0])
     if summed:
         plan.sum(x, P=partial, Out=dw if want_dw else db, Second=db if want_db else dw)
     return dx, dw, db

@@ -132,6 +132,7 @@ def _bwd_reference(
     mean: Tensor,
     rstd: Tensor,
     options: NormBackwardOptions,
+    amax: Tensor | None = None,
 ) -> NormGradients:  # fmt: skip
     offset, center, fp32_weight, want_dx, want_dw, want_db = options
     acc = rstd.dtype
@@ -146,6 +147,7 @@ def _bwd_reference(
             grad = grad - g.mean(-1, keepdim=True)
         grad = grad * rstd.unsqueeze(-1)
         dx = (grad if ds is None else grad + ds.to(acc)).to(x.dtype)
+        known_amax.search(amax, 0, dx)
     parameter = x if weight is None else weight
     rows = tuple(range(x.ndim - 1))
     rounded = xhat if fp32_weight else xhat.to(x.dtype).to(acc)
@@ -181,6 +183,7 @@ def _bwd_fake(
     mean: Tensor,
     rstd: Tensor,
     options: NormBackwardOptions,
+    amax: Annotated[Tensor | None, WRITTEN] = None,
 ) -> NormGradients:  # fmt: skip
     parameter = x if weight is None else weight
     return NormGradients(

@@ -73,6 +73,7 @@ class AddRMSNorm(torch.autograd.Function):
         y, s, rstd = _normed(x, residual, weight, norm.norm_options(eps, offset, False, fp32_weight), find_amax)
         ctx.save_for_backward(s, weight, rstd)
         ctx.eps, ctx.offset, ctx.fp32_weight = eps, offset, fp32_weight
+        ctx.wanted = known_amax.wanted_for_gradient(x)
         ctx.set_materialize_grads(False)
         return y, s
 
@@ -85,7 +86,10 @@ class AddRMSNorm(torch.autograd.Function):
         if dy is None:
             return (ds if want_dx else None, ds if want_dr else None, None, *others)
         options = norm.norm_backward_options(ctx.offset, False, ctx.fp32_weight, want_dx or want_dr, want_dw, False)
-        dx, dw, _ = norm.norm_bwd(dy, ds, s, weight, rstd, rstd, options)
+        amax = known_amax.parts_for(s, 1) if ctx.wanted and want_dx else None
+        dx, dw, _ = norm.norm_bwd(dy, ds, s, weight, rstd, rstd, options, *(() if amax is None else (amax,)))
+        if amax is not None:
+            known_amax.note(dx, amax[0])
         # x and residual enter only through their sum, so they share one gradient tensor.
         return (dx if want_dx else None, dx if want_dr else None, dw if want_dw else None, *others)
 
