@@ -12,10 +12,17 @@ import tigon
 from tigon.models.seams import fp8 as fp8_seam
 from tigon.models.verification.tiny import tiny_model
 from tigon.ops import fp8_linear, geglu, known_amax, rms_norm, rope, swiglu
-from tigon.ops.glu import glu_bwd, glu_bwd_inplace, glu_fwd
+from tigon.ops.glu import glu_bwd_amax, glu_bwd_inplace, glu_fwd_amax
 from tigon.ops.linear import fp8_linear as layer
-from tigon.ops.norms.norm import NormBackwardOptions, NormOptions, norm_bwd, norm_fwd
-from tigon.ops.rope import RopeLayout, rotate
+from tigon.ops.norms.norm import (
+    NormBackwardOptions,
+    NormOptions,
+    norm_bwd,
+    norm_bwd_amax,
+    norm_fwd,
+    norm_fwd_amax,
+)  # fmt: skip
+from tigon.ops.rope import RopeLayout, rotate, rotate_amax
 from tigon.techniques.checkpointing import enable, replace_function
 from tigon.techniques.mechanisms.recompute import recomputed
 
@@ -48,7 +55,7 @@ def test_kernels_find_the_magnitudes_of_what_they_store(
     if packed:
         gate, up = torch.cat([gate, up], 1), None
     amax = torch.zeros(1, known_amax.PARTS, device=backend.device)
-    y = glu_fwd(gate, up, activation, amax)
+    y = glu_fwd_amax(gate, up, activation, amax)
     assert same(amax, y)
     for inplace in (False, True):
         amax = torch.zeros(1 if packed else 2, known_amax.PARTS, device=backend.device)
@@ -56,7 +63,7 @@ def test_kernels_find_the_magnitudes_of_what_they_store(
             glu_bwd_inplace(dy, gate, up, activation, amax)
             gradients = (gate, up)
         else:
-            gradients = glu_bwd(dy, gate, up, activation, True, not packed, amax)
+            gradients = glu_bwd_amax(dy, gate, up, activation, True, not packed, amax)
         for gradient, parts in zip(gradients, amax, strict=False):
             assert same(parts, gradient)
 
@@ -78,14 +85,14 @@ def test_norms_find_the_magnitude_of_what_they_store(
         x[1, 5] = special
     options = NormOptions(eps, 0.0, False, False)
     amax = torch.zeros(1, known_amax.PARTS, device=backend.device)
-    got = norm_fwd(x, added if residual else None, weight, None, options, amax)
+    got = norm_fwd_amax(x, added if residual else None, weight, None, options, amax)
     want = norm_fwd(x, added if residual else None, weight, None, options)
     assert same(amax, got[0])
     assert all(a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, want, strict=True))
     given = (added, x if residual else None, x, weight, got[3], got[3])
     backward = NormBackwardOptions(0.0, False, False, True, rows > 3, False)
     amax = torch.zeros(1, known_amax.PARTS, device=backend.device)
-    got, want = norm_bwd(*given, backward, amax), norm_bwd(*given, backward)
+    got, want = norm_bwd_amax(*given, backward, amax), norm_bwd(*given, backward)
     assert same(amax, got[0])
     assert all(a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, want, strict=True))
 
@@ -103,7 +110,7 @@ def test_rope_finds_the_magnitudes_of_what_it_stores(
     order = (0, 2, 1) if in_memory == "BTHD" else (0, 1, 2)
     layout = RopeLayout(order, order, 1, interleaved)
     amax = torch.zeros(2, known_amax.PARTS, device=backend.device)
-    got = rotate(q, k, cos, sin, layout, True, amax)
+    got = rotate_amax(q, k, cos, sin, layout, True, amax)
     want = rotate(q, k, cos, sin, layout, True)
     assert all(same(parts, x) for parts, x in zip(amax, got, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

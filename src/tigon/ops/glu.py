@@ -112,19 +112,36 @@ def _bwd_fake(
 
 glu_fwd = Primitive(
     "glu_fwd",
-    "(Tensor gate, Tensor? up, str activation, Tensor(a!)? amax=None) -> Tensor",
+    "(Tensor gate, Tensor? up, str activation) -> Tensor",
     reference=_fwd_reference,
     kernel="tigon.kernels.glu:glu_fwd",
     fake=_fwd_fake,
 )
 glu_bwd = Primitive(
     "glu_bwd",
-    "(Tensor dy, Tensor gate, Tensor? up, str activation, bool want_dgate, bool want_dup, Tensor(a!)? amax=None)"
+    "(Tensor dy, Tensor gate, Tensor? up, str activation, bool want_dgate, bool want_dup) -> (Tensor, Tensor)",
+    reference=_bwd_reference,
+    kernel="tigon.kernels.glu:glu_bwd",
+    fake=_bwd_fake,
+)
+# Their own operators, because torch.compile wraps operators that write to an argument.
+glu_fwd_amax = Primitive(
+    "glu_fwd_amax",
+    "(Tensor gate, Tensor? up, str activation, Tensor(a!) amax) -> Tensor",
+    reference=_fwd_reference,
+    kernel="tigon.kernels.glu:glu_fwd",
+    fake=_fwd_fake,
+)
+"""As `glu_fwd`; the maximum of amax (1, parts), which is 0 before, becomes that of |y|."""
+glu_bwd_amax = Primitive(
+    "glu_bwd_amax",
+    "(Tensor dy, Tensor gate, Tensor? up, str activation, bool want_dgate, bool want_dup, Tensor(a!) amax)"
     " -> (Tensor, Tensor)",
     reference=_bwd_reference,
     kernel="tigon.kernels.glu:glu_bwd",
     fake=_bwd_fake,
 )
+"""As `glu_bwd`; the maximum of a row of amax, which is 0 before, becomes that of a gradient's magnitudes."""
 glu_bwd_inplace = Primitive(
     "glu_bwd_inplace",
     "(Tensor dy, Tensor(a!) gate, Tensor(b!)? up, str activation, Tensor(c!)? amax=None) -> ()",
@@ -158,7 +175,7 @@ class GLU(torch.autograd.Function):
         amax = known_amax.parts_for_result(gate) if find_amax else None
         if amax is None:
             return glu_fwd(gate, up, activation)  # type: ignore[no-any-return]
-        y: Tensor = glu_fwd(gate, up, activation, amax)
+        y: Tensor = glu_fwd_amax(gate, up, activation, amax)
         known_amax.note(y, amax[0])
         return y
 
@@ -177,7 +194,8 @@ class GLU(torch.autograd.Function):
             # If another node saved them after all, autograd's version check raises.
             torch.autograd.graph.increment_version([t for t in (dgate, dup) if t is not None])
         else:
-            dgate, dup = glu_bwd(dy, gate, up, ctx.activation, want_dgate, want_dup, *amax)
+            run = glu_bwd if found is None else glu_bwd_amax
+            dgate, dup = run(dy, gate, up, ctx.activation, want_dgate, want_dup, *amax)
             dgate, dup = dgate if want_dgate else None, dup if want_dup else None
         if found is not None:
             for gradient, parts in zip((dgate, dup), found, strict=False):

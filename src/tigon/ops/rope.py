@@ -86,11 +86,15 @@ def _reference(
     return Rotated(*outputs)
 
 
-def _fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool,
-    amax: Annotated[Tensor | None, WRITTEN] = None,
-) -> Rotated:  # fmt: skip
+def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool) -> Rotated:
     return Rotated(empty_ordered(q, layout.q_order), empty_ordered(k, layout.k_order))
+
+
+def _amax_fake(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool,
+    amax: Annotated[Tensor, WRITTEN],
+) -> Rotated:  # fmt: skip
+    return _fake(q, k, cos, sin, layout, transpose)
 
 
 rotate = Primitive(
@@ -99,6 +103,16 @@ rotate = Primitive(
     kernel="tigon.kernels.rope:rope",
     fake=_fake,
 )
+
+
+# Its own operator, because torch.compile wraps operators that write to an argument.
+rotate_amax = Primitive(
+    "rope_rotate_amax",
+    reference=_reference,
+    kernel="tigon.kernels.rope:rope",
+    fake=_amax_fake,
+)
+"""As `rotate`; the maximum of a row of amax (2, parts), which is 0 before, becomes that of a result's magnitudes."""
 
 
 class Rope(torch.autograd.Function):
@@ -125,9 +139,11 @@ class Rope(torch.autograd.Function):
         layout = ctx.layout
         nothing = given.narrow(layout.heads_dim, 0, 0)
         amax = known_amax.parts_for(given, 2) if any(ctx.wanted) else None
-        found = () if amax is None else (amax,)
-        dq, dk = rotate(dq if want_dq else nothing, dk if want_dk else nothing, cos, sin, layout, True, *found)
-        if amax is not None:
+        given_both = dq if want_dq else nothing, dk if want_dk else nothing
+        if amax is None:
+            dq, dk = rotate(*given_both, cos, sin, layout, True)
+        else:
+            dq, dk = rotate_amax(*given_both, cos, sin, layout, True, amax)
             for gradient, wanted, parts in zip((dq, dk), ctx.wanted, amax, strict=True):
                 if wanted:
                     known_amax.note(gradient, parts)

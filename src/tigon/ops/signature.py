@@ -29,8 +29,8 @@ _SCHEMA_TYPES: dict[Any, str] = {
 }
 SYMBOLIC = "SymInt"
 """`Annotated[int, SYMBOLIC]` declares a size, which torch.compile may leave symbolic."""
-WRITTEN = "Tensor(a!)?"
-"""`Annotated[Tensor | None, WRITTEN]` declares the one tensor that an operator writes to. It may be None."""
+WRITTEN = "Tensor(a!)"
+"""`Annotated[Tensor, WRITTEN]` declares the one tensor that an operator writes to."""
 
 
 class _Value:
@@ -127,23 +127,17 @@ class Signature:
 
     Args:
         function: annotated with tensors, numbers, lists and records. It returns a tensor, or a NamedTuple of tensors.
-            The last parameters may be tensors whose default is None.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         hints = typing.get_type_hints(function, include_extras=True)
-        parameters = inspect.signature(function).parameters
-        self._arguments = _Fields({name: hints[name] for name in parameters})
-        # PyTorch leaves out trailing arguments that have their default.
-        self._optional = sum(parameter.default is None for parameter in parameters.values())
+        self._arguments = _Fields({name: hints[name] for name in inspect.signature(function).parameters})
         returned = hints["return"]
         self._results = returned if field_names(returned) else None
         results = _Fields(typing.get_type_hints(returned)) if self._results else None
         types = [entry.split()[0] for entry in results.schema] if results else [_SCHEMA_TYPES[returned]]
         result = f"({', '.join(types)})" if results else types[0]
-        required = self._arguments.size - self._optional
-        entries = [*self._arguments.schema[:required], *(f"{e}=None" for e in self._arguments.schema[required:])]
-        self.schema = f"({', '.join(entries)}) -> {result}"
+        self.schema = f"({', '.join(self._arguments.schema)}) -> {result}"
 
     def tensor_getters(self) -> list[tuple[int, Callable[[Any], Iterable[Any]]]]:
         """For each argument that holds tensors: its position, and a function that returns them, or None for some."""
@@ -159,8 +153,7 @@ class Signature:
 
     def flatten(self, args: Sequence[Any]) -> list[Any]:
         """The operator's flat arguments."""
-        missing = len(self._arguments.kinds) - len(args)
-        return self._arguments.flatten_all((*args, *[None] * missing) if 0 < missing <= self._optional else args)
+        return self._arguments.flatten_all(args)
 
     def leading_tensors(self) -> int | None:
         """How many arguments there are up to the last tensor; None if a record or a list has tensors."""
@@ -178,13 +171,11 @@ class Signature:
         Compiled models call it with every operator, so it is generated code that names every value, not a loop.
         """
         names = [f"a{i}" for i in range(self._arguments.size)]
-        required = len(names) - self._optional
-        parameters = [*names[:required], *(f"{name}=None" for name in names[required:])]
         left, records = iter(names), list[type]()
         values = [kind.restoring(left, records) for _, kind in self._arguments.kinds]
         scope: dict[str, Any] = {"body": body, "new": tuple.__new__}
         scope |= {f"record_{i}": record for i, record in enumerate(records)}
-        return eval(f"lambda {', '.join(parameters)}: body({', '.join(values)})", scope)  # type: ignore[no-any-return]
+        return eval(f"lambda {', '.join(names)}: body({', '.join(values)})", scope)  # type: ignore[no-any-return]
 
     def results(self, flat: Any) -> Any:
         """The function's NamedTuple, of the operator's results."""

@@ -162,9 +162,8 @@ def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 def _fwd_fake(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
-    amax: Annotated[Tensor | None, WRITTEN] = None,
-) -> NormResults:  # fmt: skip
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions
+) -> NormResults:
     y_dtype = x.dtype if options.fp32_weight or weight is None else torch.promote_types(x.dtype, weight.dtype)
     acc = torch.promote_types(x.dtype, torch.float32)
     return NormResults(
@@ -183,7 +182,6 @@ def _bwd_fake(
     mean: Tensor,
     rstd: Tensor,
     options: NormBackwardOptions,
-    amax: Annotated[Tensor | None, WRITTEN] = None,
 ) -> NormGradients:  # fmt: skip
     parameter = x if weight is None else weight
     return NormGradients(
@@ -191,6 +189,20 @@ def _bwd_fake(
         parameter.new_empty(x.shape[-1:] if options.want_dw else (0,)),
         parameter.new_empty(x.shape[-1:] if options.want_db else (0,)),
     )
+
+
+def _fwd_amax_fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    amax: Annotated[Tensor, WRITTEN],
+) -> NormResults:  # fmt: skip
+    return _fwd_fake(x, residual, weight, bias, options)
+
+
+def _bwd_amax_fake(
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    options: NormBackwardOptions, amax: Annotated[Tensor, WRITTEN],
+) -> NormGradients:  # fmt: skip
+    return _bwd_fake(dy, ds, x, weight, mean, rstd, options)
 
 
 def _complete_fwd(results: Any, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -222,3 +234,20 @@ norm_bwd = Primitive(
     complete=_complete_bwd,
     fake=_bwd_fake,
 )
+# Their own operators, because torch.compile wraps operators that write to an argument.
+norm_fwd_amax = Primitive(
+    "norm_fwd_amax",
+    reference=_fwd_reference,
+    kernel="tigon.kernels.norm:norm_fwd",
+    complete=_complete_fwd,
+    fake=_fwd_amax_fake,
+)
+"""As `norm_fwd`; the maximum of amax (1, parts), which is 0 before, becomes that of |y|."""
+norm_bwd_amax = Primitive(
+    "norm_bwd_amax",
+    reference=_bwd_reference,
+    kernel="tigon.kernels.norm:norm_bwd",
+    complete=_complete_bwd,
+    fake=_bwd_amax_fake,
+)
+"""As `norm_bwd`; the maximum of amax (1, parts), which is 0 before, becomes that of |dx|."""

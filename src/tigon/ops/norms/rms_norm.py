@@ -38,7 +38,7 @@ def _normed(
     if amax is None:
         y, s, _, rstd = norm.norm_fwd(x, residual, weight, None, options)
     else:
-        y, s, _, rstd = norm.norm_fwd(x, residual, weight, None, options, amax)
+        y, s, _, rstd = norm.norm_fwd_amax(x, residual, weight, None, options, amax)
         known_amax.note(y, amax[0])
     return y, s, rstd
 
@@ -89,8 +89,10 @@ class AddRMSNorm(torch.autograd.Function):
             return (ds if want_dx else None, ds if want_dr else None, None, *others)
         options = norm.norm_backward_options(ctx.offset, False, ctx.fp32_weight, want_dx or want_dr, want_dw, False)
         amax = known_amax.parts_for(s, 1) if ctx.wanted and want_dx else None
-        dx, dw, _ = norm.norm_bwd(dy, ds, s, weight, rstd, rstd, options, *(() if amax is None else (amax,)))
-        if amax is not None:
+        if amax is None:
+            dx, dw, _ = norm.norm_bwd(dy, ds, s, weight, rstd, rstd, options)
+        else:
+            dx, dw, _ = norm.norm_bwd_amax(dy, ds, s, weight, rstd, rstd, options, amax)
             known_amax.note(dx, amax[0])
         # x and residual enter only through their sum, so they share one gradient tensor.
         return (dx if want_dx else None, dx if want_dr else None, dw if want_dw else None, *others)
