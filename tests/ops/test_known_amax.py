@@ -145,6 +145,13 @@ def test_rope_finds_magnitudes_only_for_fp8_layers() -> None:
         assert bool(gradient.isfinite().all())
 
 
+def test_operators_of_plain_calls_write_to_no_argument() -> None:
+    """torch.compile would wrap them."""
+    for name in ("norm_fwd", "norm_bwd", "rope_rotate", "glu_fwd", "glu_bwd"):
+        assert not getattr(torch.ops.tigon, name).default._schema.is_mutable
+        assert getattr(torch.ops.tigon, f"{name}_amax").default._schema.is_mutable
+
+
 def test_only_a_whole_view_has_the_magnitude_of_its_base() -> None:
     x = torch.randn(4, 6)
     y = rms_norm(x, find_amax=True)
