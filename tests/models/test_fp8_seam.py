@@ -15,7 +15,10 @@ import tigon
 from helpers import relative_error
 from tigon.errors import OptionError, PatchError
 from tigon.models.fp8 import fp8_options
+from tigon.models.patch import unpatch
 from tigon.models.seams.fp8 import fp8_scaling
+from tigon.models.seams.norm import finds_amax
+from tigon.models.verification.tiny import tiny_model
 from tigon.ops.linear import fp8, fp8_linear
 from tigon.ops.linear.fp8 import SCALINGS
 from tigon.techniques.checkpointing import enable, replace_function
@@ -220,3 +223,26 @@ def test_recomputed_layer_takes_the_first_runs_magnitudes_and_casts_each_weight_
         "cast rows+columns": layers * (inputs + weights), "cast rows+columns of dy": layers * weights,
         "product": layers * (4 * weights - 1),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "marked"),
+    [("llama", {"input_layernorm", "post_attention_layernorm"}),
+     ("gemma3_text", {"input_layernorm", "pre_feedforward_layernorm"}), ("olmo2", set())],
+)  # fmt: skip
+def test_norms_that_fp8_layers_read_find_their_magnitudes(family: str, marked: set[str]) -> None:
+    def finding() -> set[str]:
+        return {path.rpartition(".")[2] for path, module in model.named_modules() if finds_amax(module)}
+
+    model = tiny_model(family, {}).bfloat16()
+    tigon.patch(model)
+    report = tigon.patch_fp8(model, bf16_layers=0, scaling="rowwise")
+    assert not finding()
+    report.undo()
+    report = tigon.patch_fp8(model, bf16_layers=0)
+    assert finding() == marked
+    report.undo()
+    assert not finding()
+    tigon.patch_fp8(model, bf16_layers=0)
+    unpatch(model)
+    assert not finding()

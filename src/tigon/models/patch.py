@@ -27,7 +27,7 @@ from tigon.models.seams.base import (
 from tigon.models.seams.head.lora_head import LoraHeadSeam
 from tigon.models.seams.head.loss import CausalLMSeam, HeadSeam, peel
 from tigon.models.seams.lora import LoraSeam, find_siblings
-from tigon.models.seams.norm import NormSeam
+from tigon.models.seams.norm import NormSeam, mark_finds_amax
 from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
 from tigon.models.spec import (
     ADAPTER_FLAGS,
@@ -197,6 +197,7 @@ def unpatch(model: nn.Module) -> int:
     while modules := [(path, m) for path, m in model.named_modules() if isinstance(m, PatchedModule)]:
         PatchReport("", _changes=[Change(path, m, m._tigon_seam) for path, m in modules]).undo()
         restored.update(path for path, _ in modules)
+    mark_finds_amax(model.modules(), False)
     return len(restored)
 
 

@@ -223,10 +223,16 @@ class Fp8Linear(torch.autograd.Function):
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
     follows = recomputation.current().backward_follows
     if not follows or not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
-        return Fp8Linear.apply(x, weight, bias, scaling)  # type: ignore[no-any-return]
+        return _wanting(Fp8Linear.apply(x, weight, bias, scaling), scaling)
     factors: list[Factors] = []
     saved = _Saved.apply(x, weight, scaling, factors)
-    return Fp8Linear.apply(x, weight, bias, scaling, (saved, factors[0]))  # type: ignore[no-any-return]
+    return _wanting(Fp8Linear.apply(x, weight, bias, scaling, (saved, factors[0])), scaling)
+
+
+def _wanting(y: Tensor, scaling: str) -> Tensor:
+    if scaling == "tensorwise" and y.requires_grad:
+        known_amax.want_for_gradient(y)
+    return y
 
 
 _fp8_linear = Differentiable(
