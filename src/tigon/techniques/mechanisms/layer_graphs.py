@@ -303,12 +303,7 @@ class _Passes:
                 continue
             grad = parameter.grad
             hooks: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-            if grad is None or grad.data_ptr() != own.data_ptr() or any(hooks) or node is None:
-                return False
-            try:
-                if not torch._C._will_engine_execute_node(node):
-                    return False
-            except RuntimeError:  # torch.autograd.grad, which must leave `.grad` alone
+            if grad is None or grad.data_ptr() != own.data_ptr() or any(hooks) or not _accumulates(node):
                 return False
         return True
 
@@ -326,6 +321,14 @@ def _is_unshared(output: Tensor, alias: Tensor) -> bool:
     shares = [unshared, unshared.detach()]
     of_two, of_output = (torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in (shares[0], output))
     return of_output == of_two and alias.data_ptr() == output.data_ptr()
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether the running backward pass adds to the `.grad` of a parameter. node: autograd's node of the parameter."""
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad, which must leave `.grad` alone
+        return False
 
 
 class _Pairs:
@@ -502,9 +505,14 @@ class _Replay(torch.autograd.Function):
         dx = buffers.gradient.buffer.clone()
         buffers.gradient.holds(dx)
         wanted = ctx.needs_input_grad[3 + ctx.n_tensors :]
+        # torch.autograd.grad gives the tensors to its caller, but the next backward pass overwrites the buffers.
         gradients = [
-            None if adds or gradient is None or not want else gradient.detach()
-            for gradient, want in zip(passes.gradients, wanted, strict=True)
+            None
+            if adds or gradient is None or not want
+            else gradient.detach()
+            if _accumulates(node)
+            else gradient.clone()
+            for gradient, want, node in zip(passes.gradients, wanted, nodes, strict=True)
         ]
         first = dx if ctx.needs_input_grad[3] else None
         return None, None, None, first, *[None] * (ctx.n_tensors - 1), *gradients
