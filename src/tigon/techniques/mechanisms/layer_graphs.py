@@ -164,6 +164,8 @@ class _Buffers:
 
     def __init__(self, tensors: list[Tensor], capture: Capture, *, recomputes: bool) -> None:
         self.capture = capture
+        self.latest_layer = -1
+        """The position of the last layer whose graphs share the memory of `capture`."""
         self.hidden = _Held.like(tensors[0]) if recomputes else None
         """The input of a recomputed layer, and after the forward graph its output."""
         self.others = [_Held.like(tensor) for tensor in tensors[1:]]
@@ -197,7 +199,7 @@ class _Passes:
         self.waits = False
         """Whether that pass has not run its backward."""
 
-    def record(self, call: Callable[[list[Tensor]], Tensor], *, recomputes: bool) -> None:
+    def record(self, call: Callable[[list[Tensor]], Tensor], capture: Capture, *, recomputes: bool) -> None:
         """Capture both passes. call: runs the layer."""
         gradient = self.buffers.gradient.buffer
         others = [held.buffer for held in self.buffers.others]
@@ -252,11 +254,11 @@ class _Passes:
             restart()
             backward(to_recompute() if recomputes else kept, adds=adds)
         del kept
-        self.forward, self.activations = self.buffers.capture(forward, lambda: None)
+        self.forward, self.activations = capture(forward, lambda: None)
         restart()
         prepare = to_recompute if recomputes else lambda: self.activations
-        self.backward, _ = self.buffers.capture(backward, prepare)
-        self.adding_backward, _ = self.buffers.capture(functools.partial(backward, adds=True), prepare)
+        self.backward, _ = capture(backward, prepare)
+        self.adding_backward, _ = capture(functools.partial(backward, adds=True), prepare)
         if not recomputes:
             self.output = _Held(self.activations[1].detach())
             self.keeps_output = not _is_unshared(self.activations[1], self.output.buffer)
@@ -424,7 +426,7 @@ class _GraphedLayer:
             return result
 
         try:
-            passes.record(call, recomputes=recomputes)
+            passes.record(call, self._capture(buffers), recomputes=recomputes)
         except RuntimeError as error:
             raise RecipeError(
                 f"{KEY}: {type(layer).__name__} cannot be captured as a CUDA graph "
@@ -433,6 +435,18 @@ class _GraphedLayer:
         if before is not None:
             before.successor = passes
         return passes
+
+    def _capture(self, buffers: _Buffers) -> Capture:
+        """The capture whose memory the layer's graphs may use.
+
+        The backward graph of a later layer overwrites memory that was free when it was captured. If this layer was
+        skipped then, its activations must not lie there.
+        """
+        position = self._graphs.layers.index(self)
+        if not self._graphs.recomputes and position < buffers.latest_layer:
+            return self._graphs.new_capture()
+        buffers.latest_layer = position
+        return buffers.capture
 
 
 def _without_keywords(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
