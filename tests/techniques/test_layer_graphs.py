@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from graphed_layers import graphed, ids_of, model_of, on_each_device, recomputed
 from torch import Tensor, nn
 
 import tigon
+from benchmarks.eager_capture import eager_capture
 from tigon.errors import RecipeError
 from tigon.techniques import cuda_graphs
-from tigon.techniques.mechanisms.layer_graphs import MOST_SHAPES
+from tigon.techniques.mechanisms.layer_graphs import MOST_SHAPES, Capture, CudaCapture, _Held
 
 
 @on_each_device
@@ -36,6 +39,138 @@ def test_forwards_before_their_backwards_keep_their_own_inputs(device: str, reco
         losses[1].backward()
         results.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def _between(model: Any, change: Any) -> None:
+    """Change the input of the second layer."""
+    layer = model.model.layers[1]
+    function = vars(layer).get("_gradient_checkpointing_func")
+    if function is None:
+        layer.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
+    else:
+        layer._gradient_checkpointing_func = lambda run, x, *args: function(run, change(x), *args)
+
+
+@on_each_device
+@recomputed_or_not
+@pytest.mark.parametrize("change", [lambda x: 2 * x, lambda x: x.mul_(2)], ids=["another tensor", "in place"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_input_that_changes_between_layers_is_read(device: str, recomputes: bool, change: Any, captured: bool) -> None:
+    got, want = graphed(device, recomputes)[0], model_of(device, recomputes)
+    if captured:
+        train(got, device, steps=1)
+        got.load_state_dict(want.state_dict())
+        got.zero_grad()
+    for model in (got, want):
+        _between(model, change)
+    pairs = zip(train(got, device), train(want, device), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@on_each_device
+def test_layers_read_the_output_of_the_layer_before_without_a_copy(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[bool] = []
+    plain = _Held.fill
+
+    def watched(self: _Held, tensor: Tensor) -> None:
+        copies.append(tensor.ndim == 3 and tensor.shape[-1] == 32 and not self.has(tensor))
+        plain(self, tensor)
+
+    model, graphs = graphed(device, recomputes=False)
+    train(model, device, steps=1)
+    passes = [next(iter(layer.passes.values())) for layer in graphs.layers]
+    assert all(after.input is before.output for before, after in itertools.pairwise(passes))
+    monkeypatch.setattr(_Held, "fill", watched)
+    ids = ids_of(2, 16, 0, device)
+    model(input_ids=ids, labels=ids)
+    assert sum(copies) == 1  # the embeddings
+
+
+def _ends_in_tanh(model: Any) -> None:
+    """Let the first layer return the tanh of its output, within its graphs if it has any."""
+    layer = model.model.layers[0]
+    function = vars(layer).get("_gradient_checkpointing_func")
+    if function is None:
+        layer.register_forward_hook(lambda _, args, output: output.tanh())
+        return
+
+    def ending(run: Any, x: Tensor) -> Any:
+        work = functools.partial(lambda *args, **options: run.func(*run.args, *args, **options).tanh(), **run.keywords)
+        return function(work, x)
+
+    layer._gradient_checkpointing_func = ending
+
+
+@on_each_device
+def test_output_that_its_layer_needs_is_not_the_input_of_the_next_layer(device: str) -> None:
+    """The backward pass of tanh reads the result of tanh."""
+    got, graphs = graphed(device, recomputes=False)
+    want = model_of(device, recomputes=False)
+    for model in (got, want):
+        _ends_in_tanh(model)
+    train(got, device, steps=1)
+    passes = [next(iter(layer.passes.values())) for layer in graphs.layers]
+    assert [one.keeps_output for one in passes] == [True, False, False]
+    assert [after.input is before.output for before, after in itertools.pairwise(passes)] == [False, True]
+    got.load_state_dict(want.state_dict())
+    got.zero_grad()
+    for model in (got, want):
+        _between(model, lambda x: 2 * x)
+    pairs = zip(train(got, device), train(want, device), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@on_each_device
+def test_output_is_not_overwritten_while_the_next_layer_needs_it(device: str) -> None:
+    """The first layer's backward pass is over before that of the other layers, and another forward pass comes."""
+    results = []
+    for model in (graphed(device, recomputes=False)[0], model_of(device, recomputes=False)):
+        states: list[Tensor] = []
+        _between(model, lambda x, into=states: into.append(x) or x)
+        weight = model.model.layers[0].mlp.up_proj.weight
+        for _ in range(2):  # the first one captures
+            model.zero_grad()
+            ids, others = ids_of(2, 16, 0, device), ids_of(2, 16, 1, device)
+            first = model(input_ids=ids, labels=ids).loss
+            (share,) = torch.autograd.grad(states[-1].sin().sum(), [weight], retain_graph=True)
+            second = model(input_ids=others, labels=others).loss
+            first.backward()
+            second.backward()
+        results.append([share, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def _skip(model: Any) -> Any:
+    """Skip the second layer. Returns what undoes it."""
+    layer = model.model.layers[1]
+    function = vars(layer).get("_gradient_checkpointing_func")
+    if function is None:
+        return layer.register_forward_hook(lambda _, args, output: args[0]).remove
+    layer._gradient_checkpointing_func = lambda run, x, *args: x
+    return lambda: setattr(layer, "_gradient_checkpointing_func", function)
+
+
+@on_each_device
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_layer_that_the_first_step_skips_gets_memory_of_its_own(device: str, recomputes: bool) -> None:
+    """The backward graph of the last layer overwrites memory that was free when it was captured."""
+    captures: list[Capture] = []
+
+    def new_capture() -> Capture:
+        captures.append(CudaCapture() if device == "cuda" else eager_capture)
+        return captures[-1]
+
+    got, want = (model_of(device, recomputes) for _ in range(2))
+    cuda_graphs.graph(got, recomputes=recomputes, new_capture=new_capture)
+    for model in (got, want):
+        undo = _skip(model)
+        train(model, device, steps=1)
+        undo()
+    pairs = zip(train(got, device), train(want, device), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert len(captures) == (1 if recomputes else 2)
 
 
 @on_each_device

@@ -207,6 +207,10 @@ CODES: Mapping[str, Code] = {
         Code(name="tigon-graphs-fused", meaning="`tigon-graphs` with `train.gradient_accumulation_fusion`",
              prepare=_tigon, kernels="tigon", ours=True, finish=_in_fused_graphs,
              choices={"cuda_graphs": True, "accumulation_fusion": True}),
+        Code(name="tigon-graphs-fused-add", meaning="`tigon-graphs-fused` with `tigon.patch(model, "
+             "add_rms_norm=True)`; the planner's predictions are those of `tigon-graphs-fused`",
+             prepare=_tigon_add, kernels="tigon", ours=True, finish=_in_fused_graphs,
+             choices={"cuda_graphs": True, "accumulation_fusion": True}),
     )
 }  # fmt: skip
 
