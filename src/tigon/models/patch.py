@@ -197,10 +197,10 @@ def unpatch(model: nn.Module) -> int:
     Raises:
         PatchError: a module was wrapped after the patch. Nothing was undone.
     """
-    restored: set[str] = set()
+    restored: set[str] = set()  # those that a report names
     while modules := [(path, m) for path, m in model.named_modules() if isinstance(m, PatchedModule)]:
+        restored.update(path for path, m in modules if m._tigon_seam.reported)
         PatchReport("", _changes=[Change(path, m, m._tigon_seam) for path, m in modules]).undo()
-        restored.update(path for path, _ in modules)
     return len(restored)
 
 
