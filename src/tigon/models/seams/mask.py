@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar
@@ -40,7 +40,8 @@ class MaskSeam(Seam):
     reported: ClassVar[bool] = False
 
     def candidate(self, module: nn.Module) -> bool:
-        return next(_mask_functions(type(module)), None) is not None and makes_consecutive_positions(type(module))
+        forward: Any = type(module).forward
+        return bool(_mask_functions(forward)) and _makes_consecutive_positions(forward)
 
     def objection(self, module: nn.Module) -> str | None:
         return None
@@ -48,7 +49,7 @@ class MaskSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain_forward: Any = base.forward
         rebuilt = plain_forward
-        for name, function in list(_mask_functions(base)):
+        for name, function in _mask_functions(plain_forward):
             owner = owner_of(rebuilt, name)
             assert owner is not None
             rebuilt = rebind(rebuilt, owner, {name: _without_positions(function)})
@@ -64,22 +65,25 @@ class MaskSeam(Seam):
         return {"forward": forward}
 
 
-def _mask_functions(cls: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
-    """Name and value of every mask function of transformers with positions that the class's forward calls."""
-    for name in names_of(cls.forward):
-        owner = owner_of(cls.forward, name) if "mask" in name else None
+@functools.cache
+def _mask_functions(forward: FunctionType) -> tuple[tuple[str, FunctionType], ...]:
+    """Name and value of every mask function of transformers with positions that a class's forward calls."""
+    found = []
+    for name in names_of(forward):
+        owner = owner_of(forward, name) if "mask" in name else None
         function = None if owner is None else owner.__globals__[name]
-        if isinstance(function, FunctionType) and function.__module__ == _MASKS:
-            if "position_ids" in inspect.signature(function).parameters:
-                yield name, function
+        if not isinstance(function, FunctionType) or function.__module__ != _MASKS:
+            continue
+        if "position_ids" in inspect.signature(function).parameters:
+            found.append((name, function))
+    return tuple(found)
 
 
 @functools.cache
-def makes_consecutive_positions(cls: type[nn.Module]) -> bool:
-    """Whether the source of the class's forward makes 0, 1, 2 ... for each row if it is given no positions."""
-    name, _ = next(_mask_functions(cls))
-    owner: Any = owner_of(cls.forward, name)
-    if "position_ids" not in inspect.signature(cls.forward).parameters:
+def _makes_consecutive_positions(forward: FunctionType) -> bool:
+    """Whether the source of a class's forward makes 0, 1, 2 ... for each row if it is given no positions."""
+    owner: Any = owner_of(forward, _mask_functions(forward)[0][0])
+    if "position_ids" not in inspect.signature(forward).parameters:
         return False
     try:
         source = inspect.getsource(owner)
