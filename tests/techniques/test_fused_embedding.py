@@ -67,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied in bf16": {"tie_word_embeddings": True, "dtype": torch.bfloat16},
     "autocast": {"tie_word_embeddings": True, "autocast": True},
     "padding and positions": {"family": "gpt2"},
+    "scaled": {"family": "gemma3_text", "dtype": torch.bfloat16, "tie_word_embeddings": True},
 }
 
 
@@ -107,15 +108,15 @@ def test_padding_token_gets_no_gradient() -> None:
 
 
 def test_embeddings_that_pytorch_treats_in_its_own_way_are_left_alone() -> None:
-    class Scaled(nn.Embedding):
-        def forward(self, input: Tensor) -> Tensor:
-            return 2 * super().forward(input)
+    class Doubled(nn.Embedding):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return 2 * super().forward(input_ids)
 
     frozen = nn.Embedding(9, 4).requires_grad_(False)
     others = [
         nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4, max_norm=1.0), nn.Embedding(9, 4, scale_grad_by_freq=True),
     ]  # fmt: skip
-    assert fuse_embeddings(nn.ModuleList([frozen, *others, Scaled(9, 4)])) == 0
+    assert fuse_embeddings(nn.ModuleList([frozen, *others, Doubled(9, 4)])) == 0
 
 
 def test_second_derivatives_are_pytorchs() -> None:
