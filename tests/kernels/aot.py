@@ -55,7 +55,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tigon.kernels import chips
-from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, known_amax, lm_head
+from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, gradient_sums, known_amax, lm_head
 
 ALL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -306,6 +306,31 @@ def backward(op: Op, inputs: dict[str, Any], wanted: Iterable[str], of_fp8_layer
     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 
 
+def accumulated(grad_dtype: torch.dtype, dtype: torch.dtype, width: int) -> None:
+    """What gradient accumulation fusion adds to a gradient; no op's backward does it without a `.grad`."""
+    grad, scale = torch.zeros(MAX_ROWS, width, dtype=grad_dtype), torch.ones(())
+    for x_dtype in {dtype, torch.float32}:
+        gradient_sums.add_scaled_(grad, grad.to(x_dtype), scale)
+    ids = torch.arange(MAX_ROWS, device="cpu") // 2
+    gradient_sums.add_rows_(grad, torch.zeros(MAX_ROWS, width, dtype=dtype), ids, -1)
+
+
+def record_accumulation(dtype: str, targets: list[str]) -> Iterator[Launch]:
+    """The launches of the additions to a gradient of the dtype, and to one in fp32."""
+    own: torch.dtype = getattr(torch, dtype)
+    for grad_dtype in {own, torch.float32}:
+        for width in (2048, 20):
+            found: list[dict[str, Any]] = []
+            with recording(targets, found):
+                accumulated(grad_dtype, own, width)
+            for launch in found:
+                yield Launch(ACCUMULATION, f"hidden-{width}", dtype, aligned=width > 20, whole=True, **launch)
+
+
+ACCUMULATION = "accumulation fusion"
+"""The name under which its launches appear; it is no op."""
+
+
 def is_aligned(case: Case) -> bool:
     """Whether a case has the rows of a model, which start at a multiple of 16 bytes."""
     return case.shape[-1] % 16 == 0 and (not case.small or case.shape[-1] >= 1024)
@@ -388,7 +413,8 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
                 for case in sorted((*op.cases, *MORE_CASES.get(op.name, ())), key=lambda case: -math.prod(case.shape))
                 if thorough or not case.small
             )
-            launches = distinct(x for op, case in cases for x in record(op, case, dtype, chosen))
+            of_ops = (x for op, case in cases for x in record(op, case, dtype, chosen))
+            launches = distinct((*of_ops, *record_accumulation(dtype, chosen)))
             for name in chosen:
                 here = [launch for launch in launches if launch.target == name and (thorough or launch.whole)]
                 if every:

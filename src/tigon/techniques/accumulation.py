@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
@@ -32,6 +33,7 @@ def fuses(choices: Choices) -> bool:
 
 def _fuse(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     fuse_linears(model)
+    fuse_embeddings(model)
     return model
 
 
