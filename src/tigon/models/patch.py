@@ -22,6 +22,7 @@ from tigon.models.seams.base import (
     instance_objection,
     package_of,
     replaced_by_package_reason,
+    seams_of,
     vendor,
 )
 from tigon.models.seams.head.lora_head import LoraHeadSeam
@@ -29,6 +30,7 @@ from tigon.models.seams.head.loss import CausalLMSeam, HeadSeam, peel
 from tigon.models.seams.lora import LoraSeam, find_siblings
 from tigon.models.seams.norm import NormSeam
 from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
+from tigon.models.seams.sink_attention import SinkAttentionSeam
 from tigon.models.spec import (
     ADAPTER_FLAGS,
     ADAPTER_SEAMS,
@@ -78,6 +80,7 @@ def patch(
     experts: bool | None = None,
     router: bool | None = None,
     add_rms_norm: bool | None = None,
+    sink_attention: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
     **unknown: bool | None,
@@ -98,6 +101,7 @@ def patch(
         router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
+        sink_attention: only if True: eager attention with a sink per head, without the scores of all pairs of tokens.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 
@@ -123,6 +127,7 @@ def patch(
         "experts": experts,
         "router": router,
         "add_rms_norm": add_rms_norm,
+        "sink_attention": sink_attention,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
     }
@@ -147,6 +152,8 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         _decide_layers(model, spec, flag, flags[flag], decision)
     if flags["add_rms_norm"]:
         _decide_residual_norms(model, decision)
+    if flags["sink_attention"]:
+        _decide_sinks(model, True, decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
     # Few models have adapters, so a flag for them that was left out asks for nothing.
@@ -160,10 +167,9 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         )
     changed_ids = {id(change.module) for change in decision.changes}
     # A module that another flag's seam fits is not left alone. The adapter of a head is, as far as the loss goes: the
-    # loss is not fused.
-    decision.refused = [
-        entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in LOSS_FLAGS
-    ]
+    # loss is not fused. So is an attention that has the rotary embedding's op.
+    kept = (*LOSS_FLAGS, SinkAttentionSeam.flag)
+    decision.refused = [entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in kept]
     _apply_all(model, decision.changes)
     return _report(model, spec, decision, flags)
 
@@ -276,6 +282,22 @@ def _decide_residual_norms(model: nn.Module, decision: _Decision) -> None:
         reasons = decision.reasons(seam.flag) or "no layer adds the residual right before a norm"
         raise PatchError(
             f"add_rms_norm=True, but {reasons}. Nothing was changed; leave add_rms_norm out, or pass False."
+        )
+
+
+def _decide_sinks(model: nn.Module, on: bool | None, decision: _Decision) -> None:
+    """Give eager attention with sinks its op; the same modules may have or get that of the rotary embedding."""
+    seam = SinkAttentionSeam()
+    accepted = False
+    for path, module in model.named_modules():
+        if seam in seams_of(module):
+            accepted = True
+        elif seam.candidate(module):
+            accepted = _judge(path, module, [seam], decision) or accepted
+    if on and not accepted:
+        reasons = decision.reasons(seam.flag) or "no attention has sinks"
+        raise PatchError(
+            f"sink_attention=True, but {reasons}. Nothing was changed; leave sink_attention out, or pass False."
         )
 
 
