@@ -46,7 +46,7 @@ def test_step_is_the_same_and_a_causal_mask_is_not_passed_on(padded: bool) -> No
     model = model_of()
     inputs = {"attention_mask": (torch.arange(12) >= torch.tensor([[0], [5]])).long()} if padded else {}
     want = step(model, **inputs)
-    report = tigon.patch(model, sink_attention=True)
+    report = tigon.patch(model)
     assert report.counts["sink_attention"] == report.counts["rope"] == 2
     with patch.object(op, "sink_attention", wraps=op.sink_attention) as called:
         assert_close(step(model, **inputs), want)
@@ -57,7 +57,7 @@ def test_step_is_the_same_and_a_causal_mask_is_not_passed_on(padded: bool) -> No
 def test_undo_restores_both_seams_of_an_attention_and_not_one_below_another() -> None:
     model = model_of()
     classes = [type(m) for m in model.modules()]
-    first = tigon.patch(model)
+    first = tigon.patch(model, sink_attention=False)
     second = tigon.patch(model, sink_attention=True)
     assert second.counts == {"sink_attention": 2}
     with pytest.raises(PatchError, match="patched again"):
@@ -65,14 +65,14 @@ def test_undo_restores_both_seams_of_an_attention_and_not_one_below_another() ->
     second.undo()
     first.undo()
     assert [type(m) for m in model.modules()] == classes
-    tigon.patch(model, sink_attention=True).undo()
+    tigon.patch(model).undo()
     assert [type(m) for m in model.modules()] == classes
 
 
 def test_generation_with_a_cache_keeps_the_function_of_the_model() -> None:
     model = model_of().eval()
     want = model.generate(IDS[:, :4], max_new_tokens=4, do_sample=False)
-    tigon.patch(model, sink_attention=True)
+    tigon.patch(model)
     assert torch.equal(model.generate(IDS[:, :4], max_new_tokens=4, do_sample=False), want)
 
 
@@ -83,6 +83,9 @@ def test_model_without_sinks_or_without_eager_attention_refuses_the_flag() -> No
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(PatchError, match="its attention is flex_attention"):
         tigon.patch(model, sink_attention=True)
+    report = tigon.patch(model)
+    assert "sink_attention" not in report.counts
+    assert any("flex_attention" in entry.reason for entry in report.left_alone if entry.op == "sink_attention")
 
 
 def test_mask_is_read_once_until_it_changes() -> None:

@@ -40,6 +40,7 @@ from tigon.models.spec import (
     LAYER_FLAGS,
     LOSS_FLAGS,
     OPTIONAL_FLAGS,
+    SINKS_BY_DEFAULT,
     PatchSpec,
 )
 from tigon.models.structure import structural_row
@@ -101,7 +102,7 @@ def patch(
         router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
-        sink_attention: only if True: eager attention with a sink per head, without the scores of all pairs of tokens.
+        sink_attention: eager attention with a sink per head, as in GPT-OSS, without the scores of all pairs of tokens.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 
@@ -152,8 +153,8 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         _decide_layers(model, spec, flag, flags[flag], decision)
     if flags["add_rms_norm"]:
         _decide_residual_norms(model, decision)
-    if flags["sink_attention"]:
-        _decide_sinks(model, True, decision)
+    if flags["sink_attention"] or (SINKS_BY_DEFAULT and flags["sink_attention"] is None):
+        _decide_sinks(model, flags["sink_attention"], decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
     # Few models have adapters, so a flag for them that was left out asks for nothing.

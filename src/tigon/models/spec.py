@@ -20,7 +20,9 @@ ADAPTER_FLAGS = ("lora",)
 EXPERT_FLAGS = ("experts", "router")
 EXPERTS_BY_DEFAULT = True
 """Whether `experts=None` and `router=None` run the ops for every module that they serve."""
-# Models need no module for them. add_rms_norm and sink_attention are off unless they are True.
+SINKS_BY_DEFAULT = True
+"""Whether `sink_attention=None` runs the op for every eager attention with sinks."""
+# Models need no module for them. add_rms_norm is off unless it is True.
 OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm", "sink_attention")
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 

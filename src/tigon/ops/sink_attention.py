@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops.dispatch import Primitive, check_dtype, check_number, check_whole, first_order
+from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, check_number, check_whole, first_order
 from tigon.ops.lm_head import no_autocast, product_dtype
 
 # B batch, h query heads, g key heads, T tokens, D head width.
@@ -206,6 +206,13 @@ class SinkAttention(torch.autograd.Function):
         return *(x.transpose(1, 2) for x in (dq, dk, dv)), dsinks if want_sinks else None, None, None, None
 
 
+_sink_attention = Differentiable(
+    "sink_attention",
+    SinkAttention.apply,
+    "(Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor? mask, int window, float scale) -> Tensor",
+)
+
+
 def sink_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float, mask: Tensor | None = None, window: int = 0
 ) -> Tensor:
@@ -250,4 +257,5 @@ def sink_attention(
         mask = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, MASKED)
     if mask is not None:
         mask = mask.detach().clamp(min=MASKED).to(dtype)
-    return SinkAttention.apply(q, k, v, sinks, mask, int(window), float(scale))  # type: ignore[no-any-return]
+    run = _sink_attention if torch.compiler.is_compiling() else SinkAttention.apply
+    return run(q, k, v, sinks, mask, int(window), float(scale))  # type: ignore[no-any-return]
