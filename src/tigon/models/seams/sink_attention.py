@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.seams.rebind import owner_of, rebind
 from tigon.models.verification import probe
-from tigon.ops import sink_attention as op
 from tigon.ops.lm_head import may_wait
+from tigon.ops.sink_attention import MASKED, causal_mask
 
 _FUNCTION = "eager_attention_forward"
 _HEADS, _KEY_HEADS, _TOKENS, _SCALE = 4, 2, 6, 0.3
@@ -68,7 +69,7 @@ def _attend(
     assert attention_mask is not None
     window = more.get("sliding_window") or 0
     mask = None if is_causal(attention_mask, window) else attention_mask
-    return op.sink_attention(query, key, value, module.sinks, scale=scaling, mask=mask, window=window), None
+    return ops.sink_attention(query, key, value, module.sinks, scale=scaling, mask=mask, window=window), None
 
 
 _causal: Any = WeakTensorKeyDictionary()
@@ -84,9 +85,9 @@ def is_causal(mask: Tensor, window: int) -> bool:
         return False
     known = _causal.get(mask)
     if known is None or known[:2] != (mask._version, window):
-        seen = op.causal_mask(mask.shape[-1], window, mask.device)
-        expected = torch.zeros(seen.shape, dtype=mask.dtype, device=mask.device).masked_fill_(~seen, op.MASKED)
-        same = torch.equal(mask.clamp(min=op.MASKED), expected.expand_as(mask))
+        seen = causal_mask(mask.shape[-1], window, mask.device)
+        expected = torch.zeros(seen.shape, dtype=mask.dtype, device=mask.device).masked_fill_(~seen, MASKED)
+        same = torch.equal(mask.clamp(min=MASKED), expected.expand_as(mask))
         _causal[mask] = known = (mask._version, window, same)
     return bool(known[2])
 
@@ -108,7 +109,7 @@ def _disagreement(original: Any) -> str | None:
 
     def measure() -> str | None:
         for window in (0, 2):
-            seen = op.causal_mask(_TOKENS, window, torch.device("cpu")).expand(2, 1, -1, -1).clone()
+            seen = causal_mask(_TOKENS, window, torch.device("cpu")).expand(2, 1, -1, -1).clone()
             for padded in (False, True):
                 seen[1, :, :, 0] &= not padded
                 mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)

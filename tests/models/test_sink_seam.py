@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import tigon
+from tigon import ops
 from tigon.errors import PatchError
 from tigon.models.seams import sink_attention as seam
 from tigon.models.table import MODELS
 from tigon.models.verification.tiny import tiny_model
-from tigon.ops import sink_attention as op
+from tigon.ops.sink_attention import causal_mask
 
 IDS = 1 + torch.arange(24).view(2, 12) % 60
 
@@ -48,7 +49,7 @@ def test_step_is_the_same_and_a_causal_mask_is_not_passed_on(padded: bool) -> No
     want = step(model, **inputs)
     report = tigon.patch(model)
     assert report.counts["sink_attention"] == report.counts["rope"] == 2
-    with patch.object(op, "sink_attention", wraps=op.sink_attention) as called:
+    with patch.object(ops, "sink_attention", wraps=ops.sink_attention) as called:
         assert_close(step(model, **inputs), want)
     assert [call.kwargs["window"] for call in called.call_args_list] == [4, 0]
     assert [call.kwargs["mask"] is not None for call in called.call_args_list] == [padded] * 2
@@ -89,7 +90,7 @@ def test_model_without_sinks_or_without_eager_attention_refuses_the_flag() -> No
 
 
 def test_mask_is_read_once_until_it_changes() -> None:
-    mask = torch.zeros(1, 1, 5, 5).masked_fill_(~op.causal_mask(5, 0, torch.device("cpu")), -torch.inf)
+    mask = torch.zeros(1, 1, 5, 5).masked_fill_(~causal_mask(5, 0, torch.device("cpu")), -torch.inf)
     assert seam.is_causal(mask, 0) and not seam.is_causal(mask, 3) and seam.is_causal(mask, 5)
     with patch.object(torch, "equal", side_effect=AssertionError):
         assert seam.is_causal(mask, 5)
