@@ -2,7 +2,7 @@
 
 transformers has no scaled-dot-product attention for such models. Their forward calls `eager_attention_forward` of the
 modeling module, so it is rebuilt with the op under this name (`rebind.py`). A call keeps the module's function if it
-has a cache of keys, dropout, or asks for the weights.
+has a cache of keys, values of another width, dropout, or asks for the weights.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _attend(
 ) -> Any:  # fmt: skip
     """The arguments are those of transformers' function."""
     tensors = (query, key, value, module.sinks)
-    served = attention_mask is not None and attention_mask.is_floating_point() and query.shape[2] == key.shape[2]
+    served = attention_mask is not None and attention_mask.is_floating_point()
+    served = served and key.shape == value.shape == (query.shape[0], key.shape[1], *query.shape[2:])
     if not served or dropout or more.get("output_attentions") or any(map(is_dtensor, tensors)):
         return original(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more)
     assert attention_mask is not None
