@@ -40,7 +40,11 @@ transformers = importlib.import_module("transformers")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS, WARM_UPS = 5, 2
-RUNS: tuple[tuple[tuple[str, ...], bool], ...] = ((("linear",), False), (("linear",), True), (("linear", "experts"), True))
+RUNS: tuple[tuple[tuple[str, ...], bool], ...] = (
+    (("linear",), False),
+    (("linear",), True),
+    (("linear", "experts"), True),
+)
 """(what has adapters, whether attention is the op)."""
 TINY = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -130,8 +134,9 @@ def measured(model: Any, targets: tuple[str, ...], sinks: bool, tiny: bool) -> d
     median_ms = statistics.median(ms for ms, _ in steps[WARM_UPS:])
     peak_bytes = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
     return {
-        "adapters": targets, "sink_attention": sinks, "seq": seq, "trained": sum(p.numel() for p in trained), "ms": median_ms,
-        "tokens_per_s": 1e3 * seq / median_ms, "peak_bytes": peak_bytes, "losses": [loss for _, loss in steps],
+        "adapters": targets, "sink_attention": sinks, "seq": seq,
+        "trained": sum(p.numel() for p in trained), "ms": median_ms, "tokens_per_s": 1e3 * seq / median_ms,
+        "peak_bytes": peak_bytes, "losses": [loss for _, loss in steps],
         "all_ms": [ms for ms, _ in steps], "predicted": predicted(model.config, targets, seq) if sinks else None,
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Eager attention with a sink per head as an op: results, gradients, masks, and calls that keep the model's function."""
+"""Eager attention with a sink per head as an op: results, gradients, masks, and calls that keep the own function."""
 
 from __future__ import annotations
 

@@ -245,8 +245,8 @@ def sink_attention(
     shared = q.ndim == 4 and k.ndim == 4 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not shared or k.shape != v.shape or k.shape != (q.shape[0], k.shape[1], *q.shape[2:]):
         raise ShapeError(
-            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; they must be (B, h, T, D), (B, g, T, D) "
-            "and (B, g, T, D), and g must divide h."
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; they must be (B, h, T, D) and twice "
+            "(B, g, T, D), and g must divide h."
         )
     if sinks.shape != q.shape[1:2]:
         raise ShapeError(f"sinks is {tuple(sinks.shape)}; it must be {tuple(q.shape[1:2])}, one per head of q.")

@@ -39,7 +39,7 @@ class RouterSeam(Seam):
     fp32_logits: bool = False
     """The logits are cast to fp32 after the product, and the weights to the dtype of the hidden states."""
     index_first: bool = False
-    """The forward returns the experts, the weights and the logits. Otherwise the logits come first, the experts last."""
+    """The forward returns the experts, the weights and the logits. Otherwise the logits are first, the experts last."""
 
     def candidate(self, module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)
