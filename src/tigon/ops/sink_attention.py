@@ -2,9 +2,9 @@
 
     s_ij = scale · <q_i, k_j> + mask_ij      p_ij = exp(s_ij) / (exp(sink) + Σ_j exp(s_ij))      o_i = Σ_j p_ij v_j
 
-transformers adds the sink as a column, so that rows of T + 1 scores are no multiple of 16 bytes, and moves all scores
-through memory about ten times in the forward. Here PyTorch's fused kernels compute attention without a sink, o° and the
-log-sum-exp l, and the sink is put in afterwards:
+transformers adds the sink as a column of scores. 16 bytes do not divide such rows, and all scores move through memory
+about ten times in the forward. Here PyTorch's fused kernels compute attention without a sink, o° and the log-sum-exp l.
+The sink is put in afterwards:
 
     L_i = log(exp(l_i) + exp(sink))          o_i = exp(l_i − L_i) · o°_i
 
