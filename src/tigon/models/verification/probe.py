@@ -91,9 +91,9 @@ def disagreement(
 
     def measure() -> str | None:
         expected = _measure(make(), inputs(), original)
-        return _difference(_measure(make(), inputs(), fused), expected)
+        return difference(_measure(make(), inputs(), fused), expected)
 
-    return _answered(measure)
+    return answered(measure)
 
 
 def rounding_disagreement(
@@ -115,10 +115,11 @@ def rounding_disagreement(
                 return f"it rounds at another place: {share:.0%} of the op's bf16 results differ from the module's"
         return None
 
-    return _answered(measure)
+    return answered(measure)
 
 
-def _answered(measure: Callable[[], str | None]) -> str | None:
+def answered(measure: Callable[[], str | None]) -> str | None:
+    """The answer of a comparison on stand-ins, or that it raised an error."""
     try:
         with undisturbed():
             return measure()
@@ -152,7 +153,8 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:120]
 
 
-def _difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+def difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """The first difference between named results of an op and of a module; None if they agree."""
     for name, want in expected.items():
         got = actual[name]
         if got.shape != want.shape or got.dtype != want.dtype:
