@@ -79,7 +79,7 @@ CASTS = {
     "8b weight": (14336, 4096, True, True),
 }  # fmt: skip
 TINY_CASTS = {"tiny": (256, 256, True, True)}
-TILES = ((64, 128, 8), (128, 128, 8), (128, 64, 4), (128, 64, 8), (64, 64, 4), (64, 128, 4))
+TILES = ((64, 128, 8), (128, 128, 8), (128, 64, 4), (64, 64, 4))
 # (without masks if the tiles fit, columns of tiles first, last tile first); the first as casts were before
 CAST_ORDERS = ((False, True, False), (True, True, False), (True, False, False), (True, False, True))
 CASTS_IN_A_ROW = 20
