@@ -79,9 +79,7 @@ CASTS = {
     "8b weight": (14336, 4096, True, True),
 }  # fmt: skip
 TINY_CASTS = {"tiny": (256, 256, True, True)}
-TILES = ((64, 128, 8), (128, 128, 8), (128, 64, 4), (64, 64, 4))
-# (without masks if the tiles fit, columns of tiles first, last tile first); the first as casts were before
-CAST_ORDERS = ((False, True, False), (True, True, False), (True, False, False), (True, False, True))
+TILES = ((64, 128, 8), (128, 128, 8), (128, 64, 4), (128, 64, 8), (64, 64, 4), (64, 128, 4))
 CASTS_IN_A_ROW = 20
 
 PARTS = ("errors", "kernels", "casts", "linears", "steps", "predictions")
@@ -207,17 +205,17 @@ def casts(shapes: dict[str, tuple[int, int, bool, bool]]) -> Iterator[dict[str, 
             return median_ms(call, 7) / CASTS_IN_A_ROW
 
         write_ms = repeated(False)
-        for tile, (whole, down_first, last_first) in itertools.product(TILES, CAST_ORDERS):
+        for tile, (whole, last_first) in itertools.product(TILES, ((False, False), (True, False), (True, True))):
             fp8_kernels.BLOCK_M, fp8_kernels.BLOCK_K, fp8_kernels.WARPS = tile
-            fp8_kernels.WHOLE_TILES, fp8_kernels.DOWN_FIRST, fp8_kernels.LAST_FIRST = whole, down_first, last_first
+            fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST = whole, last_first
             ms = repeated(True) - write_ms
             moved_bytes = x.nbytes + (rows + columns) * x.numel()
             yield {
-                "cast": name, "tile": tile, "whole_tiles": whole, "down_first": down_first, "last_first": last_first,
-                "ms": round(ms, 5), "gb_s": moved_bytes / ms / 1e6 if ms > 0 else None,
+                "cast": name, "tile": tile, "whole_tiles": whole, "last_first": last_first, "ms": round(ms, 5),
+                "gb_s": moved_bytes / ms / 1e6 if ms > 0 else None,
             }  # fmt: skip
     fp8_kernels.BLOCK_M, fp8_kernels.BLOCK_K, fp8_kernels.WARPS = before
-    fp8_kernels.WHOLE_TILES, fp8_kernels.DOWN_FIRST, fp8_kernels.LAST_FIRST = True, False, True
+    fp8_kernels.WHOLE_TILES = fp8_kernels.LAST_FIRST = True
 
 
 # --- linear modules ---------------------------------------------------------------------------------------------------
@@ -302,10 +300,10 @@ def prepared(model: Any, precision: str, checkpointing: str, graphs: bool) -> Ca
     """Set the model up for a variant. Returns the function that undoes it."""
     scaling = next((word for word in precision.split() if word in SCALINGS), None)
     parts_for = known_amax.parts_for
-    cast = fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST, fp8_kernels.DOWN_FIRST
+    cast = fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST
     if precision == SEARCHING:
         known_amax.parts_for = lambda x, tensors: None
-        fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST, fp8_kernels.DOWN_FIRST = False, False, True
+        fp8_kernels.WHOLE_TILES = fp8_kernels.LAST_FIRST = False
     reports = [tigon.patch(model, add_rms_norm=True)] if precision.endswith(ADDING) else []
     reports += [tigon.patch_fp8(model, scaling=scaling)] if scaling else []
     layer_graphs = cuda_graphs.graph(model, recomputes=checkpointing == "full") if graphs else None
@@ -315,7 +313,7 @@ def prepared(model: Any, precision: str, checkpointing: str, graphs: bool) -> Ca
 
     def undo() -> None:
         known_amax.parts_for = parts_for
-        fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST, fp8_kernels.DOWN_FIRST = cast
+        fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST = cast
         model.gradient_checkpointing_disable()
         if layer_graphs is not None:
             layer_graphs.release()

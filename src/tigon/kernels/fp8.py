@@ -24,13 +24,12 @@ from tigon.kernels._device import cdiv
 from tigon.kernels._launch import launch
 from tigon.kernels._math import INTERPRETED
 
-# M rows, K columns. Tiles of 64 x 128: a transposed store then writes 64 consecutive bytes. Not tuned.
+# M rows, K columns. Tiles of 64 x 128: a transposed store then writes 64 consecutive bytes.
+# On an H100 six tiles differ by at most 3 %: each moves about 96 % of what a copy does (`measure_fp8 --part casts`).
 BLOCK_M, BLOCK_K, WARPS = 64, 128, 8
 WHOLE_TILES = True
 """Cast without masks if the tiles fit. With masks, a cast by rows and columns has 20 instructions per element, without
 16; in tiles of 128 x 128 it has 12 (sm_90)."""
-DOWN_FIRST = False
-"""Cast columns of tiles, whose transposed results are neighbours in memory, instead of rows."""
 LAST_FIRST = True
 """Cast the end of x first. The cache still has it from the writer of x, or from the search for its amax."""
 
@@ -107,20 +106,16 @@ def cast_kernel(
     X, AMAX, ROWS, COLUMNS, ROW_SCALES, COLUMN_SCALES, M, K, PADDED, PARTS,
     MOST: tl.constexpr, ROWWISE: tl.constexpr, WANT_ROWS: tl.constexpr, WANT_COLUMNS: tl.constexpr,
     MANTISSA: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, LAST_FIRST: tl.constexpr,
-    DOWN_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS (M, K) and COLUMNS (K, PADDED), both as bytes. AMAX as int32: PARTS for the whole, or those of M and K.
 
-    EVEN: the tiles fill M and K. LAST_FIRST: from the last tile to the first. DOWN_FIRST: a column of tiles at a time.
+    EVEN: the tiles fill M and K. LAST_FIRST: from the last tile to the first.
     """
     LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     tile = tl.num_programs(0) - 1 - tl.program_id(0) if LAST_FIRST else tl.program_id(0)
     across = tl.cdiv(K, BLOCK_K)
-    if DOWN_FIRST:
-        down = tl.num_programs(0) // across
-        tile_m, tile_k = tile % down, tile // down
-    else:
-        tile_m, tile_k = tile // across, tile % across
+    tile_m, tile_k = tile // across, tile % across
     rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (rows < M)[:, None] & (cols < K)[None, :]
@@ -217,8 +212,8 @@ def fp8_cast(x_MK, amax, rowwise, want_rows, want_columns, gradient):
         AMAX=amax.view(torch.int32), ROWS=_bytes(rows), COLUMNS=_bytes(columns), ROW_SCALES=row_scales,
         COLUMN_SCALES=column_scales, M=M, K=K, PADDED=P, PARTS=amax.numel(), MOST=MOST_PARTS, ROWWISE=rowwise,
         WANT_ROWS=want_rows, WANT_COLUMNS=want_columns, MANTISSA=mantissa, NATIVE=native,
-        EVEN=WHOLE_TILES and M % BLOCK_M == K % BLOCK_K == 0, LAST_FIRST=LAST_FIRST, DOWN_FIRST=DOWN_FIRST,
-        BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=WARPS,
+        EVEN=WHOLE_TILES and M % BLOCK_M == K % BLOCK_K == 0, LAST_FIRST=LAST_FIRST, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K,
+        num_warps=WARPS,
     )  # fmt: skip
     return rows, columns, row_scales, column_scales
 
