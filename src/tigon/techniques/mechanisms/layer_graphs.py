@@ -9,16 +9,13 @@ recomputed layers share the buffer of their input:
 
 A copy is left out if the buffer already holds the tensor, which is so between neighbouring layers.
 
-A layer that is not recomputed reads the tensor that the graph of the layer before it writes, and keeps it for its
-backward pass. The first layer has a buffer for its input. So has a layer whose predecessor needs its own output in its
-backward pass, because a changed input, for example after a hook, is copied to that tensor:
+A layer that is not recomputed reads the output of the layer before it where that layer's graph writes it, and keeps it
+there for its backward pass. A changed input, for example after a hook, is copied to that place. The first layer has a
+buffer for its input, and so has a layer whose predecessor needs its own output in its backward pass.
 
-    forward     the predecessor's output := input, if it is another tensor     replay     output := copy of the output
-
-The weights'
-gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each layer adds to
-them, for the further micro-batches of a step. Linear layers with gradient accumulation fusion write to these buffers in
-their products. All other gradients are copied or added when the layer's backward pass is over.
+The weights' gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each
+layer adds to them, for the further micro-batches of a step. Linear layers with gradient accumulation fusion write to
+these buffers in their products. All other gradients are copied or added when the layer's backward pass is over.
 
 Graphs of one shape share the memory of their other tensors, so a graph may overwrite the memory of one that ran before.
 Both graphs of layer i write to the memory of layer i + 1. Its forward pass comes later, and its backward pass is over
@@ -94,7 +91,7 @@ class LayerGraphs:
         self.buffers: dict[Any, _Buffers] = {}
         self.layers: list[_GraphedLayer] = []
         self.latest: _Passes | None = None
-        """Whose forward graph ran last, unless the layers are recomputed."""
+        """The layer and shape whose forward graph ran last, unless the layers are recomputed."""
 
     def of(self, layer: torch.nn.Module) -> Callable[..., Any]:
         """A checkpointing function that runs `layer` as graphs."""
