@@ -199,6 +199,22 @@ def test_layer_that_the_first_step_skips_gets_memory_of_its_own(device: str, rec
 
 @on_each_device
 @recomputed_or_not
+def test_recorded_hidden_states_are_those_without_graphs(device: str, recomputes: bool) -> None:
+    got, graphs = graphed(device, recomputes)
+    want = model_of(device, recomputes)
+    for number in range(3):
+        ids = ids_of(2, 16, number, device)
+        results = []
+        for model in (got, want):
+            out = model(input_ids=ids, labels=ids, output_hidden_states=number != 1)
+            (out.loss if number == 1 else out.loss + out.hidden_states[1].square().mean()).backward()
+            results.append([*(out.hidden_states or ()), *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert bool(graphs.buffers) == (number > 0)
+
+
+@on_each_device
+@recomputed_or_not
 def test_fp8_steps_with_graphs_equal_steps_without_bit_for_bit(device: str, recomputes: bool) -> None:
     got, want = graphed(device, recomputes)[0], model_of(device, recomputes)
     for model in (got, want):

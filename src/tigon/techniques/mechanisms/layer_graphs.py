@@ -29,6 +29,7 @@ The layers' own forward is captured, so results equal those without graphs if th
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -374,6 +375,8 @@ class _GraphedLayer:
             function = functools.partial(function, **kwargs)
         if not torch.is_grad_enabled():
             return function(*args)
+        if _records_outputs():
+            return self._without_graphs(function, args, {})
         function, keywords = _without_keywords(function)
         leaves, form = pytree.tree_flatten((args, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -465,6 +468,16 @@ class _GraphedLayer:
         buffers.sharing.append(passes)
         buffers.latest_layer = position
         return buffers.capture
+
+
+def _records_outputs() -> bool:
+    """Whether transformers records outputs of modules in this forward pass, such as hidden states or attentions.
+
+    It does so in hooks of modules inside the layer, or of the layer itself before 5.23. A replay does not run them.
+    """
+    module: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    return collector is not None and bool(collector.get())
 
 
 def _without_keywords(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
