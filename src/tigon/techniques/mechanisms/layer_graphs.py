@@ -13,8 +13,8 @@ A layer that is not recomputed reads the output of the layer before it where tha
 there for its backward pass. A changed input, for example after a hook, is copied to that place. The first layer has a
 buffer for its input, and so has a layer whose predecessor needs its own output in its backward pass.
 
-Callers get that output itself. The next forward pass would overwrite it, so the layer runs without graphs while
-somebody still holds it, and callers get a copy from then on. The number of tensors that use its memory shows it.
+Callers get that output itself. The next forward pass would overwrite it, so the layer runs without graphs while somebody
+still holds it. From then on callers get a copy. Who holds it is seen from the number of tensors that use its memory.
 
 The weights' gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each
 layer adds to them, for the further micro-batches of a step. Linear layers with gradient accumulation fusion write to
@@ -142,11 +142,9 @@ class _Held:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the buffer holds the tensor's values, or is its memory."""
-        return self.is_memory_of(tensor) or bool(self._held == self._state(tensor))
-
-    def is_memory_of(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is the buffer."""
-        return tensor.data_ptr() == self.buffer.data_ptr() and tensor.stride() == self.buffer.stride()
+        buffer = self.buffer
+        is_buffer = tensor.data_ptr() == buffer.data_ptr() and tensor.stride() == buffer.stride()
+        return is_buffer or bool(self._held == self._state(tensor))
 
     def fill(self, tensor: Tensor) -> None:
         """Copy the tensor into the buffer, unless it is there already."""
@@ -567,8 +565,7 @@ class _Replay(torch.autograd.Function):
         if graphs.recomputes:
             ctx.save_for_backward(*arguments)
         else:
-            if passes.input.is_memory_of(arguments[0]):
-                ctx.save_for_backward(arguments[0])  # so that autograd finds later changes in place
+            ctx.save_for_backward(arguments[0])  # autograd finds changes in place, if the buffer is its memory
             graphs.ran(passes)
         ctx.token = None if graphs.recomputes else passes.begins()
         ctx.passes, ctx.n_tensors = passes, n_tensors
