@@ -53,9 +53,7 @@ def _between(model: Any, change: Any, place: int = 1) -> None:
 
 @on_each_device
 @recomputed_or_not
-@pytest.mark.parametrize(
-    "change", [lambda x: 2 * x, lambda x: x.mul_(2), torch.sin], ids=["another tensor", "in place", "needs its input"]
-)
+@pytest.mark.parametrize("change", [lambda x: 2 * x, lambda x: x.mul_(2)], ids=["another tensor", "in place"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_input_that_changes_between_layers_is_read(device: str, recomputes: bool, change: Any, captured: bool) -> None:
     got, want = graphed(device, recomputes)[0], model_of(device, recomputes)
@@ -125,50 +123,6 @@ def test_output_that_its_layer_needs_is_not_the_input_of_the_next_layer(device: 
 
 
 @on_each_device
-def test_output_that_a_caller_holds_keeps_its_values(device: str) -> None:
-    """The pass after it runs without graphs where the output is held, and callers get copies from then on."""
-    got, graphs = graphed(device, recomputes=False)
-    want = model_of(device, recomputes=False)
-    held: list[list[Tensor]] = []
-    for model in (got, want):
-        held.append([])
-        train(model, device, steps=1)
-        _between(model, lambda x, into=held[-1]: into.append(x.detach()) or x)
-        train(model, device, steps=1, micro_batches=4)
-    assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
-    passes = [next(iter(layer.passes.values())) for layer in graphs.layers]
-    assert [one.copies for one in passes] == [True, False, False]
-    assert passes[1].input is passes[0].output and passes[0].output.buffer.data_ptr() != held[0][-1].data_ptr()
-    held[0].clear()
-    assert all(one.is_free() for one in passes)
-
-
-@on_each_device
-def test_output_that_nobody_holds_is_the_graphs_own(device: str) -> None:
-    model, graphs = graphed(device, recomputes=False)
-    seen: list[int] = []
-    train(model, device, steps=1)
-    _between(model, lambda x: seen.append(x.data_ptr()) or x)
-    for number in range(3):
-        ids = ids_of(2, 16, number, device)
-        model(input_ids=ids, labels=ids).loss.backward()
-        assert seen[-1] == next(iter(graphs.layers[0].passes.values())).output.buffer.data_ptr()
-
-
-@on_each_device
-def test_input_that_changes_after_its_layer_ran_is_refused(device: str) -> None:
-    model, _ = graphed(device, recomputes=False)
-    states: list[Tensor] = []
-    _between(model, lambda x: states.append(x) or x)
-    ids = ids_of(2, 16, 0, device)
-    loss = model(input_ids=ids, labels=ids).loss
-    with torch.no_grad():
-        states.pop().mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@on_each_device
 @pytest.mark.parametrize("place", [1, 2])
 def test_forward_pass_overwrites_nothing_that_later_layers_need(device: str, place: int) -> None:
     """The first layers are free, because nothing needs their backward pass. The later ones wait for theirs."""
@@ -195,10 +149,9 @@ def test_backward_pass_after_that_of_an_earlier_layer_is_refused(device: str) ->
     for number in range(2):
         ids = ids_of(2, 16, number, device)
         loss = model(input_ids=ids, labels=ids).loss
-        shares += torch.autograd.grad(states.pop().sin().sum(), [weight], retain_graph=True)
+        shares += torch.autograd.grad(states[-1].sin().sum(), [weight], retain_graph=True)
         with pytest.raises(RecipeError, match="run the backward pass of all layers once"):
             loss.backward()
-        del loss
     assert not torch.equal(*shares), "the second pass overwrote what the first one returned"
     ids = ids_of(2, 16, 0, device)
     model(input_ids=ids, labels=ids).loss.backward()

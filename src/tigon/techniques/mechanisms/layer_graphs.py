@@ -13,9 +13,6 @@ A layer that is not recomputed reads the output of the layer before it where tha
 there for its backward pass. A changed input, for example after a hook, is copied to that place. The first layer has a
 buffer for its input, and so has a layer whose predecessor needs its own output in its backward pass.
 
-Callers get that output itself. The next forward pass would overwrite it, so the layer runs without graphs while somebody
-still holds it. From then on callers get a copy. Who holds it is seen from the number of tensors that use its memory.
-
 The weights' gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each
 layer adds to them, for the further micro-batches of a step. Linear layers with gradient accumulation fusion write to
 these buffers in their products. All other gradients are copied or added when the layer's backward pass is over.
@@ -31,11 +28,10 @@ The layers' own forward is captured, so results equal those without graphs if th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -141,10 +137,8 @@ class _Held:
         return cls(torch.empty_like(tensor, memory_format=torch.preserve_format, requires_grad=False))
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the buffer holds the tensor's values, or is its memory."""
-        buffer = self.buffer
-        is_buffer = tensor.data_ptr() == buffer.data_ptr() and tensor.stride() == buffer.stride()
-        return is_buffer or bool(self._held == self._state(tensor))
+        """Whether the buffer holds the tensor's values."""
+        return bool(self._held == self._state(tensor))
 
     def fill(self, tensor: Tensor) -> None:
         """Copy the tensor into the buffer, unless it is there already."""
@@ -190,20 +184,12 @@ class _Passes:
         """The buffer that the graphs read."""
         self.output = input
         """The buffer that the forward graph writes. That of a recomputed layer is its input's."""
-        self.source: _Passes | None = None
-        """The layer whose output is the input."""
         self.later: list[_Passes] = []
         """Those whose activations or input the graphs overwrite."""
         self.is_followed = False
         """Whether another layer's input is this output."""
         self.keeps_output = True
         """Whether the output must stay as it is until the backward pass is over."""
-        self.copies = True
-        """Whether callers get a copy of the output, instead of the graph's own."""
-        self.lends = False
-        """Whether a caller may still have the graph's own output."""
-        self.own_users = 0
-        """The number of tensors of the graphs that use the output's memory."""
         self.forward: Callable[[], None] = lambda: None
         self.backward: Callable[[], None] = lambda: None
         self.adding_backward: Callable[[], None] = lambda: None
@@ -278,17 +264,7 @@ class _Passes:
         self.adding_backward, _ = capture(functools.partial(backward, adds=True), prepare)
         if not recomputes:
             self.output = _Held(self.activations[1].detach())
-            self.keeps_output = self.copies = not _is_unshared(self.activations[1], self.output.buffer)
-
-    def users(self) -> int:
-        """The number of tensors that use the output's memory."""
-        return _users(self.activations[1])
-
-    def is_lent(self) -> bool:
-        """Whether a caller still has the graph's own output. If so, the next callers get copies."""
-        self.lends = self.lends and self.users() > self.own_users
-        self.copies = self.copies or self.lends
-        return self.lends
+            self.keeps_output = not _is_unshared(self.activations[1], self.output.buffer)
 
     def fill(self, arguments: Sequence[Tensor]) -> None:
         """Copy the arguments that the buffers lack."""
@@ -300,17 +276,11 @@ class _Passes:
         return not self.is_followed and not self.keeps_output and self.output.has(argument)
 
     def run_forward(self) -> Tensor:
-        """Run the forward graph. Returns the output or a copy of it."""
+        """Run the forward graph. Returns a copy of the output."""
         self.output.forget()
-        with self.source.used_by_successor() if self.source is not None else contextlib.nullcontext():
-            self.forward()
+        self.forward()
         if self.activations is not None:
             self.output.buffer = self.activations[1].detach()  # a graph's own stays where it is
-        if not self.copies:
-            self.lends, self.own_users = True, self.users()
-            # Not a view, which must not be changed in place.
-            own = self.output.buffer
-            return own.new_empty(0).set_(own.untyped_storage(), own.storage_offset(), own.size(), own.stride())
         output = self.output.buffer.clone()
         self.output.holds(output)
         return output
@@ -329,18 +299,7 @@ class _Passes:
 
     def is_free(self) -> bool:
         """Whether no earlier forward pass needs what the forward graph overwrites."""
-        return not (any(one.waits and one.last() is not None for one in (self, *self.later)) or self.is_lent())
-
-    @contextlib.contextmanager
-    def used_by_successor(self) -> Iterator[None]:
-        """Count the tensors of the output's memory that the successor's graphs make inside."""
-        before = self.users()
-        yield
-        self.own_users += self.users() - before
-
-    def may_fill(self, argument: Tensor) -> bool:
-        """Whether the argument may be copied to the input's buffer, or is there."""
-        return self.source is None or self.input.has(argument) or not self.source.is_lent()
+        return not any(one.waits and one.last() is not None for one in (self, *self.later))
 
     def adds(self, nodes: list[Any]) -> bool:
         """Whether the running backward pass may add to all gradients in place.
@@ -367,14 +326,10 @@ class _Passes:
 
 def _is_unshared(output: Tensor, alias: Tensor) -> bool:
     """Whether these two tensors alone use the memory of the output. An output that its backward pass needs is saved."""
-    two = [torch.empty(0)]
-    two.append(two[0].detach())
-    return _users(output) == _users(two[0]) and alias.data_ptr() == output.data_ptr()
-
-
-def _users(tensor: Tensor) -> int:
-    """The number of tensors that use the tensor's memory, and one."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    unshared = torch.empty(0)
+    shares = [unshared, unshared.detach()]
+    of_two, of_output = (torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in (shares[0], output))
+    return of_output == of_two and alias.data_ptr() == output.data_ptr()
 
 
 def _accumulates(node: Any) -> bool:
@@ -435,7 +390,7 @@ class _GraphedLayer:
                 return self._without_graphs(function, args, keywords)
             self.passes[key] = self._recorded(key, function, leaves, form, layer)
         passes = self.passes[key]
-        if not self._graphs.recomputes and not (passes.is_free() and passes.may_fill(args[0])):
+        if not self._graphs.recomputes and not passes.is_free():
             return self._without_graphs(function, args, keywords)
         return _Replay.apply(passes, self._graphs, len(tensors), *tensors, *passes.parameters)
 
@@ -484,15 +439,14 @@ class _GraphedLayer:
             return result
 
         try:
-            with before.used_by_successor() if before is not None else contextlib.nullcontext():
-                passes.record(call, self._capture(buffers, passes), recomputes=recomputes)
+            passes.record(call, self._capture(buffers, passes), recomputes=recomputes)
         except RuntimeError as error:
             raise RecipeError(
                 f"{KEY}: {type(layer).__name__} cannot be captured as a CUDA graph "
                 f"({str(error).partition(chr(10))[0]}); set {KEY}: false"
             ) from error
         if before is not None:
-            before.is_followed, passes.source = True, before
+            before.is_followed = True
             if passes not in before.later:
                 before.later.append(passes)
         return passes
@@ -565,7 +519,6 @@ class _Replay(torch.autograd.Function):
         if graphs.recomputes:
             ctx.save_for_backward(*arguments)
         else:
-            ctx.save_for_backward(arguments[0])  # autograd finds changes in place, if the buffer is its memory
             graphs.ran(passes)
         ctx.token = None if graphs.recomputes else passes.begins()
         ctx.passes, ctx.n_tensors = passes, n_tensors
@@ -583,8 +536,6 @@ class _Replay(torch.autograd.Function):
                 f"{KEY}: a backward pass needs activations that another pass has overwritten; run the backward pass "
                 f"of all layers once, before the next forward pass, or set {KEY}: false"
             )
-        else:
-            _ = ctx.saved_tensors
         passes.waits = False
         passes.overwrite()
         buffers.gradient.fill(dout)
