@@ -41,9 +41,9 @@ def test_forwards_before_their_backwards_keep_their_own_inputs(device: str, reco
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def _between(model: Any, change: Any) -> None:
-    """Change the input of the second layer."""
-    layer = model.model.layers[1]
+def _between(model: Any, change: Any, place: int = 1) -> None:
+    """Change the input of the layer at this place."""
+    layer = model.model.layers[place]
     function = vars(layer).get("_gradient_checkpointing_func")
     if function is None:
         layer.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
@@ -123,23 +123,47 @@ def test_output_that_its_layer_needs_is_not_the_input_of_the_next_layer(device: 
 
 
 @on_each_device
-def test_output_is_not_overwritten_while_the_next_layer_needs_it(device: str) -> None:
-    """The first layer's backward pass is over before that of the other layers, and another forward pass comes."""
+@pytest.mark.parametrize("place", [1, 2])
+def test_forward_pass_overwrites_nothing_that_later_layers_need(device: str, place: int) -> None:
+    """The first layers are free, because nothing needs their backward pass. The later ones wait for theirs."""
     results = []
     for model in (graphed(device, recomputes=False)[0], model_of(device, recomputes=False)):
-        states: list[Tensor] = []
-        _between(model, lambda x, into=states: into.append(x) or x)
-        weight = model.model.layers[0].mlp.up_proj.weight
+        _between(model, lambda x: x.detach(), place)
         for _ in range(2):  # the first one captures
             model.zero_grad()
-            ids, others = ids_of(2, 16, 0, device), ids_of(2, 16, 1, device)
-            first = model(input_ids=ids, labels=ids).loss
-            (share,) = torch.autograd.grad(states[-1].sin().sum(), [weight], retain_graph=True)
-            second = model(input_ids=others, labels=others).loss
-            first.backward()
-            second.backward()
-        results.append([share, *(p.grad for p in model.parameters())])
+            losses = [model(input_ids=ids, labels=ids).loss for ids in (ids_of(2, 16, n, device) for n in range(2))]
+            for loss in losses:
+                loss.backward()
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_each_device
+def test_backward_pass_after_that_of_an_earlier_layer_is_refused(device: str) -> None:
+    """Its activations lie where the earlier layer's graph writes."""
+    model, _ = graphed(device, recomputes=False)
+    states: list[Tensor] = []
+    _between(model, lambda x: states.append(x) or x)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    shares = []
+    for number in range(2):
+        ids = ids_of(2, 16, number, device)
+        loss = model(input_ids=ids, labels=ids).loss
+        shares += torch.autograd.grad(states[-1].sin().sum(), [weight], retain_graph=True)
+        with pytest.raises(RecipeError, match="run the backward pass of all layers once"):
+            loss.backward()
+    assert not torch.equal(*shares), "the second pass overwrote what the first one returned"
+    ids = ids_of(2, 16, 0, device)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_second_backward_pass_over_a_retained_graph_is_refused_without_recomputation() -> None:
+    model, _ = graphed(recomputes=False)
+    ids = ids_of(2, 16, 0, "cpu")
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RecipeError, match="another pass has overwritten"):
+        loss.backward()
 
 
 def _skip(model: Any) -> Any:
@@ -171,6 +195,22 @@ def test_layer_that_the_first_step_skips_gets_memory_of_its_own(device: str, rec
     pairs = zip(train(got, device), train(want, device), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert len(captures) == (1 if recomputes else 2)
+
+
+@on_each_device
+@recomputed_or_not
+def test_recorded_hidden_states_are_those_without_graphs(device: str, recomputes: bool) -> None:
+    got, graphs = graphed(device, recomputes)
+    want = model_of(device, recomputes)
+    for number in range(3):
+        ids = ids_of(2, 16, number, device)
+        results = []
+        for model in (got, want):
+            out = model(input_ids=ids, labels=ids, output_hidden_states=number != 1)
+            (out.loss if number == 1 else out.loss + out.hidden_states[1].square().mean()).backward()
+            results.append([*(out.hidden_states or ()), *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert bool(graphs.buffers) == (number > 0)
 
 
 @on_each_device
@@ -239,7 +279,7 @@ def test_second_backward_after_another_forward_is_refused_without_recomputation(
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward(retain_graph=True)
     model(input_ids=ids, labels=ids).loss.backward()
-    with pytest.raises(RecipeError, match="a later forward pass has overwritten"):
+    with pytest.raises(RecipeError, match="another pass has overwritten"):
         loss.backward()
 
 

@@ -9,21 +9,19 @@ recomputed layers share the buffer of their input:
 
 A copy is left out if the buffer already holds the tensor, which is so between neighbouring layers.
 
-A layer that is not recomputed reads the tensor that the graph of the layer before it writes, and keeps it for its
-backward pass. The first layer has a buffer for its input. So has a layer whose predecessor needs its own output in its
-backward pass, because a changed input, for example after a hook, is copied to that tensor:
+A layer that is not recomputed reads the output of the layer before it where that layer's graph writes it, and keeps it
+there for its backward pass. A changed input, for example after a hook, is copied to that place. The first layer has a
+buffer for its input, and so has a layer whose predecessor needs its own output in its backward pass.
 
-    forward     the predecessor's output := input, if it is another tensor     replay     output := copy of the output
-
-The weights'
-gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each layer adds to
-them, for the further micro-batches of a step. Linear layers with gradient accumulation fusion write to these buffers in
-their products. All other gradients are copied or added when the layer's backward pass is over.
+The weights' gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each
+layer adds to them, for the further micro-batches of a step. Linear layers with gradient accumulation fusion write to
+these buffers in their products. All other gradients are copied or added when the layer's backward pass is over.
 
 Graphs of one shape share the memory of their other tensors, so a graph may overwrite the memory of one that ran before.
-The backward pass of layer i writes to the memory of layer i + 1, whose backward pass is over by then. A layer that is
-not recomputed keeps its activations there, so it has one forward pass at a time. A further forward pass before the
-backward pass runs without graphs.
+Both graphs of layer i write to the memory of layer i + 1. Its forward pass comes later, and its backward pass is over
+by then. A layer that is not recomputed keeps its activations there, so it has one forward pass at a time. A further
+forward pass before the backward pass runs without graphs. A backward pass whose activations are overwritten, such as
+the second one of `retain_graph`, is refused.
 
 The layers' own forward is captured, so results equal those without graphs if the kernels are deterministic.
 """
@@ -31,6 +29,7 @@ The layers' own forward is captured, so results equal those without graphs if th
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -93,7 +92,7 @@ class LayerGraphs:
         self.buffers: dict[Any, _Buffers] = {}
         self.layers: list[_GraphedLayer] = []
         self.latest: _Passes | None = None
-        """Whose forward graph ran last, unless the layers are recomputed."""
+        """The layer and shape whose forward graph ran last, unless the layers are recomputed."""
 
     def of(self, layer: torch.nn.Module) -> Callable[..., Any]:
         """A checkpointing function that runs `layer` as graphs."""
@@ -166,6 +165,8 @@ class _Buffers:
         self.capture = capture
         self.latest_layer = -1
         """The position of the last layer whose graphs share the memory of `capture`."""
+        self.sharing: list[_Passes] = []
+        """Those of layers that are not recomputed and share it."""
         self.hidden = _Held.like(tensors[0]) if recomputes else None
         """The input of a recomputed layer, and after the forward graph its output."""
         self.others = [_Held.like(tensor) for tensor in tensors[1:]]
@@ -183,8 +184,10 @@ class _Passes:
         """The buffer that the graphs read."""
         self.output = input
         """The buffer that the forward graph writes. That of a recomputed layer is its input's."""
-        self.successor: _Passes | None = None
-        """The layer whose input is this output."""
+        self.later: list[_Passes] = []
+        """Those whose activations or input the graphs overwrite."""
+        self.is_followed = False
+        """Whether another layer's input is this output."""
         self.keeps_output = True
         """Whether the output must stay as it is until the backward pass is over."""
         self.forward: Callable[[], None] = lambda: None
@@ -194,7 +197,7 @@ class _Passes:
         self.gradients: list[Tensor | None] = []
         self.activations: Any = None
         """The output of a layer that is not recomputed; autograd's graph behind it holds its activations."""
-        self.last: Callable[[], Any] = lambda: None
+        self.last: Callable[[], Any] = _no_pass
         """The pass to which the activations belong, if it is still in use."""
         self.waits = False
         """Whether that pass has not run its backward."""
@@ -270,7 +273,7 @@ class _Passes:
 
     def may_be_followed_by(self, argument: Tensor) -> bool:
         """Whether a layer with this input may take the output's buffer for it."""
-        return self.successor is None and not self.keeps_output and self.output.has(argument)
+        return not self.is_followed and not self.keeps_output and self.output.has(argument)
 
     def run_forward(self) -> Tensor:
         """Run the forward graph. Returns a copy of the output."""
@@ -286,13 +289,17 @@ class _Passes:
         """Note a new forward pass, and return what stands for it."""
         token = _Token()
         self.last, self.waits = weakref.ref(token), True
-        if self.successor is not None:
-            self.successor.last = lambda: None  # its input is overwritten
+        self.overwrite()
         return token
 
+    def overwrite(self) -> None:
+        """Note that the graphs have overwritten the activations of the later layers."""
+        for one in self.later:
+            one.last, one.waits = _no_pass, False
+
     def is_free(self) -> bool:
-        """Whether no earlier forward pass needs the activations, and none of the successor needs the output."""
-        return not any(one is not None and one.waits and one.last() is not None for one in (self, self.successor))
+        """Whether no earlier forward pass needs what the forward graph overwrites."""
+        return not any(one.waits and one.last() is not None for one in (self, *self.later))
 
     def adds(self, nodes: list[Any]) -> bool:
         """Whether the running backward pass may add to all gradients in place.
@@ -345,6 +352,10 @@ class _Pairs:
         self.fresh.append(fresh)
 
 
+def _no_pass() -> Any:
+    return None
+
+
 class _Token:
     """Stands for one forward pass, while its backward may still run."""
 
@@ -364,6 +375,8 @@ class _GraphedLayer:
             function = functools.partial(function, **kwargs)
         if not torch.is_grad_enabled():
             return function(*args)
+        if _records_outputs():
+            return self._without_graphs(function, args, {})
         function, keywords = _without_keywords(function)
         leaves, form = pytree.tree_flatten((args, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -426,27 +439,45 @@ class _GraphedLayer:
             return result
 
         try:
-            passes.record(call, self._capture(buffers), recomputes=recomputes)
+            passes.record(call, self._capture(buffers, passes), recomputes=recomputes)
         except RuntimeError as error:
             raise RecipeError(
                 f"{KEY}: {type(layer).__name__} cannot be captured as a CUDA graph "
                 f"({str(error).partition(chr(10))[0]}); set {KEY}: false"
             ) from error
         if before is not None:
-            before.successor = passes
+            before.is_followed = True
+            if passes not in before.later:
+                before.later.append(passes)
         return passes
 
-    def _capture(self, buffers: _Buffers) -> Capture:
+    def _capture(self, buffers: _Buffers, passes: _Passes) -> Capture:
         """The capture whose memory the layer's graphs may use.
 
-        The backward graph of a later layer overwrites memory that was free when it was captured. If this layer was
-        skipped then, its activations must not lie there.
+        A graph overwrites memory that was free when it was captured. Activations of later layers lie there, which is
+        right as long as their forward pass comes after it, and their backward pass before it. If this layer was skipped
+        when the later ones were captured, its activations must not lie there.
         """
+        if self._graphs.recomputes:
+            return buffers.capture
         position = self._graphs.layers.index(self)
-        if not self._graphs.recomputes and position < buffers.latest_layer:
+        if position < buffers.latest_layer:
             return self._graphs.new_capture()
+        for earlier in buffers.sharing:
+            earlier.later.append(passes)
+        buffers.sharing.append(passes)
         buffers.latest_layer = position
         return buffers.capture
+
+
+def _records_outputs() -> bool:
+    """Whether transformers records outputs of modules in this forward pass, such as hidden states or attentions.
+
+    It does so in hooks of modules inside the layer, or of the layer itself before 5.23. A replay does not run them.
+    """
+    module: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    return collector is not None and bool(collector.get())
 
 
 def _without_keywords(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -502,10 +533,11 @@ class _Replay(torch.autograd.Function):
             passes.fill(ctx.saved_tensors)
         elif ctx.token is not passes.last():
             raise RecipeError(
-                f"{KEY}: a second backward pass needs activations that a later forward pass has overwritten; set "
-                f"{KEY}: false"
+                f"{KEY}: a backward pass needs activations that another pass has overwritten; run the backward pass "
+                f"of all layers once, before the next forward pass, or set {KEY}: false"
             )
         passes.waits = False
+        passes.overwrite()
         buffers.gradient.fill(dout)
         buffers.gradient.forget()
         n_parameters = len(passes.parameters)
