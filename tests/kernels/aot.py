@@ -311,8 +311,8 @@ def accumulated(grad_dtype: torch.dtype, dtype: torch.dtype, width: int) -> None
     grad, scale = torch.zeros(MAX_ROWS, width, dtype=grad_dtype), torch.ones(())
     for x_dtype in {dtype, torch.float32}:
         gradient_sums.add_scaled_(grad, grad.to(x_dtype), scale)
-    ids = torch.arange(MAX_ROWS, device="cpu") // 2
-    gradient_sums.add_rows_(grad, torch.zeros(MAX_ROWS, width, dtype=dtype), ids, -1)
+    ids = torch.zeros(4 * MAX_ROWS, dtype=torch.int64)
+    gradient_sums.add_rows_(grad, torch.zeros(len(ids), width, dtype=dtype), ids, -1)
 
 
 def record_accumulation(dtype: str, targets: list[str]) -> Iterator[Launch]:

@@ -72,7 +72,14 @@ def test_rows_are_added_as_accurately_as_pytorchs_dense_gradient(
     assert torch.equal(grad[untouched].double(), want[untouched])
 
 
-@pytest.mark.parametrize("ids", [[], [5], [0] * 33], ids=["no token", "one token", "one token at all places"])
+IDS = {
+    "no token": [], "one token": [5], "one token at all places": [0] * 33,
+    "tokens that begin and end with a chunk": [0] * 32 + [1] * 64 + [2] * 3,
+    "token in many chunks": [3] * 5 + [6] * 150 + [7],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=list(IDS))
 def test_few_ids(backend: Backend, ids: list[int]) -> None:
     grad, dy = torch.ones(8, 300, device=backend.device), torch.randn(len(ids), 300, device=backend.device)
     places = torch.tensor(ids, dtype=torch.int64, device=backend.device)

@@ -70,10 +70,9 @@ class FusedEmbedding:
             return plain
         padding = -1 if embedding.padding_idx is None else embedding.padding_idx
         rows: Tensor = _FusedEmbedding.apply(input_ids, embedding.weight, padding, leaf)
-        scaling = None if forward is nn.Embedding.forward else _scaling(forward)
-        if scaling is None:
-            return rows
-        return rows * (embedding.embed_scale.to(rows.dtype) if scaling[1] else embedding.embed_scale)
+        if forward is not nn.Embedding.forward and (scaling := _scaling(forward)) is not None:
+            rows = rows * (embedding.embed_scale.to(rows.dtype) if scaling[1] else embedding.embed_scale)
+        return rows
 
 
 class _FusedEmbedding(torch.autograd.Function):
