@@ -1,12 +1,11 @@
 """Adapters on GPT-OSS-20B by shape, with experts in MXFP4: a step's time and peak, with the planner's prediction.
 
-    python -m benchmarks.measure_mxfp4 --json RECORD     # on a GPU with 24 GB, about 50 seconds
+    python -m benchmarks.measure_mxfp4 --json RECORD     # on a GPU with 24 GB, about 40 seconds
     python -m benchmarks.measure_mxfp4 --tiny            # a small model, also without a GPU
 
 1 x 2048 tokens, random bytes for the experts and random bf16 weights for the rest. Adapters of rank 16 in fp32 under
-bf16 autocast are on the linear layers, and then on the experts too. Full activation checkpointing, fused AdamW. The
-first adapters are also measured with transformers' eager attention instead of `sink_attention`; no plan is made for it.
-Before, the dense weight of one projection is compared with transformers' own, and both are timed.
+bf16 autocast are on the linear layers, and then on the experts too. Full activation checkpointing, fused AdamW. First
+the dense weight of one projection is compared with transformers' own, and both are timed.
 """
 
 from __future__ import annotations
@@ -40,12 +39,7 @@ transformers = importlib.import_module("transformers")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS, WARM_UPS = 5, 2
-RUNS: tuple[tuple[tuple[str, ...], bool], ...] = (
-    (("linear",), False),
-    (("linear",), True),
-    (("linear", "experts"), True),
-)
-"""(what has adapters, whether attention is the op)."""
+TARGETS: tuple[tuple[str, ...], ...] = (("linear",), ("linear", "experts"))
 TINY = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -116,10 +110,10 @@ def choices_of(targets: tuple[str, ...]) -> Choices:
     )  # fmt: skip
 
 
-def measured(model: Any, targets: tuple[str, ...], sinks: bool, tiny: bool) -> dict[str, Any]:
-    """Median step, peak and losses with adapters on `targets`, with the planner's prediction if attention is the op."""
+def measured(model: Any, targets: tuple[str, ...], tiny: bool) -> dict[str, Any]:
+    """Median step, peak and losses with adapters on `targets`, with the planner's prediction."""
     adapted = TECHNIQUES["lora"].model(model, choices_of(targets), RunInfo())
-    tigon.patch(adapted, sink_attention=None if sinks else False)
+    tigon.patch(adapted)
     adapted.train()
     tigon.checkpoint(adapted, "full")
     trained = [p for p in adapted.parameters() if p.requires_grad]
@@ -134,10 +128,9 @@ def measured(model: Any, targets: tuple[str, ...], sinks: bool, tiny: bool) -> d
     median_ms = statistics.median(ms for ms, _ in steps[WARM_UPS:])
     peak_bytes = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
     return {
-        "adapters": targets, "sink_attention": sinks, "seq": seq,
-        "trained": sum(p.numel() for p in trained), "ms": median_ms, "tokens_per_s": 1e3 * seq / median_ms,
-        "peak_bytes": peak_bytes, "losses": [loss for _, loss in steps],
-        "all_ms": [ms for ms, _ in steps], "predicted": predicted(model.config, targets, seq) if sinks else None,
+        "adapters": targets, "seq": seq, "trained": sum(p.numel() for p in trained), "ms": median_ms,
+        "tokens_per_s": 1e3 * seq / median_ms, "peak_bytes": peak_bytes, "losses": [loss for _, loss in steps],
+        "all_ms": [ms for ms, _ in steps], "predicted": predicted(model.config, targets, seq),
     }  # fmt: skip
 
 
@@ -158,9 +151,9 @@ def main() -> None:
     record, rows = step_record.StepRecord("measure_mxfp4", DEVICE, ("peft",)), []
     weight = dequantisation(given.tiny)
     print(json.dumps(weight), flush=True)
-    for targets, sinks in RUNS:
+    for targets in TARGETS:
         model = made(given.tiny)
-        rows.append(measured(model, targets, sinks, given.tiny))
+        rows.append(measured(model, targets, given.tiny))
         print(json.dumps(rows[-1]), flush=True)
         record.write(given.json, dequantisation=weight, rows=rows)
         del model

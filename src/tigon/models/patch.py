@@ -22,7 +22,6 @@ from tigon.models.seams.base import (
     instance_objection,
     package_of,
     replaced_by_package_reason,
-    seams_of,
     vendor,
 )
 from tigon.models.seams.head.lora_head import LoraHeadSeam
@@ -31,7 +30,6 @@ from tigon.models.seams.lora import LoraSeam, find_siblings
 from tigon.models.seams.mask import MaskSeam
 from tigon.models.seams.norm import NormSeam, mark_finds_amax
 from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
-from tigon.models.seams.sink_attention import SinkAttentionSeam
 from tigon.models.spec import (
     ADAPTER_FLAGS,
     ADAPTER_SEAMS,
@@ -41,7 +39,6 @@ from tigon.models.spec import (
     LAYER_FLAGS,
     LOSS_FLAGS,
     OPTIONAL_FLAGS,
-    SINKS_BY_DEFAULT,
     PatchSpec,
 )
 from tigon.models.structure import structural_row
@@ -82,7 +79,6 @@ def patch(
     experts: bool | None = None,
     router: bool | None = None,
     add_rms_norm: bool | None = None,
-    sink_attention: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
     **unknown: bool | None,
@@ -103,7 +99,6 @@ def patch(
         router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
-        sink_attention: eager attention with a sink per head, as in GPT-OSS, without the scores of all pairs of tokens.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 
@@ -129,7 +124,6 @@ def patch(
         "experts": experts,
         "router": router,
         "add_rms_norm": add_rms_norm,
-        "sink_attention": sink_attention,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
     }
@@ -155,8 +149,6 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         _decide_layers(model, spec, flag, flags[flag], decision)
     if flags["add_rms_norm"]:
         _decide_residual_norms(model, decision)
-    if flags["sink_attention"] or (SINKS_BY_DEFAULT and flags["sink_attention"] is None):
-        _decide_sinks(model, flags["sink_attention"], decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
     # Few models have adapters, so a flag for them that was left out asks for nothing.
@@ -172,9 +164,10 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         _decide_masks(model, decision)
     changed_ids = {id(change.module) for change in decision.changes}
     # A module that another flag's seam fits is not left alone. The adapter of a head is, as far as the loss goes: the
-    # loss is not fused. So is an attention that has the rotary embedding's op.
-    kept = (*LOSS_FLAGS, SinkAttentionSeam.flag)
-    decision.refused = [entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in kept]
+    # loss is not fused.
+    decision.refused = [
+        entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in LOSS_FLAGS
+    ]
     _apply_all(model, decision.changes)
     return _report(model, spec, decision, flags)
 
@@ -299,22 +292,6 @@ def _decide_masks(model: nn.Module, decision: _Decision) -> None:
         free = not isinstance(module, PatchedModule) and id(module) not in changed
         if free and seam.candidate(module) and instance_objection(module) is None:
             decision.changes.append(Change(path, module, seam))
-
-
-def _decide_sinks(model: nn.Module, on: bool | None, decision: _Decision) -> None:
-    """Give eager attention with sinks its op; the same modules may have or get that of the rotary embedding."""
-    seam = SinkAttentionSeam()
-    accepted = False
-    for path, module in model.named_modules():
-        if seam in seams_of(module):
-            accepted = True
-        elif seam.candidate(module):
-            accepted = _judge(path, module, [seam], decision) or accepted
-    if on and not accepted:
-        reasons = decision.reasons(seam.flag) or "no attention has sinks"
-        raise PatchError(
-            f"sink_attention=True, but {reasons}. Nothing was changed; leave sink_attention out, or pass False."
-        )
 
 
 def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Decision) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from tigon.errors import PatchError
-from tigon.models.seams.base import Change, Seam, blocked_reason
+from tigon.models.seams.base import Change, Seam
 from tigon.models.seams.norm import mark_finds_amax
 
 SeamsByPath = tuple[tuple[str, Seam], ...]
@@ -68,10 +68,7 @@ class PatchReport:
         Raises:
             PatchError: a module was wrapped after the patch, or patched again on top. Nothing was undone.
         """
-        of_module: dict[int, list[Change]] = {}
-        for change in self._changes:
-            of_module.setdefault(id(change.module), []).append(change)
-        blocked = [reason for changes in of_module.values() if (reason := blocked_reason(changes))]
+        blocked = [reason for change in self._changes if (reason := change.blocked())]
         if blocked:
             raise PatchError(f"cannot undo: {blocked[0]}. Undo before wrapping the model; nothing was undone.")
         for change in reversed(self._changes):

@@ -20,10 +20,8 @@ ADAPTER_FLAGS = ("lora",)
 EXPERT_FLAGS = ("experts", "router")
 EXPERTS_BY_DEFAULT = True
 """Whether `experts=None` and `router=None` run the ops for every module that they serve."""
-SINKS_BY_DEFAULT = True
-"""Whether `sink_attention=None` runs the op for every eager attention with sinks."""
 # Models need no module for them. add_rms_norm is off unless it is True.
-OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm", "sink_attention")
+OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm")
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.

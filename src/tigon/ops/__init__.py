@@ -27,7 +27,6 @@ from tigon.ops.losses.prepared_targets import prepare_targets
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope
-from tigon.ops.sink_attention import sink_attention
 from tigon.ops.topk_softmax import topk_softmax
 from tigon.ops.vocab_parallel import VocabParallelOptions
 
@@ -73,7 +72,6 @@ __all__ = [
     "prepare_targets",
     "rms_norm",
     "rope",
-    "sink_attention",
     "swiglu",
     "topk_softmax",
 ]

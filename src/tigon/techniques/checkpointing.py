@@ -27,7 +27,6 @@ KEPT_OPS = (
     "aten::mm", "aten::addmm", "aten::bmm", "tigon::fp8_product", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_fused_attention_overrideable",
-    "tigon::sink_attention_fwd",
 )  # fmt: skip
 
 

@@ -90,15 +90,6 @@ class PatchedModule(nn.Module):
         return (_new_patched, (base, *seams), *reduced[2:])
 
 
-def seams_of(module: nn.Module) -> list[Seam]:
-    """The seams of a module's generated classes, the first applied first."""
-    cls: Any = type(module)
-    seams: list[Seam] = []
-    while (seam := getattr(cls, "_tigon_seam", None)) is not None:
-        seams, cls = [seam, *seams], cls._tigon_base
-    return seams
-
-
 def _new_patched(base: type[nn.Module], *seams: Seam) -> nn.Module:
     """Rebuild a pickled module's class. `seams` lists the lowest class's seam first."""
     cls = functools.reduce(patched_class, seams, base)
@@ -185,15 +176,6 @@ class Change:
     def revert(self) -> None:
         if isinstance(self.module, PatchedModule):
             _set_class(self.module, self.module._tigon_base)
-
-
-def blocked_reason(changes: list[Change]) -> str | None:
-    """Why the changes of one module, in their order, cannot be reverted now, or None."""
-    last, seams = changes[-1], [change.seam for change in changes]
-    reason = last.blocked()
-    if reason is None and isinstance(last.module, PatchedModule) and seams_of(last.module)[-len(seams) :] != seams:
-        return f"{last.path or 'the model'} was patched again by tigon; undo the later patch first"
-    return reason
 
 
 def is_dtensor(value: Any) -> bool:

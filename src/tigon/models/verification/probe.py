@@ -91,7 +91,7 @@ def disagreement(
 
     def measure() -> str | None:
         expected = _measure(make(), inputs(), original)
-        return difference(_measure(make(), inputs(), fused), expected)
+        return _difference(_measure(make(), inputs(), fused), expected)
 
     return answered(measure)
 
@@ -153,8 +153,7 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:120]
 
 
-def difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """The first difference between named results of an op and of a module; None if they agree."""
+def _difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
     for name, want in expected.items():
         got = actual[name]
         if got.shape != want.shape or got.dtype != want.dtype:

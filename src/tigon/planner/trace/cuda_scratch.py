@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tigon.models.seams import sink_attention
 from tigon.ops import dispatch
 from tigon.ops.lm_head import worth_gathering
 from tigon.ops.logprobs import blocks, kl_blocks
@@ -52,17 +51,12 @@ class _ExpertsProduct(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def planned_for_cuda(
-    recorder: TraceRecorder, *, arch: tuple[int, int], ignored: int, masked: bool = False
-) -> Iterator[None]:
-    """Context in which tigon's ops plan for a GPU of `arch`.
-
-    ignored: number of ignored labels in a micro-batch. masked: whether masks hide more than later tokens.
+def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored: int) -> Iterator[None]:
+    """Context in which tigon's ops plan for a GPU of `arch`. ignored: number of ignored labels in a micro-batch.
 
     It replaces:
     - functions of the losses, of linear_logprobs, of linear_kl and of fused linear layers, which depend on values, on
       the device, or on whether a tensor is fake;
-    - the question whether a mask is causal, which depends on its values;
     - dropout, whose mask has the input's dtype on a CPU and one byte per element on CUDA;
     - the product of experts, whose fake rejects fp32, which CUDA multiplies expert by expert.
     """
@@ -132,7 +126,6 @@ def planned_for_cuda(
         (_KL, "can_bypass_dispatcher"): lambda tensors: True,
         (_KL, "backward_in_place"): divergence_backward,
         (functional, "dropout"): dropout,
-        (sink_attention, "is_causal"): lambda mask, window: not masked,
     }
     if plain_grouped_mm is not None:
         replaced[functional, "grouped_mm"] = grouped_mm

@@ -300,18 +300,6 @@ def _grouped_weight_gradient(args: Mapping[str, Any]) -> float:
     return float(2 * len(args["a"]) * math.prod(args["weight"].shape[1:]))
 
 
-def _sink_attention(products: int) -> Callable[[Mapping[str, Any]], float]:
-    """FLOPs of attention: half of all pairs without a mask, or those in the window; all pairs with a mask."""
-
-    def flops(args: Mapping[str, Any]) -> float:
-        B, h, T, D = args["q"].shape
-        window = min(args["window"] or T, T)
-        seen = T * T if args["mask"] is not None else T * window - window * (window - 1) / 2
-        return float(2 * products * B * h * seen * D)
-
-    return flops
-
-
 def _chunked_loss(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits, and of the gradients if the forward computes them."""
     made = 0 if args["keep"] else args["want_hidden"] + args["want_weight"]
@@ -379,8 +367,6 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "tigon::fp8_product": _fp8_product,
     "tigon::grouped_product": _grouped_product,
     "tigon::grouped_weight_gradient": _grouped_weight_gradient,
-    "tigon::sink_attention_fwd": _sink_attention(2),
-    "tigon::sink_attention_bwd": _sink_attention(5),
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
     "tigon::linear_logprobs_fwd": _logprobs,
     "tigon::linear_logprobs_bwd": _logprobs_gradients,

@@ -194,9 +194,7 @@ def recorded(
             for each in (model, *(one.model for one in frozen)):
                 stack.enter_context(attention_replaced(each, attend, mask))
         ignored = request.objective.ignored_labels(request.batch)
-        stack.enter_context(
-            cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored, masked=request.masked)
-        )
+        stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
         if choices.precision in AUTOCAST:
             stack.enter_context(cuda_autocast.cuda_autocast())
         stack.enter_context(_foreign_code(request.model))
