@@ -95,7 +95,7 @@ def patch(
         lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
         experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
             adapters before `patch`, or call `patch` again.
-        router: only if True: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
+        router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
@@ -145,8 +145,6 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
             _decide_layers(model, spec, flag, flags[flag], decision)
     for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
-    if flags["router"]:
-        _decide_layers(model, spec, "router", True, decision)
     if flags["add_rms_norm"]:
         _decide_residual_norms(model, decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
@@ -307,7 +305,7 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
     fused, cross_entropy = flags["linear_cross_entropy"] is not False, flags["cross_entropy"] is not False
     seam = CausalLMSeam(
         head=head_path or "lm_head", fused=fused, cross_entropy=cross_entropy, logits=spec.logits,
-        balancing=bool(flags["router"]),
+        balancing=flags["router"] or (EXPERTS_BY_DEFAULT and flags["router"] is None),
     )  # fmt: skip
     head = seam.find_head(model)
     if isinstance(model, PatchedModule):
