@@ -51,6 +51,17 @@ def test_documents_of_gpt_oss_train_apart(oss: Any, here: Any, tigon: Any, monke
     assert [record["step"] for record in records(here / "runs/r", "train")] == [1]
 
 
+def test_attention_with_sinks_trains_packed_documents_to_the_same_loss(oss: Any, here: Any, tigon: Any) -> None:
+    losses = []
+    for run, sinks in (("own", "false"), ("op", "true")):
+        outcome = tigon("train", oss, "--set", f"model.attention_sinks={sinks}", "--set", f"output.dir=runs/{run}")
+        assert outcome.code == 0, outcome.err
+        losses.append(records(here / "runs" / run, "train")[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    refused = tigon("train", oss, "--set", "model.attention_sinks=true", "--set", "model.attention=sdpa")
+    assert refused.code == 2 and "model.attention_sinks" in refused.err and "model.attention: eager" in refused.err
+
+
 def test_state_space_model_is_refused_with_packing_and_trains_without(here: Any, recipe: Any, tigon: Any) -> None:
     save(here / "h1", torch.float32, "falcon_h1", **MAMBA)
     path = recipe(

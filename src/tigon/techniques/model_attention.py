@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tigon.techniques import model_kernels
+from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Flag, Setting
 from tigon.techniques.records.technique import Declaration
 
@@ -13,4 +15,29 @@ _ATTENTION = Setting(
     flag=Flag(name="attention", help="sdpa or eager.", words=("sdpa", "eager")), traced=True,
 )  # fmt: skip
 
-DECLARATION = Declaration(settings=(_ATTENTION,))
+# No GPU has timed it yet, so it is off, and models without sinks refuse it.
+_SINKS = Setting(
+    field="attention_sinks", key="model.attention_sinks",
+    help="Compute attention with sinks, such as GPT-OSS's, without a matrix of scores. Needs `model.attention: eager`.",
+    flag=Flag(name="attention-sinks", help="Attention with sinks without a matrix of scores."), traced=True,
+    label=lambda choices: "attention with sinks" if choices.attention_sinks else "",
+)  # fmt: skip
+_WITH_SINKS = Condition("attention_sinks", "is", True)
+
+DECLARATION = Declaration(
+    settings=(_ATTENTION, _SINKS),
+    exclusions=(
+        Exclusion(
+            when=(_WITH_SINKS, Condition("attention", "is not", "eager")),
+            reason="it takes the place of transformers' eager attention",
+            instead="model.attention: eager, or model.attention_sinks: false",
+            source="tigon.models.seams.attention_sinks",
+        ),
+        Exclusion(
+            when=(_WITH_SINKS, Condition("kernels", "is not one of", tuple(sorted(model_kernels.OF_TIGON)))),
+            reason="tigon.patch installs it",
+            instead="model.kernels: tigon, or model.attention_sinks: false",
+            source="tigon.models.seams.attention_sinks",
+        ),
+    ),
+)

@@ -121,7 +121,8 @@ def build(
     saves_adapters = saves_adapters and choices.lora_rank is not None
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, base)
-    report = models.patch(built, kernels, **(ops or {}))
+    sinks = {"attention_sinks": True} if choices.attention_sinks else {}
+    report = models.patch(built, kernels, **sinks, **(ops or {}))
     for technique in used:
         built = technique.model(built, choices, run_info)
     if choices.lora_rank is not None and choices.lora_init == LOFTQ:

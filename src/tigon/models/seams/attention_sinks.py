@@ -12,9 +12,10 @@ Either both are put into a model or none, because no other attention understands
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar
@@ -93,6 +94,8 @@ class SinksAttentionSeam(Seam):
         return _eager_function(type(module))
 
     def objection(self, module: nn.Module) -> str | None:
+        if not _hands_mask_on(type(module)):
+            return "its forward reads or changes the mask, so it needs one"
         original: Any = _eager_function(type(module))
         fused = functools.partial(attend, original)
         make = functools.partial(
@@ -146,6 +149,21 @@ def attend(
 def runs_eager_function(module: nn.Module) -> bool:
     """Whether the module's forward falls back to a function of its modeling file, `eager_attention_forward`."""
     return owner_of(type(module).forward, _FUNCTION) is not None
+
+
+def _hands_mask_on(cls: type[nn.Module]) -> bool:
+    """Whether the forward only passes `attention_mask` on. Sparse attention adds to it, and reads it elsewhere."""
+    owner = owner_of(cls.forward, _FUNCTION)
+    uses = [] if owner is None else list(_uses(owner, "attention_mask"))
+    return len(uses) == 1 and "STORE" not in uses[0]
+
+
+def _uses(function: FunctionType, name: str) -> Iterator[str]:
+    """The instructions that read or write a local variable. Python 3.13 has some that do it to two."""
+    for instruction in dis.get_instructions(function):
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        if any(part in instruction.opname for part in ("FAST", "DEREF")):
+            yield from [instruction.opname for each in names if each == name]
 
 
 def _eager_function(cls: type[nn.Module]) -> Callable[..., Any]:

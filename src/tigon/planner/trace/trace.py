@@ -313,7 +313,8 @@ def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, l
     else:
         while len(_seams) >= _MAX_MODELS:
             del _seams[next(iter(_seams))]
-        _seams[key] = patch(model, **flags, lora=None if lora else False).seams
+        sinks = True if request.choices.attention_sinks else None
+        _seams[key] = patch(model, **flags, lora=None if lora else False, attention_sinks=sinks).seams
     if kernels == "no-flce":
         model.loss_function = causal_lm_loss
     if kernels == "liger":

@@ -28,6 +28,7 @@ class Choices:
     attention_groups: int = 1
     kernels: str = "tigon"
     attention: str = "sdpa"
+    attention_sinks: bool = False
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ("linear",)
     lora_dropout: float = 0.0
