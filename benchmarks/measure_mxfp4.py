@@ -131,8 +131,9 @@ def measured(model: Any, targets: tuple[str, ...], tiny: bool, sinks: bool) -> d
     median_ms = statistics.median(ms for ms, _ in steps[WARM_UPS:])
     peak_bytes = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
     return {
-        "adapters": targets, "attention_sinks": sinks, "seq": seq, "trained": sum(p.numel() for p in trained), "ms": median_ms,
-        "tokens_per_s": 1e3 * seq / median_ms, "peak_bytes": peak_bytes, "losses": [loss for _, loss in steps],
+        "adapters": targets, "attention_sinks": sinks, "seq": seq, "trained": sum(p.numel() for p in trained),
+        "ms": median_ms, "tokens_per_s": 1e3 * seq / median_ms, "peak_bytes": peak_bytes,
+        "losses": [loss for _, loss in steps],
         "all_ms": [ms for ms, _ in steps], "predicted": predicted(model.config, targets, seq, sinks),
     }  # fmt: skip
 

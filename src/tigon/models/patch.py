@@ -306,7 +306,10 @@ def _decide_sinks(model: nn.Module, on: bool | None, decision: _Decision) -> Non
     if reason is None:
         both: tuple[tuple[list[tuple[str, nn.Module]], Seam], ...] = ((trunks[-1:], masks), (attentions, seam))
         judged = _Decision(home=decision.home)
-        if all([_judge(path, m, [own], judged) for pairs, own in both for path, m in pairs]):
+        for pairs, own in both:
+            for path, m in pairs:
+                _judge(path, m, [own], judged)
+        if not judged.refused:
             decision.changes += judged.changes
             return
         reason = judged.reasons(SINKS_FLAG)

@@ -435,8 +435,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor 
     heads = k.shape[1]
     if k.shape != (B, heads, T, D) or v.shape[:3] != k.shape[:3] or heads == 0 or h % heads:
         raise ShapeError(
-            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; they must be (B, h, T, D), (B, k, T, D) "
-            "and (B, k, T, E), and k must divide h."
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; they must be (B, h, T, D), "
+            "(B, k, T, D) and (B, k, T, E), and k must divide h."
         )
     if sinks.shape != (h,):
         raise ShapeError(f"sinks is {tuple(sinks.shape)}; it must be ({h},), one for each query head.")
@@ -495,18 +495,17 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
 def _cost(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, **options: Any) -> Cost:
     """Two products in the forward and five in the backward, half of each because of the causal mask."""
     saved = 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q.numel() // q.shape[-1]
-    return Cost(
-        moved_bytes=3 * saved, saved_bytes=saved, flops=int(7 * product_flops(q.shape, v.shape[-1], window or NO_WINDOW))
-    )
+    flops = 7 * product_flops(q.shape, v.shape[-1], window or NO_WINDOW)
+    return Cost(moved_bytes=3 * saved, saved_bytes=saved, flops=int(flops))
 
 
 def product_flops(shape: Any, width: int, window: int) -> float:
     """FLOPs of one product of (B, h, T, D) queries with the keys that they see."""
     B, h, T, D = shape
-    seen = T * (T + 1) / 2
+    seen: float = T * (T + 1) / 2
     if window != NO_WINDOW and window < T:
         seen = window * (window + 1) / 2 + (T - window) * window
-    return 2.0 * B * h * seen * (D + width) / 2
+    return float(2.0 * B * h * seen * (D + width) / 2)
 
 
 ATTENTION_WITH_SINKS = Op(

@@ -19,7 +19,11 @@ _ATTENTION = Setting(
 _SINKS = Setting(
     field="attention_sinks", key="model.attention_sinks",
     help="Compute attention with sinks, such as GPT-OSS's, without a matrix of scores. Needs `model.attention: eager`.",
-    flag=Flag(name="attention-sinks", help="Attention with sinks without a matrix of scores."), traced=True,
+    traced=True,
+    flag=Flag(
+        name="attention-sinks", help="Attention with sinks without a matrix of scores.",
+        implies=(("attention", "eager"),),
+    ),
     label=lambda choices: "attention with sinks" if choices.attention_sinks else "",
 )  # fmt: skip
 _WITH_SINKS = Condition("attention_sinks", "is", True)
@@ -31,13 +35,13 @@ DECLARATION = Declaration(
             when=(_WITH_SINKS, Condition("attention", "is not", "eager")),
             reason="it takes the place of transformers' eager attention",
             instead="model.attention: eager, or model.attention_sinks: false",
-            source="tigon.models.seams.attention_sinks",
+            source="models/seams/attention_sinks.py",
         ),
         Exclusion(
             when=(_WITH_SINKS, Condition("kernels", "is not one of", tuple(sorted(model_kernels.OF_TIGON)))),
             reason="tigon.patch installs it",
             instead="model.kernels: tigon, or model.attention_sinks: false",
-            source="tigon.models.seams.attention_sinks",
+            source="models/seams/attention_sinks.py",
         ),
     ),
 )

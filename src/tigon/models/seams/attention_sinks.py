@@ -15,6 +15,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -57,7 +58,7 @@ class CausalRows:
         if len(starts) == len(positions_BT):
             return cls()
         places = [*starts, positions_BT.numel()]
-        lengths = [end - start for start, end in zip(places, places[1:], strict=False)]
+        lengths = [end - start for start, end in itertools.pairwise(places)]
         return cls(torch.tensor(places, dtype=torch.int32, device=positions_BT.device), max(lengths))
 
     def dense(self, query: Tensor, window: int | None) -> Tensor:
@@ -102,14 +103,9 @@ class SinksAttentionSeam(Seam):
             probe.make_stand_in, module, parameters={"sinks": (4,)}, attributes={"num_key_value_groups": 2}
         )
         for window in (None, _WINDOW):
-            options = {"scaling": 0.5, "dropout": 0.0, "sliding_window": window}
-            reason = probe.disagreement(
-                make, _probe_inputs,
-                lambda double, q, k, v: fused(double, q, k, v, CausalRows(), s_aux=double.sinks, **options)[0],
-                lambda double, q, k, v: original(
-                    double, q, k, v, CausalRows().dense(q, options["sliding_window"]), s_aux=double.sinks, **options
-                )[0],
-            )  # fmt: skip
+            with_rows = functools.partial(_attended, fused, window, dense=False)
+            with_mask = functools.partial(_attended, original, window, dense=True)
+            reason = probe.disagreement(make, _probe_inputs, with_rows, with_mask)
             if reason is not None:
                 return reason
         return None
@@ -170,6 +166,15 @@ def _eager_function(cls: type[nn.Module]) -> Callable[..., Any]:
     owner = owner_of(cls.forward, _FUNCTION)
     assert owner is not None, "not a candidate"
     return owner.__globals__[_FUNCTION]  # type: ignore[no-any-return]
+
+
+def _attended(
+    function: Callable[..., Any], window: int | None, double: Any, q: Tensor, k: Tensor, v: Tensor, *, dense: bool
+) -> Tensor:
+    """The output of an attention function of transformers on a stand-in."""
+    mask = CausalRows().dense(q, window) if dense else CausalRows()
+    options = {"scaling": 0.5, "dropout": 0.0, "sliding_window": window, "s_aux": double.sinks}
+    return function(double, q, k, v, mask, **options)[0]  # type: ignore[no-any-return]
 
 
 def _probe_inputs() -> tuple[Tensor, ...]:
