@@ -178,8 +178,6 @@ class Change:
         for seam in later:
             if vars(cls).get("_tigon_seam") == seam:
                 cls = cls._tigon_base  # type: ignore[assignment]
-        if "_tigon_seam" not in vars(cls):
-            return None
         if cls is patched_class(cls._tigon_base, cls._tigon_seam):
             if cls._tigon_seam == self.seam:
                 return None
