@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import tigon
+from second_proofs import proved_by
 from tigon import ops
 from tigon.errors import PatchError
 from tigon.models.packed_documents import keep_apart
@@ -68,7 +69,9 @@ def calls() -> Any:
     return patch.object(ops, "attention_with_sinks", wraps=ops.attention_with_sinks)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", proved_by(("gpt_oss", "granite_swa", "flint"), FAMILIES, "its attention is Granite-SWA's")
+)
 def test_family_runs_the_op_with_the_same_step(family: str) -> None:
     """One layer with a window and one without."""
     model = model_of(family)
@@ -162,6 +165,15 @@ def test_selective_checkpointing_keeps_the_results_of_attention() -> None:
     assert computed.call_count == 2
 
 
+def test_compiled_forward_is_one_graph_with_the_same_loss() -> None:
+    model = model_of()
+    want = step(model)
+    tigon.patch(model, attention_sinks=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close(step(compiled), {f"_orig_mod.{name}" if "." in name else name: t for name, t in want.items()})
+
+
 def test_autocast_computes_attention_in_bf16() -> None:
     model = model_of()
     tigon.patch(model, attention_sinks=True)
@@ -180,7 +192,9 @@ def test_dropout_and_requested_weights_run_the_models_own_code() -> None:
         model.eval()
         weights = model(input_ids=IDS, use_cache=False, output_attentions=True).attentions
     assert called.call_count == 0
-    assert [w.shape[-2:] for w in weights] == [(13, 13)] * 2 and float(weights[1][0, 0, 2, 3:].abs().max()) == 0.0
+    assert [w.shape[-2:] for w in weights] == [(13, 13)] * 2 and float(
+        weights[1][0, 0, 2, 3:].detach().abs().max()
+    ) == 0.0
 
 
 def test_generation_with_a_cache_gives_the_same_tokens() -> None:

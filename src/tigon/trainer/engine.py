@@ -13,6 +13,7 @@ from torch._functorch import config as functorch_config
 
 from tigon.errors import RecipeError
 from tigon.models import packed_documents
+from tigon.models.spec import SINKS_FLAG
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
 from tigon.techniques import TECHNIQUES, lora
@@ -121,8 +122,8 @@ def build(
     saves_adapters = saves_adapters and choices.lora_rank is not None
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, base)
-    sinks = {"attention_sinks": True} if choices.attention_sinks else {}
-    report = models.patch(built, kernels, **sinks, **(ops or {}))
+    flags = {**({SINKS_FLAG: True} if choices.attention_sinks else {}), **(ops or {})}
+    report = models.patch(built, kernels, **flags)
     for technique in used:
         built = technique.model(built, choices, run_info)
     if choices.lora_rank is not None and choices.lora_init == LOFTQ:

@@ -234,6 +234,7 @@ def _rows_of(given: dict[str, Any]) -> CausalRows | None:
     """What the mask of these arguments says, or None if it says more than a `CausalRows` can."""
     config, cache, embeddings = given.pop("config"), given.pop("past_key_values"), given.pop("inputs_embeds", None)
     padding_BT, positions = given.pop("attention_mask"), given.pop("position_ids", None)
+    given.pop("cache_position", None)  # transformers before 5.17 takes it and ignores it
     if embeddings is None or any(value is not None for value in given.values()):
         return None
     if config._attn_implementation != EAGER or not getattr(config, "is_causal", True) or not _is_empty(cache):
