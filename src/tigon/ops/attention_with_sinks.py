@@ -7,9 +7,9 @@ out = o · exp(lse - L). So any attention that returns its log-sum-exp serves th
 P = exp(S - L) and dS = P · (dP - Σ_D dout · out) from the output and the log-sum-exp that it gets. With `out` and L
 these are the softmax with the sink and its gradient. docs/math.md derives both.
 
-Three implementations compute o and lse: FlashAttention 2 of PyTorch on CUDA (16 bits), PyTorch's flash kernel on the
-CPU, and blocks of queries in PyTorch's operators for everything else: fp32 on a GPU, and windows and documents on the
-CPU. None holds a (T, T) matrix per head.
+Three implementations compute o and lse: PyTorch's FlashAttention 2 on CUDA in 16 bits, PyTorch's flash kernel on the
+CPU, and blocks of queries in PyTorch's operators. The blocks serve fp32 on a GPU, and windows and documents on the CPU.
+None holds a (T, T) matrix per head.
 """
 
 from __future__ import annotations

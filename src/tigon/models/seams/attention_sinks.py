@@ -1,11 +1,11 @@
 """The seams for causal attention with sinks, such as GPT-OSS's, that transformers computes by its eager function.
 
-That function holds (heads, T, T) scores, and sdpa has no sinks. Two seams together replace it:
+That function holds (heads, T, T) scores, and sdpa lacks sinks. Two seams together replace it:
 
-- `CausalMaskSeam`, on the module that makes the masks. Where a mask would say only that tokens see earlier ones, and
-  perhaps a window, it returns a `CausalRows` instead of a (T, T) tensor. The layers pass it on.
-- `SinksAttentionSeam`, on each attention. It runs the op if it gets a `CausalRows`, and the family's own function with
-  every other mask: left padding, a cache that holds tokens, and masks of the caller.
+- `CausalMaskSeam`, on the module that makes the masks. It returns a `CausalRows` instead of a (T, T) tensor if the mask
+  says only that tokens see earlier ones, and perhaps a window. The layers pass it on.
+- `SinksAttentionSeam`, on each attention. It runs the op if it gets a `CausalRows`. Every other mask runs the family's
+  own function: padding at the left, a cache that holds tokens, and masks of the caller.
 
 Either both are put into a model or none, because no other attention understands a `CausalRows`.
 """
@@ -41,7 +41,7 @@ _WINDOW = 3
 
 
 class CausalRows:
-    """Takes the place of a mask: tokens see earlier tokens of their document, or of the row if there are no documents.
+    """Takes the place of a mask: tokens see earlier tokens of their document, or of the row if it is one document.
 
     It is not a dataclass, because FSDP2's mixed precision hands copies of those to the model.
     """
@@ -231,7 +231,7 @@ def mask_or_rows(original: Callable[..., Any], *args: Any, **options: Any) -> An
 
 
 def _rows_of(given: dict[str, Any]) -> CausalRows | None:
-    """What the mask of these arguments says, or None if it says more than a `CausalRows` can."""
+    """Returns the mask of these arguments as a `CausalRows`, or None if it says more than that."""
     config, cache, embeddings = given.pop("config"), given.pop("past_key_values"), given.pop("inputs_embeds", None)
     padding_BT, positions = given.pop("attention_mask"), given.pop("position_ids", None)
     given.pop("cache_position", None)  # transformers before 5.17 takes it and ignores it
@@ -257,7 +257,7 @@ def _is_empty(cache: Any) -> bool:
 def _pads_right(padding_BT: Any, B: int, T: int) -> bool:
     """Whether padding follows the tokens of each row, which then do not see it. It waits for the device once.
 
-    The planner's tensors have no values. The trainer pads rows at the right.
+    The planner's tensors lack values, and the trainer pads rows at the right.
     """
     if not isinstance(padding_BT, Tensor) or padding_BT.shape != (B, T) or torch.compiler.is_compiling():
         return False
