@@ -19,7 +19,7 @@ from tigon.models.packed_documents import keep_apart
 from tigon.models.patch import flags_of, unpatch
 from tigon.models.seams.attention_sinks import CausalRows
 from tigon.models.verification.tiny import tiny_config, tiny_model
-from tigon.ops.attention_with_sinks import attention_with_sinks_fwd
+from tigon.ops.attention_with_sinks import BY_DEFAULT, attention_with_sinks_fwd
 from tigon.techniques import checkpointing
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 4}
@@ -130,7 +130,7 @@ def test_undo_restores_attention_masks_and_rotary_embedding() -> None:
 def test_patch_after_one_without_it_adds_it_and_undoes_it_first() -> None:
     model = model_of()
     want = step(model)
-    first = tigon.patch(model)
+    first = tigon.patch(model, attention_sinks=False)
     second = tigon.patch(model, attention_sinks=True)
     assert second.counts == {"attention_with_sinks": 3}
     with pytest.raises(PatchError, match="undo the later patch first"):
@@ -140,8 +140,9 @@ def test_patch_after_one_without_it_adds_it_and_undoes_it_first() -> None:
     first.undo()
 
 
-def test_it_is_off_unless_it_is_asked_for() -> None:
-    assert "attention_with_sinks" not in tigon.patch(model_of()).counts
+def test_left_out_flag_means_the_default() -> None:
+    assert ("attention_with_sinks" in tigon.patch(model_of()).counts) == BY_DEFAULT
+    assert "attention_with_sinks" not in tigon.patch(model_of(), attention_sinks=False).counts
 
 
 def test_copy_by_pickle_and_recomputed_layers_give_the_same_step() -> None:

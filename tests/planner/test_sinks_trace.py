@@ -27,7 +27,7 @@ SHAPE = {
 def test_plan_with_sinks_holds_no_matrix_of_scores(masked: bool) -> None:
     config = tiny_config("gpt_oss", {}, SHAPE)
     config.use_cache = False
-    choices = Choices(precision="bf16", kernels="tigon", attention="eager")
+    choices = Choices(precision="bf16", kernels="tigon", attention="eager", attention_sinks=False)
     eager = Request(model="gpt_oss", config=config, batch=1, seq=SEQ, choices=choices, masked=masked)
     op = replace(eager, choices=replace(choices, attention_sinks=True))
     sizes = [trace(request, H200, evaluating=False).tape.sizes for request in (eager, op)]

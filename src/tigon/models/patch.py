@@ -40,12 +40,12 @@ from tigon.models.spec import (
     LAYER_FLAGS,
     LOSS_FLAGS,
     OPTIONAL_FLAGS,
-    SINKS_BY_DEFAULT,
     SINKS_FLAG,
     PatchSpec,
 )
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
+from tigon.ops.attention_with_sinks import BY_DEFAULT as SINKS_BY_DEFAULT
 
 Flags = Mapping[str, bool | None]
 ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPTIONAL_FLAGS, *LOSS_FLAGS)

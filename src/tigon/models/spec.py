@@ -21,8 +21,6 @@ EXPERT_FLAGS = ("experts",)
 EXPERTS_BY_DEFAULT = True
 """Whether `experts=None` runs the op for every module of experts that it serves."""
 SINKS_FLAG = "attention_sinks"
-SINKS_BY_DEFAULT = False
-"""Whether `attention_sinks=None` runs the op for every model that it serves."""
 # Models need no module for them. add_rms_norm and router are off unless they are True.
 OPTIONAL_FLAGS = (*EXPERT_FLAGS, "router", "add_rms_norm", SINKS_FLAG)
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from tigon.errors import KernelError
-from tigon.models.spec import SINKS_BY_DEFAULT, SINKS_FLAG
+from tigon.models.spec import SINKS_FLAG
 from tigon.ops import OPS, dispatch
 from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
@@ -38,9 +38,8 @@ def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[st
     if recipe.model.self_test == "off" or not patched or not dispatch.uses_kernel(torch.empty(1, device=device)):
         return {}
     failures = {}
-    sinks = choices.attention_sinks or SINKS_BY_DEFAULT
     for name in OPS:
-        used = name in FLAGS and (FLAGS[name] != SINKS_FLAG or sinks)
+        used = name in FLAGS and (FLAGS[name] != SINKS_FLAG or choices.attention_sinks)
         if used and not (check := check_op(name, DTYPES[choices.precision])).passed:
             failures[name] = check.error or f"{check.worst} is off by {check.share:.3g} times what rounding allows"
     if failures and recipe.model.self_test == "strict":
