@@ -103,7 +103,7 @@ def patch(
         router: only if True: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
-        attention_sinks: only if True: eager attention with sinks, as in GPT-OSS, without its (heads, T, T) scores.
+        attention_sinks: eager attention with sinks, as in GPT-OSS, without its (heads, T, T) scores.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 

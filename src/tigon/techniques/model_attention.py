@@ -17,10 +17,11 @@ _ATTENTION = Setting(
     flag=Flag(name="attention", help="sdpa or eager.", words=("sdpa", "eager")), traced=True,
 )  # fmt: skip
 
-# No GPU has timed it yet. While it is off by default, a recipe that asks for it is refused where it has no effect.
+# If it were off by default, a recipe that asks for it would be refused where it has no effect.
 _SINKS = Setting(
     field="attention_sinks", key="model.attention_sinks",
-    help="Compute attention with sinks, such as GPT-OSS's, without a matrix of scores. Needs `model.attention: eager`.",
+    help="Compute attention with sinks, such as GPT-OSS's, without a matrix of scores, in models "
+    "that have them and run `model.attention: eager`.",
     traced=True,
     flag=Flag(
         name="attention-sinks", help="Attention with sinks without a matrix of scores.",

@@ -330,7 +330,8 @@ def _side_flops(args: Mapping[str, Any], side: tuple[str, str, str]) -> float:
     return float(2 * math.prod(args[f"{name}_hidden_{hidden}"].shape) * args[f"{name}_weight_{weight}"].shape[0])
 
 
-# FlashAttention 2 reaches about half of the rate of other products on an H100 (35 % of the peak: arXiv 2407.08608).
+# FlashAttention 2 reaches about half of the rate of other products on an H100 (35 % of the peak: arXiv 2407.08608). No
+# long row has been timed.
 _FLASH_2_SHARE = 0.5
 
 
