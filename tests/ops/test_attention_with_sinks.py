@@ -120,6 +120,14 @@ def test_blocks_of_few_rows_give_the_results_of_one_block(
         assert relative_error(value, whole.named()[name]) < 1e-13, name
 
 
+def test_autocast_leaves_the_products_of_blocks_in_fp32() -> None:
+    inputs = make(OP, CASES["window"], torch.float32, "cpu")
+    want = run(OP.call, OP, with_leaves(OP, inputs)).named()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(OP.call, OP, with_leaves(OP, inputs)).named()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
 def test_sinks_of_minus_infinity_leave_ordinary_attention() -> None:
     inputs = make(OP, CASES["plain"], torch.float64, "cpu")
     q, k, v = (inputs[name] for name in ("q", "k", "v"))

@@ -31,6 +31,7 @@ from tigon.ops.dispatch import (
     first_order,
     planned_device,
 )
+from tigon.ops.lm_head import no_autocast
 
 # B rows, h query heads, k key heads, T tokens, D head width, E width of the values.
 
@@ -236,7 +237,8 @@ def _fwd(
     elif _takes_cpu_kernel(q, v, cu_seqlens, window):
         out, lse = _cpu_forward(q, k, v, scale)
     else:
-        out, lse = _block_forward(q, k, v, cu_seqlens, scale, window)
+        with no_autocast(q):
+            out, lse = _block_forward(q, k, v, cu_seqlens, scale, window)
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None]).contiguous()
     out.mul_((lse - total).exp_().transpose(1, 2)[..., None])
     return out, total
@@ -252,7 +254,8 @@ def _bwd(
     elif _takes_cpu_kernel(q, v, cu_seqlens, window):
         grads = _cpu_backward(dout, q, k, v, out, lse, scale)
     else:
-        grads = _block_backward(dout, q, k, v, out, lse, cu_seqlens, scale, window)
+        with no_autocast(q):
+            grads = _block_backward(dout, q, k, v, out, lse, cu_seqlens, scale, window)
     # One layout, whatever computed them: (B, T, heads, D) in memory, so that the projections read them without a copy.
     dq, dk, dv = (_of_rows(x) for x in grads)
     return dq, dk, dv
