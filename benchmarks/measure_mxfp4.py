@@ -1,17 +1,19 @@
 """Adapters on GPT-OSS-20B by shape, with experts in MXFP4: a step's time and peak, with the planner's prediction.
 
-    python -m benchmarks.measure_mxfp4 --json RECORD     # on a GPU with 24 GB, about 40 seconds
+    python -m benchmarks.measure_mxfp4 --json RECORD     # on a GPU with 24 GB, about 80 seconds
     python -m benchmarks.measure_mxfp4 --tiny            # a small model, also without a GPU
 
 1 x 2048 tokens, random bytes for the experts and random bf16 weights for the rest. Adapters of rank 16 in fp32 under
-bf16 autocast are on the linear layers, and then on the experts too. Full activation checkpointing, fused AdamW. First
-the dense weight of one projection is compared with transformers' own, and both are timed.
+bf16 autocast are on the linear layers, and then on the experts too, each with transformers' eager attention and with
+`attention_sinks`. Full activation checkpointing, fused AdamW. First the dense weight of one projection is compared with
+transformers' own, and both are timed.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import statistics
 from typing import Any
@@ -102,18 +104,19 @@ def dequantisation(tiny: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def choices_of(targets: tuple[str, ...]) -> Choices:
+def choices_of(targets: tuple[str, ...], sinks: bool) -> Choices:
     """The run as the planner knows it."""
     return Choices(
         precision="amp-bf16", optimizer="adamw", kernels="tigon", checkpointing="full", attention="eager",
         lora_rank=16, lora_targets=targets, quantized=True, quantize_to="mxfp4",
+        attention_sinks=sinks,
     )  # fmt: skip
 
 
-def measured(model: Any, targets: tuple[str, ...], tiny: bool) -> dict[str, Any]:
+def measured(model: Any, targets: tuple[str, ...], tiny: bool, sinks: bool) -> dict[str, Any]:
     """Median step, peak and losses with adapters on `targets`, with the planner's prediction."""
-    adapted = TECHNIQUES["lora"].model(model, choices_of(targets), RunInfo())
-    tigon.patch(adapted)
+    adapted = TECHNIQUES["lora"].model(model, choices_of(targets, sinks), RunInfo())
+    tigon.patch(adapted, attention_sinks=sinks)
     adapted.train()
     tigon.checkpoint(adapted, "full")
     trained = [p for p in adapted.parameters() if p.requires_grad]
@@ -128,16 +131,17 @@ def measured(model: Any, targets: tuple[str, ...], tiny: bool) -> dict[str, Any]
     median_ms = statistics.median(ms for ms, _ in steps[WARM_UPS:])
     peak_bytes = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
     return {
-        "adapters": targets, "seq": seq, "trained": sum(p.numel() for p in trained), "ms": median_ms,
-        "tokens_per_s": 1e3 * seq / median_ms, "peak_bytes": peak_bytes, "losses": [loss for _, loss in steps],
-        "all_ms": [ms for ms, _ in steps], "predicted": predicted(model.config, targets, seq),
+        "adapters": targets, "attention_sinks": sinks, "seq": seq, "trained": sum(p.numel() for p in trained),
+        "ms": median_ms, "tokens_per_s": 1e3 * seq / median_ms, "peak_bytes": peak_bytes,
+        "losses": [loss for _, loss in steps],
+        "all_ms": [ms for ms, _ in steps], "predicted": predicted(model.config, targets, seq, sinks),
     }  # fmt: skip
 
 
-def predicted(config: Any, targets: tuple[str, ...], seq: int) -> dict[str, Any]:
+def predicted(config: Any, targets: tuple[str, ...], seq: int, sinks: bool) -> dict[str, Any]:
     """The planner's peak and step for this run, or why it has none."""
     request = Request(
-        model="gpt-oss-20b", config=config, batch=1, seq=seq, choices=choices_of(targets), masked=False
+        model="gpt-oss-20b", config=config, batch=1, seq=seq, choices=choices_of(targets, sinks), masked=False
     )  # fmt: skip
     try:
         estimate = estimate_option(request, gpu_of(DEVICE)).estimate
@@ -151,9 +155,9 @@ def main() -> None:
     record, rows = step_record.StepRecord("measure_mxfp4", DEVICE, ("peft",)), []
     weight = dequantisation(given.tiny)
     print(json.dumps(weight), flush=True)
-    for targets in TARGETS:
+    for targets, sinks in itertools.product(TARGETS, (False, True)):
         model = made(given.tiny)
-        rows.append(measured(model, targets, given.tiny))
+        rows.append(measured(model, targets, given.tiny, sinks))
         print(json.dumps(rows[-1]), flush=True)
         record.write(given.json, dequantisation=weight, rows=rows)
         del model

@@ -18,6 +18,7 @@ PUBLIC = [
     "VocabParallelOptions",
     "__version__",
     "add_rms_norm",
+    "attention_with_sinks",
     "checkpoint",
     "cross_entropy",
     "errors",

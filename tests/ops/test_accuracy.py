@@ -115,6 +115,10 @@ DRAWN = {
     "add_rms_norm": _same_options("add_rms_norm", _ROWS),
     "layer_norm": _same_options("layer_norm", _ROWS),
     "rope": _rope_cases(),
+    # Eight heads, because a case shares each key head among eight.
+    "attention_with_sinks": _same_options(
+        "attention_with_sinks", st.tuples(_integers(1, 2), st.just(8), _integers(3, 40), _integers(2, 20))
+    ),
     "swiglu": _same_options("swiglu", st.tuples(_integers(1, 40), _integers(1, 150).map(lambda n: 2 * n))),
     "geglu": _same_options("geglu", st.tuples(_integers(1, 40), _integers(1, 150).map(lambda n: 2 * n))),
     "cross_entropy": _same_options("cross_entropy", _ROWS),

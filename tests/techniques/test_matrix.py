@@ -20,7 +20,7 @@ from tigon.techniques.records.condition import Condition, Exclusion
 
 # values that a negative condition holds for
 OTHER = {
-    "attention": "eager", "optimizer": "sgd", "offload": "cpu", "zero": 0, "lora_init": "orthogonal",
+    "attention": "flash_attention_2", "optimizer": "sgd", "offload": "cpu", "zero": 0, "lora_init": "orthogonal",
     "lora_bias": "all", "lora_modules_to_save": ("norm",), "checkpointing": "selective", "kernels": "none",
 }  # fmt: skip
 

@@ -40,6 +40,7 @@ DIMENSIONS = {
     "geglu": ("tokens", "width"),
     "cross_entropy": ("tokens", "vocabulary"),
     "linear_cross_entropy": ("tokens", "hidden size", "vocabulary"),
+    "attention_with_sinks": ("batch", "query heads", "tokens", "head width"),
     "experts": ("tokens", "experts per token", "experts", "hidden size"),
     "topk_softmax": ("tokens", "experts"),
     "load_balancing_loss": ("tokens", "experts"),

@@ -91,6 +91,8 @@ def make_upstream(op: Op, inputs: Inputs, mean: bool = False) -> list[Tensor]:
         like = [inputs["q"], inputs["k"]]
     elif op.name == "add_rms_norm":
         like = [inputs["x"], inputs["x"]]
+    elif op.name == "attention_with_sinks":
+        like = [inputs["q"].transpose(1, 2).contiguous()]
     else:
         like = [inputs[op.grads[0]]]
     return [torch.randn_like(t) for t in like]

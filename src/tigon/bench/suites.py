@@ -257,6 +257,7 @@ SMALL = (
     row("logprobs", 32, 1000),
     _linear_logprobs(64, 32, 1000),
     *_linear_kl(64, 32, 1000),
+    row("attention_with_sinks", 1, 4, 32, 16, options={"groups": 2}),
     row("experts", 16, 2, 4, 32, options={"inner": 24}),
     row("topk_softmax", 64, 16, options={"top_k": 2, "normalised": True}),
     row("load_balancing_loss", 64, 16, options={"top_k": 2}),

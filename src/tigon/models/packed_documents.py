@@ -71,10 +71,21 @@ def _with_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     if positions_BT is None or kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
         return args, kwargs
     config = module.config.get_text_config()
+    if (rows_of := getattr(module, "_tigon_causal_rows", None)) is not None:  # seams/attention_sinks.py
+        rows = rows_of(positions_BT.expand(_shape(kwargs)))
+        kinds = getattr(config, "layer_types", None) or ("full_attention",)
+        return args, {**kwargs, "attention_mask": dict.fromkeys(kinds, rows)}
     masks = _masks(positions_BT, getattr(config, "sliding_window", None), module.dtype)
     layers = getattr(config, "layer_types", None) or ()
     mask = {kind: masks[kind] for kind in set(layers)} if WINDOW in layers else masks["full_attention"]
     return args, {**kwargs, "attention_mask": mask}
+
+
+def _shape(kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """(B, T) of a forward's tokens."""
+    tokens = kwargs.get("input_ids")
+    shape = (kwargs["inputs_embeds"] if tokens is None else tokens).shape
+    return int(shape[0]), int(shape[1])
 
 
 def _masks(positions_BT: Tensor, window: int | None, dtype: torch.dtype) -> Mapping[str, Tensor]:

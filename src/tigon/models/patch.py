@@ -15,6 +15,7 @@ from torch import nn
 
 from tigon.errors import OptionError, PatchError
 from tigon.models.report import LeftAlone, PatchReport, Replaced, SeamsByPath
+from tigon.models.seams.attention_sinks import CausalMaskSeam, SinksAttentionSeam
 from tigon.models.seams.base import (
     Change,
     PatchedModule,
@@ -22,6 +23,7 @@ from tigon.models.seams.base import (
     instance_objection,
     package_of,
     replaced_by_package_reason,
+    seams_of,
     vendor,
 )
 from tigon.models.seams.head.lora_head import LoraHeadSeam
@@ -39,10 +41,12 @@ from tigon.models.spec import (
     LAYER_FLAGS,
     LOSS_FLAGS,
     OPTIONAL_FLAGS,
+    SINKS_FLAG,
     PatchSpec,
 )
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
+from tigon.ops.attention_with_sinks import BY_DEFAULT as SINKS_BY_DEFAULT
 
 Flags = Mapping[str, bool | None]
 ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPTIONAL_FLAGS, *LOSS_FLAGS)
@@ -79,6 +83,7 @@ def patch(
     experts: bool | None = None,
     router: bool | None = None,
     add_rms_norm: bool | None = None,
+    attention_sinks: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
     **unknown: bool | None,
@@ -99,6 +104,7 @@ def patch(
         router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
+        attention_sinks: eager attention with sinks, as in GPT-OSS, without its (heads, T, T) scores.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 
@@ -124,6 +130,7 @@ def patch(
         "experts": experts,
         "router": router,
         "add_rms_norm": add_rms_norm,
+        "attention_sinks": attention_sinks,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
     }
@@ -149,6 +156,9 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         _decide_layers(model, spec, flag, flags[flag], decision)
     if flags["add_rms_norm"]:
         _decide_residual_norms(model, decision)
+    # After rope, whose seam may be below on the same attention.
+    if flags[SINKS_FLAG] or (flags[SINKS_FLAG] is None and SINKS_BY_DEFAULT):
+        _decide_sinks(model, flags[SINKS_FLAG], decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
     # Few models have adapters, so a flag for them that was left out asks for nothing.
@@ -164,9 +174,10 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         _decide_masks(model, decision)
     changed_ids = {id(change.module) for change in decision.changes}
     # A module that another flag's seam fits is not left alone. The adapter of a head is, as far as the loss goes: the
-    # loss is not fused.
+    # loss is not fused. Attention with sinks is, if only its rotary embedding is patched.
+    own_reasons = (*LOSS_FLAGS, SINKS_FLAG)
     decision.refused = [
-        entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in LOSS_FLAGS
+        entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in own_reasons
     ]
     _apply_all(model, decision.changes)
     return _report(model, spec, decision, flags)
@@ -205,8 +216,7 @@ def unpatch(model: nn.Module) -> int:
 
 def flags_of(model: nn.Module) -> set[str]:
     """The flags of `patch` whose ops the model runs."""
-    seams = (m._tigon_seam for m in model.modules() if isinstance(m, PatchedModule))
-    return {seam.flag for seam in seams if seam.reported}
+    return {seam.flag for m in model.modules() for seam in seams_of(m) if seam.reported}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -232,7 +242,7 @@ def spec_of(model: nn.Module) -> PatchSpec:
 def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None, decision: _Decision) -> None:
     seams = ADAPTER_SEAMS.get(flag) or EXPERT_SEAMS.get(flag) or spec.seams.get(flag, ())
     before = [m for m in model.modules() if isinstance(m, PatchedModule)]
-    patched = any(m._tigon_seam.flag == flag for m in before)
+    patched = any(seam.flag == flag for m in before for seam in seams_of(m))
     if on is False:
         if patched:
             decision.notes.append(f"{flag}=False, but it was patched before; undo that patch first")
@@ -292,6 +302,34 @@ def _decide_masks(model: nn.Module, decision: _Decision) -> None:
         free = not isinstance(module, PatchedModule) and id(module) not in changed
         if free and seam.candidate(module) and instance_objection(module) is None:
             decision.changes.append(Change(path, module, seam))
+
+
+def _decide_sinks(model: nn.Module, on: bool | None, decision: _Decision) -> None:
+    """Patch every attention with sinks and the module that makes their masks, or none of them."""
+    seam, masks = SinksAttentionSeam(), CausalMaskSeam()
+    modules = list(model.named_modules())
+    if any(seam.flag == SINKS_FLAG for _, m in modules for seam in seams_of(m)):
+        return
+    attentions = [(path, m) for path, m in modules if seam.candidate(m)]
+    inside = {id(m) for _, m in attentions}
+    trunks = [(path, m) for path, m in modules if masks.candidate(m) and inside <= {id(each) for each in m.modules()}]
+    reason = None if attentions else "it has no eager attention with sinks"
+    reason = reason or (None if trunks else "its masks are not made by transformers' functions for causal masks")
+    if reason is None:
+        both: tuple[tuple[list[tuple[str, nn.Module]], Seam], ...] = ((trunks[-1:], masks), (attentions, seam))
+        judged = _Decision(home=decision.home)
+        for pairs, own in both:
+            for path, m in pairs:
+                _judge(path, m, [own], judged)
+        if not judged.refused:
+            decision.changes += judged.changes
+            return
+        reason = judged.reasons(SINKS_FLAG)
+    decision.refused += [(path, m, seam, reason) for path, m in attentions]
+    if on:
+        raise PatchError(
+            f"attention_sinks=True, but {reason}. Nothing was changed; leave attention_sinks out, or pass False."
+        )
 
 
 def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Decision) -> bool:

@@ -68,7 +68,12 @@ class PatchReport:
         Raises:
             PatchError: a module was wrapped after the patch, or patched again on top. Nothing was undone.
         """
-        blocked = [reason for change in self._changes if (reason := change.blocked())]
+        later: dict[int, tuple[Seam, ...]] = {}
+        blocked = []
+        for change in reversed(self._changes):
+            above = later.get(id(change.module), ())
+            blocked += [reason] if (reason := change.blocked(above)) else []
+            later[id(change.module)] = (*above, change.seam)
         if blocked:
             raise PatchError(f"cannot undo: {blocked[0]}. Undo before wrapping the model; nothing was undone.")
         for change in reversed(self._changes):

@@ -20,8 +20,9 @@ ADAPTER_FLAGS = ("lora",)
 EXPERT_FLAGS = ("experts", "router")
 EXPERTS_BY_DEFAULT = True
 """Whether `experts=None` and `router=None` run the ops for every module that they serve."""
+SINKS_FLAG = "attention_sinks"
 # Models need no module for them. add_rms_norm is off unless it is True.
-OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm")
+OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm", SINKS_FLAG)
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.

@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 
 from tigon.ops._op import Case, Cost, Op
+from tigon.ops.attention_with_sinks import attention_with_sinks
 from tigon.ops.expert_operators import ExpertUnit
 from tigon.ops.experts import experts
 from tigon.ops.glu import geglu, swiglu
@@ -56,6 +57,7 @@ __all__ = [
     "Op",
     "VocabParallelOptions",
     "add_rms_norm",
+    "attention_with_sinks",
     "cross_entropy",
     "experts",
     "fp8_linear",

@@ -13,6 +13,7 @@ from tigon._trunk import decoder_layers
 from tigon.errors import PatchError, RecipeError, UsageError
 from tigon.models.fp8 import fp8_options
 from tigon.models.patch import flags_of, unwrap
+from tigon.models.spec import SINKS_FLAG
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
@@ -125,7 +126,7 @@ def plan(
     attention = str(getattr(inner.config, "_attn_implementation", None) or "sdpa")
     choices = Choices(
         precision=_precision(inner, precision), optimizer=_optimizer(optimizer), kernels=_kernels(inner),
-        attention=attention, **_adapters(model), **_fp8(inner),
+        attention=attention, attention_sinks=SINKS_FLAG in flags_of(inner), **_adapters(model), **_fp8(inner),
     )  # fmt: skip
     request = Request(
         model=type(inner).__name__, config=inner.config, batch=batch, seq=seq, choices=choices, masked=False

@@ -27,6 +27,7 @@ KEPT_OPS = (
     "aten::mm", "aten::addmm", "aten::bmm", "tigon::fp8_product", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_fused_attention_overrideable",
+    "tigon::attention_with_sinks_fwd",
 )  # fmt: skip
 
 

@@ -13,9 +13,10 @@ from torch._functorch import config as functorch_config
 
 from tigon.errors import RecipeError
 from tigon.models import packed_documents
+from tigon.models.spec import SINKS_FLAG
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
-from tigon.techniques import TECHNIQUES, lora
+from tigon.techniques import TECHNIQUES, lora, model_attention
 from tigon.techniques.mechanisms import galore, loftq
 from tigon.techniques.mechanisms.adapter_targets import LOFTQ
 from tigon.techniques.optimizers import OPTIMIZERS
@@ -121,13 +122,14 @@ def build(
     saves_adapters = saves_adapters and choices.lora_rank is not None
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, base)
-    report = models.patch(built, kernels, **(ops or {}))
+    flags = {SINKS_FLAG: model_attention.sinks_flag(choices), **(ops or {})}
+    report = models.patch(built, kernels, **flags)
     for technique in used:
         built = technique.model(built, choices, run_info)
     if choices.lora_rank is not None and choices.lora_init == LOFTQ:
         loftq.initialise(built, models.read(model, config, dtype="auto"))
     if choices.lora_rank is not None:
-        models.patch_adapters(built, kernels, **(ops or {}))
+        models.patch_adapters(built, kernels, **flags)
         adapter_checks.check_fused_experts(built, choices)
     if choices.precision == "fp8":
         models.patch_fp8(built, choices, report)

@@ -432,7 +432,7 @@ def make_buffers_anew(built: Any, model: ModelConfig, config: Any, *, dtype: tor
                 module.register_buffer(name, getattr(correct[path], name).to(buffer.device), persistent=False)
 
 
-def patch(model: Any, kernels: str, **ops: bool) -> Any:
+def patch(model: Any, kernels: str, **ops: bool | None) -> Any:
     """Patch the model with the kernels that `kernels` names, without the ops that are False in `ops`.
 
     Returns the patch report, Liger's version, or None if `kernels` is "none".
@@ -440,7 +440,7 @@ def patch(model: Any, kernels: str, **ops: bool) -> Any:
     return KERNELS[kernels](model, **ops)
 
 
-def patch_adapters(model: Any, kernels: str, **ops: bool) -> None:
+def patch_adapters(model: Any, kernels: str, **ops: bool | None) -> None:
     """Fuse the adapters that a technique added after `patch`, if `kernels` are tigon's; a head's, in its loss.
 
     ops: as in `patch`.
@@ -463,11 +463,11 @@ def patch_fp8(model: Any, choices: Choices, report: Any) -> None:
         report.extend(fp8)
 
 
-def _tigon(model: Any, **ops: bool) -> Any:
+def _tigon(model: Any, **ops: bool | None) -> Any:
     return patch_model(model, **ops)
 
 
-def _liger(model: Any, **ops: bool) -> str:
+def _liger(model: Any, **ops: bool | None) -> str:
     """Liger's own patcher with its defaults, which include the fused linear cross entropy."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

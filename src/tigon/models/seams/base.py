@@ -130,6 +130,16 @@ def _patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
 _cached_class = functools.cache(_patched_class)
 
 
+def seams_of(module: nn.Module) -> list[Any]:
+    """The seams of a module, the last one first."""
+    cls: Any = type(module)
+    seams = []
+    while "_tigon_seam" in vars(cls):
+        seams.append(cls._tigon_seam)
+        cls = cls._tigon_base
+    return seams
+
+
 class Around:
     """A forward on the instance that calls the class's `_tigon_around(inner, ...)` with the forward it replaces."""
 
@@ -162,11 +172,14 @@ class Change:
     def apply(self) -> None:
         _set_class(self.module, patched_class(type(self.module), self.seam))
 
-    def blocked(self) -> str | None:
-        """Why `revert` is impossible now, or None."""
+    def blocked(self, later: tuple[Seam, ...] = ()) -> str | None:
+        """Why `revert` is impossible now, or None. later: seams of this module that are reverted before, last first."""
         if not isinstance(self.module, PatchedModule):
             return None
         cls = type(self.module)
+        for seam in later:
+            if vars(cls).get("_tigon_seam") == seam:
+                cls = cls._tigon_base  # type: ignore[assignment]
         if cls is patched_class(cls._tigon_base, cls._tigon_seam):
             if cls._tigon_seam == self.seam:
                 return None

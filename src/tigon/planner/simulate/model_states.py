@@ -93,7 +93,7 @@ def model_weights(request: Request) -> ModelWeights:
     """
     choices = replace(
         request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa",
-        accumulation_fusion=False, loss_memory_mib=0,
+        attention_sinks=False, accumulation_fusion=False, loss_memory_mib=0,
     )  # fmt: skip
     return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, choices=choices)))
 

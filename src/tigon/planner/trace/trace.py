@@ -42,7 +42,15 @@ from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import checkpointing, head_groups, layer_checkpointing, loss_memory, model_kernels, tiling
+from tigon.techniques import (
+    checkpointing,
+    head_groups,
+    layer_checkpointing,
+    loss_memory,
+    model_attention,
+    model_kernels,
+    tiling,
+)
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
 from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
@@ -315,7 +323,8 @@ def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, l
     else:
         while len(_seams) >= _MAX_MODELS:
             del _seams[next(iter(_seams))]
-        _seams[key] = patch(model, **flags, lora=None if lora else False).seams
+        sinks = model_attention.sinks_flag(request.choices)
+        _seams[key] = patch(model, **flags, lora=None if lora else False, attention_sinks=sinks).seams
     if kernels == "no-flce":
         model.loss_function = causal_lm_loss
     if kernels == "liger":

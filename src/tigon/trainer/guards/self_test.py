@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from tigon.errors import KernelError
+from tigon.models.spec import SINKS_FLAG
 from tigon.ops import OPS, dispatch
 from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
@@ -22,6 +23,7 @@ from tigon.techniques.records.choices import Choices
 FLAGS: Mapping[str, str] = {
     "rms_norm": "rms_norm", "layer_norm": "layer_norm", "rope": "rope", "swiglu": "mlp", "geglu": "mlp",
     "cross_entropy": "cross_entropy", "linear_cross_entropy": "linear_cross_entropy",
+    "attention_with_sinks": SINKS_FLAG,
 }  # fmt: skip
 DTYPES = {"fp32": "fp32", "amp-bf16": "bf16", "bf16": "bf16", "fp8": "bf16", "amp-fp16": "fp16"}
 
@@ -37,7 +39,8 @@ def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[st
         return {}
     failures = {}
     for name in OPS:
-        if name in FLAGS and not (check := check_op(name, DTYPES[choices.precision])).passed:
+        used = name in FLAGS and (FLAGS[name] != SINKS_FLAG or choices.attention_sinks)
+        if used and not (check := check_op(name, DTYPES[choices.precision])).passed:
             failures[name] = check.error or f"{check.worst} is off by {check.share:.3g} times what rounding allows"
     if failures and recipe.model.self_test == "strict":
         reasons = "; ".join(f"{name}: {why}" for name, why in failures.items())

@@ -1,0 +1,534 @@
+"""Causal attention whose softmax has one more score per head, the sink, that belongs to no token (GPT-OSS).
+
+    P_tj = exp(S_tj - L_t)      L_t = log(exp(sink) + Σ_j exp(S_tj))      out_t = Σ_j P_tj v_j
+
+With o and lse, the output and the log-sum-exp of attention without a sink, L = logaddexp(lse, sink) and
+out = o · exp(lse - L). So any attention that returns its log-sum-exp serves the forward. Its backward computes
+P = exp(S - L) and dS = P · (dP - Σ_D dout · out) from the output and the log-sum-exp that it gets. With `out` and L
+these are the softmax with the sink and its gradient. docs/math.md derives both.
+
+Three implementations compute o and lse: PyTorch's FlashAttention 2 on CUDA in 16 bits, PyTorch's flash kernel on the
+CPU, and blocks of queries in PyTorch's operators. The blocks serve fp32 on a GPU, and windows and documents on the CPU.
+None holds a (T, T) matrix per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.errors import DtypeError, OptionError, ShapeError
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import (
+    Differentiable,
+    Primitive,
+    check_dtype,
+    check_number,
+    check_whole,
+    first_order,
+    planned_device,
+)
+from tigon.ops.lm_head import no_autocast
+
+# B rows, h query heads, k key heads, T tokens, D head width, E width of the values.
+
+BY_DEFAULT = True
+"""Whether models with such attention run the op unless they are told not to: `tigon.patch`, recipes and plans."""
+BLOCK_BYTES = 64 << 20
+"""The most bytes of one block of scores in fp32."""
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_WIDTH, FLASH_STEP = 256, 8
+"""FlashAttention 2 takes heads of at most this width, in steps (flash_api.cpp, mha_fwd)."""
+FLASH_ARCH = (8, 0)
+NO_WINDOW = 0
+# flash_api.cpp, mha_bwd: the rows of the fp32 accumulator of dQ are rounded up to a multiple of this.
+_FLASH_ROWS = 128
+
+
+# --- FlashAttention 2 on CUDA: two thin calls ---
+
+
+def _takes_flash(q: Tensor, v: Tensor) -> bool:
+    """Whether FlashAttention 2 computes these tensors, or will in a run that is planned."""
+    if planned_device(q) != "cuda" or q.dtype not in FLASH_DTYPES or q.shape[-1] != v.shape[-1]:
+        return False
+    if q.shape[-1] > FLASH_WIDTH or q.shape[-1] % FLASH_STEP or not q.numel():
+        return False
+    return not q.is_cuda or (torch.version.hip is None and torch.cuda.get_device_capability(q.device) >= FLASH_ARCH)
+
+
+class _Rows(NamedTuple):
+    """Tensors as FlashAttention takes them: (B, T, heads, D), or (B T, heads, D) if there are documents."""
+
+    tensors: list[Tensor]
+    arguments: tuple[Any, ...]
+    """cum_seq_q, cum_seq_k, max_q, max_k"""
+
+
+def _rows(tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None, max_length: int) -> _Rows:
+    if cu_seqlens is None:
+        T = tensors[0].shape[1]
+        return _Rows(list(tensors), (None, None, T, T))
+    return _Rows([x.flatten(0, 1) for x in tensors], (cu_seqlens, cu_seqlens, max_length, max_length))
+
+
+def _window_sizes(window: int) -> dict[str, int]:
+    """The window of FlashAttention, which counts tokens before the query's own."""
+    return {} if window == NO_WINDOW else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_length: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    B, _, T, _ = q.shape
+    (q, k, v), lengths = _rows((q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), cu_seqlens, max_length)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, True, False, scale=scale, **_window_sizes(window)
+    )
+    if cu_seqlens is None:
+        return out, lse
+    return out.unflatten(0, (B, T)), lse.unflatten(1, (B, T)).transpose(0, 1)
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_length: int,
+    scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    B, _, T, _ = q.shape
+    tensors = (dout, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out)
+    (dout, q, k, v, out), lengths = _rows(tensors, cu_seqlens, max_length)
+    if cu_seqlens is not None:
+        lse = lse.transpose(0, 1).flatten(1)
+    # The random state, which only dropout reads. The forward returns two tensors of these shapes.
+    random = [torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
+    grads = torch.ops.aten._flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, True, *random, scale=scale, **_window_sizes(window)
+    )
+    if cu_seqlens is not None:
+        grads = [x.unflatten(0, (B, T)) for x in grads]
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+# --- PyTorch's flash kernel on the CPU ---
+
+
+def _takes_cpu_kernel(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int) -> bool:
+    plain = cu_seqlens is None and window == NO_WINDOW and q.shape[-1] == v.shape[-1]
+    return plain and q.device.type == "cpu" and bool(q.numel())
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    return out.transpose(1, 2).contiguous(), lse
+
+
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        dout.transpose(1, 2), q, k, v, out.transpose(1, 2), lse, 0.0, True, scale=scale
+    )
+
+
+# --- blocks of queries ---
+
+
+class _Block(NamedTuple):
+    """Some queries and the keys that they may see."""
+
+    rows: slice
+    keys: slice
+    hidden: Tensor
+    """(B or 1, 1, rows, keys), True where the query does not see the key."""
+
+
+def _block_rows(B: int, h: int, T: int) -> int:
+    return max(1, min(T, BLOCK_BYTES // max(1, 4 * B * h * T)))
+
+
+def _blocks(q: Tensor, cu_seqlens: Tensor | None, window: int) -> Iterator[_Block]:
+    B, h, T, _ = q.shape
+    document_BT = None
+    if cu_seqlens is not None:
+        place = torch.arange(B * T, device=q.device, dtype=cu_seqlens.dtype)
+        document_BT = torch.bucketize(place, cu_seqlens[1:], right=True).view(B, T)
+    step = _block_rows(B, h, T)
+    for start in range(0, T, step):
+        end = min(T, start + step)
+        first = max(0, start - window + 1) if window != NO_WINDOW else 0
+        behind = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+        hidden = (behind < 0) if window == NO_WINDOW else (behind < 0) | (behind >= window)
+        hidden = hidden[None, None]
+        if document_BT is not None:
+            hidden = hidden | (document_BT[:, None, start:end, None] != document_BT[:, None, None, first:end])
+        yield _Block(slice(start, end), slice(first, end), hidden)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _scores(q: Tensor, k: Tensor, block: _Block, scale: float) -> Tensor:
+    """(B, h, rows, keys), -inf where a query does not see a key."""
+    q, k = _wide(q[:, :, block.rows]), _wide(k[:, :, block.keys])
+    scores = _by_key_head(q, k) @ k.transpose(-1, -2)
+    return scores.view(*q.shape[:3], k.shape[2]).mul_(scale).masked_fill_(block.hidden, -torch.inf)
+
+
+def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
+    """(B, h, rows, ...) -> (B, k, h / k * rows, ...), the rows of the query heads that share a key head."""
+    B, h, rows, width = x.shape
+    return x.reshape(B, k.shape[1], h // k.shape[1] * rows, width)
+
+
+def _block_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    out, lse = _fwd_results(q, v)
+    for block in _blocks(q, cu_seqlens, window):
+        scores = _scores(q, k, block, scale)
+        one = scores.logsumexp(-1)
+        values = _wide(v[:, :, block.keys])
+        part = _by_key_head(scores.sub_(one[..., None]).exp_(), values) @ values
+        out[:, block.rows] = part.view(*one.shape, v.shape[-1]).transpose(1, 2).to(out.dtype)
+        lse[:, :, block.rows] = one
+    return out, lse
+
+
+def _block_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (torch.zeros_like(_wide(x), memory_format=torch.contiguous_format) for x in (q, k, v))
+    for block in _blocks(q, cu_seqlens, window):
+        p = _scores(q, k, block, scale).sub_(lse[:, :, block.rows, None]).exp_()
+        upstream = _wide(dout[:, block.rows]).transpose(1, 2)
+        delta = (upstream * _wide(out[:, block.rows]).transpose(1, 2)).sum(-1, keepdim=True)
+        keys, values = _wide(k[:, :, block.keys]), _wide(v[:, :, block.keys])
+        flat = _by_key_head(upstream, values)
+        dv[:, :, block.keys] += _by_key_head(p, values).transpose(-1, -2) @ flat
+        ds = (flat @ values.transpose(-1, -2)).view(p.shape).sub_(delta).mul_(p).mul_(scale)
+        ds = _by_key_head(ds, keys)
+        dq[:, :, block.rows] = (ds @ keys).view(*p.shape[:3], q.shape[-1])
+        dk[:, :, block.keys] += ds.transpose(-1, -2) @ _by_key_head(_wide(q[:, :, block.rows]), keys)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+# --- the operators ---
+
+
+def _fwd_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    B, h, T, _ = q.shape
+    out = q.new_empty((B, T, h, v.shape[-1]))
+    return out, q.new_empty((B, h, T), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _fwd(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_length: int, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = (_columns_together(x) for x in (q, k, v))
+    if _takes_flash(q, v):
+        out, lse = _flash_forward(q, k, v, cu_seqlens, max_length, scale, window)
+    elif _takes_cpu_kernel(q, v, cu_seqlens, window):
+        out, lse = _cpu_forward(q, k, v, scale)
+    else:
+        with no_autocast(q):
+            out, lse = _block_forward(q, k, v, cu_seqlens, scale, window)
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None]).contiguous()
+    out.mul_((lse - total).exp_().transpose(1, 2)[..., None])
+    return out, total
+
+
+def _bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_length: int,
+    scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = (_columns_together(x) for x in (q, k, v))
+    if _takes_flash(q, v):
+        grads = _flash_backward(dout, q, k, v, out, lse, cu_seqlens, max_length, scale, window)
+    elif _takes_cpu_kernel(q, v, cu_seqlens, window):
+        grads = _cpu_backward(dout, q, k, v, out, lse, scale)
+    else:
+        with no_autocast(q):
+            grads = _block_backward(dout, q, k, v, out, lse, cu_seqlens, scale, window)
+    # One layout, whatever computed them: (B, T, heads, D) in memory, so that the projections read them without a copy.
+    dq, dk, dv = (_of_rows(x) for x in grads)
+    return dq, dk, dv
+
+
+def _of_rows(x: Tensor) -> Tensor:
+    """(B, heads, T, D) with the strides of a transposed (B, T, heads, D), also where a size of 1 allows others."""
+    rows = x.transpose(1, 2)
+    return rows.reshape(-1).view(rows.shape).transpose(1, 2)
+
+
+def _columns_together(x: Tensor) -> Tensor:
+    """Kernels read the columns of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _fwd_fake(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_length: int, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The results, and the scratch memory: a block of scores, and the log-sum-exp without the sink with the factor."""
+    out, total = _fwd_results(q, v)
+    scratch = [torch.empty_like(total), torch.empty_like(total)]
+    if not _takes_flash(q, v):
+        scratch.append(_fake_block(q))
+    del scratch
+    return out, total
+
+
+def _bwd_fake(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_length: int,
+    scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The results, and the scratch memory (flash_api.cpp, mha_bwd)."""
+    B, h, T, D = q.shape
+    dq, dk, dv = (x.new_empty((B, T, x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
+    if _takes_flash(q, v):
+        rows = -(-T // _FLASH_ROWS) * _FLASH_ROWS
+        scratch = [q.new_empty((B, h, rows), dtype=torch.float32)]  # rowsum(dout · out)
+        scratch.append(q.new_empty((B, rows, h, -(-D // 32) * 32), dtype=torch.float32))  # dQ
+        if k.shape[1] != h:  # dK and dV are computed per query head, then summed over the group
+            scratch += [k.new_empty((B, T, h, D)), k.new_empty((B, T, h, D))]
+    else:
+        scratch = [x.new_empty(x.shape, dtype=lse.dtype) for x in (q, k, v)]
+        scratch += [_fake_block(q), _fake_block(q)]
+    del scratch
+    return dq, dk, dv
+
+
+def _fake_block(q: Tensor) -> Tensor:
+    B, h, T, _ = q.shape
+    # Sizes of a compiled graph may be symbols, whose memory nobody plans.
+    rows = _block_rows(B, h, T) if all(isinstance(size, int) for size in (B, h, T)) else 1
+    return q.new_empty((B, h, rows, T), dtype=torch.float32)
+
+
+_OPTIONS = "Tensor? cu_seqlens, SymInt max_length, float scale, int window"
+attention_with_sinks_fwd = Primitive(
+    "attention_with_sinks_fwd",
+    f"(Tensor q, Tensor k, Tensor v, Tensor sinks, {_OPTIONS}) -> (Tensor, Tensor)",
+    composite=_fwd,
+    fake=_fwd_fake,
+)
+attention_with_sinks_bwd = Primitive(
+    "attention_with_sinks_bwd",
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    composite=_bwd,
+    fake=_bwd_fake,
+)
+
+
+def _row_sums(dout: Tensor, out: Tensor) -> Tensor:
+    """Σ_D dout · out in fp32, (B, h, T), for some tokens at a time."""
+    B, T, h, E = out.shape
+    sums = out.new_empty((B, T, h), dtype=torch.promote_types(out.dtype, torch.float32))
+    step = max(1, BLOCK_BYTES // max(1, 4 * B * h * E))
+    for start in range(0, T, step):
+        part = slice(start, start + step)
+        torch.sum(_wide(dout[:, part]) * _wide(out[:, part]), -1, out=sums[:, part])
+    return sums.transpose(1, 2)
+
+
+def _sink_gradient_fake(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    return torch.empty_like(sinks, memory_format=torch.contiguous_format)
+
+
+def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """-Σ_t exp(sink - L_t) Σ_D dout_t · out_t, (h,)."""
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp_()
+    return (share * _row_sums(dout, out)).sum((0, 2)).neg_().to(sinks.dtype)
+
+
+attention_sink_gradient = Primitive(
+    "attention_sink_gradient",
+    "(Tensor dout, Tensor out, Tensor lse, Tensor sinks) -> Tensor",
+    composite=_sink_gradient,
+    fake=_sink_gradient_fake,
+)
+
+
+class AttentionWithSinks(torch.autograd.Function):
+    """It saves q, k, v, the output and the log-sum-exp with the sink, as attention without sinks does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_length: int,
+        scale: float, window: int,
+    ) -> Tensor:  # fmt: skip
+        out, lse = attention_with_sinks_fwd(q, k, v, sinks, cu_seqlens, max_length, scale, window)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens)
+        ctx.options = max_length, scale, window
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse, cu_seqlens = ctx.saved_tensors
+        dsinks = attention_sink_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        dq, dk, dv = attention_with_sinks_bwd(dout.contiguous(), q, k, v, out, lse, cu_seqlens, *ctx.options)
+        return dq, dk, dv, dsinks, None, None, None, None
+
+
+_attention_with_sinks = Differentiable(
+    "attention_with_sinks", AttentionWithSinks.apply,
+    f"(Tensor q, Tensor k, Tensor v, Tensor sinks, {_OPTIONS}) -> Tensor",
+)  # fmt: skip
+
+
+def attention_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float | None = None, window: int | None = None,
+    cu_seqlens: Tensor | None = None, max_length: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention whose softmax has a sink per head.
+
+    Args:
+        q: (B, h, T, D) in fp16, bf16, fp32 or fp64. A GPU runs FlashAttention 2 in 16 bits if D is a multiple of 8 up
+            to 256.
+        k: (B, k, T, D) of the same dtype; k divides h.
+        v: (B, k, T, E) of the same dtype.
+        sinks: (h,), the score of each head's sink, in any of these dtypes.
+        scale: factor of the scores; None: 1 / sqrt(D).
+        window: a token sees itself and the `window` - 1 tokens before it; None: all tokens before it.
+        cu_seqlens: (documents + 1,) int32, the places where documents begin in the B · T tokens, and B · T at the end.
+            A token sees its own document only. A row's first token begins a document. None: a row is one document.
+        max_length: the length of the longest document; None: T. Only for cu_seqlens.
+
+    Returns:
+        (B, T, h, E), contiguous, in q's dtype.
+
+    Raises:
+        ShapeError: a shape differs from the above, or a tensor is on another device.
+        OptionError: window or max_length is not a whole number from 1 on, or scale is not a number.
+        DtypeError: a dtype is not supported, q, k and v differ in dtype, or cu_seqlens is not int32.
+        DoubleBackwardError: in backward, with create_graph=True.
+    """
+    T = _checked(q, k, v, sinks, cu_seqlens)
+    for name, value in (("window", window), ("max_length", max_length)):
+        if value is not None:
+            check_whole(name, value)
+            if value < 1:
+                raise OptionError(f"{name}={value} must be at least 1; leave it out for no limit.")
+    scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
+    # A window that reaches every token is none. A compiled graph serves all lengths, so it keeps the window.
+    wide = window is None or (not torch.compiler.is_compiling() and window >= T)
+    arguments = (
+        q, k, v, sinks, cu_seqlens, T if max_length is None else max_length, float(scale),
+        NO_WINDOW if wide or window is None else int(window),
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _attention_with_sinks(*arguments)  # type: ignore[no-any-return]
+    return AttentionWithSinks.apply(*arguments)  # type: ignore[no-any-return]
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None) -> int:
+    """T. Raises the errors of `attention_with_sinks`."""
+    check_dtype(q, k, v, sinks)
+    if not q.dtype == k.dtype == v.dtype:
+        raise DtypeError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; they must have one dtype.")
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ShapeError(f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions; they must have 4.")
+    B, h, T, D = q.shape
+    heads = k.shape[1]
+    if k.shape != (B, heads, T, D) or v.shape[:3] != k.shape[:3] or heads == 0 or h % heads:
+        raise ShapeError(
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; they must be (B, h, T, D), "
+            "(B, k, T, D) and (B, k, T, E), and k must divide h."
+        )
+    if sinks.shape != (h,):
+        raise ShapeError(f"sinks is {tuple(sinks.shape)}; it must be ({h},), one for each query head.")
+    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or len(cu_seqlens) < 2):
+        raise ShapeError(f"cu_seqlens is {tuple(cu_seqlens.shape)}; it must be (documents + 1,).")
+    if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
+        raise DtypeError(f"cu_seqlens is {cu_seqlens.dtype}; it must be int32.")
+    for name, other in (("k", k), ("v", v), ("sinks", sinks), ("cu_seqlens", cu_seqlens)):
+        if other is not None and other.device != q.device:
+            raise ShapeError(f"{name} is on {other.device} and q on {q.device}; they must be on one device.")
+    return T
+
+
+# --- the record ---
+
+
+def attention_with_sinks_oracle(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float | None = None, window: int | None = None,
+    cu_seqlens: Tensor | None = None, max_length: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The unfused formula, with the softmax in fp32."""
+    B, h, T, D = q.shape
+    k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (D**-0.5 if scale is None else scale)
+    place = torch.arange(T, device=q.device)
+    behind = place[:, None] - place
+    sees = ((behind >= 0) & (behind < (window or T + 1)))[None].expand(B, T, T)
+    if cu_seqlens is not None:
+        every = torch.arange(B * T, device=q.device)
+        document = (every[:, None] >= cu_seqlens[None, 1:]).sum(1).view(B, T)
+        sees = sees & (document[:, :, None] == document[:, None, :])
+    scores = scores.masked_fill(~sees[:, None], -torch.inf)
+    columns = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, h, T, 1)], dim=-1)
+    p = columns.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., :-1].to(v.dtype)
+    return (p @ v).transpose(1, 2)
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """A case's shape is (B, h, T, D). documents: the number of documents per row."""
+    B, h, T, D = case.shape
+    options = dict(case.options)
+    heads = h // options.pop("groups", 1)
+    if documents := options.pop("documents", 0):
+        starts = torch.cat([torch.linspace(0, T, documents + 1)[:-1].int() + row * T for row in range(B)] or [])
+        ends = torch.tensor([B * T], dtype=torch.int32)
+        options["cu_seqlens"] = torch.cat([starts, ends]).to(device=device, dtype=torch.int32)
+    return {
+        "q": randn(B, h, T, D, dtype=dtype, device=device),
+        "k": randn(B, heads, T, D, dtype=dtype, device=device),
+        "v": randn(B, heads, T, D, dtype=dtype, device=device),
+        "sinks": randn(h, dtype=dtype, device=device),
+        **options,
+    }
+
+
+def _cost(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, **options: Any) -> Cost:
+    """Two products in the forward and five in the backward, half of each because of the causal mask."""
+    saved = 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q.numel() // q.shape[-1]
+    flops = 7 * product_flops(q.shape, v.shape[-1], window or NO_WINDOW)
+    return Cost(moved_bytes=3 * saved, saved_bytes=saved, flops=int(flops))
+
+
+def product_flops(shape: Any, width: int, window: int) -> float:
+    """FLOPs of one product of (B, h, T, D) queries with the keys that they see."""
+    B, h, T, D = shape
+    seen: float = T * (T + 1) / 2
+    if window != NO_WINDOW and window < T:
+        seen = window * (window + 1) / 2 + (T - window) * window
+    return float(2.0 * B * h * seen * (D + width) / 2)
+
+
+ATTENTION_WITH_SINKS = Op(
+    name="attention_with_sinks",
+    call=attention_with_sinks,
+    oracle=attention_with_sinks_oracle,
+    make=_make,
+    grads=("q", "k", "v", "sinks"),
+    cases=(
+        Case(id="plain", shape=(2, 4, 37, 16), options={"groups": 2}),
+        Case(id="window", shape=(2, 8, 29, 8), options={"window": 5}, product_orders=4),
+        Case(id="documents", shape=(2, 4, 24, 8), options={"groups": 4, "documents": 3}),
+        Case(id="window-in-documents", shape=(2, 2, 31, 8), options={"window": 4, "documents": 2, "scale": 0.2}),
+        Case(id="gpt-oss", shape=(1, 64, 2048, 64), options={"groups": 8}, small=False),
+        Case(id="gpt-oss-window", shape=(1, 64, 2048, 64), options={"groups": 8, "window": 128}, small=False),
+    ),
+    cost=_cost,
+    has_kernel=False,
+    # On an H100.
+    errors={"fp32": 6.8e-07, "bf16": 6.9e-03, "fp16": 4.7e-04},
+)
