@@ -26,7 +26,7 @@ from helpers import (
     upstream_for,
     with_leaves,
 )
-from tigon.ops import OPS, Case, Op
+from tigon.ops import OPS, Case, Op, gradient_sums
 from tigon.ops.dispatch import Differentiable, Primitive
 
 # Operators of tigon by name.
@@ -85,6 +85,8 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         y, _ = OPS["add_rms_norm"].call(OPS["fp8_linear"].call(x, weight), x, weight[0], find_amax=True)
         q, k = (OPS["fp8_linear"].call(y, weight).view(2, 6, 2, 16).transpose(1, 2) for _ in range(2))
         OPS["swiglu"].call(*OPS["rope"].call(q, k, table, table), find_amax=True).sum().backward()
+    with _recorded(recorded):  # the gradient of an embedding, one of whose tokens occurs twice
+        gradient_sums.add_rows_(torch.zeros(8, 4), torch.randn(3, 4), torch.tensor([1, 5, 1]), -1)
     # With kernels, bf16 has separate operators: the product returns exponentials of the logits.
     op = OPS["linear_cross_entropy"]
     with _recorded(recorded), nullcontext() if HAS_GPU else kernels_on_the_cpu():
