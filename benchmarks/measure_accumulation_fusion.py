@@ -41,6 +41,7 @@ from tigon.planner.gpus import row_of
 from tigon.planner.request import Request
 from tigon.techniques import cuda_graphs
 from tigon.techniques.checkpointing import enable
+from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.mechanisms.layer_graphs import CudaCapture, LayerGraphs
 from tigon.techniques.records.choices import Choices
@@ -80,6 +81,7 @@ def model_of(config: Any, dtype: torch.dtype, *, fused: bool = True) -> Any:
     tigon.patch(model)
     if fused:
         fuse_linears(model)
+        fuse_embeddings(model)
     return model
 
 
@@ -226,6 +228,7 @@ def steps_in_graphs(tiny: bool, count: int, batch: int, checkpointing: str) -> l
     plain = model_of(config, torch.bfloat16, fused=False)
     fused_model = copy.deepcopy(plain, {id(parameter): parameter for parameter in plain.parameters()})
     fuse_linears(fused_model)
+    fuse_embeddings(fused_model)
     models = {False: plain, True: fused_model}
     graphs = [put_in_graphs(model, checkpointing) for model in models.values()]
     batches = batches_of(config, count, batch, seq)

@@ -4,10 +4,12 @@
     python -m benchmarks.measure_fp8 --part steps --json RECORD   # one part
     python -m benchmarks.measure_fp8 --tiny                       # small shapes, also on the CPU, to see that it runs
 
-Four parts:
+Parts:
 
 errors    `fp8_linear` against fp64 products of the same rounded factors, and against the unrounded formula.
 kernels   amax, the casts in GB/s, and one product in bf16 and in FP8 with each scaling and both ways to sum.
+casts     each cast of a layer right after its input was written, with several tiles, with and without masks, and from
+          the first tile or from the last; times are those of many calls, less the writing.
 linears   forward and backward of each linear module of a layer, bf16 and FP8 in turns, and torchao's if installed.
 steps     a training step in bf16 and FP8 in turns, with its peak memory and the planner's prediction; on a GPU also
           with CUDA graphs of the layers (`train.cuda_graphs`).
@@ -37,6 +39,7 @@ from torch import Tensor, nn
 
 import tigon
 from benchmarks import step_record
+from tigon.kernels import fp8 as fp8_kernels
 from tigon.ops import OPS, known_amax
 from tigon.ops.linear.fp8 import SCALINGS, fp8_amax, fp8_cast, fp8_product, operand
 from tigon.planner.estimate import estimate
@@ -52,11 +55,14 @@ transformers = importlib.import_module("transformers")  # its types are incomple
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDS, STEPS, WARM_UP_STEPS = 2, 5, 2
 SEARCHING = "fp8 tensorwise searching"
-"""As `fp8 tensorwise`, but gated units do not find the largest magnitudes of their results (`find_amax`)."""
+"""As `fp8 tensorwise`, but every FP8 layer looks for the largest magnitudes of its factors, and casts use masks and
+begin with the first tile."""
+ADDING = "add_rms_norm"
+"""The last word of a precision whose model has `tigon.patch(model, add_rms_norm=True)`."""
 # (precision, with CUDA graphs)
 VARIANTS = (
     ("bf16", False), *((f"fp8 {scaling}", False) for scaling in SCALINGS), (SEARCHING, False), ("bf16", True),
-    ("fp8 tensorwise", True),
+    ("fp8 tensorwise", True), (f"bf16 {ADDING}", False), (f"fp8 tensorwise {ADDING}", False),
 )  # fmt: skip
 # name -> (input width, output width) of Llama-3.1-8B's layer, and of a small one.
 SHAPES = {"qo": (4096, 4096), "kv": (4096, 1024), "gate-up": (4096, 14336), "down": (14336, 4096)}
@@ -65,7 +71,18 @@ TINY_SHAPES = {"qo": (64, 64), "down": (128, 64)}
 RUNS = {"1b": ("llama-3.2-1b", 16, 1024, "none"), "8b": ("llama-3.1-8b", 16, 512, "full")}
 
 
-PARTS = ("errors", "kernels", "linears", "steps", "predictions")
+# name -> (rows, columns, by rows, by columns): casts of Llama-3.2-1B and Llama-3.1-8B
+CASTS = {
+    "1b input": (16384, 2048, True, True), "1b gated": (16384, 8192, True, True),
+    "1b weight": (8192, 2048, True, False), "1b weight, backward": (8192, 2048, False, True),
+    "8b input, first run": (8192, 4096, True, False), "8b gradient": (8192, 14336, True, True),
+    "8b weight": (14336, 4096, True, True),
+}  # fmt: skip
+TINY_CASTS = {"tiny": (256, 256, True, True)}
+TILES = ((64, 128, 8), (128, 128, 8), (128, 64, 4), (128, 64, 8), (64, 64, 4), (64, 128, 4))
+CASTS_IN_A_ROW = 20
+
+PARTS = ("errors", "kernels", "casts", "linears", "steps", "predictions")
 
 
 def median_ms(call: Callable[[], Any], repeats: int = 15) -> float:
@@ -169,6 +186,38 @@ def kernels(shapes: dict[str, tuple[int, int]], tokens: int) -> Iterator[dict[st
                 yield {"shape": name, "kernel": f"product {scaling} {word}", "ms": ms, "tflops": flops / ms / 1e9}
 
 
+# --- casts, right after a write ---------------------------------------------------------------------------------------
+
+
+def casts(shapes: dict[str, tuple[int, int, bool, bool]]) -> Iterator[dict[str, Any]]:
+    before = fp8_kernels.BLOCK_M, fp8_kernels.BLOCK_K, fp8_kernels.WARPS
+    for name, (M, K, rows, columns) in shapes.items():
+        source = torch.randn(M, K, device=DEVICE).bfloat16()
+        x, amax = torch.empty_like(source), fp8_amax(source, False)
+
+        def repeated(cast: bool, x: Tensor = x, source: Tensor = source) -> float:
+            def call() -> None:
+                for _ in range(CASTS_IN_A_ROW):
+                    x.copy_(source)
+                    if cast:
+                        fp8_cast(x, amax, False, rows, columns, False)  # noqa: B023
+
+            return median_ms(call, 7) / CASTS_IN_A_ROW
+
+        write_ms = repeated(False)
+        for tile, (whole, last_first) in itertools.product(TILES, ((False, False), (True, False), (True, True))):
+            fp8_kernels.BLOCK_M, fp8_kernels.BLOCK_K, fp8_kernels.WARPS = tile
+            fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST = whole, last_first
+            ms = repeated(True) - write_ms
+            moved_bytes = x.nbytes + (rows + columns) * x.numel()
+            yield {
+                "cast": name, "tile": tile, "whole_tiles": whole, "last_first": last_first, "ms": round(ms, 5),
+                "gb_s": moved_bytes / ms / 1e6 if ms > 0 else None,
+            }  # fmt: skip
+    fp8_kernels.BLOCK_M, fp8_kernels.BLOCK_K, fp8_kernels.WARPS = before
+    fp8_kernels.WHOLE_TILES = fp8_kernels.LAST_FIRST = True
+
+
 # --- linear modules ---------------------------------------------------------------------------------------------------
 
 
@@ -249,11 +298,14 @@ def predicted(preset: str, batch: int, seq: int, choices: Choices) -> dict[str, 
 
 def prepared(model: Any, precision: str, checkpointing: str, graphs: bool) -> Callable[[], None]:
     """Set the model up for a variant. Returns the function that undoes it."""
-    scaling = "tensorwise" if precision == SEARCHING else precision.partition(" ")[2]
+    scaling = next((word for word in precision.split() if word in SCALINGS), None)
     parts_for = known_amax.parts_for
+    cast = fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST
     if precision == SEARCHING:
         known_amax.parts_for = lambda x, tensors: None
-    report = tigon.patch_fp8(model, scaling=scaling) if scaling else None
+        fp8_kernels.WHOLE_TILES = fp8_kernels.LAST_FIRST = False
+    reports = [tigon.patch(model, add_rms_norm=True)] if precision.endswith(ADDING) else []
+    reports += [tigon.patch_fp8(model, scaling=scaling)] if scaling else []
     layer_graphs = cuda_graphs.graph(model, recomputes=checkpointing == "full") if graphs else None
     if checkpointing == "full" and not graphs:
         enable(model)
@@ -261,10 +313,11 @@ def prepared(model: Any, precision: str, checkpointing: str, graphs: bool) -> Ca
 
     def undo() -> None:
         known_amax.parts_for = parts_for
+        fp8_kernels.WHOLE_TILES, fp8_kernels.LAST_FIRST = cast
         model.gradient_checkpointing_disable()
         if layer_graphs is not None:
             layer_graphs.release()
-        if report is not None:
+        for report in reversed(reports):
             report.undo()
         gc.collect()
         if DEVICE == "cuda":
@@ -299,7 +352,7 @@ def predictions(tiny: bool) -> Iterator[dict[str, Any]]:
     if tiny:
         return
     for name, (preset, batch, seq, checkpointing) in RUNS.items():
-        for precision in dict.fromkeys(precision for precision, _ in VARIANTS if precision != SEARCHING):
+        for precision in ("bf16", *(f"fp8 {scaling}" for scaling in SCALINGS)):
             kind, _, scaling = precision.partition(" ")
             options = {"fp8_scaling": scaling} if scaling else {}
             choices = Choices(precision=kind, checkpointing=checkpointing, **options)  # type: ignore[arg-type]
@@ -319,6 +372,7 @@ def main() -> None:
     parts = {
         # fp64 products of 8192 tokens take a minute.
         "errors": errors(shapes, min(tokens, 1024)), "kernels": kernels(shapes, tokens),
+        "casts": casts(TINY_CASTS if given.tiny else CASTS),
         "linears": linears(shapes, tokens), "steps": steps(given.tiny), "predictions": predictions(given.tiny),
     }  # fmt: skip
     if given.part:

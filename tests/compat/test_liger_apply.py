@@ -61,7 +61,7 @@ def llama(**changes: Any) -> LlamaForCausalLM:
 def patched_ops(model: nn.Module) -> dict[str, int]:
     counts: dict[str, int] = {}
     for module in model.modules():
-        if isinstance(module, PatchedModule):
+        if isinstance(module, PatchedModule) and module._tigon_seam.reported:
             op = module._tigon_seam.op_for(module)
             counts[op] = counts.get(op, 0) + 1
     return counts

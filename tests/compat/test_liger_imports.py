@@ -324,7 +324,7 @@ def patched(cls):
 
 liger.apply_liger_kernel_to_llama()
 full = patched(LlamaForCausalLM)
-assert full == 11  # 5 norms, 2 MLPs, 2 attentions, the head and the model
+assert full == 12  # 5 norms, 2 MLPs, 2 attentions, the head, the model and its trunk
 
 importlib.reload(sys.modules[NAME])  # how scripts take Liger's patch back
 assert patched(sys.modules[NAME].LlamaForCausalLM) == 0

@@ -55,7 +55,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tigon.kernels import chips
-from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, lm_head
+from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, gradient_sums, known_amax, lm_head
 
 ALL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -116,8 +116,19 @@ MORE_CASES = {
     "rms_norm": (
         Case(id="hidden-16384", shape=(16, 16384)),
         Case(id="wide-no-weight", shape=(3, 20000), options={"weighted": False}),
+        Case(id="amax", shape=(16, 4096), options={"find_amax": True}),
+        Case(id="amax-16384", shape=(16, 16384), options={"find_amax": True}),
+        Case(id="amax-wide", shape=(3, 20000), options={"find_amax": True}),
     ),
-    "add_rms_norm": (Case(id="hidden-16384", shape=(16, 16384)),),
+    "add_rms_norm": (
+        Case(id="hidden-16384", shape=(16, 16384)),
+        Case(id="amax", shape=(16, 2048), options={"find_amax": True}),
+        Case(id="fp8", shape=(16, 4096), options={"find_amax": True}),
+    ),
+    "rope": (
+        Case(id="fp8", shape=(2, 32, 16, 128), options={"kv_heads": 8}),
+        Case(id="fp8-partial", shape=(2, 32, 16, 80), options={"rotary": 32, "interleaved": True}),
+    ),
     "layer_norm": (Case(id="hidden-16384", shape=(16, 16384)),),
     # Each row has 16 bytes, but fewer than 16 elements.
     "linear_cross_entropy": (Case(id="hidden-8", shape=(2, 16, 8, 100)),),
@@ -144,6 +155,9 @@ MORE_CASES = {
         for kind, V in (("forward", 32000), ("jsd", 4099))
     ),
 }
+
+FP8_CASES = frozenset({("add_rms_norm", "fp8"), ("rope", "fp8"), ("rope", "fp8-partial")})
+"""FP8 layers compute the inputs of these, so that the backward also finds the largest magnitudes of the gradients."""
 
 # Dimensions before the last enter the products and the grid; a cap leaves the kernels as they are.
 MAX_ROWS = 16
@@ -279,15 +293,42 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def backward(op: Op, inputs: dict[str, Any], wanted: Iterable[str]) -> None:
-    """The op's forward, and its backward towards `wanted`."""
+def backward(op: Op, inputs: dict[str, Any], wanted: Iterable[str], of_fp8_layers: bool) -> None:
+    """The op's forward, and its backward towards `wanted`, which FP8 layers may have computed."""
     leaves = {name: t.detach() if isinstance(t, Tensor) else t for name, t in inputs.items()}
     for name in wanted:
         leaves[name].requires_grad_()
+        if of_fp8_layers:
+            known_amax.want_for_gradient(leaves[name])
     results = op.call(**leaves)
     results = (results,) if isinstance(results, Tensor) else results
     outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def accumulated(grad_dtype: torch.dtype, dtype: torch.dtype, width: int) -> None:
+    """What gradient accumulation fusion adds to a gradient; no op's backward does it without a `.grad`."""
+    grad, scale = torch.zeros(MAX_ROWS, width, dtype=grad_dtype), torch.ones(())
+    for x_dtype in {dtype, torch.float32}:
+        gradient_sums.add_scaled_(grad, grad.to(x_dtype), scale)
+    ids = torch.zeros(4 * MAX_ROWS, dtype=torch.int64)
+    gradient_sums.add_rows_(grad, torch.zeros(len(ids), width, dtype=dtype), ids, -1)
+
+
+def record_accumulation(dtype: str, targets: list[str]) -> Iterator[Launch]:
+    """The launches of the additions to a gradient of the dtype, and to one in fp32."""
+    own: torch.dtype = getattr(torch, dtype)
+    for grad_dtype in {own, torch.float32}:
+        for width in (2048, 20):
+            found: list[dict[str, Any]] = []
+            with recording(targets, found):
+                accumulated(grad_dtype, own, width)
+            for launch in found:
+                yield Launch(ACCUMULATION, f"hidden-{width}", dtype, aligned=width > 20, whole=True, **launch)
+
+
+ACCUMULATION = "accumulation fusion"
+"""The name under which its launches appear; it is no op."""
 
 
 def is_aligned(case: Case) -> bool:
@@ -320,7 +361,7 @@ def record(op: Op, case: Case, dtype: str, targets: list[str]) -> Iterator[Launc
         found: list[dict[str, Any]] = []
         group = process_group() if "vocab_parallel" in case.options else contextlib.nullcontext()
         with group, recording(targets, found):
-            backward(op, inputs, wanted)
+            backward(op, inputs, wanted, (op.name, case.id) in FP8_CASES)
         for launch in found:
             yield Launch(op.name, case.id, dtype, aligned=is_aligned(case), whole=wanted is named, **launch)
 
@@ -372,7 +413,8 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
                 for case in sorted((*op.cases, *MORE_CASES.get(op.name, ())), key=lambda case: -math.prod(case.shape))
                 if thorough or not case.small
             )
-            launches = distinct(x for op, case in cases for x in record(op, case, dtype, chosen))
+            of_ops = (x for op, case in cases for x in record(op, case, dtype, chosen))
+            launches = distinct((*of_ops, *record_accumulation(dtype, chosen)))
             for name in chosen:
                 here = [launch for launch in launches if launch.target == name and (thorough or launch.whole)]
                 if every:

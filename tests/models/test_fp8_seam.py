@@ -15,7 +15,10 @@ import tigon
 from helpers import relative_error
 from tigon.errors import OptionError, PatchError
 from tigon.models.fp8 import fp8_options
+from tigon.models.patch import unpatch
 from tigon.models.seams.fp8 import fp8_scaling
+from tigon.models.seams.norm import finds_amax
+from tigon.models.verification.tiny import tiny_model
 from tigon.ops.linear import fp8, fp8_linear
 from tigon.ops.linear.fp8 import SCALINGS
 from tigon.techniques.checkpointing import enable, replace_function
@@ -114,6 +117,28 @@ def test_recomputation_gives_the_same_gradients() -> None:
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
+def test_last_layer_of_a_recomputation_casts_nothing_for_a_frozen_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8_linear = importlib.import_module("tigon.ops.linear.fp8_linear")  # `tigon.ops.linear.fp8_linear` is the function
+    model, casts = llama(layers=1), list[tuple[bool, bool]]()
+    tigon.patch_fp8(model, bf16_layers=0)
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+    _, plain = step(model)
+    real = fp8_linear.operand
+
+    def spy(x: Any, scaling: str, *, rows: bool, columns: bool, **kwargs: Any) -> Any:
+        if not kwargs.get("gradient"):
+            casts.append((rows, columns))
+        return real(x, scaling, rows=rows, columns=columns, **kwargs)
+
+    enable(model)
+    replace_function(model, recomputed)
+    monkeypatch.setattr(fp8_linear, "operand", spy)
+    _, again = step(model)
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    # Four inputs and seven weights in the first run; in the second one all but the last input.
+    assert casts == [(True, False)] * 11 + [(True, True)] * 9 + [(False, True)]
+
+
 def test_projections_of_one_input_share_its_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8_linear = importlib.import_module("tigon.ops.linear.fp8_linear")  # `tigon.ops.linear.fp8_linear` is the function
     model, casts = llama(layers=1), []
@@ -188,7 +213,10 @@ def test_adapters_products_stay_in_bf16_around_an_fp8_layer(order: str) -> None:
 def test_recomputed_layer_takes_the_first_runs_magnitudes_and_casts_each_weight_once_for_both_products(
     scaling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients are those without recomputation, bit for bit. The last product is not computed again."""
+    """Gradients are those without recomputation, bit for bit.
+
+    The last product is not computed again, and its two factors are cast by columns alone.
+    """
     model, calls = llama(), Counter[str]()
     tigon.patch_fp8(model, scaling=scaling, bf16_layers=0)
     want_loss, want = step(model)
@@ -217,6 +245,30 @@ def test_recomputed_layer_takes_the_first_runs_magnitudes_and_casts_each_weight_
     inputs, weights, layers = 4, 7, 4
     assert calls == {
         "amax": layers * (inputs + weights + weights), "cast rows": layers * (inputs + weights),
-        "cast rows+columns": layers * (inputs + weights), "cast rows+columns of dy": layers * weights,
+        "cast rows+columns": layers * (inputs + weights - 2), "cast columns": layers * 2,
+        "cast rows+columns of dy": layers * weights,
         "product": layers * (4 * weights - 1),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "marked"),
+    [("llama", {"input_layernorm", "post_attention_layernorm"}),
+     ("gemma3_text", {"input_layernorm", "pre_feedforward_layernorm"}), ("olmo2", set())],
+)  # fmt: skip
+def test_norms_that_fp8_layers_read_find_their_magnitudes(family: str, marked: set[str]) -> None:
+    def finding() -> set[str]:
+        return {path.rpartition(".")[2] for path, module in model.named_modules() if finds_amax(module)}
+
+    model = tiny_model(family, {}).bfloat16()
+    tigon.patch(model)
+    report = tigon.patch_fp8(model, bf16_layers=0, scaling="rowwise")
+    assert not finding()
+    report.undo()
+    report = tigon.patch_fp8(model, bf16_layers=0)
+    assert finding() == marked
+    report.undo()
+    assert not finding()
+    tigon.patch_fp8(model, bf16_layers=0)
+    unpatch(model)
+    assert not finding()

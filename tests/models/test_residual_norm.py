@@ -14,7 +14,9 @@ import tigon
 from tigon import ops
 from tigon.errors import PatchError
 from tigon.models.seams import residual_norm
-from tigon.models.seams.residual_norm import norm_after_residual
+from tigon.models.seams.base import Change
+from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
+from tigon.ops.norms import rms_norm
 from tigon.techniques.checkpointing import enable
 from tigon.techniques.mechanisms.dropped_inputs import DroppedInputs, _Dropped
 
@@ -76,6 +78,49 @@ def test_fused_layers_train_as_without_the_fusion(family, fused_calls):
     assert fused_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_norms_of_a_fused_layer_add_the_residuals_gradient(monkeypatch):
+    added: list[bool] = []
+
+    def watched(dy, ds, *args):
+        added.append(ds is not None)
+        return plain(dy, ds, *args)
+
+    model = build("llama")
+    tigon.patch(model, add_rms_norm=True)
+    plain = rms_norm.norm.norm_bwd
+    monkeypatch.setattr(rms_norm.norm, "norm_bwd", watched)
+    train(model)
+    assert added == [False, *[True] * 4], "the last norm, and two of each layer"
+
+
+class InPlaceLayer(nn.Module):
+    """A layer that adds to its residual in place, which autograd forbids if a norm has returned it."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norm, copy.deepcopy(norm)
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        residual += 1
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        return residual * hidden_states
+
+
+def test_layer_that_writes_to_its_residual_keeps_its_first_norm(fused_calls):
+    model = build("llama")
+    tigon.patch(model)
+    layer, x = InPlaceLayer(model.model.norm), torch.randn(3, 16)
+    want = layer(x.clone())
+    Change("", layer, ResidualNormSeam()).apply()
+    got = layer(x.clone())
+    torch.testing.assert_close(got, want)
+    assert len(fused_calls) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

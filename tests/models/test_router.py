@@ -51,7 +51,7 @@ def calls_of(name: str) -> Any:
 def test_router_of_the_family_is_the_op_with_the_same_step(family: str) -> None:
     model = model_of(family)
     want = step(model)
-    report = tigon.patch(model, router=True)
+    report = tigon.patch(model)
     assert report.counts["topk_softmax"] == report.counts["experts"]
     with calls_of("topk_softmax") as called:
         got = step(model)
@@ -66,7 +66,7 @@ def test_balancing_loss_of_the_model_is_the_op_with_the_same_gradients(family: s
     model = model_of(family, output_router_logits=True, router_aux_loss_coef=0.5)
     inputs = {"attention_mask": (IDS > 3).long()} if masked else {}
     want = step(model, **inputs)
-    report = tigon.patch(model, router=True)
+    report = tigon.patch(model)
     with calls_of("load_balancing_loss") as called:
         got = step(model, **inputs)
     assert called.call_count == 1 and got.keys() == want.keys() and "aux_loss" in got
@@ -95,17 +95,51 @@ def test_function_with_another_formula_stays() -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "llama4_text"])
-def test_router_with_another_formula_keeps_its_forward(family: str) -> None:
+def test_router_with_another_formula_keeps_its_forward_with_the_reason_unless_the_op_was_asked_for(family: str) -> None:
+    model = model_of(family)
     with pytest.raises(PatchError, match=r"router: nothing in this .* can run it"):
-        tigon.patch(model_of(family), router=True)
+        tigon.patch(model, router=True)
+    report = tigon.patch(model)
+    assert "topk_softmax" not in report.counts
+    (left,) = (entry for entry in report.left_alone if entry.op == "topk_softmax")
+    assert left.reason.startswith("its scores also depend on" if family == "deepseek_v3" else "the op's output")
 
 
-def test_router_keeps_its_forward_unless_it_is_asked_for() -> None:
+def test_router_keeps_its_forward_if_it_is_switched_off() -> None:
     model = model_of("qwen3_moe", output_router_logits=True)
-    assert "topk_softmax" not in tigon.patch(model).counts
+    assert "topk_softmax" not in tigon.patch(model, router=False).counts
     with calls_of("load_balancing_loss") as called:
         step(model)
     assert not called.called
+
+
+def test_router_that_fails_on_the_stand_in_is_left_alone() -> None:
+    model = model_of("mixtral")
+    router = type(model.model.layers[0].mlp.gate)
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("it needs a GPU")
+
+    failing.__module__ = router.__module__
+    with patch.object(router, "forward", failing):
+        report = tigon.patch(model)
+    assert "topk_softmax" not in report.counts and report.counts["experts"]
+    assert any("it needs a GPU" in entry.reason for entry in report.left_alone if entry.op == "topk_softmax")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe", "gpt_oss"])
+def test_router_under_autocast_returns_the_dtypes_of_its_own_forward(family: str) -> None:
+    """The product is bf16 and the hidden states are fp32. Granite-MoE's weights have the dtype of the hidden states."""
+    model = model_of(family)
+    router = next(m for m in model.modules() if type(m).__name__.endswith("TopKRouter"))
+    hidden = torch.randn(5, router.weight.shape[1])
+
+    def dtypes() -> list[torch.dtype]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [t.dtype for t in router(hidden)]
+
+    want = dtypes()
+    assert tigon.patch(model).counts["topk_softmax"] and dtypes() == want
 
 
 def test_equal_logits_choose_the_first_experts() -> None:

@@ -64,6 +64,24 @@ def test_cast_is_pytorchs_rounding_of_the_scaled_values(
 
 
 @pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+def test_order_and_masks_of_the_tiles_do_not_change_a_cast(
+    rowwise: bool, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8 = pytest.importorskip("tigon.kernels.fp8")
+    x = _every_magnitude(2 * fp8.BLOCK_M, 2 * fp8.BLOCK_K).to(backend.device)
+    amax = fp8_amax(x, rowwise)
+    casts = []
+    for changed in (True, False):
+        monkeypatch.setattr(fp8, "WHOLE_TILES", changed)
+        monkeypatch.setattr(fp8, "LAST_FIRST", changed)
+        casts.append(fp8_cast(x, amax, rowwise, True, True, False))
+    top = amax[: x.shape[0], None] if rowwise else amax.amax()
+    factor = torch.full_like(top, 448.0) / top
+    assert torch.equal(casts[0][0].float(), (x * factor).to(torch.float8_e4m3fn).float())
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(*casts, strict=True))
+
+
+@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 def test_zeros_stay_zeros(rowwise: bool, backend: Any) -> None:
     x = torch.zeros(5, 32, device=backend.device)
     rows, columns, *scales = fp8_cast(x, fp8_amax(x, rowwise), rowwise, True, True, False)

@@ -1,4 +1,4 @@
-"""Gated units that find the largest magnitudes of their results: exact, void after a write, and used by FP8 layers."""
+"""Kernels that find the largest magnitudes of what they write: exact, void after a write, and used by FP8 layers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from torch import Tensor, nn
 import tigon
 from tigon.models.seams import fp8 as fp8_seam
 from tigon.models.verification.tiny import tiny_model
-from tigon.ops import geglu, known_amax, swiglu
-from tigon.ops.glu import glu_bwd, glu_bwd_inplace, glu_fwd
+from tigon.ops import fp8_linear, geglu, known_amax, rms_norm, rope, swiglu
+from tigon.ops.glu import glu_bwd_amax, glu_bwd_inplace, glu_fwd_amax
 from tigon.ops.linear import fp8_linear as layer
+from tigon.ops.norms.norm import (
+    NormBackwardOptions,
+    NormOptions,
+    norm_bwd,
+    norm_bwd_amax,
+    norm_fwd,
+    norm_fwd_amax,
+)  # fmt: skip
+from tigon.ops.rope import RopeLayout, rotate, rotate_amax
 from tigon.techniques.checkpointing import enable, replace_function
 from tigon.techniques.mechanisms.recompute import recomputed
 
@@ -25,6 +34,11 @@ ROWS, WIDTH = 700, 100
 
 def magnitude(x: Tensor) -> Tensor:
     return x.float().abs().amax()
+
+
+def same(parts: Tensor, x: Tensor) -> bool:
+    """Whether the maximum of the parts is that of |x|, NaN included."""
+    return torch.equal(parts.amax().nan_to_num(-1.0), magnitude(x).nan_to_num(-1.0))
 
 
 @pytest.mark.parametrize(
@@ -41,17 +55,114 @@ def test_kernels_find_the_magnitudes_of_what_they_store(
     if packed:
         gate, up = torch.cat([gate, up], 1), None
     amax = torch.zeros(1, known_amax.PARTS, device=backend.device)
-    y = glu_fwd(gate, up, activation, amax)
-    assert torch.equal(amax.amax().nan_to_num(-1.0), magnitude(y).nan_to_num(-1.0))
+    y = glu_fwd_amax(gate, up, activation, amax)
+    assert same(amax, y)
     for inplace in (False, True):
         amax = torch.zeros(1 if packed else 2, known_amax.PARTS, device=backend.device)
         if inplace:
             glu_bwd_inplace(dy, gate, up, activation, amax)
             gradients = (gate, up)
         else:
-            gradients = glu_bwd(dy, gate, up, activation, True, not packed, amax)
+            gradients = glu_bwd_amax(dy, gate, up, activation, True, not packed, amax)
         for gradient, parts in zip(gradients, amax, strict=False):
-            assert torch.equal(parts.amax().nan_to_num(-1.0), magnitude(gradient).nan_to_num(-1.0))
+            assert same(parts, gradient)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "residual", "eps", "special"),
+    [
+        (1100, 100, False, 0.0, None), (5, 100, True, 1e-6, float("nan")), (3, 17000, False, 1e-6, None),
+        (3, 17000, True, 1e-6, float("inf")),
+    ],
+)  # fmt: skip
+def test_norms_find_the_magnitude_of_what_they_store(
+    rows: int, width: int, residual: bool, eps: float, special: float | None, backend: Any
+) -> None:
+    torch.manual_seed(0)
+    x, added = (torch.randn(rows, width).bfloat16().to(backend.device) for _ in range(2))
+    weight = torch.randn(width).bfloat16().to(backend.device)
+    if special is not None:
+        x[1, 5] = special
+    options = NormOptions(eps, 0.0, False, False)
+    amax = torch.zeros(1, known_amax.PARTS, device=backend.device)
+    got = norm_fwd_amax(x, added if residual else None, weight, None, options, amax)
+    want = norm_fwd(x, added if residual else None, weight, None, options)
+    assert same(amax, got[0])
+    assert all(a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, want, strict=True))
+    given = (added, x if residual else None, x, weight, got[3], got[3])
+    backward = NormBackwardOptions(0.0, False, False, True, rows > 3, False)
+    amax = torch.zeros(1, known_amax.PARTS, device=backend.device)
+    got, want = norm_bwd_amax(*given, backward, amax), norm_bwd(*given, backward)
+    assert same(amax, got[0])
+    assert all(a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rotary", "interleaved", "in_memory"), [(16, False, "BTHD"), (16, True, "BHTD"), (6, False, "BTHD")]
+)
+def test_rope_finds_the_magnitudes_of_what_it_stores(
+    rotary: int, interleaved: bool, in_memory: str, backend: Any
+) -> None:
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, heads, 70, 16).bfloat16().to(backend.device) for heads in (6, 2))
+    k[0, 1, 3, 15] = 50.0  # behind a rotary width of 6
+    cos, sin = (torch.randn(1, 70, rotary).to(backend.device) for _ in range(2))
+    order = (0, 2, 1) if in_memory == "BTHD" else (0, 1, 2)
+    layout = RopeLayout(order, order, 1, interleaved)
+    amax = torch.zeros(2, known_amax.PARTS, device=backend.device)
+    got = rotate_amax(q, k, cos, sin, layout, True, amax)
+    want = rotate(q, k, cos, sin, layout, True)
+    assert all(same(parts, x) for parts, x in zip(amax, got, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_rope_finds_magnitudes_only_for_fp8_layers() -> None:
+    torch.manual_seed(0)
+    noted: list[bool] = []
+
+    class Reader(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, dx: Tensor) -> Tensor:
+            parts = known_amax.noted(dx)
+            noted.append(parts is not None)
+            assert parts is None or same(parts, dx)
+            return dx
+
+    x, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(16, 16)
+    cos, sin = torch.randn(5, 4), torch.randn(5, 4)
+    for scaling in ("tensorwise", "rowwise"):
+        noted.clear()
+        # A view of the layer's result, as attention makes it; and the keys come from elsewhere.
+        q = fp8_linear(x, weight, scaling=scaling).view(2, 5, 4, 4).transpose(1, 2)
+        k = Reader.apply(x.view(2, 5, 4, 4)).transpose(1, 2)
+        q, k = rope(q, k, cos, sin)
+        gradient = torch.autograd.grad(q.square().sum() + k.square().sum(), x)[0]
+        assert noted == [False]
+        assert bool(gradient.isfinite().all())
+
+
+def test_operators_of_plain_calls_write_to_no_argument() -> None:
+    """torch.compile would wrap them."""
+    for name in ("norm_fwd", "norm_bwd", "rope_rotate", "glu_fwd", "glu_bwd"):
+        assert not getattr(torch.ops.tigon, name).default._schema.is_mutable
+        assert getattr(torch.ops.tigon, f"{name}_amax").default._schema.is_mutable
+
+
+def test_only_a_whole_view_has_the_magnitude_of_its_base() -> None:
+    x = torch.randn(4, 6)
+    y = rms_norm(x, find_amax=True)
+    parts = known_amax.noted(y)
+    assert parts is not None and same(parts, y)
+    assert known_amax.noted(y.view(2, 2, 6)) is parts
+    assert known_amax.noted(y[:2]) is None
+    assert known_amax.noted(y[:1].expand(4, 6)) is None
+    assert known_amax.noted(rms_norm(x)) is None
+    y.view(24).mul_(2)
+    assert known_amax.noted(y) is known_amax.noted(y.view(24)) is None
 
 
 @pytest.mark.parametrize("gated", [swiglu, geglu])
@@ -144,19 +255,28 @@ def test_hook_that_changes_a_gradient_in_place_makes_its_magnitude_void(searched
     assert len(searched) == without + 1
 
 
-def test_whole_model_trains_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("recomputes", "adds"), [(False, None), (True, None), (True, True)])
+def test_whole_model_trains_with_the_same_bits(
+    recomputes: bool, adds: bool | None, searched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def gradients() -> list[Tensor]:
+        searched.clear()
         torch.manual_seed(0)
         model = tiny_model("llama", {}).bfloat16().train()
-        tigon.patch(model)
+        tigon.patch(model, add_rms_norm=adds)
         tigon.patch_fp8(model, bf16_layers=0)
-        enable(model)
-        replace_function(model, recomputed)
+        if recomputes:
+            enable(model)
+            replace_function(model, recomputed)
         ids = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(1))
         model(input_ids=ids, labels=ids).loss.backward()
         assert fp8_seam.fp8_scaling(model.model.layers[0].mlp.down_proj) == "tensorwise"
         return [p.grad for p in model.parameters()]
 
-    got = gradients()
+    got, fewer = gradients(), len(searched)
     monkeypatch.setattr(known_amax, "parts_for", lambda x, tensors: None)
     assert all(torch.equal(a, b) for a, b in zip(got, gradients(), strict=True))
+    layers = len(tiny_model("llama", {}).model.layers)
+    # those of two norms' results, of the gradients of q and k, and of the gated unit's result and two gradients;
+    # if norms add, of the gradients of the attention's and the MLP's output projection, but for the last layer's MLP
+    assert len(searched) - fewer == (9 * layers - 1 if adds else 7 * layers)

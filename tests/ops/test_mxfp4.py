@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tigon.ops import experts
+from tigon.ops import experts, recomputation
 from tigon.ops.expert_operators import ExpertUnit
 from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 
@@ -70,3 +70,26 @@ def test_experts_with_such_weights_are_those_with_the_dense_ones(backend: Any) -
         )  # fmt: skip
         results.append((y, *torch.autograd.grad(y.square().sum(), (hidden, weights))))
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_backward_right_after_the_forward_does_not_make_the_last_weight_again(follows: bool) -> None:
+    made: list[str] = []
+    weights = {"gate_up": torch.randn(3, 8, 4), "down": torch.randn(3, 4, 4)}
+
+    def of(name: str) -> Any:
+        def make() -> torch.Tensor:
+            made.append(name)
+            return weights[name]
+
+        return make
+
+    hidden = torch.randn(5, 4, requires_grad=True)
+    index, weights_TK = torch.tensor([[0], [1], [2], [0], [1]]), torch.rand(5, 1)
+    with recomputation.running(recomputation.Run(backward_follows=follows)):
+        y = experts(hidden, index, weights_TK, of("gate_up"), of("down"))
+    (want,) = torch.autograd.grad(experts(hidden, index, weights_TK, *weights.values()).sum(), hidden)
+    for again in ([] if follows else ["down"], ["down"]):  # a second backward has to make it
+        made.clear()
+        (got,) = torch.autograd.grad(y.sum(), hidden, retain_graph=True)
+        assert made == [*again, "gate_up"] and torch.equal(got, want)

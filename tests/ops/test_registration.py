@@ -80,6 +80,11 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         for up in (torch.randn(4, 32), None):
             gate = torch.randn(4, 32, requires_grad=True) * 1.0
             OPS["swiglu"].call(gate, None if up is None else up.requires_grad_() * 1.0, inplace=True).sum().backward()
+    with _recorded(recorded):  # between FP8 layers, which read the largest magnitudes
+        x, weight, table = torch.randn(2, 6, 32, requires_grad=True), torch.randn(32, 32), torch.randn(6, 16)
+        y, _ = OPS["add_rms_norm"].call(OPS["fp8_linear"].call(x, weight), x, weight[0], find_amax=True)
+        q, k = (OPS["fp8_linear"].call(y, weight).view(2, 6, 2, 16).transpose(1, 2) for _ in range(2))
+        OPS["swiglu"].call(*OPS["rope"].call(q, k, table, table), find_amax=True).sum().backward()
     # With kernels, bf16 has separate operators: the product returns exponentials of the logits.
     op = OPS["linear_cross_entropy"]
     with _recorded(recorded), nullcontext() if HAS_GPU else kernels_on_the_cpu():

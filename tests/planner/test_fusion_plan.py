@@ -18,6 +18,7 @@ from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, replay
 from tigon.planner.trace.trace import trace
 from tigon.profiler.recording.peak import PeakMeter, training_state
+from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.records.choices import Choices
 
@@ -41,6 +42,7 @@ def recorded_bytes(request: Request) -> int:
     model = AutoModelForCausalLM.from_config(request.config, attn_implementation="eager").train()
     if request.choices.accumulation_fusion:
         fuse_linears(model)
+        fuse_embeddings(model)
     ids = torch.randint(3, 900, (BATCH, SEQ))
 
     def backward() -> None:
@@ -60,7 +62,8 @@ def recorded_bytes(request: Request) -> int:
 def test_traced_peak_of_a_later_micro_batch_is_the_recorded_one(tied: bool, fused: bool) -> None:
     request, ledger = request_of(tied=tied, accumulation_fusion=fused), Ledger()
     replay(ledger, trace(request, H200, accumulating=True, evaluating=False).tape, GradientRules(keep=True))
-    assert max(ledger.phases.values()) == pytest.approx(recorded_bytes(request), rel=0.01)
+    # Without gradients the peak is a few hundred KB of activations, and the plan rounds each tensor to 512 bytes.
+    assert max(ledger.phases.values()) == pytest.approx(recorded_bytes(request), rel=0.02 if fused else 0.01)
 
 
 def test_fusion_saves_the_gradient_of_the_head() -> None:

@@ -21,6 +21,8 @@ from tigon.planner.trace.cache import step_tapes
 RECORD = Path(__file__).parents[2] / "benchmarks/results/nvidia-h100/training/llama-3.2-1b-h100.json"
 # Workspaces of cuBLAS, 32 MiB each, that earlier turns of the benchmark had left: docs/training-benchmarks.md.
 LEFT_WORKSPACES = {"full": 12, "none": 14}
+# When it was measured, each layer that is not recomputed kept a copy of its input: 16 of 4 x 1024 x 2048 in 16 bits.
+COPIED_INPUTS = {"full": 0, "none": 16 * 4 * 1024 * 2048 * 2}
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "none"])
@@ -32,6 +34,7 @@ def test_peaks_with_graphs_are_those_measured_on_an_h100(checkpointing: str) -> 
     choices = replace(request.choices, checkpointing=checkpointing, cuda_graphs=True)
     plan = estimate(replace(request, choices=choices), gpu=find_gpu("h100"), evaluation=False)
     want = measured[f"tigon-graphs:{checkpointing}"] - (LEFT_WORKSPACES[checkpointing] << 25)
+    want -= COPIED_INPUTS[checkpointing]
     assert plan.peak_allocated_bytes == pytest.approx(want, rel=0.01)
     assert sum(plan.components.values()) == plan.peak_allocated_bytes < plan.peak_reserved_bytes
 

@@ -8,6 +8,7 @@ from planner_helpers import H200, config_of, request_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+from tigon.ops.gradient_sums import add_rows_
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, replay, replay_evaluation
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
@@ -55,6 +56,17 @@ def test_flops_bytes_and_launches_are_counted() -> None:
     assert cost.flops == 2 * 8 * 16 * 32
     assert cost.moved_bytes == 2 * (8 * 32 * 2)
     assert cost.launches == 2
+
+
+def test_rows_of_an_embedding_are_counted_and_not_its_table() -> None:
+    recorder = TraceRecorder({}, {})
+    with FakeTensorMode(), recorder:
+        grad, dy = torch.empty(1000, 16, dtype=torch.bfloat16), torch.empty(6, 16, dtype=torch.bfloat16)
+        ids = torch.empty(6, dtype=torch.int64)
+        add_rows_(grad, dy, ids, -1)
+    rows = 6 * 16 * 2
+    keys = 6 * (8 + 4) + 6 * (4 + 4 + 8)  # cast to 32 bits, and sorted with their places
+    assert recorder.tape.segments[0].cost.moved_bytes == 3 * rows + keys
 
 
 def test_flash_attention_saves_what_cuda_saves() -> None:

@@ -12,6 +12,7 @@ from benchmarks.eager_capture import eager_capture
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.techniques import cuda_graphs
 from tigon.techniques.checkpointing import enable, replace_function
+from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.mechanisms.layer_graphs import CudaCapture, LayerGraphs
 from tigon.techniques.mechanisms.recompute import recomputed
@@ -29,6 +30,7 @@ def model_of(device: str = "cpu", recomputes: bool = True, fused: bool = False, 
     model = transformers.LlamaForCausalLM(config).to(device).train()
     if fused:
         fuse_linears(model)
+        fuse_embeddings(model)
     if recomputes:
         enable(model)
         replace_function(model, recomputed)

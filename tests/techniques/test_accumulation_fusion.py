@@ -173,6 +173,134 @@ def test_partly_frozen_model_fuses_the_layers_that_are_trained(written: list[tup
         torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
 
 
+class _Projections(nn.Module):
+    """Three layers that read one input, and one layer that is not fused."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(6, width, bias=False).double() for width in (4, 2, 2))
+        self.plain = nn.Linear(6, 3).double()
+        self.leaf = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+        if fused:
+            fuse_linears(nn.ModuleList([self.q, self.k, self.v]))
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """x, and what each layer makes of it."""
+        x = self.leaf.sin()
+        return x, self.q(x), self.k(x), self.v(x), self.plain(x)
+
+
+def _hooked(one: _Projections) -> list[Tensor]:
+    seen: list[Tensor] = []
+    x, *outputs = one.outputs()
+
+    def doubled(grad: Tensor) -> Tensor:
+        seen.append(grad.clone())
+        return 2 * grad
+
+    x.register_hook(doubled)
+    torch.cat([y.tanh().flatten() for y in outputs]).sum().backward()
+    return seen
+
+
+def _in_any_order(one: _Projections) -> list[Tensor]:
+    _, q, k, v, plain = one.outputs()
+    loss = (k * (q.sum() * plain.sum()).tanh()).sum() + v.cos().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return []
+
+
+def _some_outputs(one: _Projections) -> list[Tensor]:
+    x, q, k, v, plain = one.outputs()
+    (v.tanh().sum() + plain.sum()).backward(retain_graph=True)
+    grads = [*torch.autograd.grad(q.sin().sum() + k.sum(), [x], retain_graph=True)]
+    grads += torch.autograd.grad(q.sin().sum() + v.sin().sum(), [q, one.v.weight], retain_graph=True)
+    grads += torch.autograd.grad(q.sin().sum() + v.sin().sum(), [q, x], retain_graph=True)
+    (q.sum() + k.sum() + v.sum()).backward()
+    return grads
+
+
+def _changed_input(one: _Projections) -> list[Tensor]:
+    x = one.leaf.sin()
+    q = one.q(x.detach().requires_grad_())
+    k = one.k(x)
+    x = x.mul(1.0)
+    v = one.v(x)
+    other = x.clone()
+    second = one.q(other)
+    other.add_(one.leaf)  # the products saved the former values
+    third = one.k(other)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.sum().backward()
+    (q.sum() + k.sum() + v.tanh().sum() + third.sum()).backward()
+    return []
+
+
+def _failed(one: _Projections) -> list[Tensor]:
+    """A pass that stops between two layers, and another one over the same graph."""
+    _, q, k, v, _ = one.outputs()
+    stop = [True]
+
+    def refuses(_: Tensor) -> None:
+        if stop:
+            raise ValueError(stop.pop())
+
+    q.register_hook(refuses)
+    loss = q.sum() + k.sum() + v.sum()
+    with pytest.raises(ValueError, match="True"):
+        loss.backward(retain_graph=True)
+    one.zero_grad()
+    loss.backward()
+    return []
+
+
+def _recomputed(one: _Projections) -> list[Tensor]:
+    x = one.leaf.sin()
+    q, k, v = checkpoint(lambda x: (one.q(x), one.k(x), one.v(x)), x, use_reentrant=False)
+    (q.sum() + k.tanh().sum() + v.sum()).backward()
+    return []
+
+
+def _second_derivative(one: _Projections) -> list[Tensor]:
+    _, q, k, v, _ = one.outputs()
+    (slope,) = torch.autograd.grad((q.tanh().sum() + k.tanh().sum()) * v.sum(), [one.leaf], create_graph=True)
+    slope.square().sum().backward()
+    return [slope.detach()]
+
+
+@pytest.mark.parametrize(
+    "use", [_hooked, _in_any_order, _some_outputs, _changed_input, _failed, _recomputed, _second_derivative]
+)
+def test_layers_that_share_an_input_pass_on_the_sum_of_their_gradients(use: Any) -> None:
+    results: list[list[Tensor]] = []
+    for fused in (False, True):
+        one = _Projections(fused=fused)
+        with accumulation_fusion():
+            grads = use(one)
+        results.append([one.leaf.grad, *grads, *(p.grad for p in one.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 2
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_second_micro_batch_adds_neither_weights_gradients_nor_those_of_a_shared_input() -> None:
+    added = []
+    for fused in (False, True):
+        model = model_of()
+        if fused:
+            fuse_linears(model)
+        for _ in range(2):
+            with accumulation_fusion(), torch.profiler.profile() as profile:
+                model(**micro_batch(0)).loss.backward()
+        added.append(sum(event.name in ("aten::add", "aten::add_") for event in profile.events()))
+    layers = model.model.layers
+    weights = sum(isinstance(module, nn.Linear) for module in layers.modules())
+    sums = 3 * len(layers)  # q + k + v, and gate + up
+    assert added[0] - added[1] == weights + sums
+
+
 def test_second_derivatives_are_those_of_the_ordinary_layer() -> None:
     def penalty(fused: bool) -> Tensor:
         torch.manual_seed(0)

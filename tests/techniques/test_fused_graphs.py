@@ -67,10 +67,12 @@ def test_steps_equal_those_of_fused_layers_without_graphs_bit_for_bit(
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_one_micro_batch_has_the_gradients_of_unfused_layers_bit_for_bit() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        fused, plain = graphed(fused=True)[0].to(dtype), model_of().to(dtype)
-        assert_equal(gradients(fused, 1), gradients(plain, 1))
+def test_one_micro_batch_has_the_gradients_of_unfused_layers() -> None:
+    got, want = gradients(graphed(fused=True)[0], 1), gradients(model_of(), 1)
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        # layers that share an input round their sums of its gradient once less
+        assert relative_error(got[name], expected) <= 1e-6, name
 
 
 @on_each_device
@@ -246,6 +248,39 @@ def test_buffer_of_another_layout_or_dtype_is_left_alone() -> None:
     with gradients_into(GradientBuffers([(layer.weight, wide)], adds=True)):
         (grad,) = torch.autograd.grad(layer(x).sum(), [layer.weight], allow_unused=True)
     assert grad is None and torch.equal(wide, torch.full_like(wide, 3.0))
+
+
+@on_each_device
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_residual_additions_run_in_the_graphs(device: str, recomputes: bool, dtype: torch.dtype) -> None:
+    def patched(model: Any) -> Any:
+        tigon.patch(model, add_rms_norm=True)
+        fuse_linears(model)
+        return model
+
+    def steps(model: Any) -> list[Tensor]:
+        return train(model.to(dtype), device, micro_batches=3)
+
+    got, want = (patched(model_of(device, recomputes)) for _ in range(2))
+    graphs = graphs_of(got, recomputes)
+    assert all(torch.equal(a, b) for a, b in zip(steps(got), steps(want), strict=True))
+    assert [len(layer.passes) for layer in graphs.layers] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_all_fusions_together_err_at_most_twice_the_usual_error(recomputes: bool) -> None:
+    together = model_of(recomputes=recomputes).bfloat16()
+    report = tigon.patch(together, add_rms_norm=True)
+    assert any("add_rms_norm" in str(line) for line in str(report).splitlines())
+    fuse_linears(together)
+    graphs_of(together, recomputes)
+    usual, got = gradients(model_of(recomputes=recomputes).bfloat16()), gradients(together)
+    want = gradients(model_of().bfloat16().double())
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        error, before = relative_error(got[name], expected), relative_error(usual[name], expected)
+        assert error <= 2 * before + 1e-7, f"{name}: {error:.2e}, usually {before:.2e}"
 
 
 def test_a_recipe_may_choose_both() -> None:

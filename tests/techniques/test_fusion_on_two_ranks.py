@@ -15,6 +15,7 @@ import two_ranks
 from helpers import farthest
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.ops.accumulation_fusion import LeafGradient, accumulation_fusion
+from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from two_ranks import RANKS, Scenarios, gradients_of
 
@@ -57,7 +58,7 @@ def accumulated(rank: int, mesh: Any, *, kind: str, tied: bool) -> float:
     for number in range(MICRO_BATCHES):
         loss_of(whole, number, slice(None)).backward()
     model = fresh(tied)
-    n_fused = fuse_linears(model) + 1  # and the head
+    n_fused = fuse_linears(model) + fuse_embeddings(model) + 1  # and the head
     called: Any = model
     if kind == "FSDP2":
         for module in (*model.model.layers, model):

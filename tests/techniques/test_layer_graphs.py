@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from graphed_layers import graphed, ids_of, model_of, on_each_device, recomputed
 from torch import Tensor, nn
 
 import tigon
+from benchmarks.eager_capture import eager_capture
 from tigon.errors import RecipeError
 from tigon.techniques import cuda_graphs
-from tigon.techniques.mechanisms.layer_graphs import MOST_SHAPES
+from tigon.techniques.mechanisms.layer_graphs import MOST_SHAPES, Capture, CudaCapture, _Held
 
 
 @on_each_device
@@ -36,6 +39,178 @@ def test_forwards_before_their_backwards_keep_their_own_inputs(device: str, reco
         losses[1].backward()
         results.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def _between(model: Any, change: Any, place: int = 1) -> None:
+    """Change the input of the layer at this place."""
+    layer = model.model.layers[place]
+    function = vars(layer).get("_gradient_checkpointing_func")
+    if function is None:
+        layer.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
+    else:
+        layer._gradient_checkpointing_func = lambda run, x, *args: function(run, change(x), *args)
+
+
+@on_each_device
+@recomputed_or_not
+@pytest.mark.parametrize("change", [lambda x: 2 * x, lambda x: x.mul_(2)], ids=["another tensor", "in place"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_input_that_changes_between_layers_is_read(device: str, recomputes: bool, change: Any, captured: bool) -> None:
+    got, want = graphed(device, recomputes)[0], model_of(device, recomputes)
+    if captured:
+        train(got, device, steps=1)
+        got.load_state_dict(want.state_dict())
+        got.zero_grad()
+    for model in (got, want):
+        _between(model, change)
+    pairs = zip(train(got, device), train(want, device), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@on_each_device
+def test_layers_read_the_output_of_the_layer_before_without_a_copy(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[bool] = []
+    plain = _Held.fill
+
+    def watched(self: _Held, tensor: Tensor) -> None:
+        copies.append(tensor.ndim == 3 and tensor.shape[-1] == 32 and not self.has(tensor))
+        plain(self, tensor)
+
+    model, graphs = graphed(device, recomputes=False)
+    train(model, device, steps=1)
+    passes = [next(iter(layer.passes.values())) for layer in graphs.layers]
+    assert all(after.input is before.output for before, after in itertools.pairwise(passes))
+    monkeypatch.setattr(_Held, "fill", watched)
+    ids = ids_of(2, 16, 0, device)
+    model(input_ids=ids, labels=ids)
+    assert sum(copies) == 1  # the embeddings
+
+
+def _ends_in_tanh(model: Any) -> None:
+    """Let the first layer return the tanh of its output, within its graphs if it has any."""
+    layer = model.model.layers[0]
+    function = vars(layer).get("_gradient_checkpointing_func")
+    if function is None:
+        layer.register_forward_hook(lambda _, args, output: output.tanh())
+        return
+
+    def ending(run: Any, x: Tensor) -> Any:
+        work = functools.partial(lambda *args, **options: run.func(*run.args, *args, **options).tanh(), **run.keywords)
+        return function(work, x)
+
+    layer._gradient_checkpointing_func = ending
+
+
+@on_each_device
+def test_output_that_its_layer_needs_is_not_the_input_of_the_next_layer(device: str) -> None:
+    """The backward pass of tanh reads the result of tanh."""
+    got, graphs = graphed(device, recomputes=False)
+    want = model_of(device, recomputes=False)
+    for model in (got, want):
+        _ends_in_tanh(model)
+    train(got, device, steps=1)
+    passes = [next(iter(layer.passes.values())) for layer in graphs.layers]
+    assert [one.keeps_output for one in passes] == [True, False, False]
+    assert [after.input is before.output for before, after in itertools.pairwise(passes)] == [False, True]
+    got.load_state_dict(want.state_dict())
+    got.zero_grad()
+    for model in (got, want):
+        _between(model, lambda x: 2 * x)
+    pairs = zip(train(got, device), train(want, device), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@on_each_device
+@pytest.mark.parametrize("place", [1, 2])
+def test_forward_pass_overwrites_nothing_that_later_layers_need(device: str, place: int) -> None:
+    """The first layers are free, because nothing needs their backward pass. The later ones wait for theirs."""
+    results = []
+    for model in (graphed(device, recomputes=False)[0], model_of(device, recomputes=False)):
+        _between(model, lambda x: x.detach(), place)
+        for _ in range(2):  # the first one captures
+            model.zero_grad()
+            losses = [model(input_ids=ids, labels=ids).loss for ids in (ids_of(2, 16, n, device) for n in range(2))]
+            for loss in losses:
+                loss.backward()
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_each_device
+def test_backward_pass_after_that_of_an_earlier_layer_is_refused(device: str) -> None:
+    """Its activations lie where the earlier layer's graph writes."""
+    model, _ = graphed(device, recomputes=False)
+    states: list[Tensor] = []
+    _between(model, lambda x: states.append(x) or x)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    shares = []
+    for number in range(2):
+        ids = ids_of(2, 16, number, device)
+        loss = model(input_ids=ids, labels=ids).loss
+        shares += torch.autograd.grad(states[-1].sin().sum(), [weight], retain_graph=True)
+        with pytest.raises(RecipeError, match="run the backward pass of all layers once"):
+            loss.backward()
+    assert not torch.equal(*shares), "the second pass overwrote what the first one returned"
+    ids = ids_of(2, 16, 0, device)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_second_backward_pass_over_a_retained_graph_is_refused_without_recomputation() -> None:
+    model, _ = graphed(recomputes=False)
+    ids = ids_of(2, 16, 0, "cpu")
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RecipeError, match="another pass has overwritten"):
+        loss.backward()
+
+
+def _skip(model: Any) -> Any:
+    """Skip the second layer. Returns what undoes it."""
+    layer = model.model.layers[1]
+    function = vars(layer).get("_gradient_checkpointing_func")
+    if function is None:
+        return layer.register_forward_hook(lambda _, args, output: args[0]).remove
+    layer._gradient_checkpointing_func = lambda run, x, *args: x
+    return lambda: setattr(layer, "_gradient_checkpointing_func", function)
+
+
+@on_each_device
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_layer_that_the_first_step_skips_gets_memory_of_its_own(device: str, recomputes: bool) -> None:
+    """The backward graph of the last layer overwrites memory that was free when it was captured."""
+    captures: list[Capture] = []
+
+    def new_capture() -> Capture:
+        captures.append(CudaCapture() if device == "cuda" else eager_capture)
+        return captures[-1]
+
+    got, want = (model_of(device, recomputes) for _ in range(2))
+    cuda_graphs.graph(got, recomputes=recomputes, new_capture=new_capture)
+    for model in (got, want):
+        undo = _skip(model)
+        train(model, device, steps=1)
+        undo()
+    pairs = zip(train(got, device), train(want, device), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert len(captures) == (1 if recomputes else 2)
+
+
+@on_each_device
+@recomputed_or_not
+def test_recorded_hidden_states_are_those_without_graphs(device: str, recomputes: bool) -> None:
+    got, graphs = graphed(device, recomputes)
+    want = model_of(device, recomputes)
+    for number in range(3):
+        ids = ids_of(2, 16, number, device)
+        results = []
+        for model in (got, want):
+            out = model(input_ids=ids, labels=ids, output_hidden_states=number != 1)
+            (out.loss if number == 1 else out.loss + out.hidden_states[1].square().mean()).backward()
+            results.append([*(out.hidden_states or ()), *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert bool(graphs.buffers) == (number > 0)
 
 
 @on_each_device
@@ -104,7 +279,7 @@ def test_second_backward_after_another_forward_is_refused_without_recomputation(
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward(retain_graph=True)
     model(input_ids=ids, labels=ids).loss.backward()
-    with pytest.raises(RecipeError, match="a later forward pass has overwritten"):
+    with pytest.raises(RecipeError, match="another pass has overwritten"):
         loss.backward()
 
 

@@ -102,6 +102,19 @@ def test_a_short_packed_row_is_filled_with_padding_that_is_a_piece_of_its_own():
     assert all(torch.equal(flat[name], batch[name].reshape(1, -1)) for name in batch)
 
 
+def test_rows_that_are_one_document_to_the_model_need_no_positions():
+    rows = run(texts(), cross_document=True).samples
+    collate = Collator(pad_id=7, packing=True, cross_document=True)
+    whole = collate(rows[:2])
+    assert set(whole) == {"input_ids", "labels"}
+    assert "position_ids" in collate([rows[0], rows[-1]]), "padding is a document of its own"
+    with_positions = Collator(pad_id=7, packing=True)(rows[:2])
+    model = tiny_llama("sdpa")
+    assert torch.equal(model(**whole).loss, model(**with_positions).loss)
+    apart = run(texts()).samples
+    assert "position_ids" in Collator(pad_id=7, packing=True)(apart[:1])
+
+
 @pytest.mark.parametrize("cross_document", [False, True])
 def test_flattened_batch_has_the_document_bounds_that_transformers_derives_from_positions(cross_document):
     attention = pytest.importorskip("transformers.modeling_flash_attention_utils")

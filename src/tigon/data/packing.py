@@ -193,6 +193,8 @@ class Collator:
 
     - packed: input_ids, labels, position_ids of shape (B, T). An attention mask is not needed, because the positions
       mark the documents. Padding of short samples restarts the positions, so no token attends to it.
+    - packed, with attention across documents: as packed, without position_ids if no row restarts them. The model then
+      makes the same positions, and a patched model makes its mask without asking the GPU (models/seams/mask.py).
     - padded: input_ids, labels, attention_mask of shape (B, T). T is the longest sample; padding is on the right.
     - flatten: joined into one sequence (1, B*T), as the variable-length flash kernels require, with the documents' ends
       and the longest document's length. Without these, every layer of transformers derives them from the positions
@@ -202,6 +204,7 @@ class Collator:
     pad_id: int
     packing: bool
     flatten: bool = False
+    cross_document: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         longest = max(len(sample.tokens_T) for sample in samples)
@@ -216,6 +219,8 @@ class Collator:
         ).long()
         batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
         if not self.flatten:
+            if self.cross_document and bool((positions == torch.arange(longest)).all()):
+                del batch["position_ids"]
             return batch
         return {name: value.reshape(1, -1) for name, value in batch.items()} | _document_bounds(positions)
 

@@ -10,9 +10,7 @@
 The backward recomputes f, because saving it would cost as much memory as g. Everything between load and store is fp32;
 f(g) is not rounded before it is multiplied by u.
 
-For an FP8 product of a result, the kernels also find its largest magnitude, of which kernels/fp8.py would read the
-result once more. Each program takes the maximum of its part into one of 512 numbers, which are 0 before. It is the
-integer maximum of bits, as in kernels/fp8.py, so the order of the programs does not matter.
+For an FP8 product of a result, the kernels also find its largest magnitude (kernels/_math.py).
 """
 
 import functools
@@ -23,6 +21,7 @@ import triton.language as tl
 
 from tigon.kernels import _device
 from tigon.kernels._launch import Launch
+from tigon.kernels._math import magnitude_bits, take_amax
 from tigon.kernels.layout import row_view, rows_of
 
 # M rows, F columns of gate, up and y.
@@ -57,13 +56,6 @@ def activation(g, alpha, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _take_amax(AMAX, x, PARTS: tl.constexpr):
-    """Let one of the PARTS numbers at AMAX (int32) be at least the bits of max |x|. x: as it is stored."""
-    bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
-    tl.atomic_max(AMAX + tl.program_id(0) % PARTS, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit
 def glu_fwd_kernel(
     G, U, Y, AMAX, M, F, stride_g, stride_u,
     ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -80,7 +72,7 @@ def glu_fwd_kernel(
     y = (f * u).to(Y.dtype.element_ty)
     tl.store(Y + rows * F + cols, y, mask=mask)
     if PARTS > 0:
-        _take_amax(AMAX, tl.where(mask, y, 0.0), PARTS)
+        take_amax(AMAX, magnitude_bits(tl.where(mask, y, 0.0)), PARTS)
 
 
 @triton.jit
@@ -102,12 +94,12 @@ def glu_bwd_kernel(
         dg = (dy * u * df).to(DG.dtype.element_ty)
         tl.store(DG + rows * stride_dg + cols, dg, mask=mask)
         if PARTS > 0:
-            _take_amax(AMAX, tl.where(mask, dg, 0.0), PARTS)
+            take_amax(AMAX, magnitude_bits(tl.where(mask, dg, 0.0)), PARTS)
     if WANT_DU:
         du = (dy * f).to(DU.dtype.element_ty)
         tl.store(DU + rows * stride_du + cols, du, mask=mask)
         if PARTS > 0:
-            _take_amax(AMAX + UP_PARTS, tl.where(mask, du, 0.0), PARTS)
+            take_amax(AMAX + UP_PARTS, magnitude_bits(tl.where(mask, du, 0.0)), PARTS)
 
 
 def _halves(gate, up):

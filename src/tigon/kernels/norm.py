@@ -24,7 +24,7 @@ import triton.language as tl
 
 from tigon.kernels import _device
 from tigon.kernels._launch import Launch
-from tigon.kernels._math import INTERPRETED
+from tigon.kernels._math import INTERPRETED, magnitude_bits, take_amax
 from tigon.kernels.layout import rows_of
 
 # M rows, H columns; a program handles ROWS rows at a time and BLOCK columns.
@@ -49,10 +49,11 @@ def _two_sums(a, b):
 
 @triton.jit
 def norm_fwd_kernel(
-    X, R, W, B, Y, S, Mean, Rstd, M, H, stride_x, stride_r, eps, offset,
+    X, R, W, B, Y, S, Mean, Rstd, AMAX, M, H, stride_x, stride_r, eps, offset,
     CENTER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROUND_XHAT: tl.constexpr, ONE_TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROUND_XHAT: tl.constexpr, PARTS: tl.constexpr, ONE_TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """PARTS: the numbers at AMAX, for the largest magnitude of y (`take_amax`); 0: it is not wanted."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     row_mask = rows < M
@@ -78,7 +79,9 @@ def norm_fwd_kernel(
         else:
             variance = tl.sum(s * s, axis=1, keep_dims=True) / H
         rstd = tl.rsqrt(variance + eps)
-        _store_normed(s * rstd, W, B, Y, X, rows, cols, mask, H, offset, HAS_WEIGHT, HAS_BIAS, ROUND_XHAT)
+        y = _store_normed(s * rstd, W, B, Y, X, rows, cols, mask, H, offset, HAS_WEIGHT, HAS_BIAS, ROUND_XHAT)
+        if PARTS > 0:
+            take_amax(AMAX, magnitude_bits(tl.where(mask, y, 0.0)), PARTS)
     else:
         total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
         for start in range(0, H, BLOCK):
@@ -103,15 +106,20 @@ def norm_fwd_kernel(
                 left += s
             mean += tl.sum(left, axis=1, keep_dims=True) / H
         rstd = tl.rsqrt(tl.sum(total, axis=1, keep_dims=True) / H + eps)
+        largest = tl.zeros([ROWS, BLOCK], dtype=tl.int32)
         for start in range(0, H, BLOCK):
             mask = row_mask & (cols + start < H)
             if HAS_RESIDUAL:
                 s = tl.load(S + rows * H + start + cols, mask=mask, other=0.0).to(tl.float32)
             else:
                 s = tl.load(X + rows * stride_x + start + cols, mask=mask, other=0.0).to(tl.float32)
-            _store_normed(
+            y = _store_normed(
                 (s - mean) * rstd, W, B, Y, X, rows, start + cols, mask, H, offset, HAS_WEIGHT, HAS_BIAS, ROUND_XHAT
             )
+            if PARTS > 0:
+                largest = tl.maximum(largest, magnitude_bits(tl.where(mask, y, 0.0)))
+        if PARTS > 0:
+            take_amax(AMAX, largest, PARTS)
     tl.store(Rstd + rows, rstd, mask=row_mask)
     if CENTER:
         tl.store(Mean + rows, mean, mask=row_mask)
@@ -129,17 +137,22 @@ def _store_normed(
         y = xhat * (tl.load(W + cols, mask=cols < H, other=0.0).to(tl.float32) + offset)
     if HAS_BIAS:
         y += tl.load(B + cols, mask=cols < H, other=0.0).to(tl.float32)
-    tl.store(Y + rows * H + cols, y.to(Y.dtype.element_ty), mask=mask)
+    y = y.to(Y.dtype.element_ty)
+    tl.store(Y + rows * H + cols, y, mask=mask)
+    return y
 
 
 @triton.jit
 def norm_bwd_kernel(
-    DY, DS, X, W, Mean, Rstd, DX, DW, DB, M, H, stride_dy, stride_ds, stride_x, offset,
+    DY, DS, X, W, Mean, Rstd, DX, DW, DB, AMAX, M, H, stride_dy, stride_ds, stride_x, offset,
     CENTER: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_XHAT: tl.constexpr,
-    WANT_DX: tl.constexpr, WANT_DW: tl.constexpr, WANT_DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
+    WANT_DX: tl.constexpr, WANT_DW: tl.constexpr, WANT_DB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
 ):  # fmt: skip
-    """dx and partial dw and db of rows up to MAX_BLOCK. Programs are persistent; DW and DB are (programs, H) fp32."""
+    """dx and partial dw and db of rows up to MAX_BLOCK. Programs are persistent; DW and DB are (programs, H) fp32.
+
+    PARTS: the numbers at AMAX, for the largest magnitude of dx; 0: it is not wanted.
+    """
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)[None, :]
     col_mask = cols < H
@@ -147,6 +160,7 @@ def norm_bwd_kernel(
         w = tl.load(W + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
     dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     db = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    largest = tl.zeros([1, BLOCK], dtype=tl.int32)
     for start in tl.range(program * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
         mask = (rows < M) & col_mask
@@ -178,7 +192,13 @@ def norm_bwd_kernel(
                 dx = (g - xhat * (tl.sum(g * xhat, axis=1, keep_dims=True) / H)) * rstd
             if HAS_DS:
                 dx += tl.load(DS + rows * stride_ds + cols, mask=mask, other=0.0).to(tl.float32)
-            tl.store(DX + rows * H + cols, dx.to(DX.dtype.element_ty), mask=mask)
+            dx = dx.to(DX.dtype.element_ty)
+            tl.store(DX + rows * H + cols, dx, mask=mask)
+            if PARTS > 0:
+                bits = magnitude_bits(tl.where(mask, dx, 0.0))
+                largest = tl.maximum(largest, tl.max(bits, axis=0, keep_dims=True))
+    if PARTS > 0:
+        take_amax(AMAX, largest, PARTS)
     if WANT_DW:
         tl.store(DW + program * H + cols, tl.sum(dw, axis=0, keep_dims=True).to(DW.dtype.element_ty), mask=col_mask)
     if WANT_DB:
@@ -297,6 +317,8 @@ BWD_TILES_CENTERED = {
 
 # Tiles for the widths of q and k norms, measured with 10^6 rows.
 NARROW_BWD_TILES = {128: Tile(16, 8, 3, 3), 256: Tile(8, 4, 3, 4)}
+# The widest rows of which the backward finds the largest magnitude in its own pass.
+MOST_WITH_AMAX = 8192
 # (columns of a tile, warps) of the backward's two kernels for rows wider than MAX_BLOCK, measured at 28672.
 WIDE_DX, WIDE_DW = (16384, 16), (512, 1)
 
@@ -334,20 +356,23 @@ _PLANS = 1 << 12
 
 
 @functools.lru_cache(maxsize=_PLANS)
-def _fwd_launch(width, M, stride_x, stride_r, has_weight, has_bias, options):
+def _fwd_launch(width, M, stride_x, stride_r, has_weight, has_bias, parts, options):
     eps, offset, center, fp32_weight = options
     block, t = block_of(width), fwd_tile(width, center)
     return Launch(
         norm_fwd_kernel, (_device.cdiv(M, t.rows),),
         M=M, H=width, stride_x=stride_x, stride_r=0 if stride_r is None else stride_r,
         eps=float(eps), offset=float(offset), CENTER=center, HAS_RESIDUAL=stride_r is not None, HAS_WEIGHT=has_weight,
-        HAS_BIAS=has_bias, ROUND_XHAT=not fp32_weight, ONE_TILE=width <= block, ROWS=t.rows, BLOCK=block,
+        HAS_BIAS=has_bias, ROUND_XHAT=not fp32_weight, PARTS=parts, ONE_TILE=width <= block, ROWS=t.rows, BLOCK=block,
         num_warps=t.num_warps,
     )  # fmt: skip
 
 
-def norm_fwd(x, residual, weight, bias, options):
-    """Launch the forward; returns (y, s, mean, rstd), with None for what the `NormOptions` leave out."""
+def norm_fwd(x, residual, weight, bias, options, amax=None):
+    """Launch the forward; returns (y, s, mean, rstd), with None for what the `NormOptions` leave out.
+
+    amax: (1, parts) zeros, or None; its maximum is then that of |y|.
+    """
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
     residual_MH = stride_r = s = None
@@ -365,8 +390,9 @@ def norm_fwd(x, residual, weight, bias, options):
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     mean = torch.empty_like(rstd) if options.center else None
     if M and width:
-        _fwd_launch(width, M, stride_x, stride_r, weight is not None, bias is not None, options)(
-            x, X=x_MH, R=residual_MH, W=weight, B=bias, Y=y, S=s, Mean=mean, Rstd=rstd
+        bits, parts = (None, 0) if amax is None else (amax.view(torch.int32), amax.shape[-1])
+        _fwd_launch(width, M, stride_x, stride_r, weight is not None, bias is not None, parts, options)(
+            x, X=x_MH, R=residual_MH, W=weight, B=bias, Y=y, S=s, Mean=mean, Rstd=rstd, AMAX=bits
         )
     return y, s, mean, rstd
 
@@ -374,7 +400,7 @@ def norm_fwd(x, residual, weight, bias, options):
 class _Backward:
     """The launches of the backward; see `_PLANS`."""
 
-    def __init__(self, width, M, strides, loaded_bytes, weight_bytes, options, device):
+    def __init__(self, width, M, strides, loaded_bytes, weight_bytes, parts, options, device):
         stride_dy, stride_ds, stride_x = strides
         offset, center, fp32_weight, want_dx, want_dw, want_db = options
         has_ds, has_weight = stride_ds is not None, weight_bytes > 0
@@ -397,7 +423,8 @@ class _Backward:
             self.launch = Launch(
                 norm_bwd_kernel, (self.programs,),
                 M=M, **given, ROUND_XHAT=not fp32_weight, WANT_DX=want_dx, WANT_DW=want_dw, WANT_DB=want_db,
-                ROWS=t.rows, BLOCK=block, STAGES=t.stages, RELOAD_W=reload_w, num_warps=t.num_warps,
+                PARTS=parts, ROWS=t.rows, BLOCK=block, STAGES=t.stages, RELOAD_W=reload_w,
+                num_warps=t.num_warps,
             )  # fmt: skip
         else:
             self.launch_dx = Launch(norm_bwd_dx_wide_kernel, (M,), **given, BLOCK=WIDE_DX[0], num_warps=WIDE_DX[1])
@@ -415,8 +442,11 @@ class _Backward:
 _backward = functools.lru_cache(maxsize=_PLANS)(_Backward)
 
 
-def norm_bwd(dy, ds, x, weight, mean, rstd, options):
-    """Launch the backward; returns (dx, dw, db), with None for what the `NormBackwardOptions` do not want."""
+def norm_bwd(dy, ds, x, weight, mean, rstd, options, amax=None):
+    """Launch the backward; returns (dx, dw, db), with None for what the `NormBackwardOptions` do not want.
+
+    amax: (1, parts) zeros, or None; its maximum is then that of |dx|.
+    """
     _, _, _, want_dx, want_dw, want_db = options
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
@@ -435,8 +465,13 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, options):
     db = parameter.new_empty(width) if want_db else None
     if not (M and width):
         return dx, *(None if grad is None else grad.zero_() for grad in (dw, db))
+    bits, parts = None, 0
+    # The largest magnitudes of wider tiles would spill.
+    searches = amax is not None and width > MOST_WITH_AMAX
+    if amax is not None and want_dx and not searches:
+        bits, parts = amax.view(torch.int32), amax.shape[-1]
     plan = _backward(
-        width, M, (stride_dy, stride_ds, stride_x), loaded_bytes, weight_bytes, options, x.device.index
+        width, M, (stride_dy, stride_ds, stride_x), loaded_bytes, weight_bytes, parts, options, x.device.index
     )  # fmt: skip
     partial_dw, partial_db = dw, db
     summed = (want_dw or want_db) and not plan.alone
@@ -450,7 +485,12 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, options):
         if want_dw or want_db:
             plan.launch_dw(x, DY=dy_MH, X=x_MH, Mean=mean, Rstd=rstd, DW=partial_dw, DB=partial_db)
     else:
-        plan.launch(x, DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, DW=partial_dw, DB=partial_db)
+        plan.launch(
+            x, DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, DW=partial_dw, DB=partial_db,
+            AMAX=bits,
+        )  # fmt: skip
+    if searches and want_dx:
+        torch.linalg.vector_norm(dx, float("inf"), dtype=torch.float32, out=amax[0, 0])
     if summed:
         plan.sum(x, P=partial, Out=dw if want_dw else db, Second=db if want_db else dw)
     return dx, dw, db

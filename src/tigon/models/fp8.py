@@ -12,6 +12,7 @@ from tigon.models.patch import unwrap
 from tigon.models.report import LeftAlone, PatchReport, Replaced
 from tigon.models.seams.base import Change, PatchedModule, instance_objection
 from tigon.models.seams.fp8 import Fp8Seam, fp8_scaling, is_router
+from tigon.models.seams.norm import NormSeam, mark_finds_amax
 from tigon.ops.dispatch import check_whole
 from tigon.ops.linear.fp8_linear import check_scaling
 
@@ -63,6 +64,9 @@ def patch_fp8(model: nn.Module, *, scaling: str = "tensorwise", bf16_layers: int
         )
     for change in report._changes:
         change.apply()
+    if scaling == "tensorwise":
+        report._finding_amax = [norm for _, layer in layers for norm in _norms_before_fp8(layer)]
+        mark_finds_amax(report._finding_amax, True)
     report.replaced = [Replaced(seam.op, "Linear", tuple(change.path for change in report._changes))]
     report.left_alone = [LeftAlone(seam.op, "Linear", tuple(paths), reason) for reason, paths in left.items()]
     return report
@@ -73,6 +77,30 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     stack = decoder_stack(model)
     path = next((path for path, module in model.named_modules() if module is stack), "")
     return [(f"{path}.{number}", layer) for number, layer in enumerate(stack)]
+
+
+# A decoder layer's norms whose results linear layers read, if it has no norm of the second list. In layers with such a
+# norm, and in layers without any of the first, the other norms precede additions.
+_BEFORE_ATTENTION, _BEFORE_MLP = "input_layernorm", ("pre_feedforward_layernorm", "post_attention_layernorm")
+
+
+def _norms_before_fp8(layer: nn.Module) -> list[nn.Module]:
+    """The layer's norms that run tigon's op and whose results FP8 layers read."""
+    children = dict(layer.named_children())
+    if _BEFORE_ATTENTION not in children:  # OLMo-2 has norms after attention and MLP only
+        return []
+    before_mlp = next((name for name in _BEFORE_MLP if name in children), None)
+    found: list[nn.Module] = []
+    for name, reads_attention in ((_BEFORE_ATTENTION, True), (before_mlp, False)):
+        norm = children.get(name or "")
+        if not isinstance(norm, PatchedModule) or not isinstance(norm._tigon_seam, NormSeam):
+            continue
+        readers = (m for child, m in children.items() if ("attn" in child or "attention" in child) == reads_attention)
+        width = getattr(getattr(norm, "weight", None), "numel", int)()
+        inside = (linear for reader in readers for linear in reader.modules())
+        if any(fp8_scaling(linear) and linear.in_features == width for linear in inside):
+            found.append(norm)
+    return found
 
 
 def fp8_options(model: nn.Module) -> dict[str, Any] | None:

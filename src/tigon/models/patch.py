@@ -29,7 +29,8 @@ from tigon.models.seams.base import (
 from tigon.models.seams.head.lora_head import LoraHeadSeam
 from tigon.models.seams.head.loss import CausalLMSeam, HeadSeam, peel
 from tigon.models.seams.lora import LoraSeam, find_siblings
-from tigon.models.seams.norm import NormSeam
+from tigon.models.seams.mask import MaskSeam
+from tigon.models.seams.norm import NormSeam, mark_finds_amax
 from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
 from tigon.models.spec import (
     ADAPTER_FLAGS,
@@ -100,7 +101,7 @@ def patch(
         lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
         experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
             adapters before `patch`, or call `patch` again.
-        router: only if True: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
+        router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
         add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
             pass. The norm has to run rms_norm.
         attention_sinks: eager attention with sinks, as in GPT-OSS, without its (heads, T, T) scores.
@@ -144,7 +145,8 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
     """`patch` with a given row; `model` is the transformers model itself, without wrappers."""
     flags = {**dict.fromkeys(ALL_FLAGS), **(flags or {})}
     decision = _Decision(
-        home=package_of(type(model)), patched=sum(isinstance(m, PatchedModule) for m in model.modules())
+        home=package_of(type(model)),
+        patched=sum(isinstance(m, PatchedModule) and m._tigon_seam.reported for m in model.modules()),
     )
     # First, so that the seam of the experts' activation leaves these modules to it.
     for flag in EXPERT_FLAGS:
@@ -152,8 +154,6 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
             _decide_layers(model, spec, flag, flags[flag], decision)
     for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
-    if flags["router"]:
-        _decide_layers(model, spec, "router", True, decision)
     if flags["add_rms_norm"]:
         _decide_residual_norms(model, decision)
     # After rope, whose seam may be below on the same attention.
@@ -170,6 +170,8 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
             f"nothing in this {type(model).__name__} can run an op of tigon"
             f"{': ' if reasons else ''}{'; '.join(reasons)}. Nothing was changed."
         )
+    if decision.changes:
+        _decide_masks(model, decision)
     changed_ids = {id(change.module) for change in decision.changes}
     # A module that another flag's seam fits is not left alone. The adapter of a head is, as far as the loss goes: the
     # loss is not fused. Attention with sinks is, if only its rotary embedding is patched.
@@ -204,16 +206,17 @@ def unpatch(model: nn.Module) -> int:
     Raises:
         PatchError: a module was wrapped after the patch. Nothing was undone.
     """
-    restored: set[str] = set()
+    restored: set[str] = set()  # those that a report names
     while modules := [(path, m) for path, m in model.named_modules() if isinstance(m, PatchedModule)]:
+        restored.update(path for path, m in modules if m._tigon_seam.reported)
         PatchReport("", _changes=[Change(path, m, m._tigon_seam) for path, m in modules]).undo()
-        restored.update(path for path, _ in modules)
+    mark_finds_amax(model.modules(), False)
     return len(restored)
 
 
 def flags_of(model: nn.Module) -> set[str]:
     """The flags of `patch` whose ops the model runs."""
-    return {seam.flag for m in model.modules() for seam in seams_of(m)}
+    return {seam.flag for m in model.modules() for seam in seams_of(m) if seam.reported}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -320,6 +323,15 @@ def _decide_sinks(model: nn.Module, on: bool | None, decision: _Decision) -> Non
         )
 
 
+def _decide_masks(model: nn.Module, decision: _Decision) -> None:
+    """Let each trunk that makes its own positions make its mask without a wait for the GPU."""
+    seam, changed = MaskSeam(), {id(change.module) for change in decision.changes}
+    for path, module in model.named_modules():
+        free = not isinstance(module, PatchedModule) and id(module) not in changed
+        if free and seam.candidate(module) and instance_objection(module) is None:
+            decision.changes.append(Change(path, module, seam))
+
+
 def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Decision) -> bool:
     """Give the module the first seam without an objection; if all object, record the last objection."""
     reason = instance_objection(module)
@@ -346,7 +358,7 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
     fused, cross_entropy = flags["linear_cross_entropy"] is not False, flags["cross_entropy"] is not False
     seam = CausalLMSeam(
         head=head_path or "lm_head", fused=fused, cross_entropy=cross_entropy, logits=spec.logits,
-        balancing=bool(flags["router"]),
+        balancing=flags["router"] or (EXPERTS_BY_DEFAULT and flags["router"] is None),
     )  # fmt: skip
     head = seam.find_head(model)
     if isinstance(model, PatchedModule):
@@ -434,7 +446,7 @@ def _report(model: nn.Module, spec: PatchSpec, decision: _Decision, flags: Flags
     title = f"{type(model).__name__} (model_type {spec.model_type})"
     report = PatchReport(title if spec.claims else f"{title}, matched by structure", _changes=decision.changes)
     replaced: dict[tuple[str, str], list[str]] = {}
-    for change in decision.changes:
+    for change in (change for change in decision.changes if change.seam.reported):
         replaced.setdefault((change.seam.op_for(change.module), type(change.module).__name__), []).append(change.path)
     report.replaced = [Replaced(op, cls, tuple(paths)) for (op, cls), paths in replaced.items()]
     left: dict[tuple[str, str, str], list[str]] = {}

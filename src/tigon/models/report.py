@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from tigon.errors import PatchError
 from tigon.models.seams.base import Change, Seam
+from tigon.models.seams.norm import mark_finds_amax
 
 SeamsByPath = tuple[tuple[str, Seam], ...]
 """A module's path -> what replaces its forward."""
@@ -43,6 +46,8 @@ class PatchReport:
     left_alone: list[LeftAlone] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _changes: list[Change] = field(default_factory=list, repr=False)
+    _finding_amax: list[nn.Module] = field(default_factory=list, repr=False)
+    """Norms that find the largest magnitudes of their results for FP8 layers."""
 
     @property
     def seams(self) -> SeamsByPath:
@@ -73,7 +78,9 @@ class PatchReport:
             raise PatchError(f"cannot undo: {blocked[0]}. Undo before wrapping the model; nothing was undone.")
         for change in reversed(self._changes):
             change.revert()
+        mark_finds_amax(self._finding_amax, False)
         self._changes.clear()
+        self._finding_amax.clear()
 
     def extend(self, later: PatchReport) -> None:
         """Add what a later patch of the same model did, so that `undo` restores both."""
@@ -81,6 +88,7 @@ class PatchReport:
         self.left_alone += later.left_alone
         self.notes += later.notes
         self._changes += later._changes
+        self._finding_amax += later._finding_amax
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a JSON-serialisable dict: model, replaced, left_alone, notes, counts."""

@@ -17,12 +17,12 @@ from tigon.models.seams.router import ROUTERS
 
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
-EXPERT_FLAGS = ("experts",)
+EXPERT_FLAGS = ("experts", "router")
 EXPERTS_BY_DEFAULT = True
-"""Whether `experts=None` runs the op for every module of experts that it serves."""
+"""Whether `experts=None` and `router=None` run the ops for every module that they serve."""
 SINKS_FLAG = "attention_sinks"
-# Models need no module for them. add_rms_norm and router are off unless they are True.
-OPTIONAL_FLAGS = (*EXPERT_FLAGS, "router", "add_rms_norm", SINKS_FLAG)
+# Models need no module for them. add_rms_norm is off unless it is True.
+OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm", SINKS_FLAG)
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.

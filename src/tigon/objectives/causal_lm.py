@@ -170,7 +170,7 @@ class CausalLM:
         )  # fmt: skip
 
     def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
-        return Collator(pad_id, data.packing, flatten)
+        return Collator(pad_id, data.packing, flatten, data.cross_document_attention)
 
     def group(self, model: Any, optimizer: Any) -> None:
         pass

@@ -25,7 +25,8 @@ per rank and slot, and the products with B_e and A_eᵀ add to the same tile as 
     backward    dx += s · A_eᵀ g            dB_e = Σ dy hᵀ          dA_e = s · Σ g xᵀ
 
 A weight may also be a function that makes it, such as the dequantisation of a 4-bit weight. The forward and the
-backward call it once each, so that one dense weight of one projection exists at a time.
+backward call it once each, so that one dense weight of one projection exists at a time. A recomputation ends with W of
+the down-projection, and the backward that follows begins with it, so it is kept for that moment.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
+from tigon.ops import recomputation
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, check_number, first_order
 from tigon.ops.expert_operators import (
@@ -92,6 +94,7 @@ class Experts(torch.autograd.Function):
             h_down, b = _low(y, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, False)
             weight = dense(down, dtype)
             z = grouped_product(y, weight, down_bias, h_down, b, order, offsets, top_k, False, True)
+            ctx.kept_down = weight if ctx.make_down and recomputation.current().backward_follows else None
             del y, weight
             out = combine_slots(z, weights, experts_TK, E)
         ctx.save_for_backward(
@@ -155,7 +158,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if want_dpre or want_w or want_down_a:
         g, a_t = _low_gradient(dy, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, True)
         if want_dpre or want_w:
-            weight = dense(ctx.make_down or stored_down, dtype).transpose(1, 2)
+            kept_down, ctx.kept_down = ctx.kept_down, None
+            weight = (dense(ctx.make_down or stored_down, dtype) if kept_down is None else kept_down).transpose(1, 2)
+            del kept_down
             da = grouped_product(dy, weight, None, g, a_t, order, offsets, top_k, True, False)
             del weight
     want_wy, dpre, wy, dweights = want_down or want_down_a, pre, pre, weights

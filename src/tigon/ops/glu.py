@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops import known_amax, recomputation
+from tigon.ops import known_amax
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
 
@@ -54,17 +54,12 @@ def _activation(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return f, s + f * (1 - s) * slope
 
 
-def _take_amax(amax: Tensor | None, row: int, x: Tensor) -> None:
-    if amax is not None and x.numel():
-        amax[row, 0] = torch.maximum(amax[row, 0], x.detach().abs().amax())
-
-
 def _fwd_reference(gate: Tensor, up: Tensor | None, activation: str, amax: Tensor | None = None) -> Tensor:
     g, u = _split(gate, up)
     y_dtype = torch.promote_types(g.dtype, u.dtype)
     acc = torch.promote_types(y_dtype, torch.float32)
     y = (_activation(g.to(acc), activation)[0] * u.to(acc)).to(y_dtype)
-    _take_amax(amax, 0, y)
+    known_amax.search(amax, 0, y)
     return y if y.is_contiguous() else y.contiguous()  # the fake and the kernel return contiguous tensors
 
 
@@ -95,10 +90,10 @@ def _write_grads(
     dy = dy.to(acc)
     if dg is not None:
         dg.copy_(dy * u.to(acc) * df)
-        _take_amax(amax, 0, dg)
+        known_amax.search(amax, 0, dg)
     if du is not None:
         du.copy_(dy * f)
-        _take_amax(amax, 0 if up is None else 1, du)
+        known_amax.search(amax, 0 if up is None else 1, du)
 
 
 def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str, amax: Tensor | None = None) -> Tensor:
@@ -117,19 +112,36 @@ def _bwd_fake(
 
 glu_fwd = Primitive(
     "glu_fwd",
-    "(Tensor gate, Tensor? up, str activation, Tensor(a!)? amax=None) -> Tensor",
+    "(Tensor gate, Tensor? up, str activation) -> Tensor",
     reference=_fwd_reference,
     kernel="tigon.kernels.glu:glu_fwd",
     fake=_fwd_fake,
 )
 glu_bwd = Primitive(
     "glu_bwd",
-    "(Tensor dy, Tensor gate, Tensor? up, str activation, bool want_dgate, bool want_dup, Tensor(a!)? amax=None)"
+    "(Tensor dy, Tensor gate, Tensor? up, str activation, bool want_dgate, bool want_dup) -> (Tensor, Tensor)",
+    reference=_bwd_reference,
+    kernel="tigon.kernels.glu:glu_bwd",
+    fake=_bwd_fake,
+)
+# Their own operators, because torch.compile wraps operators that write to an argument.
+glu_fwd_amax = Primitive(
+    "glu_fwd_amax",
+    "(Tensor gate, Tensor? up, str activation, Tensor(a!) amax) -> Tensor",
+    reference=_fwd_reference,
+    kernel="tigon.kernels.glu:glu_fwd",
+    fake=_fwd_fake,
+)
+"""As `glu_fwd`; the maximum of amax (1, parts), which is 0 before, becomes that of |y|."""
+glu_bwd_amax = Primitive(
+    "glu_bwd_amax",
+    "(Tensor dy, Tensor gate, Tensor? up, str activation, bool want_dgate, bool want_dup, Tensor(a!) amax)"
     " -> (Tensor, Tensor)",
     reference=_bwd_reference,
     kernel="tigon.kernels.glu:glu_bwd",
     fake=_bwd_fake,
 )
+"""As `glu_bwd`; the maximum of a row of amax, which is 0 before, becomes that of a gradient's magnitudes."""
 glu_bwd_inplace = Primitive(
     "glu_bwd_inplace",
     "(Tensor dy, Tensor(a!) gate, Tensor(b!)? up, str activation, Tensor(c!)? amax=None) -> ()",
@@ -160,13 +172,10 @@ class GLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.find_amax = activation, find_amax
         ctx.inplace = inplace and _may_overwrite(gate, up, ctx.needs_input_grad)
-        # A recomputation takes the magnitudes from the first run.
-        run = recomputation.current()
-        wanted = find_amax and (run.kept is None or not run.backward_follows)
-        amax = known_amax.parts_for(gate, 1) if wanted else None
+        amax = known_amax.parts_for_result(gate) if find_amax else None
         if amax is None:
             return glu_fwd(gate, up, activation)  # type: ignore[no-any-return]
-        y: Tensor = glu_fwd(gate, up, activation, amax)
+        y: Tensor = glu_fwd_amax(gate, up, activation, amax)
         known_amax.note(y, amax[0])
         return y
 
@@ -185,7 +194,8 @@ class GLU(torch.autograd.Function):
             # If another node saved them after all, autograd's version check raises.
             torch.autograd.graph.increment_version([t for t in (dgate, dup) if t is not None])
         else:
-            dgate, dup = glu_bwd(dy, gate, up, ctx.activation, want_dgate, want_dup, *amax)
+            run = glu_bwd if found is None else glu_bwd_amax
+            dgate, dup = run(dy, gate, up, ctx.activation, want_dgate, want_dup, *amax)
             dgate, dup = dgate if want_dgate else None, dup if want_dup else None
         if found is not None:
             for gradient, parts in zip((dgate, dup), found, strict=False):

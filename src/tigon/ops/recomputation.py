@@ -23,7 +23,7 @@ Once = Callable[[Callable[[], Results]], Results]
 class Run:
     """One run of a recomputed function, or the code outside of any."""
 
-    __slots__ = ("backward_follows", "drops_saved", "kept", "next", "once")
+    __slots__ = ("backward_follows", "drops_saved", "kept", "next", "once", "unsaved")
 
     def __init__(
         self, kept: list[Tensor] | None = None, *, drops_saved: bool = False, backward_follows: bool = False,
@@ -36,6 +36,8 @@ class Run:
         """Saved tensors only have to have the shape and the dtype of those of the second run."""
         self.backward_follows = backward_follows
         """The backward pass of the same layer comes next, so what it needs can be computed now and live briefly."""
+        self.unsaved: Callable[[], int] | None = None
+        """How many tensors a recomputation still has to save. It ends when the last one is saved."""
 
 
 class _Current(threading.local):

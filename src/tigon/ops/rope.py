@@ -9,6 +9,8 @@ The tables have R entries per token. Half-split families repeat the angles in th
 twice in a row. GLM keeps half-split tables and rearranges them inside its attention. A caller that patches GLM must do
 the same: `cos[..., : R // 2].repeat_interleave(2, -1)`.
 
+If an FP8 layer computed q or k, the backward also finds the largest magnitude of that gradient (`known_amax.py`).
+
 The arithmetic is fp32 (fp64 for fp64 inputs). The results are new tensors of q's dtype in the memory order of the
 inputs, so an attention after a (B, T, H, D) projection needs no copy. Backward is the transposed map, which is correct
 for any table and saves only the tables. It writes the gradients in the memory order of q and k.
@@ -18,15 +20,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.kernels.layout import empty_ordered, outer_order
+from tigon.ops import known_amax
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.ops.signature import WRITTEN
 
 # B batch, H heads, T tokens, D head width, R rotary width. `heads_dim` is 1 for (B, H, T, D), 2 for (B, T, H, D).
 
@@ -59,7 +63,9 @@ def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
 
 
-def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool) -> Rotated:
+def _reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool, amax: Tensor | None = None
+) -> Rotated:
     q_order, k_order, heads_dim, interleaved = layout
     acc = torch.promote_types(q.dtype, torch.float32)
     R = cos.shape[-1]
@@ -67,7 +73,7 @@ def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayou
     s_a, s_b = _pair(sin.to(acc).unsqueeze(heads_dim - 4), interleaved)
     if transpose:
         s_a, s_b = -s_b, -s_a
-    outputs = []
+    outputs: list[Tensor] = []
     for x, order in ((q, q_order), (k, k_order)):
         y = empty_ordered(x, order)
         y[..., R:] = x[..., R:]
@@ -75,12 +81,20 @@ def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayou
         y_a, y_b = _pair(y[..., :R], interleaved)
         y_a.copy_(x_a * c_a - x_b * s_a)
         y_b.copy_(x_b * c_b + x_a * s_b)
+        known_amax.search(amax, len(outputs), y)
         outputs.append(y)
     return Rotated(*outputs)
 
 
 def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool) -> Rotated:
     return Rotated(empty_ordered(q, layout.q_order), empty_ordered(k, layout.k_order))
+
+
+def _amax_fake(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool,
+    amax: Annotated[Tensor, WRITTEN],
+) -> Rotated:  # fmt: skip
+    return _fake(q, k, cos, sin, layout, transpose)
 
 
 rotate = Primitive(
@@ -91,6 +105,16 @@ rotate = Primitive(
 )
 
 
+# Its own operator, because torch.compile wraps operators that write to an argument.
+rotate_amax = Primitive(
+    "rope_rotate_amax",
+    reference=_reference,
+    kernel="tigon.kernels.rope:rope",
+    fake=_amax_fake,
+)
+"""As `rotate`; the maximum of a row of amax (2, parts), which is 0 before, becomes that of a result's magnitudes."""
+
+
 class Rope(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -99,6 +123,7 @@ class Rope(torch.autograd.Function):
         ctx.layout = layout = _layout(outer_order(q), outer_order(k), heads_dim, interleaved)
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
+        ctx.wanted = known_amax.wanted_for_gradient(q), known_amax.wanted_for_gradient(k)
         return rotate(q, k, cos, sin, layout, False)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -113,7 +138,15 @@ class Rope(torch.autograd.Function):
         # If a gradient is not wanted, the kernel gets a tensor with 0 heads in its place.
         layout = ctx.layout
         nothing = given.narrow(layout.heads_dim, 0, 0)
-        dq, dk = rotate(dq if want_dq else nothing, dk if want_dk else nothing, cos, sin, layout, True)
+        amax = known_amax.parts_for(given, 2) if any(ctx.wanted) else None
+        given_both = dq if want_dq else nothing, dk if want_dk else nothing
+        if amax is None:
+            dq, dk = rotate(*given_both, cos, sin, layout, True)
+        else:
+            dq, dk = rotate_amax(*given_both, cos, sin, layout, True, amax)
+            for gradient, wanted, parts in zip((dq, dk), ctx.wanted, amax, strict=True):
+                if wanted:
+                    known_amax.note(gradient, parts)
         return dq if want_dq else None, dk if want_dk else None, None, None, None, None
 
 
@@ -251,6 +284,8 @@ ROPE = Op(
         Case(id="partial-interleaved", shape=(1, 2, 13, 128), options={"rotary": 64, "interleaved": True}),
         Case(id="odd-width", shape=(2, 2, 5, 7), options={"rotary": 6}),
         Case(id="width-96", shape=(1, 6, 10, 96), options={"kv_heads": 3, "interleaved": True}),
+        Case(id="width-192", shape=(2, 5, 21, 192), options={"kv_heads": 3}),
+        Case(id="width-48-heads-last", shape=(3, 3, 50, 48), options={"kv_heads": 1, "unsqueeze_dim": 2}),
         Case(id="width-256", shape=(1, 2, 9, 256), options={"kv_heads": 1, "unsqueeze_dim": 2, "in_memory": "BHTD"}),
         Case(id="own-positions", shape=(3, 2, 6, 64), options={"table_batch": 3, "table_dtype": torch.float32}),
         Case(id="table-without-batch", shape=(2, 2, 6, 32), options={"table_batch": 0}),

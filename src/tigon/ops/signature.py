@@ -29,6 +29,8 @@ _SCHEMA_TYPES: dict[Any, str] = {
 }
 SYMBOLIC = "SymInt"
 """`Annotated[int, SYMBOLIC]` declares a size, which torch.compile may leave symbolic."""
+WRITTEN = "Tensor(a!)"
+"""`Annotated[Tensor, WRITTEN]` declares the one tensor that an operator writes to."""
 
 
 class _Value:
@@ -115,7 +117,8 @@ def field_names(record: Any) -> tuple[str, ...]:
 def _kind(annotation: Any) -> _Value | _Record:
     if typing.get_origin(annotation) is typing.Annotated:
         base, *notes = typing.get_args(annotation)
-        return _Value(SYMBOLIC) if SYMBOLIC in notes else _kind(base)
+        declared = next((note for note in notes if note in (SYMBOLIC, WRITTEN)), None)
+        return _kind(base) if declared is None else _Value(declared)
     return _Record(annotation) if field_names(annotation) else _Value(_SCHEMA_TYPES[annotation])
 
 

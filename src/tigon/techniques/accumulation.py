@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
@@ -32,6 +33,7 @@ def fuses(choices: Choices) -> bool:
 
 def _fuse(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     fuse_linears(model)
+    fuse_embeddings(model)
     return model
 
 
@@ -57,8 +59,7 @@ DECLARATION = Declaration(
             saves="The second gradient of a weight: from the second micro-batch on it is not made, cast and added. "
             "With tied embeddings autograd would hold the head's gradient through the whole backward pass.",
             costs="Python code in the forward and the backward pass of each linear layer, which small layers on a GPU "
-            "wait for; inside CUDA graphs none. Biases, norms, embeddings, experts and MLPs in tiles accumulate as "
-            "before.",
+            "wait for; inside CUDA graphs none. Biases, norms, experts and MLPs in tiles accumulate as before.",
             recipe={"train.gradient_accumulation": 4, "train.gradient_accumulation_fusion": True},
             chosen=(_FUSED, Condition("accumulate", "is at least", 2)), model=_fuse,
             source="Megatron-LM: gradient_accumulation_fusion",

@@ -19,6 +19,7 @@ CODE_COLOURS = {
     "tigon-add": "#fb923c",
     "tigon-graphs": "#7f1d1d",
     "tigon-graphs-fused": "#e11d48",
+    "tigon-graphs-fused-add": "#fb7185",
 }
 KIND_COLOURS = {
     "matmuls": "#1d4ed8", "attention": "#7e22ce", "fused": "#c2410c", "optimizer": "#a16207", "rest": "#9ca3af",

@@ -22,6 +22,7 @@ from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner import model_plan
 from tigon.techniques import SETTINGS, checkpointing, cuda_graphs
 from tigon.techniques.layer_checkpointing import STATES, is_by_layer
+from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.mechanisms.layer_graphs import LayerGraphs
 
@@ -181,6 +182,7 @@ def _in_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
 
 def _in_fused_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
     fuse_linears(model)
+    fuse_embeddings(model)
     ready = _in_graphs(model, ready, recomputed)
 
     @contextlib.contextmanager
@@ -206,6 +208,10 @@ CODES: Mapping[str, Code] = {
              kernels="tigon", ours=True, finish=_in_graphs, choices={"cuda_graphs": True}),
         Code(name="tigon-graphs-fused", meaning="`tigon-graphs` with `train.gradient_accumulation_fusion`",
              prepare=_tigon, kernels="tigon", ours=True, finish=_in_fused_graphs,
+             choices={"cuda_graphs": True, "accumulation_fusion": True}),
+        Code(name="tigon-graphs-fused-add", meaning="`tigon-graphs-fused` with `tigon.patch(model, "
+             "add_rms_norm=True)`; the planner's predictions are those of `tigon-graphs-fused`",
+             prepare=_tigon_add, kernels="tigon", ours=True, finish=_in_fused_graphs,
              choices={"cuda_graphs": True, "accumulation_fusion": True}),
     )
 }  # fmt: skip

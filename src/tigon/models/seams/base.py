@@ -45,6 +45,8 @@ class Seam(ABC):
     """The op of `tigon.ops` that does the work."""
     flag: ClassVar[str]
     """The keyword of `tigon.patch` that switches the seam on and off."""
+    reported: ClassVar[bool] = True
+    """Whether reports name the replacement. False if it has no op and no flag of its own."""
 
     @abstractmethod
     def candidate(self, module: nn.Module) -> bool:

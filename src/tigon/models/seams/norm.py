@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from tigon.models.verification import probe
 from tigon.ops import dispatch
 from tigon.ops.norms.rms_norm import Casting
 
+_FINDS_AMAX = "_tigon_finds_amax"
 _NOT_OVER_THE_LAST_DIMENSION = re.compile("Batch|Group|Instance|Conv|2d|2D")
 
 
@@ -32,6 +33,20 @@ def _norm_names(module: nn.Module) -> list[str]:
         return []
     names = [cls.__name__ for cls in type(module).__mro__ if "norm" in cls.__name__.lower()]
     return [name for name in names if not _NOT_OVER_THE_LAST_DIMENSION.search(name)]
+
+
+def mark_finds_amax(norms: Iterable[nn.Module], finds: bool) -> None:
+    """Whether these norms find the largest magnitudes of their results, because FP8 layers read them."""
+    for norm in norms:
+        if finds:
+            vars(norm)[_FINDS_AMAX] = True
+        else:
+            vars(norm).pop(_FINDS_AMAX, None)
+
+
+def finds_amax(norm: nn.Module) -> dict[str, bool]:
+    """The keyword of `rms_norm` with which a marked norm finds them; empty for other norms."""
+    return {"find_amax": True} if _FINDS_AMAX in vars(norm) else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +126,8 @@ class NormSeam(_NormSeam):
             weight = getattr(self, "weight", None)
             if is_dtensor(hidden_states) or is_dtensor(weight):
                 return plain_forward(self, hidden_states)
-            return ops.rms_norm(hidden_states, weight, seam._eps_of(self), offset=offset, casting=casting)
+            eps, fp8 = seam._eps_of(self), finds_amax(self)
+            return ops.rms_norm(hidden_states, weight, eps, offset=offset, casting=casting, **fp8)
 
         return {"forward": forward}
 

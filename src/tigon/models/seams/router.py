@@ -35,18 +35,20 @@ class RouterSeam(Seam):
 
     normalised: bool = True
     fp32_weights: bool = False
-    """The weights are fp32; otherwise they have the dtype of the hidden states."""
+    """The weights are fp32; otherwise they have the dtype of the product."""
     fp32_logits: bool = False
-    """The logits are cast to fp32 after the product."""
+    """The logits are cast to fp32 after the product, and the weights to the dtype of the hidden states."""
+    index_first: bool = False
+    """The forward returns the experts, the weights and the logits. Otherwise the logits are first, the experts last."""
 
     def candidate(self, module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)
-        own = dict(module.named_parameters())
-        if not isinstance(getattr(module, "top_k", None), int) or weight is None or weight.ndim != 2:
-            return False
-        return own.keys() <= {"weight", "bias"} and not any(True for _ in module.buffers())
+        return isinstance(getattr(module, "top_k", None), int) and isinstance(weight, Tensor) and weight.ndim == 2
 
     def objection(self, module: nn.Module) -> str | None:
+        others = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        if others := sorted({*others} - {"weight", "bias"}):
+            return f"its scores also depend on {', '.join(others)}"
         shapes: dict[str, tuple[int, ...]] = {"weight": (_EXPERTS, probe.WIDTH)}
         if getattr(module, "bias", None) is not None:
             shapes["bias"] = (_EXPERTS,)
@@ -67,10 +69,10 @@ class RouterSeam(Seam):
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
             logits = F.linear(rows, self_.weight, getattr(self_, "bias", None))
             dtype = torch.float32 if self.fp32_weights else logits.dtype
-            if self.fp32_logits:
-                logits = logits.float()
+            if self.fp32_logits:  # under autocast the product is bf16 and the hidden states may be fp32
+                logits, dtype = logits.float(), hidden_states.dtype
             weights, index = ops.topk_softmax(logits, self_.top_k, normalised=self.normalised, dtype=dtype)
-            return logits, weights, index
+            return (index, weights, logits) if self.index_first else (logits, weights, index)
 
         return {"forward": forward}
 
@@ -79,9 +81,11 @@ ROUTERS: tuple[Seam, ...] = (
     RouterSeam(),
     RouterSeam(normalised=False),
     RouterSeam(fp32_weights=True),
+    RouterSeam(fp32_logits=True, index_first=True),
     RouterSeam(fp32_logits=True),
 )
-"""The routers of transformers' families: Qwen3-MoE and GPT-OSS, OLMoE and Qwen2-MoE, Mixtral, Granite-MoE."""
+"""The routers of transformers' families: Qwen3-MoE and GPT-OSS, OLMoE and Qwen2-MoE, Mixtral, Granite-MoE of
+transformers 5.17, and Granite-MoE of 5.23."""
 
 
 def _inputs() -> tuple[Tensor, ...]:
@@ -89,11 +93,18 @@ def _inputs() -> tuple[Tensor, ...]:
 
 
 def _dtype_objection(make: Any, fused: Any, forward: Any) -> str | None:
-    """Why the results have other dtypes in bf16, or None."""
-    with probe.undisturbed():
-        rows = _inputs()[0].detach().bfloat16()
-        got, want = ([t.dtype for t in each(make().bfloat16(), rows)] for each in (fused, forward))
-    return None if got == want else f"in bf16 the op returns {got}, the module {want}"
+    """Why the results have other dtypes in bf16 or under autocast, or None."""
+
+    def measure() -> str | None:
+        for words, dtype in (("in bf16", torch.bfloat16), ("under autocast", torch.float32)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+                rows = _inputs()[0].detach().to(dtype)
+                got, want = ([t.dtype for t in each(make().to(dtype), rows)] for each in (fused, forward))
+            if got != want:
+                return f"{words} the op returns {got}, the module {want}"
+        return None
+
+    return probe.answered(measure)
 
 
 # --- the loss that balances the experts ---

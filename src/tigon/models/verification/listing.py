@@ -97,6 +97,7 @@ def _families(names: list[str], verified: bool, device: str, dtype: torch.dtype)
 _COLUMNS = {
     "norm": ("rms_norm", "layer_norm"),
     "MLP": ("swiglu", "geglu", "experts"),
+    "router": ("topk_softmax",),
     "rope": ("rope",),
     "loss": ("linear_cross_entropy",),
 }
@@ -119,7 +120,7 @@ def _without_op(ops: Collection[str], named: Sequence[tuple[str, str]]) -> list[
         ops: The ops that the family gets.
         named: (what, why) of the parts that have a reason of their own.
     """
-    refused = " ".join(what.lower() for what, _ in named)
+    refused = " ".join(what.lower() for what, _ in named if "router" not in what.lower())
     return [
         (column, why)
         for column, (words, why) in _NO_CANDIDATE.items()
@@ -141,14 +142,14 @@ def _proof(verification: Verification) -> str:
     return f"{len(applicable)} checks passed"
 
 
-HEADING = f"{'family':18s}{'norm':24s}{'MLP':18s}{'rope':6s}loss in training"
+HEADING = f"{'family':18s}{'norm':24s}{'MLP':18s}{'router':14s}{'rope':6s}loss in training"
 
 
 def text_lines(family: Family) -> Iterator[str]:
     """The lines of one family for the terminal."""
-    name, norm, mlp, rope, loss = _cells(family)
+    name, norm, mlp, router, rope, loss = _cells(family)
     proof = "" if family.verification is None else f"   {_proof(family.verification)}"
-    yield f"{name:18s}{norm:24s}{mlp:18s}{rope:6s}{loss}{proof}"
+    yield f"{name:18s}{norm:24s}{mlp:18s}{router:14s}{rope:6s}{loss}{proof}"
     for what, why in family.left_alone:
         yield f"{'':18s}{what} left alone: {why}"
 
@@ -173,7 +174,7 @@ def json_text(listed: Iterable[Family]) -> str:
 
 def rows_markdown() -> str:
     """The table of the rows as Markdown; every cell comes from a patched model."""
-    lines = ["| family | norm | MLP | rope | loss in training | left alone |", "|---|---|---|---|---|---|"]
+    lines = ["| family | norm | MLP | router | rope | loss in training | left alone |", "|---|---|---|---|---|---|---|"]
     for family in families():
         left = "; ".join(f"{what}: {why}" for what, why in family.left_alone)
         lines.append(f"| {' | '.join([*_cells(family), left])} |")

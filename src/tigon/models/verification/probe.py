@@ -93,7 +93,7 @@ def disagreement(
         expected = _measure(make(), inputs(), original)
         return _difference(_measure(make(), inputs(), fused), expected)
 
-    return _answered(measure)
+    return answered(measure)
 
 
 def rounding_disagreement(
@@ -115,10 +115,11 @@ def rounding_disagreement(
                 return f"it rounds at another place: {share:.0%} of the op's bf16 results differ from the module's"
         return None
 
-    return _answered(measure)
+    return answered(measure)
 
 
-def _answered(measure: Callable[[], str | None]) -> str | None:
+def answered(measure: Callable[[], str | None]) -> str | None:
+    """The answer of a comparison on stand-ins, or that it raised an error."""
     try:
         with undisturbed():
             return measure()

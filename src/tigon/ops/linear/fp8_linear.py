@@ -65,11 +65,16 @@ def _found(x: Tensor, scaling: str) -> Tensor | None:
     return known_amax.noted(x) if scaling == "tensorwise" else None
 
 
-def _input_operand(x: Tensor, scaling: str, columns: bool) -> Operand:
+def _input_operand(x: Tensor, scaling: str, columns: bool, rows: bool) -> Operand:
     """The FP8 operand of a layer's input; that of the last call if x is the same tensor with the same values."""
     x_NH = x.reshape(-1, x.shape[-1])
     if type(x) not in (Tensor, FakeTensor) or x.is_inference():
-        return operand(x_NH, scaling, rows=True, columns=columns, amax=_amax(x_NH, scaling))
+        return operand(x_NH, scaling, rows=rows, columns=columns, amax=_amax(x_NH, scaling))
+    if not rows:
+        amax = _amax(x_NH, scaling, _found(x, scaling))
+        return (
+            operand(x_NH, scaling, rows=False, columns=True, amax=amax) if columns else Operand(None, None, None, None)
+        )
     # A captured CUDA graph must contain the cast, so it cannot use one that ran before the capture.
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     # A first run and its recomputation must keep and take the same magnitudes, so they share no cast with other runs.
@@ -100,12 +105,15 @@ class Factors(NamedTuple):
 
 
 def factors_of(
-    x: Tensor, weight_FH: Tensor, scaling: str, *, columns: bool, weight_columns: bool = False
+    x: Tensor, weight_FH: Tensor, scaling: str, *, columns: bool, weight_columns: bool = False, rows: bool = True
 ) -> Factors:  # fmt: skip
-    """Q(x) and Q(W). columns: whether x is also cast for the weight's gradient; weight_columns: W for x's."""
-    cast = _input_operand(x, scaling, columns)
+    """Q(x) and Q(W). columns: whether x is also cast for the weight's gradient; weight_columns: W for x's.
+
+    rows: whether both are cast for the forward product.
+    """
+    cast = _input_operand(x, scaling, columns, rows)
     amax = _amax(weight_FH, scaling)
-    return Factors(cast, operand(weight_FH, scaling, rows=True, columns=weight_columns, amax=amax), amax)
+    return Factors(cast, operand(weight_FH, scaling, rows=rows, columns=weight_columns, amax=amax), amax)
 
 
 def forward_product(factors: Factors, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,10 +160,12 @@ def _factors_and_saved(
     run = recomputation.current()
     # Both runs of a recomputed layer save the transposed weight: the first its shape, the second its values.
     now = want_x and (run.drops_saved or run.backward_follows)
+    # The weight and its amax, and two tensors for each transposed factor. If they are the last, there is no product.
+    is_last = run.unsaved is not None and run.unsaved() == 2 + 2 * (want_weight + now)
     with no_autocast(x):
         factors = factors_of(
             x, weight, scaling, columns=want_weight and not run.drops_saved,
-            weight_columns=now and not run.drops_saved,
+            weight_columns=now and not run.drops_saved, rows=not is_last,
         )  # fmt: skip
     of_x = _columns_of(factors.x, x, scaling) if want_weight else (None, None)
     of_weight = _columns_of(factors.weight, weight, scaling) if now else (None, None)
@@ -223,10 +233,16 @@ class Fp8Linear(torch.autograd.Function):
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
     follows = recomputation.current().backward_follows
     if not follows or not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
-        return Fp8Linear.apply(x, weight, bias, scaling)  # type: ignore[no-any-return]
+        return _wanting(Fp8Linear.apply(x, weight, bias, scaling), scaling)
     factors: list[Factors] = []
     saved = _Saved.apply(x, weight, scaling, factors)
-    return Fp8Linear.apply(x, weight, bias, scaling, (saved, factors[0]))  # type: ignore[no-any-return]
+    return _wanting(Fp8Linear.apply(x, weight, bias, scaling, (saved, factors[0])), scaling)
+
+
+def _wanting(y: Tensor, scaling: str) -> Tensor:
+    if scaling == "tensorwise" and y.requires_grad:
+        known_amax.want_for_gradient(y)
+    return y
 
 
 _fp8_linear = Differentiable(

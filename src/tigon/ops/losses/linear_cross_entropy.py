@@ -26,6 +26,7 @@ from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
 from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, first_order
+from tigon.ops.gradient_sums import add_scaled_
 from tigon.ops.lm_head import (
     check_head,
     keeps_graph,
@@ -253,7 +254,7 @@ def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor,
         rows = out_VH[start : start + most]
         product_into(g_NV.t()[start : start + most], x_NH, product[: len(rows)], accumulate=False)
         if accumulate:
-            rows.addcmul_(product[: len(rows)], scale)
+            add_scaled_(rows, product[: len(rows)], scale)
         else:
             torch.mul(product[: len(rows)], scale, out=rows)
 
@@ -269,7 +270,7 @@ def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         ctx.dw = None  # the rest of the model's backward needs its memory
     grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
     if grad_VH is not None:
-        grad_VH.addcmul_(dw, scale)  # summed in fp32 and rounded once
+        add_scaled_(grad_VH, dw, scale)
         dw = None
     elif once and dw.dtype == w_dtype and can_bypass_dispatcher((dw,)):
         dw = _scaled_in_place(dw, scale)
@@ -317,7 +318,7 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     dx, dw, db = results.dx_NH, results.dw_VH, results.db_V
     grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
     if grad_VH is not None:
-        grad_VH.addcmul_(dw, left)
+        add_scaled_(grad_VH, dw, left)
     return (
         common.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
         common.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight and grad_VH is None else None,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
+from tigon.ops import known_amax
 from tigon.ops.dispatch import Primitive, check_number
+from tigon.ops.signature import WRITTEN
 
 
 class NormOptions(NamedTuple):
@@ -91,8 +93,9 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
 
 
 def _fwd_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions
-) -> NormResults:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    amax: Tensor | None = None,
+) -> NormResults:  # fmt: skip
     eps, offset, center, fp32_weight = options
     s = x if residual is None else x + residual
     wide = s.to(torch.promote_types(x.dtype, torch.float32))
@@ -116,7 +119,9 @@ def _fwd_reference(
     # A torch.library operator must not return its input, so without a residual it returns no sum. The outputs are
     # contiguous like those of the fake and the kernel.
     s = s if residual is not None else x.new_empty(0)
-    return NormResults(y.to(y_dtype).contiguous(), s.contiguous(), mean.contiguous(), rstd.contiguous())
+    y = y.to(y_dtype)
+    known_amax.search(amax, 0, y)
+    return NormResults(y.contiguous(), s.contiguous(), mean.contiguous(), rstd.contiguous())
 
 
 def _bwd_reference(
@@ -127,6 +132,7 @@ def _bwd_reference(
     mean: Tensor,
     rstd: Tensor,
     options: NormBackwardOptions,
+    amax: Tensor | None = None,
 ) -> NormGradients:  # fmt: skip
     offset, center, fp32_weight, want_dx, want_dw, want_db = options
     acc = rstd.dtype
@@ -141,6 +147,7 @@ def _bwd_reference(
             grad = grad - g.mean(-1, keepdim=True)
         grad = grad * rstd.unsqueeze(-1)
         dx = (grad if ds is None else grad + ds.to(acc)).to(x.dtype)
+        known_amax.search(amax, 0, dx)
     parameter = x if weight is None else weight
     rows = tuple(range(x.ndim - 1))
     rounded = xhat if fp32_weight else xhat.to(x.dtype).to(acc)
@@ -184,6 +191,20 @@ def _bwd_fake(
     )
 
 
+def _fwd_amax_fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    amax: Annotated[Tensor, WRITTEN],
+) -> NormResults:  # fmt: skip
+    return _fwd_fake(x, residual, weight, bias, options)
+
+
+def _bwd_amax_fake(
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    options: NormBackwardOptions, amax: Annotated[Tensor, WRITTEN],
+) -> NormGradients:  # fmt: skip
+    return _bwd_fake(dy, ds, x, weight, mean, rstd, options)
+
+
 def _complete_fwd(results: Any, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
     y, s, mean, rstd = results
     return y, x.new_empty(0) if s is None else s, rstd.new_empty(0) if mean is None else mean, rstd
@@ -213,3 +234,20 @@ norm_bwd = Primitive(
     complete=_complete_bwd,
     fake=_bwd_fake,
 )
+# Their own operators, because torch.compile wraps operators that write to an argument.
+norm_fwd_amax = Primitive(
+    "norm_fwd_amax",
+    reference=_fwd_reference,
+    kernel="tigon.kernels.norm:norm_fwd",
+    complete=_complete_fwd,
+    fake=_fwd_amax_fake,
+)
+"""As `norm_fwd`; the maximum of amax (1, parts), which is 0 before, becomes that of |y|."""
+norm_bwd_amax = Primitive(
+    "norm_bwd_amax",
+    reference=_bwd_reference,
+    kernel="tigon.kernels.norm:norm_bwd",
+    complete=_complete_bwd,
+    fake=_bwd_amax_fake,
+)
+"""As `norm_bwd`; the maximum of amax (1, parts), which is 0 before, becomes that of |dx|."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
+from tigon.ops import known_amax
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 from tigon.ops.norms import norm
@@ -29,13 +30,29 @@ Casting = Literal["llama", "gemma", "fp32"]
 _FP32_WEIGHT = {"llama": False, "gemma": True, "fp32": True}
 
 
+def _normed(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, options: norm.NormOptions, find_amax: bool
+) -> tuple[Tensor, Any, Tensor]:
+    """(y, x + residual, rstd). find_amax: note y's largest magnitudes for the FP8 layer that reads it."""
+    amax = known_amax.parts_for_result(x) if find_amax else None
+    if amax is None:
+        y, s, _, rstd = norm.norm_fwd(x, residual, weight, None, options)
+    else:
+        y, s, _, rstd = norm.norm_fwd_amax(x, residual, weight, None, options, amax)
+        known_amax.note(y, amax[0])
+    return y, s, rstd
+
+
 class RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool) -> Tensor:
-        y, _, _, rstd = norm.norm_fwd(x, None, weight, None, norm.norm_options(eps, offset, False, fp32_weight))
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool,
+        find_amax: bool = False,
+    ) -> Tensor:  # fmt: skip
+        y, _, rstd = _normed(x, None, weight, norm.norm_options(eps, offset, False, fp32_weight), find_amax)
         ctx.save_for_backward(x, weight, rstd)
         ctx.eps, ctx.offset, ctx.fp32_weight = eps, offset, fp32_weight
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     @first_order
@@ -44,17 +61,21 @@ class RMSNorm(torch.autograd.Function):
         want_dx, want_dw = ctx.needs_input_grad[:2]
         options = norm.norm_backward_options(ctx.offset, False, ctx.fp32_weight, want_dx, want_dw, False)
         dx, dw, _ = norm.norm_bwd(dy, None, x, weight, rstd, rstd, options)
-        return dx if want_dx else None, dw if want_dw else None, None, None, None
+        return (dx if want_dx else None, dw if want_dw else None, *[None] * (len(ctx.needs_input_grad) - 2))
 
 
 class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool
-    ) -> tuple[Tensor, Tensor]:
-        y, s, _, rstd = norm.norm_fwd(x, residual, weight, None, norm.norm_options(eps, offset, False, fp32_weight))
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
+        fp32_weight: bool, find_amax: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y, s, rstd = _normed(x, residual, weight, norm.norm_options(eps, offset, False, fp32_weight), find_amax)
+        s = x if residual is None else s
         ctx.save_for_backward(s, weight, rstd)
         ctx.eps, ctx.offset, ctx.fp32_weight = eps, offset, fp32_weight
+        # Without a residual x is the sum of another layer, of which an FP8 layer has computed an addend.
+        ctx.wanted = find_amax if residual is None else known_amax.wanted_for_gradient(x)
         ctx.set_materialize_grads(False)
         return y, s
 
@@ -63,12 +84,18 @@ class AddRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
         s, weight, rstd = ctx.saved_tensors
         want_dx, want_dr, want_dw = ctx.needs_input_grad[:3]
+        others = [None] * (len(ctx.needs_input_grad) - 3)
         if dy is None:
-            return ds if want_dx else None, ds if want_dr else None, None, None, None, None
+            return (ds if want_dx else None, ds if want_dr else None, None, *others)
         options = norm.norm_backward_options(ctx.offset, False, ctx.fp32_weight, want_dx or want_dr, want_dw, False)
-        dx, dw, _ = norm.norm_bwd(dy, ds, s, weight, rstd, rstd, options)
+        amax = known_amax.parts_for(s, 1) if ctx.wanted and want_dx else None
+        if amax is None:
+            dx, dw, _ = norm.norm_bwd(dy, ds, s, weight, rstd, rstd, options)
+        else:
+            dx, dw, _ = norm.norm_bwd_amax(dy, ds, s, weight, rstd, rstd, options, amax)
+            known_amax.note(dx, amax[0])
         # x and residual enter only through their sum, so they share one gradient tensor.
-        return dx if want_dx else None, dx if want_dr else None, dw if want_dw else None, None, None, None
+        return (dx if want_dx else None, dx if want_dr else None, dw if want_dw else None, *others)
 
 
 _rms_norm = Differentiable(
@@ -90,7 +117,13 @@ def _check(x: Tensor, weight: Tensor | None, casting: str) -> bool:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting: Casting = "llama"
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "llama",
+    find_amax: bool = False,
 ) -> Tensor:
     """RMSNorm over the last dimension: x / sqrt(mean(x²) + eps) · (weight + offset).
 
@@ -101,6 +134,8 @@ def rms_norm(
         offset: added to the weight; 1 for Gemma.
         casting: where the normalised value is rounded. "llama" rounds to x's dtype before the product with the weight.
             "gemma" and "fp32" round once, after the product.
+        find_amax: let the kernel also find the largest magnitudes of the result, for the tensorwise `fp8_linear` layers
+            that read it. torch.compile ignores it.
 
     Returns:
         (..., H), in x's dtype; with casting="llama" in the promoted dtype of x and weight.
@@ -113,8 +148,9 @@ def rms_norm(
     """
     eps, offset = norm.check_scalars(eps, offset)
     fp32_weight = _check(x, weight, casting)
-    apply = _rms_norm if torch.compiler.is_compiling() else RMSNorm.apply
-    return apply(x, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return _rms_norm(x, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
+    return RMSNorm.apply(x, weight, eps, offset, fp32_weight, find_amax)  # type: ignore[no-any-return]
 
 
 def add_rms_norm(
@@ -125,13 +161,14 @@ def add_rms_norm(
     *,
     offset: float = 0.0,
     casting: Casting = "llama",
+    find_amax: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute `s = x + residual` and `rms_norm(s)` in one pass.
 
     Args:
         x: (..., H), fp16, bf16, fp32 or fp64, any strides; never written to.
         residual: the shape, dtype and device of x; never written to.
-        weight, eps, offset, casting: as in `rms_norm`.
+        weight, eps, offset, casting, find_amax: as in `rms_norm`.
 
     Returns:
         (rms_norm(s), s), both (..., H). s has x's dtype; rms_norm(s) has the dtype that `rms_norm` returns.
@@ -151,8 +188,41 @@ def add_rms_norm(
         )
     if residual.device != x.device:
         raise ShapeError(f"residual is on {residual.device}, x is on {x.device}; move one of them.")
-    apply = _add_rms_norm if torch.compiler.is_compiling() else AddRMSNorm.apply
-    return apply(x, residual, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return _add_rms_norm(x, residual, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
+    return AddRMSNorm.apply(x, residual, weight, eps, offset, fp32_weight, find_amax)  # type: ignore[no-any-return]
+
+
+def rms_norm_and_input(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "llama",
+    find_amax: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` without an addition: the backward pass adds the gradients of both results in the norm's pass.
+
+    Args:
+        x: (..., H), fp16, bf16, fp32 or fp64, any strides; never written to.
+        weight, eps, offset, casting: as in `rms_norm`.
+        find_amax: as in `rms_norm`, and the backward also finds the largest magnitudes of x's gradient.
+
+    Returns:
+        (rms_norm(x), x). The second result has the memory of x.
+
+    Raises:
+        ShapeError: x is 0-dim, or weight is not (H,) or is on another device than x.
+        DtypeError: a dtype is not fp16, bf16, fp32 or fp64, or weight is fp64 and x is not.
+        OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
+        DoubleBackwardError: in backward, with create_graph=True.
+    """
+    if torch.compiler.is_compiling():
+        return rms_norm(x, weight, eps, offset=offset, casting=casting), x
+    eps, offset = norm.check_scalars(eps, offset)
+    fp32_weight = _check(x, weight, casting)
+    return AddRMSNorm.apply(x, None, weight, eps, offset, fp32_weight, find_amax)  # type: ignore[no-any-return]
 
 
 def rms_norm_oracle(

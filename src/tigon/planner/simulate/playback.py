@@ -117,7 +117,7 @@ class GraphMemory:
     activations: int
     """The activations of layers that are not recomputed."""
     buffers: int
-    """The layers' input, its copy and the gradient of the output."""
+    """The input of the first layer or of all layers, its copy, and the gradient of the output."""
     pool: int
     """Memory that the graphs share. PyTorch counts it as reserved and not as allocated."""
 
@@ -142,7 +142,6 @@ def in_graphs(tape: Tape, *, recomputes: bool) -> tuple[Tape, GraphMemory]:
         elif of_layer and component != "checkpoints":
             moved.add(block)
             kept_bytes += nbytes if len(uses.phases) == 2 else 0
-    layers = {segment.where.layer for segment in tape.segments} - {None}
     hidden_bytes = max((size for size, kind in zip(tape.sizes, tape.components, strict=True) if kind == "checkpoints"),
                        default=_hidden_bytes(tape, places))  # fmt: skip
     out = Tape(sizes=list(tape.sizes), components=list(tape.components))
@@ -156,7 +155,7 @@ def in_graphs(tape: Tape, *, recomputes: bool) -> tuple[Tape, GraphMemory]:
         events = [event for event in segment.events if (event if event >= 0 else ~event) not in moved]
         out.segments.append(TapeSegment(Where(*segment.where), events, segment.cost))
         live = 0
-    activations = 0 if recomputes else kept_bytes + len(layers) * hidden_bytes
+    activations = 0 if recomputes else kept_bytes
     return out, GraphMemory(
         gradients=gradient_bytes, activations=activations, buffers=3 * hidden_bytes, pool=pool
     )  # fmt: skip

@@ -156,6 +156,7 @@ def scratch_bytes(sm_count: int) -> Mapping[str, Scratch]:
 
     return {
         "tigon::norm_bwd": norm_bwd,
+        "tigon::norm_bwd_amax": norm_bwd,
         "aten::embedding_dense_backward": _embedding_backward,
     }
 

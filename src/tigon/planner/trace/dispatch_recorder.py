@@ -219,6 +219,10 @@ class TraceRecorder(TorchDispatchMode):
             else:
                 cost.fp32_flops += flops
             return
+        touched = _TOUCHED.get(name)
+        if touched is not None:
+            cost.moved_bytes += touched(args)
+            return
         tensors = [t for t in (*args, *results) if isinstance(t, Tensor)]
         for arg in args:
             if isinstance(arg, (tuple, list)):
@@ -257,6 +261,16 @@ _THIN = 64
 def _waits_for_memory(name: str, args: Any) -> bool:
     """Whether a product into an existing matrix has so small a summed dimension that its bytes take the time."""
     return name == "aten::addmm_" and args[1].shape[1] <= _THIN
+
+
+def _rows_added(args: Any) -> int:
+    """Bytes of an embedding's gradient rows: read, and added to as many rows of the table's gradient at most."""
+    grad_VH, dy_NH = args[:2]
+    return int(dy_NH.numel() * (dy_NH.itemsize + 2 * grad_VH.itemsize))
+
+
+_TOUCHED: Mapping[str, Callable[[Any], int]] = {"tigon::add_rows_": _rows_added}
+"""Bytes of the operators that read and write only a part of their tensors."""
 
 
 def _mm(args: Mapping[str, Any]) -> float:

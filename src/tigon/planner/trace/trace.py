@@ -53,6 +53,7 @@ from tigon.techniques import (
 )
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
+from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
@@ -232,6 +233,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         tiling.tile(model, choices.mlp_tile_tokens)
     if choices.accumulation_fusion:
         fuse_linears(model)
+        fuse_embeddings(model)
     if choices.loss_memory_mib:
         loss_memory.limit_loss_memory(model, choices.loss_memory_mib)
     return model

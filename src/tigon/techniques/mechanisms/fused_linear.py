@@ -2,10 +2,15 @@
 
 The first micro-batch of a step has no `.grad` yet. Its backward returns the gradient, as PyTorch's layer does. In a
 CUDA graph it writes the gradient to the graph's buffer.
+
+Layers that read the same input, such as the projections to queries, keys and values, sum its gradient in their
+products. Autograd would make one tensor per layer and add them afterwards.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -61,7 +66,7 @@ class FusedLinear:
         # layer's product would be computed for nothing.
         recomputing = torch._C._current_graph_task_id() != -1
         saved = (_Saved.apply(x, weight),) if recomputing else ()
-        y: Tensor = _FusedLinear.apply(x, weight, bias, leaf, saved)
+        y: Tensor = _FusedLinear.apply(x, weight, bias, leaf, saved, _SharedInput.of(x))
         return y
 
 
@@ -78,12 +83,76 @@ class _Saved(torch.autograd.Function):
         raise AssertionError("nothing depends on this node")
 
 
+class _SharedInput:
+    """The gradient of a tensor that consecutive layers read, summed in their products.
+
+    The last layer of a backward pass returns the sum, and the others return None. Autograd passes the tensor's gradient
+    on after all of them.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._x, self._version = weakref.ref(x), x._version
+        self._nodes: list[Any] = []
+        """Weak references to autograd's nodes of the layers. A node refers to this object."""
+        self._sums: dict[int, _Sum] = {}
+        """The unfinished sum of each backward pass, by autograd's number of the pass. A sum stays if the pass fails, or
+        needs no gradient of the tensor: `torch.autograd.grad` of one layer's output and another's weight."""
+
+    @classmethod
+    def of(cls, x: Tensor) -> _SharedInput | None:
+        """The object of the previous layer if it has read `x` too, and has not been followed by another input."""
+        if not x.requires_grad:
+            return None
+        shared: _SharedInput | None = getattr(_latest, "shared", None)
+        if shared is None or shared._x() is not x or shared._version != x._version:
+            shared = _latest.shared = cls(x)
+        return shared
+
+    def add(self, node: Any) -> None:
+        """Let the layer of this node take part."""
+        self._nodes = [other for other in self._nodes if other() is not None]
+        self._nodes.append(weakref.ref(node))
+
+    def sum(self, node: Any, dy_NF: Tensor, weight_FH: Tensor) -> Tensor | None:
+        """Add the share of the running node. Returns the sum [N, H] in the last one, and None before."""
+        task = torch._C._current_graph_task_id()
+        one = self._sums.setdefault(task, _Sum())
+        if one.dx_NH is None:
+            one.dx_NH = dy_NF @ weight_FH
+        else:
+            product_into(dy_NF, weight_FH, one.dx_NH, accumulate=True)
+        one.done.add(id(node))
+        if any(self._comes(other(), one) for other in self._nodes):
+            return None
+        return self._sums.pop(task).dx_NH
+
+    @staticmethod
+    def _comes(node: Any, one: _Sum) -> bool:
+        """Whether the running backward pass will run this node."""
+        return node is not None and id(node) not in one.done and bool(torch._C._will_engine_execute_node(node))
+
+
+class _Sum:
+    """The unfinished sum of one backward pass."""
+
+    def __init__(self) -> None:
+        self.dx_NH: Tensor | None = None
+        self.done: set[int] = set()
+
+
+_latest = threading.local()
+"""The `shared` input of the latest layer in this thread."""
+
+
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_FH: Tensor, bias: Tensor | None, leaf: LeafGradient, saved: tuple[Tensor, ...]
-    ) -> Tensor:
-        ctx.leaf, ctx.saved = leaf, saved
+        ctx: Any, x: Tensor, weight_FH: Tensor, bias: Tensor | None, leaf: LeafGradient, saved: tuple[Tensor, ...],
+        shared: _SharedInput | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.leaf, ctx.saved, ctx.shared = leaf, saved, shared
+        if shared is not None:
+            shared.add(ctx)
         if not saved:
             ctx.save_for_backward(x, weight_FH)
         return F.linear(x, weight_FH, bias)
@@ -98,7 +167,10 @@ class _FusedLinear(torch.autograd.Function):
         dy_NF = dy.reshape(-1, dy.shape[-1])
         with no_autocast(x):
             if want_x:
-                dx = (dy_NF @ weight_FH).view(x.shape)
+                # A second derivative needs a product of its own.
+                alone = ctx.shared is None or torch.is_grad_enabled()
+                dx_NH = dy_NF @ weight_FH if alone else ctx.shared.sum(ctx, dy_NF, weight_FH)
+                dx = None if dx_NH is None else dx_NH.view(x.shape)
             if want_weight:
                 x_NH, target = x.reshape(-1, x.shape[-1]), ctx.leaf.target()
                 if target is None:
@@ -107,4 +179,4 @@ class _FusedLinear(torch.autograd.Function):
                     product_into(dy_NF.t(), x_NH, target.tensor, accumulate=target.accumulate)
             if want_bias:
                 db = dy_NF.sum(0)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None

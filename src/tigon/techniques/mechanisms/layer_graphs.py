@@ -1,21 +1,27 @@
 """Decoder layers as CUDA graphs: two launches per layer instead of one for each kernel.
 
 A layer has one graph for its forward pass and one for its backward pass, with the recomputation if the layer is
-recomputed. A graph reads and writes fixed addresses. All layers share the buffers of their input, and of the gradient
-of their output:
+recomputed. A graph reads and writes fixed addresses. All layers share the buffer of the gradient of their output, and
+recomputed layers share the buffer of their input:
 
     forward     hidden buffer := input          replay          output := copy of the hidden buffer
     backward    hidden buffer := saved input    gradient buffer := dout    replay    dx := copy of the gradient buffer
 
-A copy is left out if the buffer already holds the tensor, which is so between neighbouring layers. The weights'
-gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each layer adds to
-them, for the further micro-batches of a step. Linear layers with gradient accumulation fusion write to these buffers in
-their products. All other gradients are copied or added when the layer's backward pass is over.
+A copy is left out if the buffer already holds the tensor, which is so between neighbouring layers.
+
+A layer that is not recomputed reads the output of the layer before it where that layer's graph writes it, and keeps it
+there for its backward pass. A changed input, for example after a hook, is copied to that place. The first layer has a
+buffer for its input, and so has a layer whose predecessor needs its own output in its backward pass.
+
+The weights' gradients have buffers outside the graphs' memory, which become `.grad`. A second backward graph of each
+layer adds to them, for the further micro-batches of a step. Linear layers with gradient accumulation fusion write to
+these buffers in their products. All other gradients are copied or added when the layer's backward pass is over.
 
 Graphs of one shape share the memory of their other tensors, so a graph may overwrite the memory of one that ran before.
-The backward pass of layer i writes to the memory of layer i + 1, whose backward pass is over by then. A layer that is
-not recomputed keeps its activations there, so it has one forward pass at a time. A further forward pass before the
-backward pass runs without graphs.
+Both graphs of layer i write to the memory of layer i + 1. Its forward pass comes later, and its backward pass is over
+by then. A layer that is not recomputed keeps its activations there, so it has one forward pass at a time. A further
+forward pass before the backward pass runs without graphs. A backward pass whose activations are overwritten, such as
+the second one of `retain_graph`, is refused.
 
 The layers' own forward is captured, so results equal those without graphs if the kernels are deterministic.
 """
@@ -23,8 +29,9 @@ The layers' own forward is captured, so results equal those without graphs if th
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,12 +91,21 @@ class LayerGraphs:
         self.recomputes, self.new_capture = recomputes, new_capture
         self.buffers: dict[Any, _Buffers] = {}
         self.layers: list[_GraphedLayer] = []
+        self.latest: _Passes | None = None
+        """The layer and shape whose forward graph ran last, unless the layers are recomputed."""
 
     def of(self, layer: torch.nn.Module) -> Callable[..., Any]:
         """A checkpointing function that runs `layer` as graphs."""
         graphed = _GraphedLayer(layer, self)
         self.layers.append(graphed)
         return graphed
+
+    def ran(self, passes: _Passes) -> None:
+        """Note whose forward graph ran last. Earlier inputs and outputs are forgotten, so that their memory is free."""
+        passes.input.forget()
+        if self.latest is not None and self.latest is not passes:
+            self.latest.output.forget()
+        self.latest = passes
 
     def release(self) -> None:
         """Free all graphs, and cuBLAS's workspaces. The next step captures again.
@@ -98,6 +114,7 @@ class LayerGraphs:
         they are in use.
         """
         self.buffers.clear()
+        self.latest = None
         for layer in self.layers:
             layer.passes.clear()
         if torch.cuda.is_available():
@@ -108,15 +125,24 @@ class LayerGraphs:
 class _Held:
     """A buffer, and which tensor it holds."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.buffer = torch.empty_like(like, memory_format=torch.preserve_format, requires_grad=False)
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
         self._held: Any = None
         self._storage: Any = None
         """That of the held tensor, so that no other tensor gets its address. A tensor would keep autograd's graph."""
 
+    @classmethod
+    def like(cls, tensor: Tensor) -> _Held:
+        """A new buffer for tensors like this one."""
+        return cls(torch.empty_like(tensor, memory_format=torch.preserve_format, requires_grad=False))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the buffer holds the tensor's values."""
+        return bool(self._held == self._state(tensor))
+
     def fill(self, tensor: Tensor) -> None:
         """Copy the tensor into the buffer, unless it is there already."""
-        if self._held != self._state(tensor):
+        if not self.has(tensor):
             self.buffer.copy_(tensor.detach())
             self.holds(tensor)
 
@@ -135,23 +161,35 @@ class _Held:
 class _Buffers:
     """The tensors that the graphs of all layers read and write, for one shape of the arguments."""
 
-    def __init__(self, tensors: list[Tensor], capture: Capture) -> None:
+    def __init__(self, tensors: list[Tensor], capture: Capture, *, recomputes: bool) -> None:
         self.capture = capture
-        self.arguments = [_Held(tensor) for tensor in tensors]
-        """The first is the layer's input, and after the forward graph its output."""
-        self.gradient = _Held(tensors[0])
+        self.latest_layer = -1
+        """The position of the last layer whose graphs share the memory of `capture`."""
+        self.sharing: list[_Passes] = []
+        """Those of layers that are not recomputed and share it."""
+        self.hidden = _Held.like(tensors[0]) if recomputes else None
+        """The input of a recomputed layer, and after the forward graph its output."""
+        self.others = [_Held.like(tensor) for tensor in tensors[1:]]
+        """The arguments after the input."""
+        self.gradient = _Held.like(tensors[0])
         """The gradient of the output, and after the backward graph that of the input."""
-
-    @property
-    def hidden(self) -> _Held:
-        return self.arguments[0]
 
 
 class _Passes:
     """The two graphs of one layer for one shape."""
 
-    def __init__(self, buffers: _Buffers, parameters: list[Tensor]) -> None:
+    def __init__(self, buffers: _Buffers, parameters: list[Tensor], input: _Held) -> None:
         self.buffers, self.parameters = buffers, parameters
+        self.input = input
+        """The buffer that the graphs read."""
+        self.output = input
+        """The buffer that the forward graph writes. That of a recomputed layer is its input's."""
+        self.later: list[_Passes] = []
+        """Those whose activations or input the graphs overwrite."""
+        self.is_followed = False
+        """Whether another layer's input is this output."""
+        self.keeps_output = True
+        """Whether the output must stay as it is until the backward pass is over."""
         self.forward: Callable[[], None] = lambda: None
         self.backward: Callable[[], None] = lambda: None
         self.adding_backward: Callable[[], None] = lambda: None
@@ -159,15 +197,15 @@ class _Passes:
         self.gradients: list[Tensor | None] = []
         self.activations: Any = None
         """The output of a layer that is not recomputed; autograd's graph behind it holds its activations."""
-        self.last: Callable[[], Any] = lambda: None
+        self.last: Callable[[], Any] = _no_pass
         """The pass to which the activations belong, if it is still in use."""
         self.waits = False
         """Whether that pass has not run its backward."""
 
-    def record(self, call: Callable[[list[Tensor]], Tensor], *, recomputes: bool) -> None:
+    def record(self, call: Callable[[list[Tensor]], Tensor], capture: Capture, *, recomputes: bool) -> None:
         """Capture both passes. call: runs the layer."""
-        hidden, gradient = self.buffers.hidden.buffer, self.buffers.gradient.buffer
-        others = [held.buffer for held in self.buffers.arguments[1:]]
+        gradient = self.buffers.gradient.buffer
+        others = [held.buffer for held in self.buffers.others]
 
         def leaf(x: Tensor) -> Tensor:
             return x.detach().requires_grad_()
@@ -175,17 +213,14 @@ class _Passes:
         def forward(_: Any) -> Any:
             if recomputes:
                 with torch.no_grad():
-                    hidden.copy_(call([hidden, *others]))
+                    self.input.buffer.copy_(call([self.input.buffer, *others]))
                 return None
-            # The layer saves its input, and the next layer writes to the buffer.
-            x = leaf(hidden.clone())
+            x = leaf(self.input.buffer)
             with torch.enable_grad(), gradients_into(GradientBuffers()):
-                y = call([x, *others])
-            hidden.copy_(y.detach())
-            return [x, y]
+                return [x, call([x, *others])]
 
         def to_recompute() -> Any:
-            x = leaf(hidden)
+            x = leaf(self.input.buffer)
             with torch.enable_grad(), gradients_into(GradientBuffers()):
                 return [x, recomputed_in_a_graph(lambda *static: call([*static]), x, *others)]
 
@@ -210,28 +245,61 @@ class _Passes:
             if copied.own:
                 torch._foreach_copy_(copied.own, copied.fresh)
 
-        start = hidden.clone()
+        start = self.input.buffer.clone() if recomputes else None
+
+        def restart() -> None:
+            if start is not None:
+                self.input.buffer.copy_(start)
+
         gradient.zero_()
         for adds in WARM_UPS:
             kept = forward(None)
-            hidden.copy_(start)
+            restart()
             backward(to_recompute() if recomputes else kept, adds=adds)
         del kept
-        self.forward, self.activations = self.buffers.capture(forward, lambda: None)
-        hidden.copy_(start)
+        self.forward, self.activations = capture(forward, lambda: None)
+        restart()
         prepare = to_recompute if recomputes else lambda: self.activations
-        self.backward, _ = self.buffers.capture(backward, prepare)
-        self.adding_backward, _ = self.buffers.capture(functools.partial(backward, adds=True), prepare)
+        self.backward, _ = capture(backward, prepare)
+        self.adding_backward, _ = capture(functools.partial(backward, adds=True), prepare)
+        if not recomputes:
+            self.output = _Held(self.activations[1].detach())
+            self.keeps_output = not _is_unshared(self.activations[1], self.output.buffer)
+
+    def fill(self, arguments: Sequence[Tensor]) -> None:
+        """Copy the arguments that the buffers lack."""
+        for held, tensor in zip((self.input, *self.buffers.others), arguments, strict=True):
+            held.fill(tensor)
+
+    def may_be_followed_by(self, argument: Tensor) -> bool:
+        """Whether a layer with this input may take the output's buffer for it."""
+        return not self.is_followed and not self.keeps_output and self.output.has(argument)
+
+    def run_forward(self) -> Tensor:
+        """Run the forward graph. Returns a copy of the output."""
+        self.output.forget()
+        self.forward()
+        if self.activations is not None:
+            self.output.buffer = self.activations[1].detach()  # a graph's own stays where it is
+        output = self.output.buffer.clone()
+        self.output.holds(output)
+        return output
 
     def begins(self) -> Any:
         """Note a new forward pass, and return what stands for it."""
         token = _Token()
         self.last, self.waits = weakref.ref(token), True
+        self.overwrite()
         return token
 
+    def overwrite(self) -> None:
+        """Note that the graphs have overwritten the activations of the later layers."""
+        for one in self.later:
+            one.last, one.waits = _no_pass, False
+
     def is_free(self) -> bool:
-        """Whether no earlier forward pass needs the activations."""
-        return not (self.waits and self.last() is not None)
+        """Whether no earlier forward pass needs what the forward graph overwrites."""
+        return not any(one.waits and one.last() is not None for one in (self, *self.later))
 
     def adds(self, nodes: list[Any]) -> bool:
         """Whether the running backward pass may add to all gradients in place.
@@ -244,12 +312,7 @@ class _Passes:
                 continue
             grad = parameter.grad
             hooks: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-            if grad is None or grad.data_ptr() != own.data_ptr() or any(hooks) or node is None:
-                return False
-            try:
-                if not torch._C._will_engine_execute_node(node):
-                    return False
-            except RuntimeError:  # torch.autograd.grad, which must leave `.grad` alone
+            if grad is None or grad.data_ptr() != own.data_ptr() or any(hooks) or not _accumulates(node):
                 return False
         return True
 
@@ -259,6 +322,22 @@ class _Passes:
             grad = parameter.grad
             if grad is not None and own is not None and grad.data_ptr() == own.data_ptr():
                 parameter.grad = grad.clone()
+
+
+def _is_unshared(output: Tensor, alias: Tensor) -> bool:
+    """Whether these two tensors alone use the memory of the output. An output that its backward pass needs is saved."""
+    unshared = torch.empty(0)
+    shares = [unshared, unshared.detach()]
+    of_two, of_output = (torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in (shares[0], output))
+    return of_output == of_two and alias.data_ptr() == output.data_ptr()
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether the running backward pass adds to the `.grad` of a parameter. node: autograd's node of the parameter."""
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad, which must leave `.grad` alone
+        return False
 
 
 class _Pairs:
@@ -271,6 +350,10 @@ class _Pairs:
     def put(self, own: Tensor, fresh: Tensor) -> None:
         self.own.append(own)
         self.fresh.append(fresh)
+
+
+def _no_pass() -> Any:
+    return None
 
 
 class _Token:
@@ -292,6 +375,8 @@ class _GraphedLayer:
             function = functools.partial(function, **kwargs)
         if not torch.is_grad_enabled():
             return function(*args)
+        if _records_outputs():
+            return self._without_graphs(function, args, {})
         function, keywords = _without_keywords(function)
         leaves, form = pytree.tree_flatten((args, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -307,7 +392,7 @@ class _GraphedLayer:
         passes = self.passes[key]
         if not self._graphs.recomputes and not passes.is_free():
             return self._without_graphs(function, args, keywords)
-        return _Replay.apply(passes, self._graphs.recomputes, len(tensors), *tensors, *passes.parameters)
+        return _Replay.apply(passes, self._graphs, len(tensors), *tensors, *passes.parameters)
 
     def _without_graphs(self, function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if self._graphs.recomputes:
@@ -320,11 +405,14 @@ class _GraphedLayer:
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[place].detach() for place in places]
         buffers = self._graphs.buffers.get(key)
+        recomputes, latest = self._graphs.recomputes, self._graphs.latest
         if buffers is None:
-            buffers = self._graphs.buffers[key] = _Buffers(tensors, self._graphs.new_capture())
-        for held, tensor in zip(buffers.arguments, tensors, strict=True):
-            held.fill(tensor)
-        passes = _Passes(buffers, [p for p in layer.parameters() if p.requires_grad])
+            capture = self._graphs.new_capture()
+            buffers = self._graphs.buffers[key] = _Buffers(tensors, capture, recomputes=recomputes)
+        before = latest if latest is not None and latest.may_be_followed_by(tensors[0]) else None
+        input = (buffers.hidden or _Held.like(tensors[0])) if before is None else before.output
+        passes = _Passes(buffers, [p for p in layer.parameters() if p.requires_grad], input)
+        passes.fill(tensors)
         if any(parameter._backward_hooks for parameter in passes.parameters):
             raise RecipeError(
                 f"{KEY}: a weight of {type(layer).__name__} has a hook, which the graph would contain; set {KEY}: "
@@ -351,13 +439,45 @@ class _GraphedLayer:
             return result
 
         try:
-            passes.record(call, recomputes=self._graphs.recomputes)
+            passes.record(call, self._capture(buffers, passes), recomputes=recomputes)
         except RuntimeError as error:
             raise RecipeError(
                 f"{KEY}: {type(layer).__name__} cannot be captured as a CUDA graph "
                 f"({str(error).partition(chr(10))[0]}); set {KEY}: false"
             ) from error
+        if before is not None:
+            before.is_followed = True
+            if passes not in before.later:
+                before.later.append(passes)
         return passes
+
+    def _capture(self, buffers: _Buffers, passes: _Passes) -> Capture:
+        """The capture whose memory the layer's graphs may use.
+
+        A graph overwrites memory that was free when it was captured. Activations of later layers lie there, which is
+        right as long as their forward pass comes after it, and their backward pass before it. If this layer was skipped
+        when the later ones were captured, its activations must not lie there.
+        """
+        if self._graphs.recomputes:
+            return buffers.capture
+        position = self._graphs.layers.index(self)
+        if position < buffers.latest_layer:
+            return self._graphs.new_capture()
+        for earlier in buffers.sharing:
+            earlier.later.append(passes)
+        buffers.sharing.append(passes)
+        buffers.latest_layer = position
+        return buffers.capture
+
+
+def _records_outputs() -> bool:
+    """Whether transformers records outputs of modules in this forward pass, such as hidden states or attentions.
+
+    It does so in hooks of modules inside the layer, or of the layer itself before 5.23. A replay does not run them.
+    """
+    module: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    return collector is not None and bool(collector.get())
 
 
 def _without_keywords(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -392,17 +512,15 @@ def _key(form: Any, tensors: list[Tensor], constants: list[Any]) -> Any:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passes: _Passes, recomputes: bool, n_tensors: int, *tensors: Tensor) -> Tensor:
-        arguments, buffers = tensors[:n_tensors], passes.buffers
-        for held, tensor in zip(buffers.arguments, arguments, strict=True):
-            held.fill(tensor)
-        buffers.hidden.forget()
-        passes.forward()
-        output = buffers.hidden.buffer.clone()
-        buffers.hidden.holds(output)
-        if recomputes:
+    def forward(ctx: Any, passes: _Passes, graphs: LayerGraphs, n_tensors: int, *tensors: Tensor) -> Tensor:
+        arguments = tensors[:n_tensors]
+        passes.fill(arguments)
+        output = passes.run_forward()
+        if graphs.recomputes:
             ctx.save_for_backward(*arguments)
-        ctx.token = None if recomputes else passes.begins()
+        else:
+            graphs.ran(passes)
+        ctx.token = None if graphs.recomputes else passes.begins()
         ctx.passes, ctx.n_tensors = passes, n_tensors
         return output
 
@@ -412,14 +530,14 @@ class _Replay(torch.autograd.Function):
         passes: _Passes = ctx.passes
         buffers = passes.buffers
         if ctx.token is None:
-            for held, tensor in zip(buffers.arguments, ctx.saved_tensors, strict=True):
-                held.fill(tensor)
+            passes.fill(ctx.saved_tensors)
         elif ctx.token is not passes.last():
             raise RecipeError(
-                f"{KEY}: a second backward pass needs activations that a later forward pass has overwritten; set "
-                f"{KEY}: false"
+                f"{KEY}: a backward pass needs activations that another pass has overwritten; run the backward pass "
+                f"of all layers once, before the next forward pass, or set {KEY}: false"
             )
         passes.waits = False
+        passes.overwrite()
         buffers.gradient.fill(dout)
         buffers.gradient.forget()
         n_parameters = len(passes.parameters)
@@ -433,9 +551,14 @@ class _Replay(torch.autograd.Function):
         dx = buffers.gradient.buffer.clone()
         buffers.gradient.holds(dx)
         wanted = ctx.needs_input_grad[3 + ctx.n_tensors :]
+        # torch.autograd.grad gives the tensors to its caller, but the next backward pass overwrites the buffers.
         gradients = [
-            None if adds or gradient is None or not want else gradient.detach()
-            for gradient, want in zip(passes.gradients, wanted, strict=True)
+            None
+            if adds or gradient is None or not want
+            else gradient.detach()
+            if _accumulates(node)
+            else gradient.clone()
+            for gradient, want, node in zip(passes.gradients, wanted, nodes, strict=True)
         ]
         first = dx if ctx.needs_input_grad[3] else None
         return None, None, None, first, *[None] * (ctx.n_tensors - 1), *gradients

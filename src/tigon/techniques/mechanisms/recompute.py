@@ -198,7 +198,9 @@ class Frame:
                 stack.enter_context(self.rng.as_before())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(keep, look))
-            stack.enter_context(recomputation.running(self.second_run()))
+            run = self.second_run()
+            run.unsaved = lambda: wanted - len(got)
+            stack.enter_context(recomputation.running(run))
             self.function(*args)
         if got != self.saved:
             raise CheckpointError(
