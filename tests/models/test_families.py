@@ -73,9 +73,9 @@ def test_kernels_equal_the_unpatched_family_on_a_gpu(name, dtype):
 def test_row_replaces_what_its_flags_claim_and_refuses_other_flags(name):
     """A row replaces every op that it claims; an explicit flag cannot switch on any other."""
     row = MODELS[name]
-    counts = patch(family(name), attention_sinks=False).counts  # it belongs to no row
+    counts = patch(family(name), attention_sinks=False).counts
     got = {"mlp" if op in ("swiglu", "geglu") else op for op in counts if op not in ("experts", "topk_softmax")}
-    # The experts' op is the whole MLP. It and the router's belong to no row.
+    # The experts' op is the whole MLP. It, the router's and that of attention with sinks belong to no row.
     assert got | ({"mlp"} & row.flags if "experts" in counts else set()) == row.flags
     for flag in {"rms_norm", "layer_norm", "rope", "mlp"} - row.flags:
         model = family(name)

@@ -295,15 +295,6 @@ def _decide_residual_norms(model: nn.Module, decision: _Decision) -> None:
         )
 
 
-def _decide_masks(model: nn.Module, decision: _Decision) -> None:
-    """Let each trunk that makes its own positions make its mask without a wait for the GPU."""
-    seam, changed = MaskSeam(), {id(change.module) for change in decision.changes}
-    for path, module in model.named_modules():
-        free = not isinstance(module, PatchedModule) and id(module) not in changed
-        if free and seam.candidate(module) and instance_objection(module) is None:
-            decision.changes.append(Change(path, module, seam))
-
-
 def _decide_sinks(model: nn.Module, on: bool | None, decision: _Decision) -> None:
     """Patch every attention with sinks and the module that makes their masks, or none of them."""
     seam, masks = SinksAttentionSeam(), CausalMaskSeam()
@@ -330,6 +321,15 @@ def _decide_sinks(model: nn.Module, on: bool | None, decision: _Decision) -> Non
         raise PatchError(
             f"attention_sinks=True, but {reason}. Nothing was changed; leave attention_sinks out, or pass False."
         )
+
+
+def _decide_masks(model: nn.Module, decision: _Decision) -> None:
+    """Let each trunk that makes its own positions make its mask without a wait for the GPU."""
+    seam, changed = MaskSeam(), {id(change.module) for change in decision.changes}
+    for path, module in model.named_modules():
+        free = not isinstance(module, PatchedModule) and id(module) not in changed
+        if free and seam.candidate(module) and instance_objection(module) is None:
+            decision.changes.append(Change(path, module, seam))
 
 
 def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Decision) -> bool:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.mask import MaskSeam
 from tigon.models.seams.rebind import owner_of, rebind
 from tigon.models.verification import probe
 
@@ -194,7 +195,7 @@ class CausalMaskSeam(Seam):
     flag: ClassVar[str] = FLAG
 
     def candidate(self, module: nn.Module) -> bool:
-        return any(_mask_functions(type(module)))
+        return any(_mask_functions(_without_mask_seam(type(module))))
 
     def objection(self, module: nn.Module) -> str | None:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
@@ -206,12 +207,20 @@ class CausalMaskSeam(Seam):
         return None
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        base = _without_mask_seam(base)
         forward: Any = base.forward
         for name, function in _mask_functions(base).items():
             owner = owner_of(forward, name)
             assert owner is not None
             forward = rebind(forward, owner, {name: functools.partial(mask_or_rows, function)})
         return {"forward": forward, "_tigon_causal_rows": staticmethod(CausalRows.of_positions)}
+
+
+def _without_mask_seam(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class below an earlier patch's `MaskSeam`, whose forward holds the model's twice."""
+    while isinstance(vars(cls).get("_tigon_seam"), MaskSeam):
+        cls = cls._tigon_base  # type: ignore[attr-defined]
+    return cls
 
 
 def _mask_functions(cls: type[nn.Module]) -> dict[str, FunctionType]:
