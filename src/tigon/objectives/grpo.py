@@ -14,7 +14,7 @@ from tigon.integrations.trl.traced import GRPO_OUTPUTS
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.base import FrozenModel, Generation, MetricSection, PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import (
-    COMPARED_FULL,
+    COMPARED,
     TIME_WITHOUT_WRITING,
     PlannedWithReference,
     logprobs_of,
@@ -54,7 +54,7 @@ class PlannedGRPO(PlannedWithReference):
         return Generation(prompt_tokens=seq, new_tokens=self.completion_tokens)
 
     def notes(self) -> tuple[str, ...]:
-        return (COMPARED_FULL, TIME_WITHOUT_WRITING)
+        return (COMPARED, TIME_WITHOUT_WRITING)
 
     def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
         prompts = padded(batch, seq, "prompt_ids", "prompt_mask")

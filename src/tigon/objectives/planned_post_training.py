@@ -21,10 +21,7 @@ from tigon.techniques.records.choices import Choices
 
 
 UNCOMPARED = "No GPU run of this objective has been compared with its plan yet."
-COMPARED_FULL = (
-    "On a GPU this plan was compared with one step of full fine-tuning in TRL (docs/planner-method.md). LoRA was not "
-    "compared."
-)
+COMPARED = "On a GPU this plan was compared with steps in TRL, full fine-tuning and LoRA (docs/planner-method.md)."
 TIME_WITHOUT_WRITING = "The step time is that of training; the time in which completions are written is left out."
 
 
@@ -60,7 +57,7 @@ class PlannedPostTraining(PlannedCausalLM):
 
     def notes(self) -> tuple[str, ...]:
         return (
-            COMPARED_FULL if self.objective == "dpo" else UNCOMPARED,
+            COMPARED if self.objective == "dpo" else UNCOMPARED,
             "Every token after the first counts as an answer's, so the head's memory is an upper bound.",
         )
 
