@@ -26,7 +26,7 @@ per rank and slot, and the products with B_e and A_eᵀ add to the same tile as 
 
 A weight may also be a function that makes it, such as the dequantisation of a 4-bit weight. The forward and the
 backward call it once each, so that one dense weight of one projection exists at a time. A recomputation ends with W of
-the down-projection, and the backward that follows begins with it, so it is kept for that moment.
+the down-projection, and the backward that waits for it begins with it, so it is kept for that moment.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def choose_by_positions(
 ) -> Callable[..., Any]:  # fmt: skip
     """A forward in the place of `original`, which makes consecutive positions if it is given none.
 
-    It runs `known` if the caller gives no positions, and `asking` if the caller does. compiles_known: torch.compile
-    records `known` too.
+    The forward runs `known` if the caller gives no positions, and `asking` if the caller does. compiles_known: whether
+    torch.compile records `known` too.
     """
     at = list(inspect.signature(original).parameters).index("position_ids") - 1
 
