@@ -19,7 +19,7 @@ from tigon.models.packed_documents import keep_apart
 from tigon.models.patch import flags_of, unpatch
 from tigon.models.seams.attention_sinks import CausalRows
 from tigon.models.verification.tiny import tiny_config, tiny_model
-from tigon.ops.attention_with_sinks import BY_DEFAULT, attention_with_sinks_fwd
+from tigon.ops.attention_with_sinks import attention_with_sinks_fwd
 from tigon.techniques import checkpointing
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 4}
@@ -140,8 +140,8 @@ def test_patch_after_one_without_it_adds_it_and_undoes_it_first() -> None:
     first.undo()
 
 
-def test_left_out_flag_means_the_default() -> None:
-    assert ("attention_with_sinks" in tigon.patch(model_of()).counts) == BY_DEFAULT
+def test_op_runs_unless_the_flag_is_false() -> None:
+    assert "attention_with_sinks" in tigon.patch(model_of()).counts
     assert "attention_with_sinks" not in tigon.patch(model_of(), attention_sinks=False).counts
 
 
@@ -166,13 +166,28 @@ def test_selective_checkpointing_keeps_the_results_of_attention() -> None:
     assert computed.call_count == 2
 
 
-def test_compiled_forward_is_one_graph_with_the_same_loss() -> None:
-    model = model_of()
+@pytest.mark.parametrize("family", ["gpt_oss", "flint"])
+def test_compiled_forward_is_one_graph_that_runs_the_op_with_the_same_loss(family: str) -> None:
+    """Flint's mask reads positions, and GPT-OSS's does not."""
+    model = model_of(family)
     want = step(model)
     tigon.patch(model, attention_sinks=True)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_close(step(compiled), {f"_orig_mod.{name}" if "." in name else name: t for name, t in want.items()})
+    with patch.object(attention_with_sinks_fwd, "_composite", wraps=attention_with_sinks_fwd._composite) as computed:
+        got = step(compiled)
+    assert computed.call_count == 2
+    assert_close(got, {f"_orig_mod.{name}" if "." in name else name: t for name, t in want.items()})
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "flint"])
+def test_rows_without_positions_are_one_document_without_a_look_at_them(family: str) -> None:
+    """On a GPU the host would wait for it."""
+    model = model_of(family)
+    tigon.patch(model, attention_sinks=True)
+    with patch.object(CausalRows, "of_positions", side_effect=AssertionError), calls() as called:
+        step(model)
+    assert called.call_count == 2
 
 
 def test_autocast_computes_attention_in_bf16() -> None:

@@ -139,6 +139,23 @@ def test_last_layer_of_a_recomputation_casts_nothing_for_a_frozen_weight(monkeyp
     assert casts == [(True, False)] * 11 + [(True, True)] * 9 + [(False, True)]
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["both trained", "first frozen"])
+def test_recomputation_that_ends_with_layers_of_one_input_gives_the_same_bits(frozen: bool) -> None:
+    """The recomputation casts the input for the second layer again, and the first run has shared its cast."""
+    torch.manual_seed(0)
+    x = torch.randn(32, 16).bfloat16().requires_grad_()
+    first = torch.randn(48, 16).bfloat16().requires_grad_(not frozen)
+    second = (100 * torch.randn(48, 16)).bfloat16().requires_grad_()
+
+    def product(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return tigon.fp8_linear(x, first) + tigon.fp8_linear(x, second)  # the sum saves nothing
+
+    wanted = [t for t in (x, first, second) if t.requires_grad]
+    plain = torch.autograd.grad(product(x, first, second).sum(), wanted)
+    again = torch.autograd.grad(recomputed(product, x, first, second).sum(), wanted)
+    assert all(torch.equal(got, want) for got, want in zip(again, plain, strict=True))
+
+
 def test_projections_of_one_input_share_its_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8_linear = importlib.import_module("tigon.ops.linear.fp8_linear")  # `tigon.ops.linear.fp8_linear` is the function
     model, casts = llama(layers=1), []

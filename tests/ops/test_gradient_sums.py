@@ -88,6 +88,13 @@ def test_few_ids(backend: Backend, ids: list[int]) -> None:
     torch.testing.assert_close(grad.double(), want, rtol=1e-6, atol=1e-5)
 
 
+def test_padding_token_keeps_its_row_beside_a_gradient_that_is_not_finite(backend: Backend) -> None:
+    grad, dy = torch.ones(4, 8, device=backend.device), torch.ones(3, 8, device=backend.device)
+    dy[1] = torch.nan
+    gradient_sums.add_rows_(grad, dy, torch.tensor([2, 1, 2], device=backend.device), 1)
+    assert grad[:, 0].tolist() == [1, 1, 3, 1]
+
+
 class NoWait(TorchDispatchMode):
     """Fails if the host reads a value, or an operator whose result's shape depends on values runs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tigon.ops import experts, recomputation
 from tigon.ops.expert_operators import ExpertUnit
 from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
+from tigon.techniques.mechanisms.recompute import recomputed
 
 
 def stored(*shape: int, device: torch.device, low: int = 100, high: int = 140) -> tuple[torch.Tensor, ...]:
@@ -72,24 +74,49 @@ def test_experts_with_such_weights_are_those_with_the_dense_ones(backend: Any) -
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
+class Made:
+    """Weights that count how often they are made."""
+
+    def __init__(self, seed: int = 0) -> None:
+        made = torch.Generator().manual_seed(seed)
+        self.weights = {name: torch.randn(3, width, 4, generator=made) for name, width in (("gate_up", 8), ("down", 4))}
+        self.names: list[str] = []
+
+    def of(self, name: str) -> torch.Tensor:
+        self.names.append(name)
+        return self.weights[name]
+
+    def makers(self) -> tuple[Any, Any]:
+        return partial(self.of, "gate_up"), partial(self.of, "down")
+
+
+INDEX = torch.tensor([[0], [1], [2], [0], [1]])
+
+
 @pytest.mark.parametrize("follows", [False, True])
 def test_backward_right_after_the_forward_does_not_make_the_last_weight_again(follows: bool) -> None:
-    made: list[str] = []
-    weights = {"gate_up": torch.randn(3, 8, 4), "down": torch.randn(3, 4, 4)}
-
-    def of(name: str) -> Any:
-        def make() -> torch.Tensor:
-            made.append(name)
-            return weights[name]
-
-        return make
-
-    hidden = torch.randn(5, 4, requires_grad=True)
-    index, weights_TK = torch.tensor([[0], [1], [2], [0], [1]]), torch.rand(5, 1)
+    made, hidden, shares = Made(), torch.randn(5, 4, requires_grad=True), torch.rand(5, 1)
+    (want,) = torch.autograd.grad(experts(hidden, INDEX, shares, *made.weights.values()).sum(), hidden)
     with recomputation.running(recomputation.Run(backward_follows=follows)):
-        y = experts(hidden, index, weights_TK, of("gate_up"), of("down"))
-    (want,) = torch.autograd.grad(experts(hidden, index, weights_TK, *weights.values()).sum(), hidden)
+        y = experts(hidden, INDEX, shares, *made.makers())
     for again in ([] if follows else ["down"], ["down"]):  # a second backward has to make it
-        made.clear()
+        made.names.clear()
         (got,) = torch.autograd.grad(y.sum(), hidden, retain_graph=True)
-        assert made == [*again, "gate_up"] and torch.equal(got, want)
+        assert made.names == [*again, "gate_up"] and torch.equal(got, want)
+
+
+def test_recomputed_experts_hand_their_last_weight_to_their_own_backward() -> None:
+    """Of two mixtures in one recomputed function, only the second one's backward comes next."""
+    first, second, shares = Made(), Made(seed=1), torch.rand(5, 1)
+    hidden = torch.randn(5, 4, requires_grad=True)
+
+    def both(hidden: torch.Tensor, weights: Any) -> torch.Tensor:
+        return experts(experts(hidden, INDEX, shares, *weights[0]), INDEX, shares, *weights[1])
+
+    y = recomputed(both, hidden, (first.makers(), second.makers()))
+    (want,) = torch.autograd.grad(both(hidden, [made.weights.values() for made in (first, second)]).sum(), hidden)
+    for made in (first, second):
+        made.names.clear()
+    (got,) = torch.autograd.grad(y.sum(), hidden)
+    assert torch.equal(got, want)
+    assert first.names == ["gate_up", "down", "down", "gate_up"] and second.names == ["gate_up", "down", "gate_up"]

@@ -10,7 +10,6 @@ from tiny_checkpoint import chats, save
 from trainer_helpers import records
 
 from tigon.objectives.causal_lm import CausalLM
-from tigon.ops.attention_with_sinks import BY_DEFAULT
 
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}
 MAMBA = {
@@ -60,10 +59,6 @@ def test_attention_with_sinks_trains_packed_documents_to_the_same_loss(oss: Any,
         assert outcome.code == 0, outcome.err
         losses.append(records(here / "runs" / run, "train")[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    if BY_DEFAULT:  # the key then has no effect on other models and kernels
-        return
-    refused = tigon("train", oss, "--set", "model.attention_sinks=true", "--set", "model.attention=sdpa")
-    assert refused.code == 2 and "model.attention_sinks" in refused.err and "model.attention: eager" in refused.err
 
 
 def test_state_space_model_is_refused_with_packing_and_trains_without(here: Any, recipe: Any, tigon: Any) -> None:

@@ -46,7 +46,6 @@ from tigon.models.spec import (
 )
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
-from tigon.ops.attention_with_sinks import BY_DEFAULT as SINKS_BY_DEFAULT
 
 Flags = Mapping[str, bool | None]
 ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPTIONAL_FLAGS, *LOSS_FLAGS)
@@ -157,7 +156,7 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
     if flags["add_rms_norm"]:
         _decide_residual_norms(model, decision)
     # After rope, whose seam may be below on the same attention.
-    if flags[SINKS_FLAG] or (flags[SINKS_FLAG] is None and SINKS_BY_DEFAULT):
+    if flags[SINKS_FLAG] is not False:
         _decide_sinks(model, flags[SINKS_FLAG], decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)

@@ -35,8 +35,6 @@ from tigon.ops.lm_head import no_autocast
 
 # B rows, h query heads, k key heads, T tokens, D head width, E width of the values.
 
-BY_DEFAULT = True
-"""Whether models with such attention run the op unless they are told not to: `tigon.patch`, recipes and plans."""
 BLOCK_BYTES = 64 << 20
 """The most bytes of one block of scores in fp32."""
 FLASH_DTYPES = (torch.float16, torch.bfloat16)

@@ -44,7 +44,7 @@ def _add_rows(grad_VH: Tensor, dy_NH: Tensor, ids_N: Tensor, padding: int) -> No
     first_N[1:] = ids_N[1:] != ids_N[:-1]
     group_N = first_N.cumsum(0) - 1
     rows_NH = dy_NH.index_select(0, order_N).to(acc)
-    rows_NH = rows_NH * (ids_N != padding).unsqueeze(1)
+    rows_NH.masked_fill_((ids_N == padding).unsqueeze(1), 0)
     sums_NH = torch.zeros_like(rows_NH).index_add_(0, group_N, rows_NH)
     # Each place of an id writes the same row.
     total_NH = grad_VH.index_select(0, ids_N).to(acc) + sums_NH.index_select(0, group_N)

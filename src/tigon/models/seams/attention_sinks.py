@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
-from tigon.models.seams.mask import MaskSeam
-from tigon.models.seams.rebind import owner_of, rebind
+from tigon.models.seams.mask import MaskSeam, choose_by_positions, makes_consecutive_positions, without_positions
+from tigon.models.seams.rebind import owner_of, rebind, rebind_each
 from tigon.models.verification import probe
 
 # B batch, h query heads, k key heads, T tokens, D head width.
@@ -207,12 +207,13 @@ class CausalMaskSeam(Seam):
         return None
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
-        base = _without_mask_seam(base)
-        forward: Any = base.forward
-        for name, function in _mask_functions(base).items():
-            owner = owner_of(forward, name)
-            assert owner is not None
-            forward = rebind(forward, owner, {name: functools.partial(mask_or_rows, function)})
+        original: Any = _without_mask_seam(base).forward
+        functions = _mask_functions(_without_mask_seam(base))
+        runs = {name: functools.partial(mask_or_rows, function) for name, function in functions.items()}
+        forward = rebind_each(original, runs)
+        if makes_consecutive_positions(original):
+            known = {name: without_positions(function, runs[name]) for name, function in functions.items()}
+            forward = choose_by_positions(original, forward, rebind_each(original, known), compiles_known=True)
         return {"forward": forward, "_tigon_causal_rows": staticmethod(CausalRows.of_positions)}
 
 

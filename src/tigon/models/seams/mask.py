@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tigon.models.seams.base import Seam, imitate
-from tigon.models.seams.rebind import names_of, owner_of, rebind
+from tigon.models.seams.rebind import names_of, owner_of, rebind_each
 
 _MASKS = "transformers.masking_utils"
 # How the trunks of transformers make positions; with a cache they begin after its tokens. OPT counts the tokens of its
@@ -41,28 +41,38 @@ class MaskSeam(Seam):
 
     def candidate(self, module: nn.Module) -> bool:
         forward: Any = type(module).forward
-        return bool(_mask_functions(forward)) and _makes_consecutive_positions(forward)
+        return makes_consecutive_positions(forward)
 
     def objection(self, module: nn.Module) -> str | None:
         return None
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain_forward: Any = base.forward
-        rebuilt = plain_forward
-        for name, function in _mask_functions(plain_forward):
-            owner = owner_of(rebuilt, name)
-            assert owner is not None
-            rebuilt = rebind(rebuilt, owner, {name: _without_positions(function)})
-        at = _position(plain_forward)
+        functions = _mask_functions(plain_forward)
+        known = rebind_each(
+            plain_forward, {name: without_positions(function, function) for name, function in functions}
+        )
+        # Under torch.compile the question is part of the graph, and nothing waits.
+        return {"forward": choose_by_positions(plain_forward, plain_forward, known, compiles_known=False)}
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given = args[at] if len(args) > at else kwargs.get("position_ids")
-            # Under torch.compile the question is part of the graph, and nothing waits.
-            known = given is None and not torch.compiler.is_compiling()
-            return (rebuilt if known else plain_forward)(self, *args, **kwargs)
 
-        imitate(plain_forward, forward)
-        return {"forward": forward}
+def choose_by_positions(
+    original: Callable[..., Any], asking: Callable[..., Any], known: Callable[..., Any], *, compiles_known: bool
+) -> Callable[..., Any]:  # fmt: skip
+    """A forward in the place of `original`, which makes consecutive positions if it is given none.
+
+    The forward runs `known` if the caller gives no positions, and `asking` if the caller does. compiles_known: whether
+    torch.compile records `known` too.
+    """
+    at = list(inspect.signature(original).parameters).index("position_ids") - 1
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[at] if len(args) > at else kwargs.get("position_ids")
+        are_known = given is None and (compiles_known or not torch.compiler.is_compiling())
+        return (known if are_known else asking)(self, *args, **kwargs)
+
+    imitate(original, forward)
+    return forward
 
 
 @functools.cache
@@ -80,22 +90,21 @@ def _mask_functions(forward: FunctionType) -> tuple[tuple[str, FunctionType], ..
 
 
 @functools.cache
-def _makes_consecutive_positions(forward: FunctionType) -> bool:
+def makes_consecutive_positions(forward: FunctionType) -> bool:
     """Whether the source of a class's forward makes 0, 1, 2 ... for each row if it is given no positions."""
-    owner: Any = owner_of(forward, _mask_functions(forward)[0][0])
-    if "position_ids" not in inspect.signature(forward).parameters:
+    functions = _mask_functions(forward)
+    if not functions or "position_ids" not in inspect.signature(forward).parameters:
         return False
     try:
-        source = inspect.getsource(owner)
+        source = inspect.getsource(owner_of(forward, functions[0][0]))  # type: ignore[arg-type]
     except (OSError, TypeError):
         return False
     assignments = re.findall(r"\bposition_ids = (?!position_ids\.(?:unsqueeze|view|expand|to))", source)
     return bool(_CONSECUTIVE.search(source)) and len(assignments) == 1
 
 
-@functools.cache
-def _without_positions(function: FunctionType) -> Callable[..., Any]:
-    """`function` as if `position_ids` were None."""
+def without_positions(function: FunctionType, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which takes the arguments of the mask function, as if `position_ids` were None."""
     at = list(inspect.signature(function).parameters).index("position_ids")
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -103,11 +112,6 @@ def _without_positions(function: FunctionType) -> Callable[..., Any]:
             args = (*args[:at], None, *args[at + 1 :])
         elif "position_ids" in kwargs:
             kwargs["position_ids"] = None
-        return function(*args, **kwargs)
+        return run(*args, **kwargs)
 
     return make
-
-
-def _position(forward: Callable[..., Any]) -> int:
-    """The index of `position_ids` among the arguments after self."""
-    return list(inspect.signature(forward).parameters).index("position_ids") - 1

@@ -86,6 +86,15 @@ def rebind(
     return copy
 
 
+def rebind_each(function: Any, replacements: Mapping[str, Any]) -> Any:
+    """`function`, rebuilt so that the first reader of each name in its decorator chain sees the replacement."""
+    for name, replacement in replacements.items():
+        owner = owner_of(function, name)
+        assert owner is not None, f"nothing reads {name}"
+        function = rebind(function, owner, {name: replacement})
+    return function
+
+
 def _rebound_cell(
     function: FunctionType, cell: CellType, owner: FunctionType, replacements: Mapping[str, Any], code: CodeType | None
 ) -> CellType:

@@ -45,6 +45,10 @@ class _Kept(NamedTuple):
     capturing: bool
     run: recomputation.Run
     operand: Operand
+    amax: Tensor
+
+
+_NOTHING = Operand(None, None, None, None)
 
 
 class _LastCast(threading.local):
@@ -70,28 +74,28 @@ def _input_operand(x: Tensor, scaling: str, columns: bool, rows: bool) -> Operan
     x_NH = x.reshape(-1, x.shape[-1])
     if type(x) not in (Tensor, FakeTensor) or x.is_inference():
         return operand(x_NH, scaling, rows=rows, columns=columns, amax=_amax(x_NH, scaling))
-    if not rows:
-        amax = _amax(x_NH, scaling, _found(x, scaling))
-        return (
-            operand(x_NH, scaling, rows=False, columns=True, amax=amax) if columns else Operand(None, None, None, None)
-        )
     # A captured CUDA graph must contain the cast, so it cannot use one that ran before the capture.
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     # A first run and its recomputation must keep and take the same magnitudes, so they share no cast with other runs.
+    # Each layer keeps them, because a recomputation may cast where the first run has shared a cast.
     kept, run = _last.kept, recomputation.current()
-    if (
-        kept is not None and kept.of() is x and (x._version, scaling, capturing) == kept[1:4] and kept.run is run
-        and (kept.operand.columns is not None or not columns)
+    if kept is not None and not (
+        kept.of() is x and (x._version, scaling, capturing) == kept[1:4] and kept.run is run
     ):  # fmt: skip
+        kept = None
+    amax = _amax(x_NH, scaling, _found(x, scaling) if kept is None else kept.amax)
+    if kept is not None and (kept.operand.columns is not None or not columns):
         return kept.operand
-    cast = operand(x_NH, scaling, rows=True, columns=columns, amax=_amax(x_NH, scaling, _found(x, scaling)))
+    if not rows:
+        return operand(x_NH, scaling, rows=False, columns=True, amax=amax) if columns else _NOTHING
+    cast = operand(x_NH, scaling, rows=True, columns=columns, amax=amax)
     cast = cast if columns else Operand(cast.rows, None, cast.row_scales, None)
 
     def forget(reference: weakref.ref[Tensor], last: _LastCast = _last) -> None:
         if last.kept is not None and last.kept.of is reference:
             last.kept = None
 
-    _last.kept = _Kept(weakref.ref(x, forget), x._version, scaling, capturing, run, cast)
+    _last.kept = _Kept(weakref.ref(x, forget), x._version, scaling, capturing, run, cast, amax)
     return cast
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
-from tigon.ops.attention_with_sinks import BY_DEFAULT
-
 # Size -> (minimum, maximum or None), for sizes that recipes and plans share and that belong to no technique.
 LIMITS: Mapping[str, tuple[int, int | None]] = {"batch": (1, None), "seq": (8, None)}
 
@@ -30,7 +28,7 @@ class Choices:
     attention_groups: int = 1
     kernels: str = "tigon"
     attention: str = "sdpa"
-    attention_sinks: bool = BY_DEFAULT
+    attention_sinks: bool = True
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ("linear",)
     lora_dropout: float = 0.0
