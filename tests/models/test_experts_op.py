@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -48,11 +47,9 @@ def test_interface_and_patch_agree_with_transformers_eager_experts(family: str) 
     assert_agree(results(model), want)
 
 
-def test_experts_run_the_op_unless_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_run_the_op_unless_switched_off() -> None:
     assert tigon.patch(tiny_model("mixtral")).counts["experts"] == 2
     assert "experts" not in tigon.patch(tiny_model("mixtral"), experts=False).counts
-    monkeypatch.setattr(sys.modules["tigon.models.patch"], "EXPERTS_BY_DEFAULT", False)  # the name is also a function
-    assert "experts" not in tigon.patch(tiny_model("mixtral")).counts
     assert "experts" not in tigon.patch(tiny_model("llama")).counts
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tigon.ops import experts, recomputation
+from tigon.ops import experts
 from tigon.ops.expert_operators import ExpertUnit
 from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
-from tigon.techniques.mechanisms.recompute import recomputed
 
 
 def stored(*shape: int, device: torch.device, low: int = 100, high: int = 140) -> tuple[torch.Tensor, ...]:
@@ -72,51 +70,3 @@ def test_experts_with_such_weights_are_those_with_the_dense_ones(backend: Any) -
         )  # fmt: skip
         results.append((y, *torch.autograd.grad(y.square().sum(), (hidden, weights))))
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
-
-
-class Made:
-    """Weights that count how often they are made."""
-
-    def __init__(self, seed: int = 0) -> None:
-        made = torch.Generator().manual_seed(seed)
-        self.weights = {name: torch.randn(3, width, 4, generator=made) for name, width in (("gate_up", 8), ("down", 4))}
-        self.names: list[str] = []
-
-    def of(self, name: str) -> torch.Tensor:
-        self.names.append(name)
-        return self.weights[name]
-
-    def makers(self) -> tuple[Any, Any]:
-        return partial(self.of, "gate_up"), partial(self.of, "down")
-
-
-INDEX = torch.tensor([[0], [1], [2], [0], [1]])
-
-
-@pytest.mark.parametrize("follows", [False, True])
-def test_backward_right_after_the_forward_does_not_make_the_last_weight_again(follows: bool) -> None:
-    made, hidden, shares = Made(), torch.randn(5, 4, requires_grad=True), torch.rand(5, 1)
-    (want,) = torch.autograd.grad(experts(hidden, INDEX, shares, *made.weights.values()).sum(), hidden)
-    with recomputation.running(recomputation.Run(backward_follows=follows)):
-        y = experts(hidden, INDEX, shares, *made.makers())
-    for again in ([] if follows else ["down"], ["down"]):  # a second backward has to make it
-        made.names.clear()
-        (got,) = torch.autograd.grad(y.sum(), hidden, retain_graph=True)
-        assert made.names == [*again, "gate_up"] and torch.equal(got, want)
-
-
-def test_recomputed_experts_hand_their_last_weight_to_their_own_backward() -> None:
-    """Of two mixtures in one recomputed function, only the second one's backward comes next."""
-    first, second, shares = Made(), Made(seed=1), torch.rand(5, 1)
-    hidden = torch.randn(5, 4, requires_grad=True)
-
-    def both(hidden: torch.Tensor, weights: Any) -> torch.Tensor:
-        return experts(experts(hidden, INDEX, shares, *weights[0]), INDEX, shares, *weights[1])
-
-    y = recomputed(both, hidden, (first.makers(), second.makers()))
-    (want,) = torch.autograd.grad(both(hidden, [made.weights.values() for made in (first, second)]).sum(), hidden)
-    for made in (first, second):
-        made.names.clear()
-    (got,) = torch.autograd.grad(y.sum(), hidden)
-    assert torch.equal(got, want)
-    assert first.names == ["gate_up", "down", "down", "gate_up"] and second.names == ["gate_up", "down", "gate_up"]

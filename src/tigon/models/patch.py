@@ -37,7 +37,6 @@ from tigon.models.spec import (
     ADAPTER_SEAMS,
     EXPERT_FLAGS,
     EXPERT_SEAMS,
-    EXPERTS_BY_DEFAULT,
     LAYER_FLAGS,
     LOSS_FLAGS,
     OPTIONAL_FLAGS,
@@ -147,11 +146,8 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         home=package_of(type(model)),
         patched=sum(isinstance(m, PatchedModule) and m._tigon_seam.reported for m in model.modules()),
     )
-    # First, so that the seam of the experts' activation leaves these modules to it.
-    for flag in EXPERT_FLAGS:
-        if flags[flag] is not None or EXPERTS_BY_DEFAULT:
-            _decide_layers(model, spec, flag, flags[flag], decision)
-    for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
+    # Experts first, so that the seam of their activation leaves these modules to them.
+    for flag in (*EXPERT_FLAGS, *LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
     if flags["add_rms_norm"]:
         _decide_residual_norms(model, decision)
@@ -357,7 +353,7 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
     fused, cross_entropy = flags["linear_cross_entropy"] is not False, flags["cross_entropy"] is not False
     seam = CausalLMSeam(
         head=head_path or "lm_head", fused=fused, cross_entropy=cross_entropy, logits=spec.logits,
-        balancing=flags["router"] or (EXPERTS_BY_DEFAULT and flags["router"] is None),
+        balancing=flags["router"] is not False,
     )  # fmt: skip
     head = seam.find_head(model)
     if isinstance(model, PatchedModule):

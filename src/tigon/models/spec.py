@@ -18,8 +18,6 @@ from tigon.models.seams.router import ROUTERS
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
 EXPERT_FLAGS = ("experts", "router")
-EXPERTS_BY_DEFAULT = True
-"""Whether `experts=None` and `router=None` run the ops for every module that they serve."""
 SINKS_FLAG = "attention_sinks"
 # Models need no module for them. add_rms_norm is off unless it is True.
 OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm", SINKS_FLAG)

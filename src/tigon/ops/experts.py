@@ -25,25 +25,21 @@ per rank and slot, and the products with B_e and A_eᵀ add to the same tile as 
     backward    dx += s · A_eᵀ g            dB_e = Σ dy hᵀ          dA_e = s · Σ g xᵀ
 
 A weight may also be a function that makes it, such as the dequantisation of a 4-bit weight. The forward and the
-backward call it once each, so that one dense weight of one projection exists at a time. A recomputation ends with W of
-the down-projection, and the backward that waits for it begins with it, so it is kept for that moment.
+backward call it once each, so that one dense weight of one projection exists at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops import recomputation
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, check_number, first_order
 from tigon.ops.expert_operators import (
@@ -68,33 +64,6 @@ def _sorted_slots(experts_TK: Tensor, number_of_experts: int) -> tuple[Tensor, T
     sorted_experts, order = torch.sort(experts_TK.reshape(-1), stable=True)
     bounds = torch.arange(number_of_experts + 1, device=experts_TK.device, dtype=sorted_experts.dtype)
     return order, torch.searchsorted(sorted_experts, bounds, out_int32=True)
-
-
-class _LastWeight(threading.local):
-    """The dense weight of the last recomputed product, until the next backward of experts in this thread.
-
-    The recomputation runs in the backward of the node that needs it, and makes other nodes. The memory of `pre`, which
-    the recomputation has saved for the waiting node, says whose weight it is.
-    """
-
-    _weight: Tensor | None = None
-    _pre: StorageWeakRef | None = None
-    """A weak reference keeps the address from being used again."""
-
-    def put(self, weight: Tensor, pre: Tensor) -> None:
-        self._weight, self._pre = weight, _storage(pre)
-
-    def take(self, pre: Tensor) -> Tensor | None:
-        """The weight, if `pre` belongs to it. It is forgotten in any case."""
-        weight, of, self._weight, self._pre = self._weight, self._pre, None, None
-        return weight if of is not None and of == _storage(pre) else None
-
-
-def _storage(x: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(x.untyped_storage())
-
-
-_last_weight = _LastWeight()
 
 
 class Experts(torch.autograd.Function):
@@ -123,8 +92,6 @@ class Experts(torch.autograd.Function):
             h_down, b = _low(y, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, False)
             weight = dense(down, dtype)
             z = grouped_product(y, weight, down_bias, h_down, b, order, offsets, top_k, False, True)
-            if ctx.make_down and recomputation.current().backward_follows:
-                _last_weight.put(weight, pre)
             del y, weight
             out = combine_slots(z, weights, experts_TK, E)
         ctx.save_for_backward(
@@ -178,7 +145,6 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, experts_TK, weights, order, offsets, pre, stored_gate_up, stored_down, down_bias,
         gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, h_gate_up, h_down,
     ) = ctx.saved_tensors  # fmt: skip
-    kept_down = _last_weight.take(pre)
     want_x, _, want_w, want_gate_up, want_down, want_b, want_c, *want_lora = ctx.needs_input_grad[:11]
     want_gate_up_a, want_gate_up_b, want_down_a, want_down_b = want_lora
     gate_up_scaling, down_scaling = ctx.scalings
@@ -189,8 +155,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if want_dpre or want_w or want_down_a:
         g, a_t = _low_gradient(dy, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, True)
         if want_dpre or want_w:
-            weight = (dense(ctx.make_down or stored_down, dtype) if kept_down is None else kept_down).transpose(1, 2)
-            del kept_down
+            weight = dense(ctx.make_down or stored_down, dtype).transpose(1, 2)
             da = grouped_product(dy, weight, None, g, a_t, order, offsets, top_k, True, False)
             del weight
     want_wy, dpre, wy, dweights = want_down or want_down_a, pre, pre, weights
