@@ -1,4 +1,4 @@
-"""Time rotary embeddings at widths whose halves are no power of two: tile shapes, Liger in place, and a copy.
+"""Time rotary embeddings at widths such as 192 and 320, with several tile shapes, beside Liger in place and a copy.
 
     python -m benchmarks.measure_rope --json RECORD      # on a GPU: about 40 s
 
@@ -40,7 +40,7 @@ def tigon_call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Callable[[], A
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """Of one call, from a graph of CALLS."""
+    """Return the time of one call, measured on a CUDA graph of CALLS."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 from helpers import relative_error
 from tigon.models.verification.tiny import tiny_batch, tiny_model
-from tigon.ops.accumulation_fusion import LeafGradient, accumulation_fusion
+from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.layer_checkpointing import apply
@@ -51,22 +51,6 @@ def gradients(model: Any, *, fused: bool, autocast: bool = False) -> dict[str, T
                 loss = model(**micro_batch(number)).loss
             loss.backward()
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the weights whose gradient was added in place."""
-    shapes: list[tuple[int, ...]] = []
-    plain = LeafGradient.to_add_to
-
-    def watched(self: LeafGradient) -> Tensor | None:
-        grad = plain(self)
-        if grad is not None:
-            shapes.append(tuple(self.weight.shape))
-        return grad
-
-    monkeypatch.setattr(LeafGradient, "to_add_to", watched)
-    return shapes
 
 
 CASES: dict[str, dict[str, Any]] = {
