@@ -58,7 +58,7 @@ def test_a_row_is_recognised_by_its_fields(tmp_path, name):
 
 def test_tools_calls_and_parts_of_text_are_read(tmp_path):
     document = one(tmp_path / "d.jsonl", {"messages": TURNS, "tools": json.dumps([{**TOOL, "strict": None}])})
-    assert document.tools == (TOOL,), "JSON text is parsed, and keys without a value are left out"
+    assert document.tools == ({**TOOL, "strict": None},), "JSON text is parsed, and keeps its nulls"
     question, call, answer, _ = document.messages
     assert question.content == "Is it warm?" and call.content == ""
     assert call.more["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
@@ -77,7 +77,40 @@ def test_a_message_of_weight_0_is_not_learned(tmp_path):
     assert [m.learned for m in one(tmp_path / "d.jsonl", {"messages": turns}).messages] == [False, True]
 
 
+@pytest.mark.parametrize("key", ["train", "loss", "weight"])
+def test_the_names_of_other_trainers_for_a_turn_that_is_not_learned_are_read(tmp_path, key):
+    turns = [{"role": "assistant", "content": "a", key: False}, {"role": "assistant", "content": "b", key: True}]
+    assert [m.learned for m in one(tmp_path / "d.jsonl", {"messages": turns}).messages] == [False, True]
+
+
+def test_nulls_of_arguments_and_schemas_stay_in_json_and_go_in_arrow_which_fills_them_in(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    calls = [{"function": {"name": "f", "arguments": {"x": None, "y": 1}}}]
+    row = {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}], "tools": [{"default": None}]}
+    document = one(tmp_path / "d.jsonl", row)
+    assert document.messages[0].more["tool_calls"][0]["function"]["arguments"] == {"x": None, "y": 1}
+    assert document.tools == ({"default": None},)
+    other = {"messages": [{"role": "assistant", "content": "a"}], "tools": [{"default": None}]}
+    pq.write_table(pa.Table.from_pylist([row, other]), tmp_path / "d.parquet")
+    first, second = read([str(tmp_path / "d.parquet")], "auto", None)
+    assert first.messages[0].more["tool_calls"][0]["function"]["arguments"] == {"y": 1}
+    assert second.messages[0].more == {} and second.tools == ({},)
+
+
+def test_columns_that_a_format_does_not_read_are_named(tmp_path):
+    assert one(tmp_path / "d.jsonl", {"prompt": "q", "completion": "a", "id": 1, "topic": "t"}).unread == (
+        "id",
+        "topic",
+    )
+    assert one(tmp_path / "d.jsonl", {"instruction": "q", "output": "a", "history": []}).unread == ("history",)
+    assert one(tmp_path / "d.jsonl", {"conversations": [{"from": "gpt", "value": "a"}], "system": "s"}).unread == ()
+
+
 BAD_ROWS = {
+    "a weight between": (
+        {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
+        "message 0: weight is 0.5; write 0 or false for an answer that is not learned",
+    ),
     "no column": (
         {"a": 1},
         r"columns a fit no known format \(sharegpt: conversations; .*alpaca: instruction and output",

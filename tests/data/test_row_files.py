@@ -17,6 +17,7 @@ from tigon.errors import DataError
 ROWS = [{"prompt": "one, two", "completion": "a\nb"}, {"prompt": "é🙂", "completion": 'say "c"'}]
 AS_TEXT = {
     ".jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
+    ".ndjson": "".join(json.dumps(row) + "\n" for row in ROWS),
     ".json": json.dumps(ROWS, indent=1),
     ".csv": 'prompt,completion\n"one, two","a\nb"\né🙂,"say ""c"""\n',
     ".tsv": 'prompt\tcompletion\none, two\t"a\nb"\né🙂\t"say ""c"""\n',
@@ -53,6 +54,26 @@ def test_a_parquet_file_gives_its_rows_with_their_numbers(tmp_path):
 
 def test_every_kind_of_file_has_a_test_and_is_found_in_folders():
     assert set(READERS) == {*AS_TEXT, ".parquet"} and set(READERS) < set(SUFFIXES)
+
+
+@pytest.mark.parametrize("suffix", [".JSONL", ".Json", ".CSV", ".TSV", ".NDJSON"])
+def test_a_suffix_in_capitals_names_the_same_kind_of_file(tmp_path, suffix):
+    path = tmp_path / f"d{suffix}"
+    path.write_text(AS_TEXT[suffix.lower()], encoding="utf-8")
+    for source in (path, tmp_path):
+        assert [document.format for document in read([str(source)], "auto", None)] == ["prompt-completion"] * 2
+
+
+@pytest.mark.parametrize("name", ["d.jsonl.bak", "d.xlsx", "d"])
+def test_an_unknown_suffix_is_refused_and_not_read_as_text(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(AS_TEXT[".jsonl"], encoding="utf-8")
+    for look in (lambda source: read([source], "auto", None), lambda source: first_look([source])):
+        with pytest.raises(DataError, match=r"does not say what the file holds; rename it .* set data\.format: text"):
+            look(Source(str(path)))
+    (document,) = read([Source(str(path), format="text")], "auto", None)
+    assert document.text == AS_TEXT[".jsonl"]
+    assert len(read([Source(str(path), format="prompt-completion")], "auto", None)) == 2
 
 
 def test_rows_of_a_json_list_have_the_lines_on_which_they_begin(tmp_path):

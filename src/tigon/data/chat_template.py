@@ -8,18 +8,23 @@ order, and each is checked:
    after the generation prompt is learned.
 3. Some templates write a turn in another way when more turns follow, for example without its reasoning. Then the turn
    is found by rendering the chat again with another answer in its place: what differs is the turn.
+
+The result is spans of characters. `tokenizer.py` tokenises the whole text, so the tokens are those of transformers'
+`apply_chat_template(tokenize=True)`, whatever the spans are.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tigon._files import read_text
 from tigon.data.documents import Document, Message, Segment
+from tigon.data.messages import REASONING
 from tigon.errors import DataError, RecipeError
 
 WORDS = ("auto", "chat", "plain")
@@ -42,15 +47,18 @@ class Rendering:
     """`auto`: rows that are chats use the tokenizer's template; `chat`: prompts with completions too; `plain`: none."""
     learn: str = "answers"
     """`answers`, or `all` tokens."""
+    ends: tuple[int, ...] = ()
+    """Ids that end an answer besides the tokenizer's end-of-text token: those of the model's generation config."""
 
 
-def choose(tokenizer: Any, template: str, learn: str) -> Rendering:
+def choose(tokenizer: Any, template: str, learn: str, ends: Sequence[int] = ()) -> Rendering:
     """The rendering that the recipe asks for. A template in a file becomes the tokenizer's.
 
     Args:
         tokenizer: The tokenizer of the run.
         template: The value of `data.template`.
         learn: The value of `data.learn`.
+        ends: Ids at which the model's generation config ends an answer.
 
     Raises:
         RecipeError: There is no such template.
@@ -63,7 +71,7 @@ def choose(tokenizer: Any, template: str, learn: str) -> Rendering:
             "data.template: chat needs a tokenizer with a chat template, and this one has none; name a .jinja file "
             "with a template, or set data.template: plain"
         )
-    return Rendering(template, learn)
+    return Rendering(template, learn, tuple(ends))
 
 
 def _from_file(path: Path) -> str:
@@ -108,35 +116,54 @@ def segments_of(document: Document, tokenizer: Any, rendering: Rendering) -> tup
     """
     if not is_chat(document, tokenizer, rendering):
         return document.segments
-    chat = _Chat(document, tokenizer if rendering.template != "plain" and has_template(tokenizer) else None)
+    chat = _Chat(document, tokenizer, template_of(document, tokenizer, rendering))
     if rendering.learn == "all":
         return (Segment(chat.text(document.messages), True),)
     return chat.marked() or chat.by_prefixes() or chat.by_stand_ins()
 
 
 class _Chat:
-    """The text of one document's messages. tokenizer: None writes plain headers instead of a template."""
+    """The text of one document's messages. template: the source of the template; empty writes plain headers."""
 
-    def __init__(self, document: Document, tokenizer: Any | None) -> None:
+    def __init__(self, document: Document, tokenizer: Any, template: str) -> None:
         self.messages, self.tools, self.where = document.messages, document.tools, document.origin
-        self.tokenizer = tokenizer
-        self.template = "" if tokenizer is None else self._template(tokenizer)
+        self.tokenizer, self.template = tokenizer, template
         for kind, given in (("tools", bool(self.tools)), ("tool_calls", _calls_tools(self.messages))):
-            if given and kind not in self.template:
-                which = "the tokenizer has no chat template" if tokenizer is None else "the chat template has no place"
+            if given and kind not in template:
+                which = "the chat template has no place" if template else "the tokenizer has no chat template"
                 raise DataError(
                     f"{self.where}: {which} for {kind}; use a model or a data.template that knows tools, or remove them"
                 )
+        self.messages = tuple(_with_known_reasoning(message, template) for message in self.messages)
+        self.messages = next((form for form in self._forms() if self._writes(form)), self.messages)
 
-    def _template(self, tokenizer: Any) -> str:
+    def _forms(self) -> Iterator[tuple[Message, ...]]:
+        """The messages as they are, and in other forms of the same content that some templates need.
+
+        - Most templates take the arguments of a call as an object; DeepSeek's join them to a text.
+        - Templates of some models with images take a content only as a list of parts.
+        """
+        yield self.messages
+        yield tuple(message.with_arguments_as_text() for message in self.messages)
+        yield tuple(message.with_content_as_parts() for message in self.messages)
+
+    def _writes(self, messages: Sequence[Message]) -> bool:
+        """Whether the template takes the messages, and writes at least one content, and the name of every tool call."""
         try:
-            return str(tokenizer.get_chat_template(tools=list(self.tools) or None))
-        except ValueError as error:  # several templates, and none of them is the default
-            raise DataError(f"{self.where}: {_short(error)}; set data.template to a .jinja file") from None
+            text = self.text(messages)
+        except DataError:
+            return False
+        contents = [message.content.strip() for message in messages if message.content.strip()]
+        names = [call["function"]["name"] for message in messages for call in message.more.get("tool_calls", ())]
+        return all(name in text for name in names) and (not contents or any(content in text for content in contents))
 
     def text(self, messages: Sequence[Message], *, opened: bool = False) -> str:
-        """The messages as text. opened: with the header of the assistant's next turn."""
-        if self.tokenizer is None:
+        """The messages as text. opened: with the header of the assistant's next turn.
+
+        Raises:
+            DataError: The template refuses the messages.
+        """
+        if not self.template:
             turns = "".join(f"### {m.role.capitalize()}:\n{m.content}\n\n" for m in messages)
             return turns + ("### Assistant:\n" if opened else "")
         if not messages and not opened:
@@ -158,11 +185,13 @@ class _Chat:
             return None
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        assert self.tokenizer is not None
-        (text,), (spans,) = render_jinja_template(
-            [[message.as_mapping() for message in self.messages]], tools=list(self.tools) or None,
-            chat_template=self.template, return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
-        )  # fmt: skip
+        try:
+            (text,), (spans,) = render_jinja_template(
+                [[message.as_mapping() for message in self.messages]], tools=list(self.tools) or None,
+                chat_template=self.template, return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
+            )  # fmt: skip
+        except Exception:  # the template's refusal; `text` reports it with the number of the row
+            return None
         if text != self.text(self.messages) or not spans:
             return None
         return _cut(text, spans)
@@ -177,9 +206,7 @@ class _Chat:
                 before = self.text(self.messages[:i], opened=True) if answers else done
                 after = self.text(self.messages[: i + 1])
             except DataError:
-                if i + 1 == len(self.messages):
-                    raise
-                return None  # a template may refuse a chat that ends here and take the whole one
+                return None  # a template may refuse a part of a chat and take the whole one
             if not (before.startswith(done) and after.startswith(before)):
                 return None
             if answers:
@@ -194,7 +221,7 @@ class _Chat:
         """Segments by what changes in the text when another answer stands in a turn's place.
 
         Raises:
-            DataError: A turn cannot be found, or other turns are within it.
+            DataError: The template refuses the chat, a turn cannot be found, or other turns are within it.
         """
         text = self.text(self.messages)
         spans: list[tuple[int, int]] = []
@@ -202,57 +229,129 @@ class _Chat:
         for i, message in enumerate(self.messages):
             if message.role != "assistant" or not message.learned:
                 continue
-            begin, end = turns[i]
-            if begin >= end or any(begin < stop and start < end for k, (start, stop) in enumerate(turns) if k != i):
+            turn = turns[i]
+            others = (other for k, other in enumerate(turns) if k != i and other is not None)
+            if turn is None or any(turn[0] < stop and start < turn[1] for start, stop in others):
                 raise DataError(
                     f"{self.where}: the chat template leaves message {i} out or mixes it with others, so it cannot be "
                     "learned alone; set data.learn: all, or give prompt and completion instead"
                 )
+            begin, end = turn
             end += self._closing(text, i, end)
-            prompt_end = turns[i - 1][1] if i else 0
-            spans.append((self._after_header(text, i, prompt_end, begin), end))
+            before = turns[i - 1] if i else (0, 0)
+            spans.append((self._after_header(text, i, before, begin), end))
         return _cut(text, spans)
 
-    def _difference(self, messages: Sequence[Message], i: int) -> tuple[int, int]:
-        """The span (begin, end) of message i in the text of `messages`."""
+    def _difference(self, messages: Sequence[Message], i: int) -> tuple[int, int] | None:
+        """The span (begin, end) of message i in the text of `messages`; None if the text does not depend on it."""
         text, begin, behind = self.text(messages), None, 0
         for stand_in in _STAND_INS:
-            other = self.text([*messages[:i], _other(messages[i], stand_in), *messages[i + 1 :]])
+            try:
+                other = self.text([*messages[:i], _other(messages[i], stand_in), *messages[i + 1 :]])
+            except DataError:  # a template may read the content, for example as JSON
+                return None
             if other == text:
-                return (0, 0)
+                return None
             start = _n_alike(text, other)
             stop = _n_alike(text[::-1], other[::-1])
             begin, behind = (start, stop) if begin is None else (min(begin, start), min(behind, stop))
-        return (begin or 0, len(text) - behind)
+        begin = begin or 0
+        return begin, max(begin, len(text) - behind)
 
     def _closing(self, text: str, i: int, end: int) -> int:
-        """The length of what the template writes after message i to end the turn."""
-        alone = self.messages[: i + 1]
-        closing = self.text(alone)[self._difference(alone, i)[1] :]
-        return _n_alike(closing, text[end : end + len(closing)])
+        """The length of what the template writes after message i to end the turn, whatever follows.
 
-    def _after_header(self, text: str, i: int, prompt_end: int, begin: int) -> int:
+        A special token counts as a whole: `<|return|>` and `<|end|>` begin alike, but are different ends.
+        """
+        alone = self.messages[: i + 1]
+        try:
+            turn = self._difference(alone, i)
+            closing = "" if turn is None else self.text(alone)[turn[1] :]
+        except DataError:  # the template takes no chat that ends here
+            return 0
+        following = text[end : end + len(closing)]
+        n = _n_alike(closing, following)
+        if n == len(closing):
+            return n
+        tokens = special_tokens(self.tokenizer)
+        cuts = [m.start() for m in tokens.finditer(closing) if m.start() < n < m.end()] if tokens else []
+        return min([n, *cuts])
+
+    def _after_header(self, text: str, i: int, before: tuple[int, int] | None, begin: int) -> int:
         """The position at which the turn of message i begins after its header.
 
         Args:
             text: The text of all messages.
             i: The number of the message.
-            prompt_end: Where the content of the message before it ends.
+            before: The span of the message before it; None if that is not known.
             begin: Where its own content begins. The result if the header is not found.
         """
-        closed, opened = self.text(self.messages[:i]), self.text(self.messages[:i], opened=True)
+        prompt_end = 0 if before is None else before[1]
+        closed, opened = self._opened(i)
         if opened == closed:  # no header: the turn begins where the one before it ends
             return min(begin, prompt_end + self._closing(text, i - 1, prompt_end)) if i else begin
         header = opened[len(closed) :] if opened.startswith(closed) else ""
-        at = text.rfind(header, prompt_end, begin) if header else -1
+        # A template may write the header twice in a turn, before the reasoning and before the answer. Both are learned.
+        find = text.rfind if before is None else text.find
+        at = find(header, prompt_end, begin) if header else -1
         return at + len(header) if at >= 0 else begin
+
+    def _opened(self, i: int) -> tuple[str, str]:
+        """The text before message i, without and with the header of the assistant's turn.
+
+        transformers refuses an empty chat, and some templates refuse one without a question. The header is then taken
+        from a chat with a question.
+        """
+        for messages in (self.messages[:i], (*self.messages[:i], Message("user", _STAND_INS[0]))):
+            try:
+                return self.text(messages), self.text(messages, opened=True)
+            except DataError:
+                continue
+        return "", " "  # a header that is not found
+
+
+def template_of(document: Document, tokenizer: Any, rendering: Rendering) -> str:
+    """The source of the chat template that writes the document; empty for plain headers.
+
+    Raises:
+        DataError: The tokenizer has several templates, and none of them is the default.
+    """
+    if rendering.template == "plain" or not has_template(tokenizer):
+        return ""
+    try:
+        return str(tokenizer.get_chat_template(tools=list(document.tools) or None))
+    except ValueError as error:
+        raise DataError(f"{document.origin}: {_short(error)}; set data.template to a .jinja file") from None
+
+
+def special_tokens(tokenizer: Any, *, marks_only: bool = False) -> re.Pattern[str] | None:
+    """Finds the tokenizer's added tokens in a text; None if it has none.
+
+    marks_only: only the special ones, such as `<|im_end|>`, and not words like `<think>`.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    texts = {str(t.content) for t in added.values() if (t.special or not marks_only) and str(t.content).strip()}
+    longest_first = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first))) if texts else None
+
+
+def _with_known_reasoning(message: Message, template: str) -> Message:
+    """The message with its reasoning under the key that the template reads."""
+    for key in REASONING:
+        if key in message.more and not re.search(rf"\b{key}\b", template):
+            known = next((k for k in REASONING if k not in message.more and re.search(rf"\b{k}\b", template)), None)
+            if known is not None:
+                more = {known if name == key else name: value for name, value in message.more.items()}
+                return replace(message, more=more)
+    return message
 
 
 def _other(message: Message, content: str) -> Message:
     """The message with other content, and other arguments in its tool calls."""
     more = dict(message.more)
     if calls := more.get("tool_calls"):
-        function = {"name": content, "arguments": {content: content}}
+        is_text = any(isinstance(call["function"]["arguments"], str) for call in calls)
+        function = {"name": content, "arguments": json.dumps({content: content}) if is_text else {content: content}}
         more["tool_calls"] = [{**call, "function": {**call["function"], **function}} for call in calls]
         return replace(message.with_content(content if message.content else ""), more=more)
     return message.with_content(content)

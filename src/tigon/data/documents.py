@@ -6,6 +6,7 @@ Plain text is one learned segment. Chat messages stay messages here, because a c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -35,11 +36,29 @@ class Message:
     """Whether the turn is learned if it is the assistant's."""
     parts: tuple[Mapping[str, Any], ...] | None = None
     """The content as a list of texts and images, for templates of models with images; None: `content` is text."""
+    argument_texts: tuple[str, ...] = ()
+    """The arguments of each tool call as JSON text, as the row has them."""
 
     def as_mapping(self) -> dict[str, Any]:
         """The turn as chat templates take it."""
         content = self.content if self.parts is None else [dict(part) for part in self.parts]
         return {"role": self.role, "content": content, **self.more}
+
+    def with_arguments_as_text(self) -> Message:
+        """The turn with the arguments of its tool calls as JSON text."""
+        calls = self.more.get("tool_calls")
+        if not calls:
+            return self
+        texts = self.argument_texts or [json.dumps(c["function"]["arguments"], ensure_ascii=False) for c in calls]
+        written = [
+            {**call, "function": {**call["function"], "arguments": text}}
+            for call, text in zip(calls, texts, strict=True)
+        ]
+        return replace(self, more={**self.more, "tool_calls": written})
+
+    def with_content_as_parts(self) -> Message:
+        """The turn with its content as a list of parts."""
+        return replace(self, parts=({"type": "text", "text": self.content},)) if self.parts is None else self
 
     def with_content(self, content: str) -> Message:
         """The turn with another text in place of its content."""
@@ -68,6 +87,8 @@ class Document:
     """Whether a document with both forms becomes messages if the tokenizer has a chat template."""
     weight: float = 1.0
     """How often the document is used in each pass over the data."""
+    unread: tuple[str, ...] = ()
+    """Columns of the row that its format does not read."""
     images: tuple[Any, ...] = ()
     """The images of the messages in their order (`tigon.data.images.Picture`)."""
 

@@ -57,7 +57,14 @@ def read_row(name: str, row: dict[str, Any], where: str) -> Document:
     calls = any(m.more.get("tool_calls") for m in document.messages if m.learned)
     if not calls and not any(text.strip() for text in answers):
         raise DataError(f"{where}: nothing to learn from, because the answer is empty; fill it in or remove the row")
-    return replace(document, format=name)
+    unread = tuple(str(column) for column in row if column not in _read_columns(row_format, row))
+    return replace(document, format=name, unread=unread)
+
+
+def _read_columns(row_format: Format, row: Mapping[str, Any]) -> set[str]:
+    """The columns that the format reads from this row."""
+    has_needed = all(column in row for column in row_format.needs)
+    return {*(row_format.needs if has_needed else (str(row_format.instead),)), *row_format.optional}
 
 
 def detect(row: Mapping[str, Any], where: str, mapped: Mapping[str, str]) -> str:

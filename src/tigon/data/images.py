@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from tigon._files import open_regular
-from tigon.data import formats, tokenizer
-from tigon.data.chat_template import Rendering, segments_of
+from tigon.data import formats, row_notes, tokenizer
+from tigon.data.chat_template import Rendering, segments_of, template_of
 from tigon.data.documents import BadRows, Document, Message, Segment
 from tigon.data.messages import IMAGE_PARTS
 from tigon.data.packing import Collator, Packed, Sample, pack
-from tigon.data.tokenizer import IGNORE_INDEX, Encoded
+from tigon.data.tokenizer import IGNORE_INDEX, Encoded, Ending
 from tigon.errors import DataError, RecipeError, UsageError
 
 COLUMNS = ("images", "image")
@@ -293,7 +293,7 @@ def image_tokens(processor: Any) -> tuple[str, ...]:
 # --- rows as tokens ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EncodedPictures(Encoded):
     """A document with images as tokens."""
 
@@ -336,7 +336,12 @@ class Encoder:
     def _with_images(self, document: Document) -> EncodedPictures:
         tok, where = self.processor.tokenizer, document.origin
         segments = list(segments_of(document, tok, self.rendering))
-        if tok.eos_token and not "".join(s.text for s in segments).rstrip().endswith(tok.eos_token):
+        written = "".join(segment.text for segment in segments)
+        template = template_of(document, tok, self.rendering)
+        notes = row_notes.of_chat(document, written, template, None)  # the places of images are special tokens
+        ending = Ending(tok, frozenset(i for i in (tok.eos_token_id, *self.rendering.ends) if i is not None))
+        last = document.messages[-1]
+        if tok.eos_token and last.role == "assistant" and last.learned and not ending.ends_text(written):
             segments.append(Segment(tok.eos_token, True))
         text, places = "".join(segment.text for segment in segments), image_tokens(self.processor)
         n_places = max(text.count(token) for token in places)
@@ -353,18 +358,23 @@ class Encoder:
         special = set(getattr(self.processor, "image_token_ids", None) or ()) | {
             tok.convert_tokens_to_ids(token) for token in places
         }
-        # As in `tokenizer.encode`: a token is learned if its last character is.
+        # As in `tokenizer.encode`: a token is learned if it holds a character that is.
         labels = [
-            token if token not in special and any(begin < end <= stop for begin, stop in spans) else IGNORE_INDEX
-            for token, (_, end) in zip(tokens, offsets, strict=True)
+            token
+            if token not in special and any(begin < max(b + 1, e) and b < stop for begin, stop in spans)
+            else IGNORE_INDEX
+            for token, (b, e) in zip(tokens, offsets, strict=True)
         ]
+        labels = ending.with_ends(tokens, labels)
         if (largest := max(tokens)) >= self.vocab_size:
             raise DataError(
                 f"{where}: the processor gives id {largest}, but the model's vocabulary has {self.vocab_size}; use the "
                 "model's own processor"
             )
         digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content, _ in read)).digest()
-        return EncodedPictures(tokens, labels, where, False, text, document.images, digest)
+        return EncodedPictures(
+            tokens, labels, where, False, notes, text=text, images=document.images, digest=digest
+        )  # fmt: skip
 
     def _spans(self, segments: Sequence[Segment], images: list[Any], length: int, where: str) -> list[tuple[int, int]]:
         """The learned characters of the text in which the images' places are replaced, as (begin, end).

@@ -14,8 +14,10 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "as
          "observation": "tool", "function": "tool", "ipython": "tool", "function_call": "assistant"}  # fmt: skip
 IMAGE_PARTS = ("image", "image_url")
 """Types of the parts of a message that are images."""
-MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
-"""Keys of a message besides role and content that chat templates know."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys that hold what the assistant thinks before it answers. Each chat template reads one of them."""
+LEARNED = ("weight", "train", "loss")
+"""Keys that say whether an assistant's turn is learned: OpenAI's and Axolotl's names."""
 
 
 def read_messages(turns: Any, where: str, *, learned: bool = True) -> tuple[Message, ...]:
@@ -41,19 +43,33 @@ def _message(turn: Any, where: str, learned: bool) -> Message:
     role = string(turn, role_key, where)
     if role not in ROLES:
         raise DataError(f"{where} has role {role!r}; known roles are {', '.join(ROLES)}")
-    more = {key: without_nulls(turn[key]) for key in MORE if turn.get(key) is not None}
+    is_learned = _is_learned(turn, where)
+    # Every other key goes to the chat template. `row_notes.py` names those that it does not write.
+    own = {role_key, content_key, *LEARNED}
+    more = {str(key): value for key, value in turn.items() if key not in own and value is not None}
+    texts: tuple[str, ...] = ()
     if "tool_calls" in more:
-        more["tool_calls"] = _tool_calls(more["tool_calls"], where)
+        more["tool_calls"], texts = _tool_calls(more["tool_calls"], where)
     if turn.get(content_key) is None and more.get("tool_calls"):
-        content = ""  # `content: null` stands beside tool_calls; templates take both as no text
+        content = ""  # `content: null` stands beside tool_calls, and transformers takes keys with null away
     else:
         content = _content(turn, content_key, where)
-    return Message(ROLES[role], content, more, learned and _is_learned(turn))
+    return Message(ROLES[role], content, more, learned and is_learned, argument_texts=texts)
 
 
-def _is_learned(turn: Mapping[str, Any]) -> bool:
-    """OpenAI's fine-tuning format has `weight: 0` for an assistant's turn that is not learned."""
-    return turn.get("weight") != 0
+def _is_learned(turn: Mapping[str, Any], where: str) -> bool:
+    """Whether the turn is learned if it is the assistant's.
+
+    Raises:
+        DataError: A key says neither yes nor no, such as `weight: 0.5`.
+    """
+    for key in LEARNED:
+        if (value := turn.get(key)) is not None and value not in (0, 1):
+            raise DataError(
+                f"{where}: {key} is {value!r}; write 0 or false for an answer that is not learned, and 1 or true for "
+                "one that is"
+            )
+    return all(turn.get(key) in (None, 1) for key in LEARNED)
 
 
 def _content(turn: Mapping[str, Any], key: str, where: str) -> str:
@@ -71,23 +87,30 @@ def _content(turn: Mapping[str, Any], key: str, where: str) -> str:
     return "".join(texts)
 
 
-def _tool_calls(calls: Any, where: str) -> list[Any]:
-    """The calls, with arguments as mappings. OpenAI writes arguments as JSON text, and templates write them as JSON."""
+def _tool_calls(calls: Any, where: str) -> tuple[list[Any], tuple[str, ...]]:
+    """The calls with arguments as mappings, and the arguments as JSON text.
+
+    OpenAI writes arguments as JSON text, and most templates take mappings.
+    """
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise DataError(f"{where}: tool_calls is {type(calls).__name__}, not a list of calls")
     read: list[Any] = []
+    texts: list[str] = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f'{where}: a tool call has no function name; write {{"function": {{"name": ...}}}}')
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
+            texts.append(arguments)
             arguments = _parsed(arguments, f"{where}: arguments of {function['name']}")
+        else:
+            texts.append(json.dumps(arguments, ensure_ascii=False, default=str))
         function = {**function, "arguments": arguments}
         read.append(
             {**call, "function": function} if "function" in call else {"type": "function", "function": function}
         )
-    return read
+    return read, tuple(texts)
 
 
 def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
@@ -99,7 +122,7 @@ def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], .
         tools = _parsed(tools, f"{where}: tools")
     if not isinstance(tools, Sequence) or isinstance(tools, str) or not all(isinstance(t, Mapping) for t in tools):
         raise DataError(f"{where}: tools is {type(tools).__name__}, not a list of objects that describe functions")
-    return tuple(without_nulls(tool) for tool in tools)
+    return tuple(tools)
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -109,10 +132,22 @@ def _parsed(text: str, where: str) -> Any:
         raise DataError(f"{where} is text, but not valid JSON: {str(error)[:120]}; fix or remove the row") from None
 
 
-def without_nulls(value: Any) -> Any:
-    """The value without keys whose value is None. Parquet gives every object all keys that any row has."""
+def without_filled_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of an Arrow table without the nulls that Arrow filled in.
+
+    Arrow gives every object all keys that any row has, with null where a row has none. A null that the row itself had
+    cannot be told apart. JSONL has no such nulls, so its rows keep theirs.
+    """
+    return {name: _without_nulls(value) if name in _NESTED else value for name, value in row.items()}
+
+
+_NESTED = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "tools")
+"""Columns with messages or tools."""
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [without_nulls(item) for item in value]
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_without_nulls(item) for item in value]
     return value

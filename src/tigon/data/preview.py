@@ -11,6 +11,8 @@ from tigon.data.documents import TEXT, Document
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 
 MAX_TOKENS = 1024
+MAX_COLUMNS = 8
+"""Most columns that are named as not read."""
 BORDER = "\u2502"
 """Stands between two tokens."""
 LEARNED, READ_ONLY = "bold green", "dim"
@@ -34,7 +36,14 @@ def rows_line(documents: Sequence[Document], tokenizer: Any, rendering: Renderin
             how = " (joined as they are)" if name == "prompt-completion" else ""
         parts.append(f"{number:,} {name}{how}")
     learned = "all tokens are" if rendering.learn == "all" else "answers are"
-    return (f"rows     {', '.join(parts)}; {learned} learned",)
+    unread = Counter(column for each in documents for column in each.unread)
+    columns = "; columns that are not read: " + _named(unread) if unread else ""
+    return (f"rows     {', '.join(parts)}; {learned} learned{columns}",)
+
+
+def _named(columns: Counter[str]) -> str:
+    names = [f"{name} ({number:,} {'row' if number == 1 else 'rows'})" for name, number in columns.most_common()]
+    return ", ".join(names[:MAX_COLUMNS]) + (f" and {len(names) - MAX_COLUMNS} more" if names[MAX_COLUMNS:] else "")
 
 
 def print_row(console: Any, row: Encoded, tokenizer: Any) -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from tigon._files import open_regular
 from tigon.data import hub_datasets, row_files
 from tigon.data import sources as named
-from tigon.data.documents import BadRows, Document, RowReader, Segment
+from tigon.data.documents import TEXT, BadRows, Document, RowReader, Segment
 from tigon.data.formats import detect, mapped_row, read_row
+from tigon.data.messages import without_filled_nulls
 from tigon.data.sources import BUILT_IN, TOY_ANSWERS, Source, unreadable
 from tigon.errors import DataError
 
@@ -86,7 +87,7 @@ def first_look(sources: Sequence[Source], *, reader: RowReader | None = None, se
             own = reader or source.format
             if not _has_rows(path, own):
                 continue
-            for _ in _rows(row_files.read_rows(path, bad.take), source, own, bad):
+            for _ in _rows_of_file(path, source, own, bad):
                 if time.perf_counter() > end_s:
                     return
 
@@ -134,24 +135,50 @@ def _documents(source: Source, reader: str | RowReader, max_text_mib: float | No
             raise DataError(f"{source.name} is for post-training; set train.objective, for example dpo")
         yield from reader.toy_answers()
     elif source.is_hub:
-        yield from _rows(hub_datasets.read_rows(source), source, reader, bad)
+        yield from _rows(hub_datasets.read_rows(source), source, reader, bad, filled=True)
     else:
         for path in named.files(source.name, bad.take):
             if _has_rows(path, reader):
-                yield from _rows(row_files.read_rows(path, bad.take), source, reader, bad)
+                yield from _rows_of_file(path, source, reader, bad)
             else:
                 yield from _text_file(path, max_text_mib, bad)
 
 
 def _has_rows(path: Path, reader: str | RowReader) -> bool:
-    return path.suffix in row_files.READERS or reader not in ("auto", "text")
+    """Whether the file holds rows instead of text.
+
+    Raises:
+        DataError: Neither the suffix nor `data.format` says what the file holds.
+    """
+    suffix = path.suffix.lower()
+    if suffix in row_files.READERS or reader not in ("auto", TEXT):
+        return True
+    if reader == "auto" and suffix not in named.SUFFIXES:
+        what = f"the suffix {path.suffix}" if suffix else "a name without a suffix"
+        raise DataError(
+            f"{path}: {what} does not say what the file holds; rename it to one of {', '.join(named.SUFFIXES)}, or "
+            "set data.format: text to train on the text of the file"
+        )
+    return False
 
 
-def _rows(rows: row_files.Rows, source: Source, reader: str | RowReader, bad: BadRows) -> Iterator[Document]:
-    """The documents of rows. If the reader is `auto`, the first row that fits a format decides for all of them."""
+def _rows_of_file(path: Path, source: Source, reader: str | RowReader, bad: BadRows) -> Iterator[Document]:
+    rows = row_files.read_rows(path, bad.take)
+    return _rows(rows, source, reader, bad, filled=row_files.is_arrow(path))
+
+
+def _rows(
+    rows: row_files.Rows, source: Source, reader: str | RowReader, bad: BadRows, *, filled: bool
+) -> Iterator[Document]:
+    """The documents of rows. If the reader is `auto`, the first row that fits a format decides for all of them.
+
+    filled: whether Arrow filled the rows' missing keys with null.
+    """
     for where, row in rows:
         try:
             row = mapped_row(row, source.columns, where)
+            if filled:
+                row = without_filled_nulls(row)
             if reader == "auto":
                 reader = detect(row, where, source.columns)
             document = read_row(reader, row, where) if isinstance(reader, str) else reader.read(row, where)

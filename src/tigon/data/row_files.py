@@ -40,7 +40,12 @@ def read_rows(path: Path, refuse: Refuse) -> Rows:
     Raises:
         DataError: The file cannot be read.
     """
-    yield from READERS.get(path.suffix, _jsonl)(path, refuse)
+    yield from READERS.get(path.suffix.lower(), _jsonl)(path, refuse)
+
+
+def is_arrow(path: Path) -> bool:
+    """Whether the file is a table of Arrow, which fills missing keys of nested objects with null."""
+    return READERS.get(path.suffix.lower()) is _parquet
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -236,6 +241,7 @@ def _short(error: Exception) -> str:
 
 READERS: Mapping[str, Callable[[Path, Refuse], Rows]] = {
     ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
     ".json": _json,
     ".csv": _csv,
     ".tsv": partial(_csv, delimiter="\t"),

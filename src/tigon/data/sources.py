@@ -25,7 +25,8 @@ BUILT_IN = "python-docs"
 TOY_ANSWERS = "toy-answers"
 """Generated rows for post-training; `data.preferences` makes them."""
 BUILT_INS = (BUILT_IN, TOY_ANSWERS)
-SUFFIXES = (".csv", ".json", ".jsonl", ".md", ".parquet", ".py", ".rst", ".tsv", ".txt")
+SUFFIXES = (".csv", ".json", ".jsonl", ".md", ".ndjson", ".parquet", ".py", ".rst", ".tsv", ".txt")
+"""The suffixes of files that are read, in lower case. `.JSONL` is read as `.jsonl`."""
 NOT_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files that the package `datasets` writes beside the rows of a folder."""
 MAX_ENTRIES = 1_000_000
@@ -56,7 +57,7 @@ class Source:
     @property
     def is_hub(self) -> bool:
         """Whether the name has the form `owner/name` and is no local path."""
-        return not self.is_built_in and Path(self.name).suffix not in SUFFIXES and is_hub_id(self.name)
+        return not self.is_built_in and not has_known_suffix(Path(self.name)) and is_hub_id(self.name)
 
     @classmethod
     def of_entry(cls, entry: str | Mapping[str, Any], defaults: Source, key: str) -> Source:
@@ -261,7 +262,7 @@ class _Walk:
         try:
             target = path.resolve(strict=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: a loop, before Python 3.13
-            if path.suffix in SUFFIXES or _is_loop(error):
+            if has_known_suffix(path) or _is_loop(error):
                 self.refuse(DataError(f"{path}: a link to {os.readlink(path)}, which leads nowhere; remove the link"))
             return
         if self.blobs is not None and target.parent == self.blobs:
@@ -269,19 +270,23 @@ class _Walk:
                 yield path
             return
         if not target.is_relative_to(self.real_root):
-            if target.is_dir() or path.suffix in SUFFIXES:
+            if target.is_dir() or has_known_suffix(path):
                 self.refuse(DataError(f"{path}: a link out of the folder {self.root}, to {target}; {fix}"))
             return
         # the walk reaches folders inside, and files with a known suffix, without the link
-        if target.is_dir() or target.suffix in SUFFIXES or path.suffix not in SUFFIXES:
+        if target.is_dir() or has_known_suffix(target) or not has_known_suffix(path):
             return
         if target not in self.linked and self._is_regular(path):
             self.linked.add(target)
             yield path
 
 
+def has_known_suffix(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
+
+
 def _is_data(path: Path) -> bool:
-    return path.suffix in SUFFIXES and path.name not in NOT_DATA
+    return has_known_suffix(path) and path.name not in NOT_DATA
 
 
 def _hub_blobs(folder: Path) -> Path | None:

@@ -28,7 +28,7 @@ from tigon.data.documents import BadRows, Document
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded, encode
 from tigon.errors import DataError
 
-FORMAT = 1  # part of the key; increase it when `tokenizer.encode` or `chat_template` gives other tokens
+FORMAT = 2  # part of the key; increase it when `tokenizer.encode` or `chat_template` gives other tokens
 MAX_CACHE_BYTES = 20 * 2**30
 """When the cache is larger, the files that were not used for longest are removed."""
 
@@ -108,12 +108,13 @@ def _read(path: Path) -> tuple[list[Encoded], list[str]] | None:
             tensors, digest = {name: file.get_tensor(name) for name in _NAMES}, file.metadata()["sha256"]
         if _digest(tensors) != digest:
             return None
-        origins, problems = json.loads(bytes(tensors["texts"].tolist()))
+        origins, problems, notes = json.loads(bytes(tensors["texts"].tolist()))
+        notes = [tuple((kind, what) for kind, what in of) for of in notes]
         tokens = tensors["tokens"].tolist()
         labels = torch.where(tensors["learned"].bool(), tensors["tokens"], IGNORE_INDEX).tolist()
         ends = list(itertools.accumulate(tensors["lengths"].tolist()))
-        spans = zip([0, *ends], ends, origins, tensors["is_text"].bool().tolist(), strict=False)
-        encoded = [Encoded(tokens[a:b], labels[a:b], origin, is_text) for a, b, origin, is_text in spans]
+        spans = zip([0, *ends], ends, origins, tensors["is_text"].bool().tolist(), notes, strict=False)
+        encoded = [Encoded(tokens[a:b], labels[a:b], origin, is_text, of) for a, b, origin, is_text, of in spans]
         with contextlib.suppress(OSError):  # a cache that may only be read
             os.utime(path)
     except Exception:  # whatever a damaged file raises; the documents are then tokenised and the file made again
@@ -124,7 +125,7 @@ def _read(path: Path) -> tuple[list[Encoded], list[str]] | None:
 def _write(path: Path, encoded: Sequence[Encoded], problems: Sequence[str]) -> None:
     from safetensors.torch import save_file
 
-    texts = json.dumps([[each.origin for each in encoded], list(problems)]).encode()
+    texts = json.dumps([[each.origin for each in encoded], list(problems), [each.notes for each in encoded]]).encode()
     tokens = torch.tensor([token for each in encoded for token in each.tokens], dtype=torch.int32)
     labels = torch.tensor([label for each in encoded for label in each.labels], dtype=torch.int32)
     tensors = {

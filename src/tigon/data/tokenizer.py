@@ -1,7 +1,10 @@
 """The tokenizer of a run: the checkpoint's, one from a folder, or a byte-level BPE trained on the data and cached.
 
-The BPE has all 256 bytes in its vocabulary, so every text round-trips exactly. The segments of a document are tokenised
-separately. No token then crosses the border between a prompt and its answer, which makes the loss mask exact.
+The BPE has all 256 bytes in its vocabulary, so every text round-trips exactly.
+
+A chat is tokenised as one text, so its tokens are those of transformers' `apply_chat_template(tokenize=True)`. A token
+is learned if it holds a character that is learned. The segments of other documents are tokenised separately: no token
+crosses the border between a prompt and its answer, because a completion is generated after the prompt's own tokens.
 """
 
 from __future__ import annotations
@@ -10,18 +13,22 @@ import bisect
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tigon._files import refuse_special
-from tigon.data.chat_template import Rendering, is_chat, segments_of
+from tigon.data import row_notes
+from tigon.data.chat_template import Rendering, is_chat, segments_of, special_tokens, template_of
 from tigon.data.documents import BadRows, Document, Segment
+from tigon.data.row_notes import Note
 from tigon.errors import DataError, RecipeError
 
 END_OF_TEXT, PADDING = "<|end|>", "<|pad|>"
 IGNORE_INDEX = -100
+BATCH = 512
+"""Documents that are tokenised in one call. Offsets take several times the memory of the tokens."""
 CACHE_FORMAT = 1  # part of the cache key; increase it when train_bpe changes
 
 
@@ -33,6 +40,8 @@ class Encoded:
     labels: list[int]
     origin: str
     is_text: bool
+    notes: tuple[Note, ...] = ()
+    """What the row has that its text does not teach."""
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int, cache_folder: Path | None = None) -> Any:
@@ -106,7 +115,7 @@ def encode(
     documents: Sequence[Document], tokenizer: Any, *, vocab_size: int | None = None, bad: BadRows | None = None,
     rendering: Rendering | None = None,
 ) -> list[Encoded]:  # fmt: skip
-    """Tokenise every document and append the end-of-text token, which is learned.
+    """Tokenise every document. The end-of-text token follows, and is learned, unless a chat ends by itself.
 
     Args:
         documents: The documents.
@@ -116,16 +125,25 @@ def encode(
         rendering: How rows become text; None: with the tokenizer's chat template if it has one.
     """
     bad, rendering = bad or BadRows(), rendering or Rendering()
-    documents, segments = _worded(documents, tokenizer, bad, rendering)
+    documents, segments, notes = _worded(documents, tokenizer, bad, rendering)
     chats = [is_chat(document, tokenizer, rendering) for document in documents]
-    ids = _ids(segments, chats, tokenizer)
     start = [tokenizer.bos_token_id] if _adds_bos(tokenizer) else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ending = Ending(tokenizer, frozenset([*end, *rendering.ends]))
     result = []
-    for document, chat, (tokens, labels) in zip(documents, chats, ids, strict=True):
-        if not chat:  # a chat template writes the first token itself
+    for i, (tokens, labels) in enumerate(_ids(segments, chats, tokenizer)):
+        document = documents[i]
+        if not chats[i]:  # a chat template writes the first token itself
             tokens, labels = [*start, *tokens], [*[IGNORE_INDEX] * len(start), *labels]
-        if not (_has_ended(tokens, tokenizer) if chat else tokens[-1:] == end):
+            ends = tokens[-1:] == end
+        elif rendering.learn == "all":
+            ends = ending.ends(tokens)
+        else:
+            labels = ending.with_ends(tokens, labels)
+            last = document.messages[-1]
+            # After a turn that is not learned, an end would be learned that nobody wrote.
+            ends = last.role != "assistant" or not last.learned or ending.ends(_learned(labels))
+        if not ends:
             tokens, labels = [*tokens, *end], [*labels, *end]
         if rendering.learn == "all":
             labels = tokens
@@ -137,64 +155,165 @@ def encode(
                 )
             )
         else:
-            result.append(Encoded(tokens, labels, document.origin, document.is_text))
+            result.append(Encoded(tokens, labels, document.origin, document.is_text, notes[i]))
     return result
+
+
+def learns_an_end(encoded: Sequence[Encoded], tokenizer: Any, rendering: Rendering) -> bool:
+    """Whether a token that ends an answer is learned anywhere in the data set."""
+    ends = {tokenizer.eos_token_id, *rendering.ends}
+    return any(not ends.isdisjoint(each.labels) for each in encoded)
 
 
 def _worded(
     documents: Sequence[Document], tokenizer: Any, bad: BadRows, rendering: Rendering
-) -> tuple[list[Document], list[tuple[Segment, ...]]]:
-    """The documents that the chat template accepts, and their segments."""
-    kept, segments = [], []
+) -> tuple[list[Document], list[tuple[Segment, ...]], list[tuple[Note, ...]]]:
+    """The documents that the chat template accepts, their segments, and what is to be said about them."""
+    marks = special_tokens(tokenizer, marks_only=True)
+    kept, segments, notes = [], [], []
     for document in documents:
         try:
-            segments.append(segments_of(document, tokenizer, rendering))
-            kept.append(document)
+            parts = segments_of(document, tokenizer, rendering)
         except DataError as error:
             bad.take(error)
-    return kept, segments
+            continue
+        texts = [part.text for part in parts]
+        if is_chat(document, tokenizer, rendering):
+            template = template_of(document, tokenizer, rendering)
+            notes.append(row_notes.of_chat(document, "".join(texts), template, marks))
+        else:
+            notes.append(row_notes.of_text(texts, marks))
+        segments.append(parts)
+        kept.append(document)
+    return kept, segments, notes
+
+
+# --- segments as tokens ----------------------------------------------------------------------------------------------
 
 
 def _ids(
     segments: Sequence[tuple[Segment, ...]], chats: Sequence[bool], tokenizer: Any
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(tokens, labels) of every document. Segments are tokenised separately, so no token crosses their border."""
-    # A chat template writes special tokens as text. In other documents "<|end|>" is plain text.
-    encoded: dict[bool, Iterator[list[int]]] = {}
-    whole = _adds_space(tokenizer)
-    for chat in (False, True):
-        same = [parts for parts, of_chat in zip(segments, chats, strict=True) if of_chat == chat]
-        texts = [segment.text for parts in same for segment in parts if not (whole and len(parts) > 1)]
-        options = {"add_special_tokens": False, "split_special_tokens": not chat}
-        encoded[chat] = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
-    for parts, chat in zip(segments, chats, strict=True):
-        if whole and len(parts) > 1:
-            yield _ids_of_whole(parts, chat, tokenizer)
-            continue
-        tokens: list[int] = []
-        labels: list[int] = []
-        for part in parts:
-            ids = next(encoded[chat])
-            tokens += ids
-            labels += ids if part.learned else [IGNORE_INDEX] * len(ids)
-        yield tokens, labels
+    """(tokens, labels) of every document."""
+    adds_space = _adds_space(tokenizer)
+    for first in range(0, len(segments), BATCH):
+        batch = list(zip(segments[first : first + BATCH], chats[first : first + BATCH], strict=True))
+        # A chat template writes special tokens as text. In other documents "<|end|>" is plain text.
+        wholes = {
+            chat: iter(_wholes([parts for parts, c in batch if c == chat and (c or adds_space)], chat, tokenizer))
+            for chat in (True, False)
+        }
+        apart = [part.text for parts, chat in batch if not chat and not adds_space for part in parts]
+        ids = iter(tokenizer(apart, add_special_tokens=False, split_special_tokens=True)["input_ids"] if apart else [])
+        for parts, chat in batch:
+            if chat or adds_space:
+                yield next(wholes[chat])
+                continue
+            tokens: list[int] = []
+            labels: list[int] = []
+            for part, own in zip(parts, ids, strict=False):
+                tokens += own
+                labels += own if part.learned else [IGNORE_INDEX] * len(own)
+            yield tokens, labels
 
 
-def _ids_of_whole(parts: Sequence[Segment], chat: bool, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens and labels of the joined segments, for tokenizers that put a space before each text.
+def _wholes(
+    documents: Sequence[tuple[Segment, ...]], chat: bool, tokenizer: Any
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Tokens and labels of documents whose segments are tokenised as one text."""
+    if not documents:
+        return
+    texts = ["".join(part.text for part in parts) for parts in documents]
+    is_fast = bool(getattr(tokenizer, "is_fast", False))
+    options = {"add_special_tokens": False, "split_special_tokens": not chat}
+    encoded = tokenizer(texts, **options, **({"return_offsets_mapping": True} if is_fast else {}))
+    for i, parts in enumerate(documents):
+        tokens = encoded["input_ids"][i]
+        if is_fast:
+            learned = _by_offsets(encoded["offset_mapping"][i], [part for part in parts if part.text])
+        else:
+            learned = _by_prefixes(tokens, parts, lambda text: tokenizer(text, **options)["input_ids"])
+        yield tokens, [token if is_learned else IGNORE_INDEX for token, is_learned in zip(tokens, learned, strict=True)]
 
-    A token is learned if its last character is. Only there may a token cross the border of two segments.
+
+def _by_offsets(offsets: Sequence[tuple[int, int]], parts: Sequence[Segment]) -> list[bool]:
+    """Whether each token holds a character of a learned segment.
+
+    Args:
+        offsets: The characters [begin, end) of each token. A token of a trimmed space has none of its own, and stands
+            for the first character that no token before it has.
+        parts: The segments of the text, none of them empty.
     """
-    encoded = tokenizer(
-        "".join(part.text for part in parts), add_special_tokens=False, split_special_tokens=not chat,
-        return_offsets_mapping=True,
-    )  # fmt: skip
     ends = list(itertools.accumulate(len(part.text) for part in parts))
-    labels = []
-    for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        part = parts[min(bisect.bisect_right(ends, max(begin, end - 1)), len(parts) - 1)]
-        labels.append(token if part.learned else IGNORE_INDEX)
-    return encoded["input_ids"], labels
+    learned, done = [], 0
+    for begin, end in offsets:
+        if begin == end:
+            begin, end = (done, done + 1) if done < end else (end, end + 1)
+        done = max(done, end)
+        first, last = (min(bisect.bisect_right(ends, at), len(parts) - 1) for at in (begin, end - 1))
+        learned.append(any(part.learned for part in parts[first : last + 1]))
+    return learned
+
+
+def _by_prefixes(tokens: Sequence[int], parts: Sequence[Segment], encode: Callable[[str], Sequence[int]]) -> list[bool]:
+    """As `_by_offsets`, for tokenizers that do not tell where their tokens are.
+
+    The tokens that the text before a border has in common with the whole text are before the border. If the text before
+    it has one more, a token of the whole text crosses the border.
+    """
+    learned = [False] * len(tokens)
+    done, first = "", 0
+    for part in parts:
+        done += part.text
+        before = encode(done)
+        stop = next((i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), len(before))
+        crosses = stop < len(before)
+        if part.learned:
+            learned[first : stop + crosses] = [True] * len(learned[first : stop + crosses])
+        first = stop
+    return learned
+
+
+class Ending:
+    """Finds the ends of answers among tokens."""
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
+        self.tokenizer, self.ids = tokenizer, ends
+        self._blank: dict[int, bool] = {}
+
+    def is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            self._blank[token] = not self.tokenizer.decode([token]).strip()
+        return self._blank[token]
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether the tokens end with an end token. Templates often write a line break after it."""
+        last = next((token for token in reversed(tokens) if not self.is_blank(token)), None)
+        return last in self.ids or not self.ids
+
+    def ends_text(self, text: str) -> bool:
+        """Whether a text ends with an end token."""
+        return text.rstrip().endswith(tuple(self.tokenizer.convert_ids_to_tokens(sorted(self.ids))))
+
+    def with_ends(self, tokens: Sequence[int], labels: Sequence[int]) -> list[int]:
+        """The labels with the end token after each learned stretch learned too.
+
+        GLM ends an answer with the mark of the next turn, and some templates mark the answer without its end.
+        """
+        labels = list(labels)
+        for i in range(1, len(tokens)):
+            if labels[i] != IGNORE_INDEX or labels[i - 1] == IGNORE_INDEX or labels[i - 1] in self.ids:
+                continue
+            stop = i
+            while stop < len(tokens) and tokens[stop] not in self.ids and self.is_blank(tokens[stop]):
+                stop += 1
+            if stop < len(tokens) and tokens[stop] in self.ids:
+                labels[i : stop + 1] = tokens[i : stop + 1]
+        return labels
+
+
+def _learned(labels: Sequence[int]) -> list[int]:
+    return [label for label in labels if label != IGNORE_INDEX]
 
 
 def _adds_space(tokenizer: Any) -> bool:
@@ -203,14 +322,6 @@ def _adds_space(tokenizer: Any) -> bool:
         return False
     ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     return bool(ids) and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith("▁")
-
-
-def _has_ended(tokens: Sequence[int], tokenizer: Any) -> bool:
-    """Whether a chat's text ends with the end-of-text token. Templates often write a line break after it."""
-    if tokenizer.eos_token_id is None or tokenizer.eos_token_id not in tokens:
-        return tokenizer.eos_token_id is None
-    last = len(tokens) - 1 - list(reversed(tokens)).index(tokenizer.eos_token_id)
-    return not tokenizer.decode(list(tokens[last + 1 :])).strip()
 
 
 def _adds_bos(tokenizer: Any) -> bool:

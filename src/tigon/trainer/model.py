@@ -24,7 +24,7 @@ from tigon.models.loading.config import check_counts, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import one_line
 from tigon.models.spec import LAYER_FLAGS
-from tigon.recipe.keys import ModelConfig
+from tigon.recipe.keys import ModelConfig, Recipe
 from tigon.techniques import model_kernels
 from tigon.techniques.records.choices import Choices
 
@@ -305,6 +305,23 @@ def without_data(config: Any) -> Any:
         return _on_meta(config)
     except Exception as error:  # models raise any type of error for a wrong config
         raise RecipeError(f"model: cannot be built from its config: {one_line(error)}") from None
+
+
+def end_ids(recipe: Recipe, config: Any) -> tuple[int, ...]:
+    """The ids that end an answer by the checkpoint's generation config, else by its config.
+
+    There are none if the tokenizer is not the checkpoint's own, because its ids mean other tokens.
+    """
+    from transformers import GenerationConfig
+
+    if recipe.data.tokenizer != "auto" or is_preset(recipe.model.name):
+        return ()
+    try:
+        declared = GenerationConfig.from_pretrained(recipe.model.name, revision=recipe.model.revision).eos_token_id
+    except Exception:  # there is none, or it is damaged, which loading the model reports
+        declared = getattr(config.get_text_config(), "eos_token_id", None)
+    ids = declared if isinstance(declared, (list, tuple)) else [declared]
+    return tuple(i for i in ids if isinstance(i, int))
 
 
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
-from tigon.data import chat_template, documents, images, preferences, preview, reading, token_cache, tokenizer
+from tigon.data import (
+    chat_template,
+    documents,
+    images,
+    preferences,
+    preview,
+    reading,
+    row_notes,
+    token_cache,
+    tokenizer,
+)
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError, TigonError
@@ -185,7 +195,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         train_docs, eval_docs = ([text for row in part for text in row.texts] for part in (train_docs, eval_docs))
     processor = objective.load_processor()
     tok = _tokenizer(recipe, train_docs) if processor is None else processor.tokenizer
-    rendering = chat_template.choose(tok, data.template, data.learn)
+    rendering = chat_template.choose(tok, data.template, data.learn, model.end_ids(recipe, config))
     preflight.check_vocabulary(recipe, config, len(tok))
     if objective.trl is not None:
         _check_chat(tok, read[0])
@@ -246,7 +256,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),
-        warnings=frozen_experts + warnings_of(
+        warnings=frozen_experts + _row_warnings(encoded, tok, rendering, is_trl=rows is not None) + warnings_of(
             recipe, RunSize(n_samples, len(eval_samples), n_readers),
             trains_tokenizer=_trains_tokenizer(recipe)
         ),
@@ -266,6 +276,17 @@ def check_every_row_has_images(samples: Sequence[Sample], choices: Choices) -> N
             f"data.source: {without} of {len(samples)} rows have no image, and in several processes every row needs "
             "one; remove these rows, or train in one process"
         )
+
+
+def _row_warnings(
+    encoded: tuple[Sequence[Encoded], Sequence[Encoded]], tok: Any, rendering: chat_template.Rendering, *, is_trl: bool
+) -> tuple[str, ...]:
+    """What the rows have that the run does not teach. is_trl: TRL makes the labels, so their ends are not known."""
+    train, evaluated = encoded
+    warnings = row_notes.warnings_of([*train, *evaluated])
+    if not is_trl and not all(each.is_text for each in train) and not tokenizer.learns_an_end(train, tok, rendering):
+        warnings += (row_notes.no_end(len(train)),)
+    return warnings
 
 
 def _cache_line(cache: token_cache.TokenCache) -> tuple[str, ...]:

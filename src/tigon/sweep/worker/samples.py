@@ -90,7 +90,7 @@ def _of_recipe(recipe: Recipe, config: Any, objective: Objective) -> tuple[list[
             trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
     preflight.check_vocabulary(recipe, config, len(tok))
-    rendering = chat_template.choose(tok, data.template, data.learn)
+    rendering = chat_template.choose(tok, data.template, data.learn, models.end_ids(recipe, config))
     encoded = tokenizer.encode(read, tok, vocab_size=config.get_text_config().vocab_size, bad=bad, rendering=rendering)
     packed = objective.samples(encoded, data)
     if not packed.samples:
