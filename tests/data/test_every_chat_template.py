@@ -1,7 +1,7 @@
 """Every chat template of the installed packages, and small ones of each kind: the tokens are transformers' tokens.
 
-What is trained are the ids of `apply_chat_template(tokenize=True)`, for chats of several turns, with tools, reasoning, a
-system prompt, empty answers, and answers that come first.
+What is trained are the ids of `apply_chat_template(tokenize=True)`, for chats of several turns, with tools, reasoning,
+a system prompt, empty answers, and answers that come first.
 """
 
 from __future__ import annotations

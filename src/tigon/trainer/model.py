@@ -517,9 +517,10 @@ def sample(
 
 def continuation(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int) -> str:
     """The likeliest text after `prompt`: at most `n_tokens`, up to the token that ends a text."""
-    more = {} if tokenizer.eos_token_id is None else {"eos_token_id": tokenizer.eos_token_id}
-    if (declared := model.generation_config.eos_token_id) is not None:
-        more = {"eos_token_id": declared}
+    declared = model.generation_config.eos_token_id
+    ids = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]
+    ends = [i for i in dict.fromkeys(ids) if i is not None]  # as `tigon chat` ends an answer
+    more = {"eos_token_id": ends} if ends else {}
     # None unsets what a checkpoint's own generation config sets for sampling.
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return _generated(model, tokenizer, prompt, n_tokens, skip_special=True, **greedy, **more)
