@@ -51,7 +51,9 @@ def arguments(
         look for weights without a gradient.
     """
     values = argument_values(train, choices, run_info, folder=folder, device=device, evaluate=evaluate)
-    own = {"remove_unused_columns": False, "label_names": ["labels"], "ddp_find_unused_parameters": reads_images}
+    own: dict[str, Any] = {"remove_unused_columns": False, "label_names": ["labels"]}
+    if reads_images:
+        own["ddp_find_unused_parameters"] = True
     return without_data_parallel(TrainingArguments(**{**values, **own}))
 
 
@@ -89,7 +91,7 @@ def argument_values(
         "save_on_each_node": node_disks.several() is not None,  # DeepSpeed reads it when the arguments are made
         "disable_tqdm": True,
         "prediction_loss_only": True,
-        "ddp_find_unused_parameters": False,
+        "ddp_find_unused_parameters": _keeps_buckets(),
     }
     if evaluate and train.eval_steps and (train.load_best or train.early_stopping_patience is not None):
         values |= {"metric_for_best_model": "loss", "greater_is_better": False}
@@ -100,6 +102,16 @@ def argument_values(
         if technique.used_by(choices):
             values |= technique.arguments(choices, run_info)
     return values
+
+
+def _keeps_buckets() -> bool:
+    """Whether DDP keeps the buckets of gradients that it begins with, by looking for weights without a gradient.
+
+    Otherwise DDP makes new buckets after a process's first step. From three processes on, the place in a bucket decides
+    in which order gradients are summed, so the first step of a resumed run would round in another way. The cost is one
+    walk over the autograd graph per micro-batch.
+    """
+    return launch.world_size() > 2
 
 
 def without_data_parallel(args: Any) -> Any:
