@@ -97,6 +97,15 @@ def test_nulls_of_arguments_and_schemas_stay_in_json_and_go_in_arrow_which_fills
     assert second.messages[0].more == {} and second.tools == ({},)
 
 
+@pytest.mark.parametrize("arguments", [None, "", "null", "{}", {}], ids=repr)
+def test_a_call_without_arguments_is_read_however_it_is_written(tmp_path, arguments):
+    calls = [{"function": {"name": "now", "arguments": arguments}}]
+    document = one(tmp_path / "d.jsonl", {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]})
+    assert document.messages[0].more["tool_calls"][0]["function"]["arguments"] == {}
+    as_text = document.messages[0].with_arguments_as_text()
+    assert as_text.more["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
 def test_columns_that_a_format_does_not_read_are_named(tmp_path):
     assert one(tmp_path / "d.jsonl", {"prompt": "q", "completion": "a", "id": 1, "topic": "t"}).unread == (
         "id",

@@ -100,12 +100,13 @@ def _tool_calls(calls: Any, where: str) -> tuple[list[Any], tuple[str, ...]]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f'{where}: a tool call has no function name; write {{"function": {{"name": ...}}}}')
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            texts.append(arguments)
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+        if isinstance(arguments, str) and arguments.strip():
             arguments = _parsed(arguments, f"{where}: arguments of {function['name']}")
-        else:
-            texts.append(json.dumps(arguments, ensure_ascii=False, default=str))
+        if arguments is None or arguments == "":
+            arguments, text = {}, "{}"  # a call without arguments, as some write it
+        texts.append(text)
         function = {**function, "arguments": arguments}
         read.append(
             {**call, "function": function} if "function" in call else {"type": "function", "function": function}
