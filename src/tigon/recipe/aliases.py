@@ -139,7 +139,7 @@ INSTEAD: Mapping[str, str] = {
     "save_dir": "output.folder and output.name",
     "out_dir": "output.folder and output.name",
 }
-"""Names of other libraries that no recipe key equals -> what to use. A name with a section counts in that section only."""
+"""Names of other libraries that no recipe key equals -> what to use. A name with a section counts only there."""
 
 
 _WORDS: Mapping[str, str] = {
@@ -177,8 +177,8 @@ _WORDS: Mapping[str, str] = {
     "post_training.beta": "dpo_beta kl_coef",
 }
 WORDS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for word in words.split()}
-"""Words that people try first -> the recipe key, which the error offers. They are not accepted: a word may mean two keys.
-A word with a section counts in that section only."""
+"""Words that people try first -> the recipe key, which the error offers. They are not accepted, because a word may mean
+two keys. A word with a section counts only there."""
 
 
 def instead_of(dotted: str) -> str | None:

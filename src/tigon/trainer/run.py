@@ -74,6 +74,7 @@ def train(
     recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     if require is not None:
         require(path, recipe)
+    recipe_checks.check_trained_base(recipe)
     nodes = nodes_of_run(nodes, recipe.sharding.gpus)
     preflight.check_process(recipe.train.workers)
     preflight.check_trackers(recipe.train.report_to)
@@ -227,10 +228,10 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         per_step = f"{samples_per_step:,} {what} per step"
         counts = f"{data['rows']:,} rows with {data['tokens']:,} tokens, {len(prepared.rows[1]):,} rows for evaluation"
     techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.choices))
-    name = recipe.model.name
     lines = [
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
-        f"model    {name}, {in_parameters(prepared.n_parameters)}, kernels: {recipe.model.kernels}",
+        f"model    {model.described(recipe.model)}, {in_parameters(prepared.n_parameters)}, "
+        f"kernels: {recipe.model.kernels}",
         f"data     {recipe.data.source_names}: {counts}",
         *prepared.rows_line,
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",

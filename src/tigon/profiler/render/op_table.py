@@ -4,9 +4,9 @@ On CUDA an operator's time is that of the kernels that it launched. A kernel tha
 without the dispatcher) has a row under the kernel's name, so the rows sum to the total kernel time. On the CPU the time
 is that of the operator itself, without the operators that it calls.
 
-FLOPs are counted for matrix products and attention only, from the shapes of an operator's arguments. If such an operator
-calls another one, the inner one alone counts, in whose row the time is. Triton kernels that no operator launches have
-no shapes, so on a GPU the products in tigon's kernels for the loss and for experts count nothing.
+FLOPs are counted for matrix products and attention only, from the shapes of an operator's arguments. If such an
+operator calls another one, the inner one alone counts, in whose row the time is. Triton kernels that no operator
+launches have no shapes, so on a GPU the products in tigon's kernels for the loss and for experts count nothing.
 """
 
 from __future__ import annotations

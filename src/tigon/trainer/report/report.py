@@ -17,6 +17,7 @@ from typing import Any
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import MetricRow, MetricSection, Objective
 from tigon.profiler.render.figure import DARK_STYLE, for_phone, on_page
+from tigon.trainer import model as models
 from tigon.trainer import run_folder
 from tigon.trainer.evaluation.generations import texts_of
 from tigon.trainer.evaluation.harness import rows_of
@@ -70,7 +71,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
     on_gpu = environment["hardware"]["device"].startswith("cuda")
     return {
         "title": run.path.name,
-        "lead": f"{recipe.model.name}, {in_parameters(data['parameters'])}, on {sources}",
+        "lead": f"{models.described(recipe.model)}, {in_parameters(data['parameters'])}, on {sources}",
         "tiles": tiles(train, summary, section),
         "warnings": [text for r in run.records() if r["event"] == "warnings" for text in r["warnings"]],
         "metrics": section,
@@ -119,7 +120,7 @@ def tiles(
         found.append(("unigram entropy of the eval text", f"{summary['unigram_entropy']:.4f}"))
     if train:
         name, key = "training loss", "loss"
-        if section is not None and section.tile_metric in train[0]:
+        if section is not None and any(section.tile_metric in record for record in train):
             name, key = section.tile, section.tile_metric
         measured = [record[key] for record in train if key in record]
         steady = [r["tokens_per_s"] for r in train[1:]] or [train[0]["tokens_per_s"]]
