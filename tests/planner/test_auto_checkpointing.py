@@ -110,6 +110,21 @@ def test_batch_stays_whole_if_gradients_would_not_fit_beside_the_activations_of_
     assert choice.option.request.batch == 4 and peak_bytes(choice.option) <= limit_bytes
 
 
+def test_inputs_of_layers_go_to_the_host_only_if_recomputation_alone_does_not_fit() -> None:
+    request = asked()
+    full, offload = (estimate_of(request, name).estimate.device_bytes for name in ("full", "offload"))
+    assert offload < full
+    tight = replace(small_gpu(4000), memory_bytes=(offload + full) // 2)
+    assert not choose(request, tight).option.fits(tight), "`tigon.checkpoint` has no offloading"
+    chosen = choose(request, tight, offloads=True).option
+    assert chosen.request.choices.checkpointing == "offload" and chosen.fits(tight)
+    least = chosen.all_host_bytes
+    assert choose(request, tight, offloads=True, host_bytes=least).option.fits(tight)
+    assert not choose(request, tight, offloads=True, host_bytes=least - 1).option.fits(tight)
+    roomy = replace(tight, memory_bytes=full)
+    assert choose(request, roomy, offloads=True).option.request.choices.checkpointing == "full"
+
+
 def test_auto_itself_has_no_estimate() -> None:
     with pytest.raises(UsageError, match=r"checkpointing is auto, which stands for a choice"):
         estimate(asked(checkpointing="auto"), gpu=small_gpu(100))

@@ -30,6 +30,22 @@ SRC = Path(__file__).parents[2] / "src"
 
 # what the recipe says differently, extra arguments, and what the line must say
 CASES = {
+    "adapters over the random weights of a published shape": (
+        {"model": {"name": "smollm2-135m", "config": None}, "lora": {"rank": 4}},
+        (),
+        r"lora\.rank is 4, which freezes .* a preset's weights are random; set model\.name=HuggingFaceTB/SmolLM2-135M-"
+        r"Instruct for its trained weights, or leave lora\.rank out",
+    ),
+    "adapters of DPO over random weights": (
+        {"model": {"name": "smollm2-135m", "config": None}, "lora": {"rank": 4}, "train": {"objective": "dpo"}},
+        (),
+        r"set model\.name=HuggingFaceTB/\S+ for its trained weights, or post_training\.base_steps to train the preset",
+    ),
+    "heads over random weights": (
+        {"model": {"name": "smollm2-135m", "config": None}, "heads": {"stage": 1, "count": 1}},
+        (),
+        r"heads\.stage is 1, which freezes .*, or heads\.base_steps to train the preset first",
+    ),
     "unknown key": (
         {"train": {"batchsize": 2}},
         (),

@@ -107,6 +107,8 @@ def test_the_report_says_what_the_records_say(finished):
     (result,), train = records(finished, "result"), records(finished, "train")
     (data,) = records(finished, "data")
     assert [record["step"] for record in train] == [1, 2, 3, 4]
+    assert "tigon-demo (random weights)" in page, "nothing was fine-tuned"
+    assert "Its weights were random before" in (finished / "model" / "README.md").read_text(encoding="utf-8")
     assert f"{result['eval_loss']:.4f}" in page and f"{data['unigram_entropy']:.4f}" in page
     assert records(finished, "eval")[-1]["eval_loss"] == result["eval_loss"]
     for row in result["comparison"]:
@@ -145,6 +147,7 @@ def test_kernels_of_a_comparison_take_turns_and_one_without_memory_leaves_the_ot
     assert outcome.code == 0, outcome.err
     _, *turns = order
     assert turns == ["none", "no-flce", "tigon", "tigon", "none", "none", "tigon"]
+    assert outcome.out.splitlines()[1].startswith("model    tigon-demo (random weights), ")
     assert "comparison: turn 3 of 3, 2 steps each: unpatched, all of tigon" in outcome.out
     assert re.search(r"^all of tigon .*\d to [\d,]+ *$", outcome.out, re.MULTILINE)
     assert "all but linear cross entropy: out of memory" in outcome.out
