@@ -247,6 +247,8 @@ def _of_recipe(flags: Flags) -> SearchProblem:
             choices, checkpointing=recipe.train.checkpointing, accumulate=recipe.train.gradient_accumulation
         )
         request = prediction.request_of(recipe, config, chosen, evaluated=evaluated)
+    if checkpoint := recipe_checks.checkpoint_instead(recipe):
+        assignments.append(f"model.name={checkpoint}")  # the recipe is a plan's: `tigon train` refuses the preset
     words = (word for text in assignments for word in ("--set", text))
     return SearchProblem(
         request=request, free=free, gpu=flags.gpu, effective_batch=flags.effective_batch,

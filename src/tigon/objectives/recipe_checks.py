@@ -92,8 +92,7 @@ def check_trained_base(recipe: Recipe) -> None:
     Raises:
         RecipeError: The message names the checkpoint to load instead.
     """
-    frozen_by = freezes_random_weights(recipe)
-    checkpoint = None if recipe.model.config else checkpoint_of(recipe.model.name)
+    frozen_by, checkpoint = freezes_random_weights(recipe), checkpoint_instead(recipe)
     if frozen_by is None or checkpoint is None:
         return
     key, _, value = frozen_by.partition(": ")
@@ -103,6 +102,13 @@ def check_trained_base(recipe: Recipe) -> None:
         f"model.name={checkpoint} for its trained weights, or "
         + (f"{steps_key} to train the preset first" if steps_key else f"leave {key} out to train all weights")
     )
+
+
+def checkpoint_instead(recipe: Recipe) -> str | None:
+    """The checkpoint to load instead of a preset whose random weights the run would freeze; None if it may run."""
+    if freezes_random_weights(recipe) is None or recipe.model.config:
+        return None
+    return checkpoint_of(recipe.model.name)
 
 
 def freezes_random_weights(recipe: Recipe) -> str | None:
