@@ -92,8 +92,9 @@ def _on_host(
     for batch, accumulate in reversed(splits):
         layers = _Layers(request_of(request, batch, accumulate), gpu, seen, needs)
         option = layers.option("offload")
+        # One that does not fit decides nothing about larger ones: a batch that is not divided holds no gradients.
         if option is None or not layers.fits(option) or option.host_excess(host_bytes) > 0:
-            break  # larger micro-batches need more
+            continue
         if best is not None and _speed(option) <= _speed(best):
             break
         best = option
