@@ -284,12 +284,14 @@ def test_run_killed_before_its_first_checkpoint_is_started_again_as_the_message_
     assert tigon("train", path).code == 0
 
 
-def test_folder_of_a_run_that_still_trains_is_not_offered_for_removal(recipe, tigon, here):
+def test_folder_of_a_run_that_still_trains_or_has_weights_is_not_offered_for_removal(recipe, tigon, here):
     path = recipe(train={"steps": 1}, output={"sample_tokens": 0})
     assert tigon("train", path).code == 0
     (here / "runs" / "r" / "summary.json").unlink()
     with run_folder.locked(here / "runs" / "r"):
         line = tigon("train", path).error_line()
+    (here / "runs" / "r" / "adapters").mkdir()
+    assert "holds the trained adapters/" in (kept := tigon("train", path).error_line()) and "rm -r" not in kept
     assert "another process is training into this run folder" in line and "rm -r" not in line
 
 

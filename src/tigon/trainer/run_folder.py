@@ -53,6 +53,8 @@ FREE_TO_CHANGE = (
     "data.cache", "eval.",
 )  # fmt: skip
 CHECKPOINTS = "checkpoints"
+TRAINED = ("model", "adapters", "heads")
+"""The folders with the final weights. No message advises to remove one."""
 # The keys that each record of a measurement must have.
 MEASURED = {"train": ("loss", "tokens_per_s", "memory_bytes", "memory_peak_bytes"), "eval": ("eval_loss",)}
 LARGEST = 2**63  # more than any count or number of bytes; the chart library accepts no larger integers
@@ -195,6 +197,11 @@ def _exists(target: Path, command: str) -> RunFolderError:
         return RunFolderError(f"{target}: another process is training into this run folder; {another}")
     if checkpoint.newest_metadata(target / CHECKPOINTS):
         return RunFolderError(f"{target}: this run folder exists; continue it with `{command} --resume`, or {another}")
+    if trained := [name for name in TRAINED if (target / name).exists()]:
+        return RunFolderError(
+            f"{target}: this run folder exists and holds the trained {trained[0]}/, without a checkpoint to continue "
+            f"from; {another}"
+        )
     return RunFolderError(
         f"{target}: this run folder exists, and its run ended without a complete checkpoint; remove the folder with "
         f"`rm -r {shlex.quote(str(target))}`, or {another}"
