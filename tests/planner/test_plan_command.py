@@ -56,8 +56,9 @@ def test_first_line_answers_for_auto_if_checkpointing_is_left_open(capsys):
     first, second = printed(capsys, **fixed).splitlines()[:2]
     assert first.startswith("tigon-demo fits 1.25GiB (1.25 GiB): 16 samples of 1,024 tokens") and "tokens/s" in first
     assert second.endswith("(checkpointing and micro-batches chosen by auto)")
-    first = printed(capsys, **fixed, gpu="0.76GiB", checkpointing="none", accumulate=1).splitlines()[0]
-    assert first.startswith("tigon-demo does not fit 0.76GiB (0.76 GiB) with 16 samples of 1,024 tokens, and no recipe")
+    wide = {**fixed, "batch": 256, "gpu": "1GiB", "checkpointing": "none", "accumulate": 1}
+    first = printed(capsys, **wide).splitlines()[0]
+    assert first.startswith("tigon-demo does not fit 1GiB (1.00 GiB) with 256 samples of 1,024 tokens, and no recipe")
     study = json.loads(printed(capsys, **fixed, estimator="study", as_json=True))
     assert study["choices"]["checkpointing"] == "none", "the study's formulas know no layers"
 
