@@ -291,7 +291,8 @@ def test_folder_of_a_run_that_still_trains_or_has_weights_is_not_offered_for_rem
     with run_folder.locked(here / "runs" / "r"):
         line = tigon("train", path).error_line()
     (here / "runs" / "r" / "adapters").mkdir()
-    assert "holds the trained adapters/" in (kept := tigon("train", path).error_line()) and "rm -r" not in kept
+    (here / "runs" / "r" / "adapters" / "adapter_model.safetensors").touch()
+    assert "holds trained weights in adapters/" in (kept := tigon("train", path).error_line()) and "rm -r" not in kept
     assert "another process is training into this run folder" in line and "rm -r" not in line
 
 

@@ -53,8 +53,6 @@ FREE_TO_CHANGE = (
     "data.cache", "eval.",
 )  # fmt: skip
 CHECKPOINTS = "checkpoints"
-TRAINED = ("model", "adapters", "heads")
-"""The folders with the final weights. No message advises to remove one."""
 # The keys that each record of a measurement must have.
 MEASURED = {"train": ("loss", "tokens_per_s", "memory_bytes", "memory_peak_bytes"), "eval": ("eval_loss",)}
 LARGEST = 2**63  # more than any count or number of bytes; the chart library accepts no larger integers
@@ -197,10 +195,12 @@ def _exists(target: Path, command: str) -> RunFolderError:
         return RunFolderError(f"{target}: another process is training into this run folder; {another}")
     if checkpoint.newest_metadata(target / CHECKPOINTS):
         return RunFolderError(f"{target}: this run folder exists; continue it with `{command} --resume`, or {another}")
-    if trained := [name for name in TRAINED if (target / name).exists()]:
+    # Final weights lie in model/, adapters/ or a folder of the objective; base/ has those from before training.
+    trained = [path.parent.name for path in target.glob("*/*.safetensors") if path.parent.name != "base"]
+    if trained:
         return RunFolderError(
-            f"{target}: this run folder exists and holds the trained {trained[0]}/, without a checkpoint to continue "
-            f"from; {another}"
+            f"{target}: this run folder exists and holds trained weights in {trained[0]}/, without a checkpoint to "
+            f"continue from; {another}"
         )
     return RunFolderError(
         f"{target}: this run folder exists, and its run ended without a complete checkpoint; remove the folder with "
