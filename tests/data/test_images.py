@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def processor_of(folder: Path) -> Any:
     return load_processor(str(folder), revision=None, trust_remote_code=False)
+
+
+def test_saved_processor_does_not_say_how_this_machine_loaded_it(checkpoint: Any, tmp_path: Path) -> None:
+    processor = processor_of(checkpoint("smolvlm"))
+    processor.save_pretrained(tmp_path / "saved")
+    for file in (tmp_path / "saved").glob("*.json"):
+        assert not {"local_files_only", "is_local"} & json.loads(file.read_text()).keys(), file
 
 
 def documents(folder: Path, *rows: Any, most: int = 2) -> list[Any]:

@@ -110,6 +110,27 @@ def test_batch_stays_whole_if_gradients_would_not_fit_beside_the_activations_of_
     assert choice.option.request.batch == 4 and peak_bytes(choice.option) <= limit_bytes
 
 
+def test_inputs_of_layers_go_to_the_host_only_if_recomputation_alone_does_not_fit() -> None:
+    shape = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 256}
+    request = request_of("llama", batch=8, seq=512, shape=shape, precision="bf16", kernels="tigon", lora_rank=2)
+
+    def peak_bytes(option: Option) -> int:
+        return option.estimate.peak_allocated_bytes
+
+    def chosen(limit_bytes: int, **how: Any) -> Option:
+        return choose(request, replace(small_gpu(4000), memory_bytes=limit_bytes), needs=peak_bytes, **how).option
+
+    full, offload = (peak_bytes(estimate_of(request, name)) for name in ("full", "offload"))
+    assert offload < full
+    tight = (offload + full) // 2
+    assert peak_bytes(chosen(tight)) > tight, "`tigon.checkpoint` has no offloading"
+    on_host = chosen(tight, offloads=True)
+    assert on_host.request.choices.checkpointing == "offload" and peak_bytes(on_host) <= tight
+    assert peak_bytes(chosen(tight, offloads=True, host_bytes=on_host.all_host_bytes)) <= tight
+    assert peak_bytes(chosen(tight, offloads=True, host_bytes=on_host.all_host_bytes - 1)) > tight
+    assert chosen(full, offloads=True).request.choices.checkpointing != "offload"
+
+
 def test_auto_itself_has_no_estimate() -> None:
     with pytest.raises(UsageError, match=r"checkpointing is auto, which stands for a choice"):
         estimate(asked(checkpointing="auto"), gpu=small_gpu(100))

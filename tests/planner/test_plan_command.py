@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import pytest
 pytest.importorskip("rich")
 from tigon.cli import plan
 from tigon.errors import TigonError
+from tigon.planner.render import as_recipe, terminal
+from tigon.planner.request import Request
+from tigon.techniques.records.choices import Choices
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
 DEMO = {"model": "tigon-demo", "gpu": "1.25GiB", "batch": 32, "seq": 1024, "optimizer": "adamw", "zero": 0,
@@ -47,6 +51,43 @@ def test_evaluation_counts_because_a_recipe_evaluates(capsys):
     assert any(line.startswith("evaluation") for line in found["explanation"])
 
 
+def test_first_line_answers_for_auto_if_checkpointing_is_left_open(capsys):
+    fixed = {"batch": 16, "precision": "bf16"}
+    first, second = printed(capsys, **fixed).splitlines()[:2]
+    assert first.startswith("tigon-demo fits 1.25GiB (1.25 GiB): 16 samples of 1,024 tokens") and "tokens/s" in first
+    assert second.endswith("(checkpointing and micro-batches chosen by auto)")
+    wide = {**fixed, "batch": 256, "gpu": "1GiB", "checkpointing": "none", "accumulate": 1}
+    first = printed(capsys, **wide).splitlines()[0]
+    assert first.startswith("tigon-demo does not fit 1GiB (1.00 GiB) with 256 samples of 1,024 tokens, and no recipe")
+    study = json.loads(printed(capsys, **fixed, estimator="study", as_json=True))
+    assert study["choices"]["checkpointing"] == "none", "the study's formulas know no layers"
+
+
+def test_adapters_that_were_asked_for_are_no_change_and_installed_packages_no_need(capsys, monkeypatch):
+    fixed = {"batch": 4, "precision": "bf16", "checkpointing": "full", "accumulate": 1, "lora_rank": 4}
+    text = printed(capsys, **fixed)
+    row = next(line for line in text.splitlines() if line.startswith("1  "))
+    assert "LoRA 4" in row and row.split()[-1] == "nothing", "bf16 and the adapters were asked for"
+    assert "It needs" not in text
+    monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
+    assert "It needs peft, which this Python does not have." in printed(capsys, **fixed)
+
+
+def test_longest_row_comes_first(capsys):
+    fixed = {"batch": 1, "precision": "bf16", "accumulate": 1}
+    lines = printed(capsys, **fixed, longest=True).splitlines()
+    tokens = [int(line.split()[0].replace(",", "")) for line in lines[3 : lines.index("")]]
+    assert lines[0].startswith(f"tigon-demo on 1.25GiB (1.25 GiB): rows of up to {tokens[0]:,} tokens fit, with ")
+    assert tokens == sorted(tokens, reverse=True)
+
+
+def test_commands_name_the_checkpoint_of_a_preset():
+    request = Request(model="llama-3.1-8b", config=None, batch=1, seq=64, choices=Choices())
+    assert "--set model.name=meta-llama/Llama-3.1-8B-Instruct" in as_recipe.command(request)
+    assert "name: meta-llama/Llama-3.1-8B-Instruct" in as_recipe.yaml_text(request)
+    assert "--set model.name=tigon-demo" in as_recipe.command(replace(request, model="tigon-demo"))
+
+
 def test_auto_plans_the_choice_and_leaves_it_free_in_the_recommendations(capsys):
     fixed = {"batch": 16, "accumulate": 1, "precision": "bf16"}
     shown = json.loads(printed(capsys, **fixed, checkpointing="auto", as_json=True))
@@ -58,13 +99,13 @@ def test_auto_plans_the_choice_and_leaves_it_free_in_the_recommendations(capsys)
 def test_json_has_consistent_totals_and_every_promised_key(answer):
     assert sum(answer["components"].values()) == answer["peak_allocated_bytes"] == max(answer["phases"].values())
     assert answer["device_bytes"] == answer["peak_reserved_bytes"] + answer["outside_bytes"]
-    assert answer["fits"] == (answer["device_bytes"] <= answer["gpu"]["memory_bytes"]) and answer["fits"] is False
+    assert answer["fits"] == (answer["device_bytes"] <= answer["gpu"]["memory_bytes"]) and answer["fits"] is True
     first = answer["recommended"][0]
     wanted = {"command", "yaml", "peak_allocated_bytes", "step_s", "tokens_per_s", "precision_cost", "cheaper"}
     assert wanted <= set(first) and first["device_bytes"] <= 0.98 * answer["gpu"]["memory_bytes"]
     assert first["cheaper"] and all(other["reason"] for other in first["cheaper"])
     for name in ("largest_batch", "longest_sequence"):
-        assert answer[name]["recommended"] >= answer[name]["requested"] > 0
+        assert answer[name]["requested"] > 0 and answer[name]["recommended"] > 0
 
 
 def test_recommended_recipe_says_whether_it_changes_the_numbers(answer):
@@ -77,7 +118,7 @@ def test_recommended_recipe_says_whether_it_changes_the_numbers(answer):
 def test_report_and_explanation_have_the_numbers_of_the_json(answer, capsys):
     text = " ".join(printed(capsys, explain=True).split())
     gib = answer["peak_allocated_bytes"] / 2**30
-    assert f"Peak {gib:.2f} GiB allocated ({answer['peak_phase']})" in text and "does not fit" in text
+    assert f"Peak {gib:.2f} GiB allocated ({answer['peak_phase']})" in text and "tigon-demo fits 1.25GiB" in text
     for name, size in answer["components"].items():
         assert f"{name} {size / 2**30:.2f} GiB: " in text
     assert " ".join(answer["recommended"][0]["command"].split()) in text

@@ -224,6 +224,16 @@ def test_size_takes_the_rates_of_a_gpu_with_bf16():
     assert all(find_gpu(f"{size}GiB").has_bf16 for size in range(1, 200))
 
 
+def test_command_of_a_recipe_with_adapters_on_a_preset_names_its_checkpoint(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("model: {name: smollm2-135m}\ndata: {sequence_length: 64}\ntrain: {steps: 1, batch_size: 1}\n")
+    assert "--set" not in problem(path).command
+    path.write_text(path.read_text() + "lora: {rank: 4}\n")
+    found = problem(path)
+    assert found.request.model == "smollm2-135m"
+    assert found.command[-2:] == ("--set", "model.name=HuggingFaceTB/SmolLM2-135M-Instruct")
+
+
 def test_gpu_without_bf16_is_planned_in_fp16(recipe):
     found = problem("tigon-demo", gpu="t4")
     assert found.request.choices.precision == "amp-fp16"
@@ -240,7 +250,7 @@ def test_tables_do_not_wrap_in_a_pipe(monkeypatch, capsys):
 
 
 def test_hub_ids_of_the_model_recipes_have_a_shape_without_a_download():
-    assert set(HUB_SHAPES.values()) <= set(PRESETS)
+    assert set(HUB_SHAPES.values()) == PRESETS.keys() - {"tigon-demo"}, "commands name the checkpoint of every shape"
     found = problem("Qwen/Qwen3-0.6B", seq=64)
     assert found.request.model == "Qwen/Qwen3-0.6B" and found.request.config.num_hidden_layers == 28
     assert problem("Qwen/Qwen3-0.6B", seq=64, host_memory="64GiB").host_bytes == 64 * GIB

@@ -8,7 +8,7 @@ import pytest
 
 from tigon.errors import RecipeError
 from tigon.objectives.recipe_checks import load
-from tigon.recipe.aliases import ALIASES, INSTEAD, SHARED
+from tigon.recipe.aliases import ALIASES, INSTEAD, SHARED, WORDS
 from tigon.recipe.keys import SECTIONS
 
 
@@ -34,6 +34,25 @@ def test_names_without_a_recipe_key_are_answered_with_one(tmp_path):
             loaded(tmp_path, "train: {steps: 1}\n", f"{name}=1")
     with pytest.raises(RecipeError, match=r"r\.yaml:2: warmup_ratio is not a recipe key; use train\.warmup_steps"):
         loaded(tmp_path, "train: {steps: 1}\nwarmup_ratio: 0.1\n")
+
+
+def test_words_that_people_try_first_are_answered_with_the_key(tmp_path):
+    keys = {f"{section}.{name}" for section, cls in SECTIONS.items() for name in vars(cls())}
+    assert set(WORDS.values()) <= keys and not WORDS.keys() & (keys | INSTEAD.keys() | ALIASES.keys() | SHARED.keys())
+    for word, key in WORDS.items():
+        written = word if "." in word else f"train.{word}"
+        with pytest.raises(RecipeError, match=re.escape(f"{written} is not a recipe key; use {key}")):
+            loaded(tmp_path, "train: {steps: 1}\n", f"{written}=1")
+    with pytest.raises(RecipeError, match=r"r\.yaml:3: train\.lr is not a recipe key; use train\.learning_rate$"):
+        loaded(tmp_path, "train:\n  steps: 1\n  lr: 1.0e-4\n")
+    with pytest.raises(RecipeError, match=r"on_gpu\.train\.lr is not a recipe key; use train\.learning_rate$"):
+        loaded(tmp_path, "train: {steps: 1}\non_gpu: {train: {lr: 1.0e-4}}\n", gpu=True)
+
+
+def test_another_librarys_name_in_the_wrong_section_is_answered_with_its_key(tmp_path):
+    for written, key in (("train.max_seq_length", "data.sequence_length"), ("model.load_in_4bit", "lora.quantize")):
+        with pytest.raises(RecipeError, match=f"{written} is not a recipe key; use {key}$"):
+            loaded(tmp_path, "train: {steps: 1}\n", f"{written}=1")
 
 
 def test_shared_names_are_keys_and_may_stand_at_the_top_level(tmp_path):

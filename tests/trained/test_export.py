@@ -36,6 +36,8 @@ def test_a_checkpoint_is_written_in_another_dtype_with_its_tokenizer(tigon, chec
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(str(tmp_path / "out")).chat_template
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert not {"local_files_only", "is_local"} & settings.keys()
 
 
 def test_adapters_alone_are_loaded_by_peft(tigon, checkpoint, adapter, tmp_path):

@@ -93,6 +93,27 @@ def test_objective_trains_evaluates_saves_and_reports(objective, recipe, tigon, 
     assert "tigon-demo" in text and ("Text sample" in text) == (objective != "reward")
     assert (run / "model" / "model.safetensors").exists() and (run / "model" / "tokenizer.json").exists()
     assert not (run / "checkpoints" / "README.md").exists()
+    assert_lines_show(IN_THE_TERMINAL[objective], outcome.out, train[-1])
+
+
+IN_THE_TERMINAL = {
+    "dpo": {"reward margin": "rewards/margins", "accuracy": "rewards/accuracies"},
+    "kto": {"reward margin": "rewards/margins"},
+    "orpo": {"reward margin": "rewards/margins", "accuracy": "rewards/accuracies"},
+    "grpo": {"reward": "reward", "completion length": "completions/mean_length"},
+    "distill": {"entropy": "entropy"},
+    "reward": {"margin": "margin", "accuracy": "accuracy"},
+}
+"""The objective's own metrics in the progress lines, and their names in metrics.jsonl."""
+
+
+def assert_lines_show(metrics: dict[str, str], printed: str, last: dict[str, Any]) -> None:
+    trained = re.findall(r"^step 5/5  loss .*$", printed, re.MULTILINE)[-1]
+    evaluated = re.findall(r"^step 5/5  eval loss .*$", printed, re.MULTILINE)[-1]
+    for title, name in metrics.items():
+        value = f"{last[name]:.1%}" if title == "accuracy" else f"{last[name]:.4f}"
+        assert f"  {title} {value}  " in trained, (title, trained)
+        assert f"  {title} " in evaluated, (title, evaluated)
 
 
 def test_model_and_reference_of_dpo_run_on_tigons_head(recipe, tigon, here):

@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 from trainer_helpers import records
 
-from tigon.recipe.keys import DataConfig, Recipe, ShardingConfig, TrainConfig
+from tigon.recipe.keys import (
+    DataConfig,
+    HeadsConfig,
+    LoraConfig,
+    ModelConfig,
+    PostTrainingConfig,
+    Recipe,
+    ShardingConfig,
+    TrainConfig,
+)
 from tigon.trainer.guards.recipe_warnings import RunSize, steps_of, warnings_of
 
 ROWS = RunSize(n_samples=100, n_eval_samples=4, n_processes=1)
@@ -62,3 +71,17 @@ def test_a_warning_is_announced_and_recorded(recipe, tigon, here):
     (record,) = records(here / "runs" / "r", "warnings")
     assert len(record["warnings"]) == 1 and "train.warmup_steps is 5, but the run has 2 steps" in record["warnings"][0]
     assert f"warning  {record['warnings'][0]}" in outcome.out
+
+
+def test_frozen_random_weights_are_warned_of_unless_they_are_trained_first():
+    train, adapters = TrainConfig(steps=1), LoraConfig(rank=4)
+    (warning,) = warnings_of(Recipe(train=train, lora=adapters), ROWS, trains_tokenizer=True)
+    assert "tigon-demo has random weights, and lora.rank: 4 freezes them" in warning
+    heads = HeadsConfig(stage=1)
+    assert "heads.stage: 1 freezes" in warnings_of(Recipe(train=train, heads=heads), ROWS, trains_tokenizer=True)[0]
+    for made in (
+        Recipe(train=train, lora=adapters, model=ModelConfig(name="some/model")),
+        Recipe(train=train, heads=replace(heads, base_steps=1)),
+        Recipe(train=train, lora=adapters, post_training=PostTrainingConfig(base_steps=1)),
+    ):
+        assert not warnings_of(made, ROWS, trains_tokenizer=made.model.name == "tigon-demo")

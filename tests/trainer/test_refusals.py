@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
+import subprocess
 from collections import namedtuple
 from pathlib import Path
 
@@ -18,12 +21,31 @@ from forks import forks, in_forks, python
 from tigon._install import install_command
 from tigon.objectives import recipe_checks
 from tigon.recipe.keys import ModelConfig
+from tigon.trainer import run_folder
 from tigon.trainer.prepare import prepare as look_ahead
+from tigon.trainer.run import train
+from tigon.trainer.trainer import TigonTrainer
 
 SRC = Path(__file__).parents[2] / "src"
 
 # what the recipe says differently, extra arguments, and what the line must say
 CASES = {
+    "adapters over the random weights of a published shape": (
+        {"model": {"name": "smollm2-135m", "config": None}, "lora": {"rank": 4}},
+        (),
+        r"lora\.rank is 4, which freezes .* a preset's weights are random; set model\.name=HuggingFaceTB/SmolLM2-135M-"
+        r"Instruct for its trained weights, or leave lora\.rank out",
+    ),
+    "adapters of DPO over random weights": (
+        {"model": {"name": "smollm2-135m", "config": None}, "lora": {"rank": 4}, "train": {"objective": "dpo"}},
+        (),
+        r"set model\.name=HuggingFaceTB/\S+ for its trained weights, or post_training\.base_steps to train the preset",
+    ),
+    "heads over random weights": (
+        {"model": {"name": "smollm2-135m", "config": None}, "heads": {"stage": 1, "count": 1}},
+        (),
+        r"heads\.stage is 1, which freezes .*, or heads\.base_steps to train the preset first",
+    ),
     "unknown key": (
         {"train": {"batchsize": 2}},
         (),
@@ -238,6 +260,40 @@ def test_resume_refuses_what_it_cannot_continue_and_changes_nothing(finished, ti
     (run / "mine.txt").write_text("keep", encoding="utf-8")
     assert "not a run folder" in tigon("train", path, "--resume").error_line()
     assert tree(run) == {"mine.txt"}
+
+
+@forks
+def test_run_killed_before_its_first_checkpoint_is_started_again_as_the_message_says(recipe, tigon, here):
+    """--resume has no checkpoint, and a new run finds the folder: both messages name a way on that works."""
+    path = recipe(train={"steps": 2}, output={"sample_tokens": 0})
+
+    def killed_in_the_first_step(_: int) -> None:
+        TigonTrainer.training_step = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        train(path)
+
+    (status,) = in_forks(killed_in_the_first_step)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert (here / "runs" / "r" / "recipe.yaml").exists()
+    line = tigon("train", path, "--resume").error_line()
+    assert "no complete checkpoint to resume from: there is none; start without --resume and with another" in line
+    line = tigon("train", path).error_line()
+    assert "ended without a complete checkpoint" in line and "--resume" not in line
+    assert tigon("train", path, "--set", "output.name=other").code == 0
+    (remove,) = re.findall("`(rm -r [^`]+)`", line)
+    subprocess.run(shlex.split(remove), check=True)
+    assert tigon("train", path).code == 0
+
+
+def test_folder_of_a_run_that_still_trains_or_has_weights_is_not_offered_for_removal(recipe, tigon, here):
+    path = recipe(train={"steps": 1}, output={"sample_tokens": 0})
+    assert tigon("train", path).code == 0
+    (here / "runs" / "r" / "summary.json").unlink()
+    with run_folder.locked(here / "runs" / "r"):
+        line = tigon("train", path).error_line()
+    (here / "runs" / "r" / "adapters").mkdir()
+    (here / "runs" / "r" / "adapters" / "adapter_model.safetensors").touch()
+    assert "holds trained weights in adapters/" in (kept := tigon("train", path).error_line()) and "rm -r" not in kept
+    assert "another process is training into this run folder" in line and "rm -r" not in line
 
 
 def test_a_numbered_folder_is_taken_when_the_recipe_asks_for_it(recipe, tigon, here):

@@ -7,9 +7,11 @@ import json
 import re
 
 import pytest
+import torch
 from trainer_helpers import records, words
 
 from forks import python
+from tigon.trainer import run
 
 pytestmark = pytest.mark.charts
 
@@ -105,10 +107,17 @@ def test_the_report_says_what_the_records_say(finished):
     (result,), train = records(finished, "result"), records(finished, "train")
     (data,) = records(finished, "data")
     assert [record["step"] for record in train] == [1, 2, 3, 4]
+    assert "tigon-demo (random weights)" in page, "nothing was fine-tuned"
+    assert "Its weights were random before" in (finished / "model" / "README.md").read_text(encoding="utf-8")
     assert f"{result['eval_loss']:.4f}" in page and f"{data['unigram_entropy']:.4f}" in page
     assert records(finished, "eval")[-1]["eval_loss"] == result["eval_loss"]
     for row in result["comparison"]:
         assert row["error"] is None and f"{row['losses'][-1]:.6f}" in page and f"{row['tokens_per_s']:,.0f}" in page
+        slowest, fastest = row["tokens_per_s_range"]
+        assert slowest <= row["tokens_per_s"] <= fastest and f"{slowest:,.0f} to {fastest:,.0f}" in page
+        assert row["timed_steps"] == 1 + 2 + 2, (
+            "the warm-up of each turn and the step that measures memory are left out"
+        )
     for name in ("torch", "transformers", "python"):
         assert json.loads((finished / "environment.json").read_text())["versions"][name] in page
 
@@ -121,6 +130,30 @@ def test_the_comparison_measures_the_same_training_with_less_memory(finished):
         assert row["losses"] == pytest.approx(unpatched["losses"], rel=1e-4)
         assert row["at_rest_bytes"] == unpatched["at_rest_bytes"]
     assert everything["peak_bytes"] < without["peak_bytes"] <= unpatched["peak_bytes"] * 1.001
+
+
+def test_kernels_of_a_comparison_take_turns_and_one_without_memory_leaves_the_others(recipe, tigon, here, monkeypatch):
+    """Steps in turns, the second turn in reverse: a load that comes and goes cannot favour one choice."""
+    order, real = [], run._build
+
+    def build(folder, prepared, kernels):
+        order.append(kernels)
+        if kernels == "no-flce":
+            raise torch.OutOfMemoryError("too large")
+        return real(folder, prepared, kernels)
+
+    monkeypatch.setattr(run, "_build", build)
+    outcome = tigon("train", recipe(train={"steps": 1}, comparison={"steps": 2}, output={"sample_tokens": 0}))
+    assert outcome.code == 0, outcome.err
+    _, *turns = order
+    assert turns == ["none", "no-flce", "tigon", "tigon", "none", "none", "tigon"]
+    assert outcome.out.splitlines()[1].startswith("model    tigon-demo (random weights), ")
+    assert "comparison: turn 3 of 3, 2 steps each: unpatched, all of tigon" in outcome.out
+    assert re.search(r"^all of tigon .*\d to [\d,]+ *$", outcome.out, re.MULTILINE)
+    assert "all but linear cross entropy: out of memory" in outcome.out
+    rows = records(here / "runs" / "r", "result")[0]["comparison"]
+    assert [row["error"] for row in rows] == [None, "out of memory", None]
+    assert [row["timed_steps"] for row in rows] == [2, 0, 2]
 
 
 def test_the_run_folder_holds_what_the_docs_say(finished):

@@ -130,6 +130,7 @@ def test_signal_after_the_last_step_keeps_the_weights_in_a_checkpoint(phase, rec
 
 AFTER_THE_MODEL = {
     "in the final save": (final_model.FinalModel, "save", 1, 3), "in the comparison": (comparison, "_release", 2, 2),
+    "in a later turn of the comparison": (comparison, "_release", 6, 0),
     "in a repeat's step": (trainer.TigonTrainer, "compute_loss", 4 + 1, 3), "in the report": (report, "write", 1, 0),
 }  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from trainer_helpers import words
 
@@ -90,3 +92,14 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="no tokenizer could be loaded") as caught:
         load_tokenizer(str(tmp_path), revision=None, trust_remote_code=False)
     assert "\n" not in str(caught.value)
+
+
+def test_saved_tokenizer_does_not_say_how_this_machine_loaded_it(bpe, tmp_path):
+    """transformers writes `is_local` and `local_files_only` among the settings, and a file may have them already."""
+    bpe.save_pretrained(tmp_path / "first")
+    file = tmp_path / "first" / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"local_files_only": True, "is_local": True}))
+    load_tokenizer(str(tmp_path / "first"), revision=None, trust_remote_code=False).save_pretrained(tmp_path / "second")
+    saved = json.loads((tmp_path / "second" / "tokenizer_config.json").read_text())
+    assert not {"local_files_only", "is_local"} & saved.keys() and settings.keys() <= saved.keys()

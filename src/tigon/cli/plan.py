@@ -144,7 +144,7 @@ def run(
         target=model, gpu=find_gpu(gpu or plan_cluster.DEFAULT_GPU), batch=batch, seq=seq,
         effective_batch=effective_batch, method=method, host_memory=host_memory, medusa=medusa, stage=stage,
         objective=objective, images=images, image_size=image_size, assignments=assignments,
-        free_kernels=policy == "study",
+        free_kernels=policy == "study", auto="study" not in (policy, estimator),
         given={name: value for name, value in given.items() if value is not None and value is not False},
     )  # fmt: skip
     if clustered:
@@ -173,9 +173,9 @@ def _print(answer: Plan, rows: Sequence[LongestRow], as_json: bool, explain: boo
             extra["longest"] = [terminal.longest_mapping(row) for row in rows]
         print(json.dumps(terminal.as_mapping(answer) | extra, indent=2))
     else:
-        terminal.show(answer, console, details=explain)
         if rows:
-            terminal.show_longest(rows, console)
+            terminal.show_longest(answer, rows, console)
+        terminal.show(answer, console, details=explain)
         if explain:
             console.print(explanation.explanation(answer), markup=False, soft_wrap=True)
     if plot is not None:

@@ -18,8 +18,10 @@ from tigon.cli.plan_request import RECIPE_ENDINGS
 from tigon.cli.shared import stdout_console
 from tigon.models.loading.presets import carried
 from tigon.planner import remembered_config
+from tigon.planner.render.terminal import not_installed
 from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS
 from tigon.planner.trace import disk_cache
+from tigon.techniques import TECHNIQUES
 
 _READS_FILES = ("images", "assignments", "plot")
 """Options that name files, or read the model's other files."""
@@ -48,7 +50,12 @@ def _question(model: str, options: Mapping[str, Any]) -> str | None:
     config = remembered_config.question_of(carried(model) or model)
     if config is None:
         return None
-    return json.dumps([model, config, options, os.environ.get(ALLOCATOR_SETTINGS), _screen(options)])
+    return json.dumps([model, config, options, os.environ.get(ALLOCATOR_SETTINGS), _screen(options), _missing()])
+
+
+def _missing() -> list[str]:
+    """The packages that a recipe may need and this Python lacks, which the output names."""
+    return not_installed(sorted({name for technique in TECHNIQUES.values() for name in technique.needs}))
 
 
 def _screen(options: Mapping[str, Any]) -> str:

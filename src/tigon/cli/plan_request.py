@@ -23,8 +23,7 @@ from tigon.planner.gpus import GIB, Gpu, size_bytes
 from tigon.planner.remembered_config import real_config, remembered_config
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
-from tigon.planner.search.checkpointing import fastest
-from tigon.planner.search.space import CROSS_DOCUMENT, Fallback, SearchProblem, with_headroom
+from tigon.planner.search.space import CROSS_DOCUMENT, Fallback, SearchProblem
 from tigon.recipe.keys import Recipe
 from tigon.techniques import SEARCHED, SETTINGS, layer_checkpointing
 from tigon.techniques.lora import DEFAULT_RANK
@@ -68,6 +67,8 @@ class Flags:
     images: int | None = None
     image_size: int | None = None
     assignments: Sequence[str] = ()
+    auto: bool = True
+    """Whether checkpointing that was left out is `auto`, as in a recipe. The study's formulas know only `none`."""
     free_kernels: bool = False
     """Whether the search may change the kernels: with `--policy study`, which follows the Liger study's steps."""
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -129,8 +130,8 @@ def check_flags(flags: Flags) -> dict[str, Any]:
 
 def _of_model(flags: Flags) -> SearchProblem:
     given, batch = dict(flags.given), flags.batch
-    chooses = given.get("checkpointing") == layer_checkpointing.AUTO
-    if chooses:
+    chooses = flags.auto and given.get("checkpointing", layer_checkpointing.AUTO) == layer_checkpointing.AUTO
+    if given.get("checkpointing") == layer_checkpointing.AUTO:
         del given["checkpointing"]  # left free, so that the recommendations may change it
     choices = replace(Choices(), **given)
     # A recipe's `auto` is fp32 on such a GPU; a plan of a model may choose what a person would set there.
@@ -154,11 +155,10 @@ def _of_model(flags: Flags) -> SearchProblem:
         clipped=not OPTIMIZERS[choices.optimizer].in_backward, masked=not choices.attention.startswith("flash"),
         objective=planned, evaluated=EVALUATED,
     )  # fmt: skip
-    if chooses:
-        request = fastest(request, with_headroom(flags.gpu)).request
     return SearchProblem(
-        request=request, free=free | _free_kernels(flags), gpu=flags.gpu, effective_batch=flags.effective_batch
-    )
+        request=request, free=free | _free_kernels(flags), gpu=flags.gpu, effective_batch=flags.effective_batch,
+        auto=chooses, auto_divides="accumulate" in free and flags.objective == CAUSAL_LM,
+    )  # fmt: skip
 
 
 def config_of(target: str) -> Any:
@@ -247,6 +247,8 @@ def _of_recipe(flags: Flags) -> SearchProblem:
             choices, checkpointing=recipe.train.checkpointing, accumulate=recipe.train.gradient_accumulation
         )
         request = prediction.request_of(recipe, config, chosen, evaluated=evaluated)
+    if checkpoint := recipe_checks.checkpoint_instead(recipe):
+        assignments.append(f"model.name={checkpoint}")  # the recipe is a plan's: `tigon train` refuses the preset
     words = (word for text in assignments for word in ("--set", text))
     return SearchProblem(
         request=request, free=free, gpu=flags.gpu, effective_batch=flags.effective_batch,

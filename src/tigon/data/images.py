@@ -27,7 +27,7 @@ from tigon.data.chat_template import Rendering, segments_of, template_of
 from tigon.data.documents import BadRows, Document, Message, Segment
 from tigon.data.messages import IMAGE_PARTS
 from tigon.data.packing import Collator, Packed, Sample, pack
-from tigon.data.tokenizer import IGNORE_INDEX, Encoded, Ending
+from tigon.data.tokenizer import IGNORE_INDEX, Encoded, Ending, forget_loading
 from tigon.errors import DataError, RecipeError, UsageError
 
 COLUMNS = ("images", "image")
@@ -278,6 +278,7 @@ def load_processor(name: str, *, revision: str | None, trust_remote_code: bool) 
             f"model.name: {name} has a tokenizer, but no processor of images (preprocessor_config.json); add the "
             "model's own, or set data.images: 0"
         )
+    forget_loading(processor.tokenizer)
     template = getattr(processor, "chat_template", None)
     if template and not processor.tokenizer.chat_template:
         processor.tokenizer.chat_template = template

@@ -85,12 +85,24 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
 
     _check_files(Path(name))
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        loaded = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # the Rust package raises bare Exceptions for a file that it cannot read
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(
             f"{name}: no tokenizer could be loaded ({reason}); set data.tokenizer to a folder with one"
         ) from None
+    forget_loading(loaded)
+    return loaded
+
+
+def forget_loading(tokenizer: Any) -> None:
+    """Forget how this machine has loaded a tokenizer, so that no saved tokenizer_config.json says it.
+
+    transformers 5.23 saves both arguments with the tokenizer's own settings. With `local_files_only` in the file of an
+    uploaded model, another machine might not download its other files.
+    """
+    for name in ("local_files_only", "is_local"):
+        tokenizer.init_kwargs.pop(name, None)
 
 
 def _check_files(folder: Path) -> None:

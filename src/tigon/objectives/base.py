@@ -113,6 +113,22 @@ class MetricSection:
     def tile_metric(self) -> str:
         return next(row.metrics[0] for row in self.rows if not row.is_baseline)
 
+    @property
+    def progress(self) -> tuple[tuple[str, str, bool], ...]:
+        """What the terminal shows during training beside the loss, as (title, metric, whether it is a fraction).
+
+        The first `PROGRESS_METRICS` metrics of a section with one row, otherwise the metric of the tile.
+        """
+        if len(self.rows) > 1:
+            return ((self.tile, self.tile_metric, False),)
+        pairs = zip(self.columns, self.rows[0].metrics, strict=True)
+        own = [(column.title, name, column.is_share) for column, name in pairs if name != "loss"]
+        return tuple(own[:PROGRESS_METRICS])
+
+
+PROGRESS_METRICS = 2
+"""A line of the terminal has room for two metrics beside loss, speed, memory and remaining time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrlTraining:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tigon.errors import RecipeError
+from tigon.models.loading.presets import PRESETS, checkpoint_of
 from tigon.objectives import post_training_rules
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
@@ -80,6 +81,50 @@ def require_heads(path: Path, recipe: Recipe) -> None:
         raise RecipeError(
             f"{path}: heads.stage is not given; set it to 1 (only heads) or 2 (model and heads), or use tigon train"
         )
+
+
+def check_trained_base(recipe: Recipe) -> None:
+    """Refuse to freeze the random weights of a preset that stands for a published model: the run would learn nothing.
+
+    Other presets have no trained weights: tigon-demo, and shapes that `model.config` changes. Runs on them try a
+    technique or a machine, and a warning says that the frozen weights are random.
+
+    Raises:
+        RecipeError: The message names the checkpoint to load instead.
+    """
+    frozen_by, checkpoint = freezes_random_weights(recipe), checkpoint_instead(recipe)
+    if frozen_by is None or checkpoint is None:
+        return
+    key, _, value = frozen_by.partition(": ")
+    steps_key = _base_steps_key(recipe)
+    raise RecipeError(
+        f"{key} is {value}, which freezes the weights of {recipe.model.name}, and a preset's weights are random; set "
+        f"model.name={checkpoint} for its trained weights, or "
+        + (f"{steps_key} to train the preset first" if steps_key else f"leave {key} out to train all weights")
+    )
+
+
+def checkpoint_instead(recipe: Recipe) -> str | None:
+    """The checkpoint to load instead of a preset whose random weights the run would freeze; None if it may run."""
+    if freezes_random_weights(recipe) is None or recipe.model.config:
+        return None
+    return checkpoint_of(recipe.model.name)
+
+
+def freezes_random_weights(recipe: Recipe) -> str | None:
+    """The key and value by which a run freezes a preset's random weights before any step has trained them, or None."""
+    if recipe.model.name not in PRESETS or recipe.heads.base_steps or recipe.post_training.base_steps:
+        return None
+    if recipe.lora.rank is not None:
+        return f"lora.rank: {recipe.lora.rank}"
+    return "heads.stage: 1" if recipe.heads.stage == 1 else None
+
+
+def _base_steps_key(recipe: Recipe) -> str | None:
+    """The key that trains a preset before the run's own steps, if the objective has one."""
+    if recipe.heads.stage is not None:
+        return "heads.base_steps"
+    return "post_training.base_steps" if post_training_rules.is_post_training(recipe) else None
 
 
 # --- Medusa heads -----------------------------------------------------------------------------------------------------

@@ -128,8 +128,67 @@ INSTEAD: Mapping[str, str] = {
     "rl": "train.objective",
     "activation_offloading": "train.checkpointing: offload",
     "tiled_mlp": "train.mlp_tile_tokens",
+    "qlora": "lora.rank with lora.quantize: true",
+    "torch_compile": "model.kernels; runs are not compiled",
+    "compile": "model.kernels; runs are not compiled",
+    "ref_model": "model.name, whose weights before training are the reference",
+    "train.loss": "train.objective, or post_training.loss_type",
+    "data.eval": "data.eval_source for files, or data.eval_fraction for a share of data.source",
+    "output.dir": "output.folder and output.name",
+    "output.path": "output.folder and output.name",
+    "save_dir": "output.folder and output.name",
+    "out_dir": "output.folder and output.name",
 }
-"""Names of other libraries that no recipe key equals -> what to use."""
+"""Names of other libraries that no recipe key equals -> what to use. A name with a section counts only there."""
+
+
+_WORDS: Mapping[str, str] = {
+    "model.name": "model.path model.id model.model model.base model.checkpoint model_name model_id model_path",
+    "data.source": "data.path data.file data.files data.train data.dataset dataset dataset_path data_path data_file "
+    "data_files train_file train_data train_dataset",
+    "data.eval_source": "eval_file eval_data eval_dataset validation_file val_file data.validation",
+    "data.eval_fraction": "val_size test_size validation_split val_split eval_split",
+    "data.sequence_length": "seq_len seqlen seq_length max_seq_len max_len context_length block_size cutoff_len "
+    "model_max_length",
+    "data.packing": "pack",
+    "data.template": "prompt_template",
+    "train.learning_rate": "lr base_lr max_lr peak_lr",
+    "train.steps": "num_steps total_steps n_steps num_training_steps iterations max_iters",
+    "train.epochs": "epoch max_epochs n_epochs",
+    "train.batch_size": "bs batch mbs micro_batch train_batch_size per_device_batch_size per_gpu_train_batch_size",
+    "train.gradient_accumulation": "grad_accum accumulation_steps accumulate_grad_batches grad_acc_steps",
+    "train.warmup_steps": "warmup num_warmup_steps",
+    "train.weight_decay": "wd",
+    "train.max_grad_norm": "grad_clip clip_grad_norm gradient_clip gradient_clipping gradient_clip_val",
+    "train.schedule": "scheduler lr_schedule",
+    "train.precision": "mixed_precision amp",
+    "train.checkpointing": "recompute activation_checkpointing grad_checkpointing",
+    "train.log_steps": "log_every log_interval",
+    "train.save_steps": "save_every save_interval checkpoint_every checkpoint_interval",
+    "train.eval_steps": "eval_every eval_interval",
+    "train.seed": "random_seed",
+    "train.early_stopping_patience": "patience early_stopping",
+    "train.workers": "num_workers",
+    "lora.rank": "train.lora lora.enabled",
+    "lora.targets": "lora.modules target",
+    "lora.quantize": "4bit load_4bit use_4bit",
+    "sharding.gpus": "n_gpus num_gpus ngpu nproc_per_node devices",
+    "post_training.rewards": "reward_funcs reward_function reward_fn reward_func",
+    "post_training.beta": "dpo_beta kl_coef",
+}
+WORDS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for word in words.split()}
+"""Words that people try first -> the recipe key, which the error offers. They are not accepted, because a word may mean
+two keys. A word with a section counts only there."""
+
+
+def instead_of(dotted: str) -> str | None:
+    """What to use instead of a name that is no recipe key; None if no table has it."""
+    name = dotted.rpartition(".")[2]
+    for word in (dotted, name):
+        if found := INSTEAD.get(word) or WORDS.get(word):
+            return found
+    alias = ALIASES.get(name)  # in another section than its key's
+    return alias.key if alias is not None else None
 
 
 def key_of(dotted: str) -> str:

@@ -408,7 +408,7 @@ class PostTrainingConfig:
 
 @dataclass(frozen=True)
 class ComparisonConfig:
-    """A short repeat of the run after training, once per kernel choice: same seed, weights and samples."""
+    """Short repeats of the run after training, three turns per kernel choice: same seed, weights and samples."""
 
     steps: int = key(0, "Steps of each repeat; 0: no comparison. Memory is measured in the last step.",
                      minimum=0, maximum=1000)  # fmt: skip

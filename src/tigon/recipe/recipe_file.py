@@ -21,7 +21,7 @@ from typing import Any
 
 from tigon._files import read_text
 from tigon.errors import RecipeError
-from tigon.recipe.aliases import ALIASES, INSTEAD, key_of, translate, value_of
+from tigon.recipe.aliases import ALIASES, instead_of, key_of, translate, value_of
 from tigon.recipe.keys import SECTIONS, Recipe, TrainConfig, limits_text, type_name
 from tigon.recipe.rules import Rules, check_combinations, check_effects
 
@@ -333,7 +333,7 @@ def _all_keys() -> list[str]:
 
 
 def _unknown(dotted: str, known: Sequence[str], where: str) -> RecipeError:
-    if instead := INSTEAD.get(dotted.rpartition(".")[2]):
+    if instead := instead_of(dotted):
         return RecipeError(f"{where}: {dotted} is not a recipe key; use {instead}")
     every = _all_keys()
     leaves = {name.rsplit(".", 1)[-1]: name for name in reversed([*known, *every])}

@@ -45,6 +45,11 @@ def is_preset(name: str) -> bool:
     return name in PRESETS
 
 
+def described(model: ModelConfig) -> str:
+    """The model's name for the console and the report, with the origin of a preset's weights."""
+    return f"{model.name} (random weights)" if is_preset(model.name) else model.name
+
+
 def check_name(name: str) -> None:
     """Refuse a name that is neither a preset, nor a model folder, nor shaped like a hub id."""
     if is_preset(name) or is_hub_id(name):

@@ -9,7 +9,7 @@ import hashlib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -74,6 +74,7 @@ def train(
     recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     if require is not None:
         require(path, recipe)
+    recipe_checks.check_trained_base(recipe)
     nodes = nodes_of_run(nodes, recipe.sharding.gpus)
     preflight.check_process(recipe.train.workers)
     preflight.check_trackers(recipe.train.report_to)
@@ -227,10 +228,10 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         per_step = f"{samples_per_step:,} {what} per step"
         counts = f"{data['rows']:,} rows with {data['tokens']:,} tokens, {len(prepared.rows[1]):,} rows for evaluation"
     techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.choices))
-    name = recipe.model.name
     lines = [
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
-        f"model    {name}, {in_parameters(prepared.n_parameters)}, kernels: {recipe.model.kernels}",
+        f"model    {model.described(recipe.model)}, {in_parameters(prepared.n_parameters)}, "
+        f"kernels: {recipe.model.kernels}",
         f"data     {recipe.data.source_names}: {counts}",
         *prepared.rows_line,
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
@@ -543,10 +544,6 @@ def _last_step(run: RunFolder) -> int:
 
 
 def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objective: Objective) -> None:
-    from rich.table import Table
-
-    from tigon.trainer.report.progress import format_bytes  # loads transformers
-
     if summary["stopped_early_step"] is not None:
         where = f"at step {summary['stopped_early_step']}: the eval loss fell no more (train.early_stopping_patience)"
         console.print(f"stopped  {where}", markup=False, soft_wrap=True)
@@ -568,17 +565,32 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objecti
     if summary["skipped_steps"]:
         console.print(f"warning  {summary['skipped_steps']} steps skipped: loss or gradient was not finite")
     if summary["comparison"]:
-        table = Table(title="the same steps, seed and samples", box=None, header_style="bold")
-        for title in ("kernels", "last loss", "peak memory", "step alone", "tokens/s"):
-            table.add_column(title, justify="left" if title == "kernels" else "right")
-        for row in summary["comparison"]:
-            if row["error"]:
-                table.add_row(row["label"], row["error"], "", "", "")
-            else:
-                peak, rest = row["peak_bytes"], row["at_rest_bytes"]
-                table.add_row(row["label"], f"{row['losses'][-1]:.6f}", format_bytes(peak), format_bytes(peak - rest),
-                              f"{row['tokens_per_s']:,.0f}")  # fmt: skip
-        console.print(table)
+        _print_comparison(console, summary["comparison"])
     if summary["memory"]:
         console.print(f"memory   {comparison_line(summary['memory'])}", markup=False, soft_wrap=True)
     console.print(f"report   {run.path / 'report.html'}", markup=False, soft_wrap=True)
+
+
+def _print_comparison(console: Console, repeats: Sequence[Mapping[str, Any]]) -> None:
+    """A table of the choices that were measured, and a line for each other one."""
+    from rich.table import Table
+
+    from tigon.trainer.report.progress import format_bytes  # loads transformers
+
+    table = Table(title="the same steps, seed and samples, in turns", box=None, header_style="bold", pad_edge=False)
+    for title in ("kernels", "last loss", "peak memory", "step alone", "tokens/s", "range"):
+        table.add_column(title, justify="left" if title == "kernels" else "right", no_wrap=title != "kernels")
+    for row in repeats:
+        if row["error"] is None:
+            slowest, fastest = row["tokens_per_s_range"]
+            table.add_row(
+                row["label"], f"{row['losses'][-1]:.6f}", format_bytes(row["peak_bytes"]),
+                format_bytes(row["peak_bytes"] - row["at_rest_bytes"]), f"{row['tokens_per_s']:,.0f}",
+                f"{slowest:,.0f} to {fastest:,.0f}",
+            )  # fmt: skip
+    if table.row_count:
+        console.print(table)
+        console.print("tokens/s is the median step; the range is from the slowest to the fastest step")
+    for row in repeats:
+        if row["error"] is not None:
+            console.print(f"{row['label']}: {row['error']}", markup=False, soft_wrap=True)

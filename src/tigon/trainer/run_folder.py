@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -159,7 +160,9 @@ def _is_drawn(value: Any) -> bool:
 
 
 def _damaged(file: Path, why: str) -> RunFolderError:
-    return RunFolderError(f"{file}: damaged, {why}; restore it, or start a new run without --resume")
+    return RunFolderError(
+        f"{file}: damaged, {why}; restore it, or start a new run without --resume and with another output.name"
+    )
 
 
 def check(output: OutputConfig, command: str) -> None:
@@ -170,10 +173,7 @@ def check(output: OutputConfig, command: str) -> None:
     """
     target = Path(output.folder) / output.name
     if output.if_exists == "error" and (target.exists() or target.is_symlink()):
-        ours, complete = (target / RECIPE).exists(), (target / SUMMARY).exists()
-        what = f"this {'complete ' if complete else ''}run folder" if ours else "this path"
-        resume = f"continue it with `{command} --resume`, or " if ours and not complete else ""
-        raise RunFolderError(f"{target}: {what} exists; {resume}choose another with --set output.name=...")
+        raise _exists(target, command)
     parent = target.parent
     while not parent.exists():
         if parent.is_symlink():
@@ -182,6 +182,44 @@ def check(output: OutputConfig, command: str) -> None:
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise RunFolderError(f"{parent}: not a folder that can be written to; choose one with --set output.folder=...")
+
+
+def _exists(target: Path, command: str) -> RunFolderError:
+    """The error for a new run whose folder exists, with a way on that works: --resume only with a checkpoint."""
+    another = "choose another with --set output.name=..."
+    if target.is_symlink() or not (target / RECIPE).exists():
+        return RunFolderError(f"{target}: this path exists; {another}")
+    if (target / SUMMARY).exists():
+        return RunFolderError(f"{target}: this complete run folder exists; {another}")
+    if _is_in_use(target / RECIPE):
+        return RunFolderError(f"{target}: another process is training into this run folder; {another}")
+    if checkpoint.newest_metadata(target / CHECKPOINTS):
+        return RunFolderError(f"{target}: this run folder exists; continue it with `{command} --resume`, or {another}")
+    # Final weights lie in model/, adapters/ or a folder of the objective; base/ has those from before training.
+    trained = [path.parent.name for path in target.glob("*/*.safetensors") if path.parent.name != "base"]
+    if trained:
+        return RunFolderError(
+            f"{target}: this run folder exists and holds trained weights in {trained[0]}/, without a checkpoint to "
+            f"continue from; {another}"
+        )
+    return RunFolderError(
+        f"{target}: this run folder exists, and its run ended without a complete checkpoint; remove the folder with "
+        f"`rm -r {shlex.quote(str(target))}`, or {another}"
+    )
+
+
+def _is_in_use(file: Path) -> bool:
+    """Whether a process has locked the folder by this file; False if the system cannot tell."""
+    try:
+        import fcntl
+
+        with file.open("r+b") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ModuleNotFoundError, OSError):  # Windows, or a file system without locks
+        return False
+    return False
 
 
 def create(output: OutputConfig, command: str) -> RunFolder:
@@ -245,7 +283,10 @@ def _checked(path: Path, recipe: Recipe) -> RunFolder:
     if path.is_symlink() or not (path / RECIPE).is_file():
         raise RunFolderError(f"{path}: not a run folder: {RECIPE} is missing; set output.name to the run to resume")
     if (path / SUMMARY).exists():
-        raise RunFolderError(f"{path}: this run is complete (see its report.html); start a new one without --resume")
+        raise RunFolderError(
+            f"{path}: this run is complete (see its report.html); start a new one without --resume and with another "
+            "output.name"
+        )
     _refuse_links(path)
     if not isinstance(RunFolder(path).read_json(DATA).get("fingerprint"), str):
         raise _damaged(path / DATA, "the fingerprint of the data is missing")
@@ -257,7 +298,10 @@ def _checked(path: Path, recipe: Recipe) -> RunFolder:
     refused = [(name, old, new) for name, old, new in changed if name not in allowed]
     if refused:
         differences = "; ".join(f"the run had {name}: {old}, the recipe now has {new}" for name, old, new in refused)
-        raise RunFolderError(f"{path}: {differences}; use the run's values, or start a new run without --resume")
+        raise RunFolderError(
+            f"{path}: {differences}; use the run's values, or start a new run without --resume and with another "
+            "output.name"
+        )
     return RunFolder(path, changed=tuple(changed))
 
 

@@ -1,4 +1,5 @@
 """Model shapes by name, with random weights. Memory and speed depend only on the shape, so no download is needed.
+`HUB_SHAPES` names the trained weights of a shape.
 
 One row per shape, with the names of its transformers config. Sources: the `config.json` published with each checkpoint.
 """
@@ -187,17 +188,26 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 HUB_SHAPES: Mapping[str, str] = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": "smollm2-1.7b",
+    "Qwen/Qwen2-7B": "qwen2-7b",
     "Qwen/Qwen3-0.6B": "qwen3-0.6b",
     "Qwen/Qwen3-1.7B": "qwen3-1.7b",
     "Qwen/Qwen3-4B": "qwen3-4b",
     "Qwen/Qwen3-8B": "qwen3-8b",
     "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "allenai/OLMo-2-0425-1B": "olmo-2-1b",
+    "google/gemma-2-2b-it": "gemma-2-2b",
     "google/gemma-3-1b-it": "gemma-3-1b",
+    "google/gemma-7b-it": "gemma-7b",
+    "meta-llama/Llama-2-7b-chat-hf": "llama-2-7b",
+    "meta-llama/Llama-3.1-405B-Instruct": "llama-3.1-405b",
+    "meta-llama/Llama-3.1-70B-Instruct": "llama-3.1-70b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
     "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
     "meta-llama/Llama-3.2-3B-Instruct": "llama-3.2-3b",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
     "microsoft/Phi-4-mini-instruct": "phi-4-mini",
     "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-v0.3",
+    "mistralai/Mistral-7B-v0.1": "mistral-7b",
     "unsloth/gpt-oss-20b-BF16": "gpt-oss-20b",
 }
 """Hub ids -> the preset with the checkpoint's shape, so that a plan needs no download."""
@@ -226,3 +236,8 @@ MULTIMODAL_SHAPES: Mapping[str, Mapping[str, Any]] = {
 def carried(hub_id: str) -> str | None:
     """What `load_config` takes for the shape of this model of the hub, or None if tigon does not carry it."""
     return HUB_SHAPES.get(hub_id, hub_id if hub_id in MULTIMODAL_SHAPES else None)
+
+
+def checkpoint_of(preset: str) -> str | None:
+    """The hub id of the trained weights with the shape of `preset`; None for tigon-demo and for other names."""
+    return next((hub_id for hub_id, name in HUB_SHAPES.items() if name == preset), None)

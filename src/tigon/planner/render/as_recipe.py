@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tigon.models.loading.presets import checkpoint_of
 from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.recipe.keys import OBJECTIVE_SECTIONS
@@ -52,7 +53,9 @@ def changed_keys(before: Request, after: Request) -> dict[str, Any]:
 
 
 def model_name(name: str) -> str:
-    """The value for `model.name`: the path of a config.json becomes its folder."""
+    """The value for `model.name`: a preset becomes the checkpoint of its shape, a config.json its folder."""
+    if (checkpoint := checkpoint_of(name)) is not None:
+        return checkpoint
     path = Path(name)
     return str(path.parent) if path.is_file() else name
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -118,10 +119,7 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
 
     The short form is what a person reads before a run; the details are for one who compares the recommendations.
     """
-    request, gpu = plan.option.request, plan.gpu
-    micro_batch = f"{_samples(request.batch)} of {request.seq:,} tokens{_sequences(request)}"
-    gpus = f"{request.choices.gpus} x {gpu.name}" if request.choices.gpus > 1 else gpu.name
-    console.print(f"[bold]{request.model}[/bold], {micro_batch}, on {gpus} ({gib(gpu.memory_bytes)})")
+    console.print(headline(plan), markup=False, style="bold", soft_wrap=True)
     _show_option(plan, console)
     if plan.ladder:
         console.print(_ladder_table(plan))
@@ -134,6 +132,24 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
     _reach(plan, console)
     if not details:
         console.print("--explain shows each number's parts, why other recipes were rejected, and every command.")
+
+
+def headline(plan: Plan) -> str:
+    """The answer in one line: whether the run fits as it was asked for and, if not, whether another recipe does."""
+    option, request, gpu = plan.option, plan.option.request, plan.gpu
+    gpus = f"{request.choices.gpus} x {gpu.name}" if request.choices.gpus > 1 else gpu.name
+    where = f"{gpus} ({gib(gpu.memory_bytes)})"
+    micro_batches = f" in {request.choices.accumulate} micro-batches" if request.choices.accumulate > 1 else ""
+    samples = f"{_samples(request.batch * request.choices.accumulate)} of {request.seq:,} tokens"
+    run = f"{samples}{_sequences(request)}{micro_batches}"
+    if option.fits(gpu, plan.problem.host_bytes):
+        used, speed = gib(option.estimate.device_bytes), f"{option.estimate.tokens_per_s:,.0f} tokens/s"
+        return f"{request.model} fits {where}: {run}, {used}, {speed}"
+    if not plan.recommended:
+        return f"{request.model} does not fit {where} with {run}, and no recipe that was tried does"
+    changed = f" with {plan.fallback}" if plan.fallback else ""
+    found = "1 recipe does" if len(plan.recommended) == 1 else f"{len(plan.recommended)} recipes do"
+    return f"{request.model} does not fit {where} as asked, with {run}; {found}{changed}, see below"
 
 
 def _what_to_change(plan: Plan) -> str:
@@ -154,7 +170,11 @@ def _show_option(plan: Plan, console: Console) -> None:
     option, gpu = plan.option, plan.gpu
     result = option.estimate
     objective = option.request.objective.description()
-    console.print(f"as asked: {', '.join(filter(None, (label(option.request.choices), objective)))}", markup=False)
+    asked = ", ".join(filter(None, (label(option.request.choices), objective)))
+    if plan.problem.auto:
+        divides = " and micro-batches" if plan.problem.auto_divides else ""
+        asked += f" (checkpointing{divides} chosen by auto)"
+    console.print(f"as asked: {asked}", markup=False, soft_wrap=True)
     console.print(_table(result))
     console.print(bar(result, gpu))
     console.print(verdict(option, gpu, plan.problem.host_bytes), markup=False, soft_wrap=True)
@@ -250,13 +270,23 @@ def _recommendations(plan: Plan, console: Console) -> None:
         table.add_row(
             str(number), label(request.choices), f"{request.batch} x {request.choices.accumulate}",
             f"{result.device_bytes / GIB:.2f}", f"{result.host_bytes / GIB:.2f}", seconds(result.step_s),
-            f"{result.tokens_per_s:,.0f}", ", ".join(space.change_names(request)) or "nothing",
+            f"{result.tokens_per_s:,.0f}", _changes(plan, request),
         )  # fmt: skip
     console.print(table)
     console.print(f"\nTrain with the first: {_command(plan, plan.recommended[0])}", markup=False, soft_wrap=True)
-    packages = needs(plan.recommended[0].option)
-    if packages:
-        console.print(f"It needs {', '.join(packages)}.", markup=False)
+    missing = not_installed(needs(plan.recommended[0].option))
+    if missing:
+        console.print(f"It needs {', '.join(missing)}, which this Python does not have.", markup=False)
+
+
+def _changes(plan: Plan, request: Request) -> str:
+    """What changes a recipe's numbers compared with what was asked for."""
+    asked = space.change_names(plan.problem.request)
+    return ", ".join(name for name in space.change_names(request) if name not in asked) or "nothing"
+
+
+def not_installed(packages: Iterable[str]) -> list[str]:
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def _details(plan: Plan, console: Console) -> None:
@@ -311,31 +341,41 @@ def _ladder_table(plan: Plan) -> Table:
 
 def _reach(plan: Plan, console: Console) -> None:
     request = plan.option.request
-    lines = [("as asked", plan.max_sizes)]
+    as_asked = "as asked"
+    if plan.problem.auto:
+        as_asked += ", with the layers' inputs on the host" if request.choices.checkpointing == "offload" else (
+            ", all layers recomputed"
+        )  # fmt: skip
+    lines = [(as_asked, plan.max_sizes, request)]
     if plan.best_max_sizes is not None:
-        lines.append(("recipe 1", plan.best_max_sizes))
-    for name, reach in lines:
+        lines.append(("recipe 1", plan.best_max_sizes, plan.recommended[0].option.request))
+    for name, reach, of in lines:
         batch = _samples(reach.largest_batch) if reach.largest_batch else "none"
         seq = f"{reach.longest_sequence:,} tokens" if reach.longest_sequence else "none"
-        n_samples = plan.recommended[0].option.request.batch if name == "recipe 1" else request.batch
         console.print(
-            f"{name}: largest batch of {request.seq:,} tokens: {batch}; "
-            f"longest sequence with {_samples(n_samples)}: {seq}",
+            f"{name}: largest micro-batch of {of.seq:,} tokens: {batch}; "
+            f"longest sequence with {_samples(of.batch)}: {seq}",
             markup=False, soft_wrap=True,
         )  # fmt: skip
 
 
-def show_longest(rows: Sequence[LongestRow], console: Console) -> None:
-    """Print the longest row of each configuration."""
+def show_longest(plan: Plan, rows: Sequence[LongestRow], console: Console) -> None:
+    """Print the longest row of each configuration, the longest first, under a line that names it."""
     from rich.table import Table
 
-    batch = rows[0].request.batch
-    console.print(f"\n[bold]Longest row[/bold] in micro-batches of {_samples(batch)}")
+    batch, gpu = rows[0].request.batch, plan.gpu
+    rows = sorted(rows, key=lambda row: -row.request.seq if row.option is not None else 0)
+    best = rows[0]
+    answer = "no row fits" if best.option is None else f"rows of up to {best.request.seq:,} tokens fit"
+    how = "" if best.option is None else f", with {label(best.request.choices)}"
+    line = f"{best.request.model} on {gpu.name} ({gib(gpu.memory_bytes)}): {answer}{how}"
+    console.print(line, markup=False, style="bold", soft_wrap=True)
+    console.print(f"Longest row in micro-batches of {_samples(batch)}")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("tokens", "recipe", "GPU GiB", "host GiB", "step", "tokens/s", "changes"):
         table.add_column(title, justify="left" if title in ("recipe", "changes") else "right")
     for row in rows:
-        changed = ", ".join(space.change_names(row.request)) or "nothing"
+        changed = _changes(plan, row.request)
         if row.option is None:
             table.add_row("none", label(row.request.choices), "", "", "", "", changed)
             continue
@@ -345,6 +385,7 @@ def show_longest(rows: Sequence[LongestRow], console: Console) -> None:
             f"{row.option.all_host_bytes / GIB:.2f}", seconds(result.step_s), f"{result.tokens_per_s:,.0f}", changed,
         )  # fmt: skip
     console.print(table)
+    console.print()
 
 
 def longest_mapping(row: LongestRow) -> dict[str, Any]:

@@ -4,6 +4,8 @@ Every choice is estimated like any other run, from a trace of what it will run. 
 the best choice has at most two kinds of layers: one that fits in all layers, and one that saves more time per byte than
 the others and does not fit in all. A line through the known sizes tells how many layers can have the second kind. The
 estimate of that choice then confirms or corrects the number.
+
+If no recomputation makes the run fit, the layers' inputs may go to the host (`offload`).
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ def device_bytes(option: Option) -> int:
 
 
 def choose(
-    request: Request, gpu: Gpu, splits: Sequence[tuple[int, int]] = (), *, needs: Needs = device_bytes
-) -> Choice:
+    request: Request, gpu: Gpu, splits: Sequence[tuple[int, int]] = (), *, needs: Needs = device_bytes,
+    offloads: bool = False, host_bytes: int | None = None,
+) -> Choice:  # fmt: skip
     """The fastest choice that fits `gpu`; if nothing fits, the smallest.
 
     Args:
@@ -49,6 +52,8 @@ def choose(
         gpu: The GPU, with the memory that the run may take.
         splits: (batch, accumulate) pairs to choose from, largest micro-batch first; empty: the request's own.
         needs: the bytes of an option that have to fit.
+        offloads: if nothing else fits, try the layers' inputs on the host.
+        host_bytes: the host memory that offloading may use; None: any amount.
 
     Raises:
         UsageError: The model cannot be traced, or the request is wrong.
@@ -73,7 +78,27 @@ def choose(
         option = largest.fastest(beats=_speed(best) if largest.fits(best) else 0.0)
         best = option if largest.better(option, best) else best
     assert best is not None, "there is at least one split"
+    if offloads and not largest.fits(best):
+        best = _on_host(request, gpu, splits, seen, needs, host_bytes) or best
     return Choice(best, seen)
+
+
+def _on_host(
+    request: Request, gpu: Gpu, splits: Sequence[tuple[int, int]], seen: dict[tuple[int, str], Option], needs: Needs,
+    host_bytes: int | None,
+) -> Option | None:  # fmt: skip
+    """The fastest micro-batch that fits with the layers' inputs on the host; None if none does."""
+    best: Option | None = None
+    for batch, accumulate in reversed(splits):
+        layers = _Layers(request_of(request, batch, accumulate), gpu, seen, needs)
+        option = layers.option("offload")
+        # One that does not fit decides nothing about larger ones: a batch that is not divided holds no gradients.
+        if option is None or not layers.fits(option) or option.host_excess(host_bytes) > 0:
+            continue
+        if best is not None and _speed(option) <= _speed(best):
+            break
+        best = option
+    return best
 
 
 def request_of(request: Request, batch: int, accumulate: int) -> Request:

@@ -16,9 +16,9 @@ from tigon.errors import RecipeError, UsageError
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import Method, estimate
 from tigon.planner.gpus import GIB, Gpu
-from tigon.planner.request import refusals
+from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
-from tigon.planner.search.checkpointing import fastest
+from tigon.planner.search.checkpointing import choose, fastest
 from tigon.planner.search.largest_batch import MaxSizes, max_sizes
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.pool import ForkedCall
@@ -101,9 +101,10 @@ def plan(problem: SearchProblem, *, method: Method = "trace", by: str = "search"
     """
     for reason in refusals(problem.request, problem.request.choices):
         raise UsageError(f"{reason}.")
-    option = Option(request=problem.request, estimate=estimate(problem.request, gpu=problem.gpu, method=method))
+    asked = _with_auto(problem) if problem.auto else problem.request
+    option = Option(request=asked, estimate=estimate(asked, gpu=problem.gpu, method=method))
     gpu, problem = problem.gpu, replace(problem, gpu=space.with_headroom(problem.gpu))
-    reach = ForkedCall(max_sizes, problem.request, problem.gpu)
+    reach = ForkedCall(max_sizes, _for_reach(problem, asked), problem.gpu)
     ladder: tuple[RungResult, ...] = ()
     fallback = ""
     if by == "study":
@@ -115,6 +116,21 @@ def plan(problem: SearchProblem, *, method: Method = "trace", by: str = "search"
         problem=problem, gpu=gpu, estimator=method, option=option, recommended=tuple(recommended), fallback=fallback,
         refused=refused, ladder=ladder, max_sizes=reach.result(), best_max_sizes=best_max_sizes,
     )  # fmt: skip
+
+
+def _with_auto(problem: SearchProblem) -> Request:
+    """The requested run with what `train.checkpointing: auto` chooses for the GPU, as `tigon train` would choose."""
+    splits = space.splits(problem) if problem.auto_divides else ()
+    gpu = space.with_headroom(problem.gpu)
+    return choose(problem.request, gpu, splits, offloads=True, host_bytes=problem.host_bytes).option.request
+
+
+def _for_reach(problem: SearchProblem, asked: Request) -> Request:
+    """The run whose largest sizes are looked for. `auto` recomputes every layer before it gives up."""
+    if not problem.auto or asked.choices.checkpointing == "offload":
+        return asked
+    most = replace(asked.choices, checkpointing="full")
+    return asked if refusals(asked, most) else replace(asked, choices=most)
 
 
 # --- the search ------------------------------------------------------------------------------------------------------

@@ -67,6 +67,10 @@ class SearchProblem:
     """Memory of the host that offloading may use; None: any amount."""
     fallbacks: tuple[Fallback, ...] = ()
     """Changes to try one after another, each alone, if nothing fits."""
+    auto: bool = False
+    """Whether the run has `train.checkpointing: auto`, so that the planner chooses what `request` recomputes."""
+    auto_divides: bool = False
+    """Whether `auto` also divides the batch into micro-batches."""
     command: tuple[str, ...] = ()
     """The words of the `tigon train` command that runs the request, if it is a recipe's."""
 

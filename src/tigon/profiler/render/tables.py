@@ -117,7 +117,8 @@ def operators(profile: Profile, shown: int = SHOWN_OPS) -> Table | None:
         else "Time is that of the operator itself, without the operators that it calls."
     )
     columns = ("operator", "time", "share", "kernels" if on_cuda else "calls", "products")
-    return Table("Where a step's time goes", columns, tuple(rows), note=f"{note} FLOP/s count matrix products only.")
+    note += " FLOP/s count the matrix products and attention of operators, not those inside Triton kernels."
+    return Table("Where a step's time goes", columns, tuple(rows), note=note)
 
 
 def show(profiles: Sequence[Profile], console: Console) -> None:

@@ -125,8 +125,11 @@ def newest(folder: Path, *, below: int | None = None) -> ResumePoint:
         if problem is None:
             return ResumePoint(path, _manifest(path)["facts"], tuple(problems))
         problems.append(f"{path.name} {problem}")
-    why = "; ".join(problems) or "there is none; set train.save_steps"
-    raise RunFolderError(f"{folder}: no complete checkpoint to resume from: {why}; start a new run without --resume")
+    why = "; ".join(problems) or "there is none"
+    raise RunFolderError(
+        f"{folder}: no complete checkpoint to resume from: {why}; start without --resume and with another "
+        f"output.name, or remove {folder.parent} before; train.save_steps: N saves a checkpoint every N steps"
+    )
 
 
 def newest_metadata(folder: Path) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def engine_problem(checkpoints: Path, before: Recipe, now: Recipe) -> str | None
     if (was.fsdp or now.sharding.fsdp) and not OPTIMIZERS[now.train.optimizer].has_plain_states:
         return (
             f"{had}, and the states of train.optimizer: {now.train.optimizer} are divided for those; resume with "
-            "those, or start a new run without --resume"
+            "those, or start a new run without --resume and with another output.name"
         )
     return None
 

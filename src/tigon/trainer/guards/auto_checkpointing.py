@@ -62,7 +62,7 @@ def chosen_for(recipe: Recipe, request: Request, gpu: Gpu) -> tuple[Recipe, str]
         TigonError: The planner cannot trace the model.
     """
     gpu = space.with_headroom(gpu)
-    option = choose(request, gpu, _splits(recipe, request)).option
+    option = choose(request, gpu, _splits(recipe, request), offloads=True).option
     choices, estimate = option.request.choices, option.estimate
     chosen = _with(recipe, choices.checkpointing, option.request.batch, choices.accumulate)
     words = f"train.checkpointing={choices.checkpointing}"

@@ -166,7 +166,8 @@ def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None
     ]  # fmt: skip
     if refused:
         raise RunFolderError(
-            f"{run.path}: {'; '.join(refused)}; use the run's settings, or start a new run without --resume"
+            f"{run.path}: {'; '.join(refused)}; use the run's settings, or start a new run without --resume and "
+            "with another output.name"
         )
     warnings = [*_mended(run, prepared), *_changed(run, then, now)]
     for line in warnings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tigon.objectives.recipe_checks import freezes_random_weights
 from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
 from tigon.techniques.checkpointing import KEPT_ON_HOST
 from tigon.trainer.distributed import launch
@@ -42,7 +43,13 @@ def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tup
     but_steps = f"but the run has {n_steps:,} steps"
     names, eval_names = ({(s.name, s.split) for s in part} for part in (data.sources(), data.eval_sources()))
     both = sorted(name for name, _ in names & eval_names)
+    frozen_by = freezes_random_weights(recipe)
     checks = (
+        (
+            frozen_by is not None,
+            f"model.name: {recipe.model.name} has random weights, and {frozen_by} freezes them: the run measures "
+            "memory and time but learns almost nothing; to fine-tune, name a checkpoint",
+        ),
         (
             train.warmup_steps >= n_steps,
             f"train.warmup_steps is {train.warmup_steps:,}, {but_steps}: the learning rate never reaches "

@@ -121,7 +121,10 @@ def _comparison(rows: Sequence[Any]) -> str:
     memory.bar_label(bars, labels=[f"{peak:,.{0 if peak >= 100 else 1}f}" for peak in peaks], padding=2, color=INK)
     memory.set(ylabel="peak memory of a step (MiB)", ylim=(0, max(r["peak_bytes"] for r in rows) / 2**20 * 1.3))
     memory.legend(frameon=False, loc="upper right")
-    bars = speed.bar(labels, [row["tokens_per_s"] for row in rows], color=SECOND)
-    speed.bar_label(bars, fmt="{:,.0f}", padding=2, color=INK)
-    speed.set(ylabel="tokens/s", ylim=(0, max(row["tokens_per_s"] for row in rows) * 1.15))
+    medians, ranges = [row["tokens_per_s"] for row in rows], [row["tokens_per_s_range"] for row in rows]
+    spread = [[m - low for m, (low, _) in zip(medians, ranges, strict=True)],
+              [high - m for m, (_, high) in zip(medians, ranges, strict=True)]]  # fmt: skip
+    bars = speed.bar(labels, medians, color=SECOND, yerr=spread, ecolor=MUTED, capsize=3)
+    speed.bar_label(bars, labels=[f"{median:,.0f}" for median in medians], padding=2, color=INK)
+    speed.set(ylabel="tokens/s, median and range", ylim=(0, max(high for _, high in ranges) * 1.15))
     return svg(figure, "comparison")

@@ -1,8 +1,11 @@
 """Repeats a few training steps with different kernels, and measures loss, peak memory and tokens/s.
 
-Seed, weights and samples are the same. Each repeat is a whole Trainer run, as a user runs it. Memory is measured in the
-last step. The speed leaves out the last step, because recording allocations on the CPU costs time, and the first step,
-which warms up.
+Seed, weights and samples are the same. Each repeat is a whole Trainer run, as a user runs it. The choices of kernels
+take turns, the second turn in reverse order, so that another program's load on the machine meets all of them. Single
+steps in turns would be fairer still, but would hold all models in memory at once.
+
+Memory is measured in the last step of the first turn. The speed leaves out that step, because recording allocations on
+the CPU costs time, and each turn's first step, which warms up.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ LABELS = {
     "none": "unpatched", "no-flce": "all but linear cross entropy", "tigon": "all of tigon", "liger": "Liger Kernel",
 }  # fmt: skip
 STOPPED = "stopped by a signal"
+TURNS = 3
+"""How often each choice of kernels repeats the steps."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,10 @@ class Repeat:
     peak_bytes: int | None = None
     """The peak of the last step, with `at_rest_bytes`."""
     tokens_per_s: float | None = None
+    """The median of the timed steps."""
+    tokens_per_s_range: tuple[float, float] | None = None
+    """The slowest and the fastest timed step."""
+    timed_steps: int = 0
     error: str | None = None
     """The reason why the other fields are missing."""
 
@@ -65,13 +74,14 @@ class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
     device: torch.device
     last_step: int
     stop: StopRequest
+    measures_memory: bool
     step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak: Peak | None = None
     meter: PeakMeter | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.last_step - 1:
+        if self.measures_memory and state.global_step == self.last_step - 1:
             self.meter = PeakMeter(self.device)
             self.meter.start(training_state(kwargs["model"], kwargs["optimizer"]))
         self._synchronize()
@@ -117,7 +127,8 @@ def compare(
 ) -> list[Repeat]:
     """Repeat the same steps with each of `kernels`.
 
-    Running out of memory, or a signal, ends a repeat with an `error` instead of an exception.
+    Running out of memory, or a signal in the first turn, ends a repeat with an `error` instead of an exception. A
+    signal in a later turn leaves the figures of the complete turns.
 
     Args:
         kernels: The values of `model.kernels` to compare.
@@ -130,7 +141,7 @@ def compare(
         device: The device to train on.
         collator: Makes a batch from samples.
         samples: The training samples.
-        announce: Called with a line before each repeat.
+        announce: Called with a line before each turn.
         stop: Receives signals.
 
     Returns:
@@ -140,51 +151,77 @@ def compare(
         train, steps=steps, epochs=None, warmup_steps=min(train.warmup_steps, steps // 2), log_steps=1,
         eval_steps=None, save_steps=None,
     )  # fmt: skip
-    repeats = []
+    measured: dict[str, _Measured] = {choice: _Measured() for choice in kernels}
     _release(device)
-    for choice in kernels:
-        if stop.number:
-            repeats.append(Repeat(choice, error=STOPPED))
-            continue
-        announce(f"comparison: {steps} steps, {LABELS[choice]}")
-        try:
-            args = trainers.arguments(short, choices, run_info, folder=folder, device=device, evaluate=False)
-            optimizer = make_optimizer(short, choices)
-            repeats.append(
-                _repeat(
-                    choice, build, args, optimizer, device=device, collator=collator, samples=samples,
-                    objective=objective, stop=stop,
+    for turn in range(TURNS):
+        left = [choice for choice in kernels if measured[choice].error is None]
+        if left and not stop.number:
+            names = ", ".join(LABELS[choice] for choice in left)
+            announce(f"comparison: turn {turn + 1} of {TURNS}, {steps} steps each: {names}")
+        for choice in left if turn % 2 == 0 else reversed(left):
+            if stop.number:
+                break
+            try:
+                args = trainers.arguments(short, choices, run_info, folder=folder, device=device, evaluate=False)
+                observer = _Observer(device, steps, stop, measures_memory=turn == 0)
+                optimizer = make_optimizer(short, choices)
+                _train(
+                    build(choice), args, optimizer, observer, collator=collator, samples=samples, objective=objective
                 )
-            )  # fmt: skip
-        except torch.OutOfMemoryError:
-            repeats.append(Repeat(choice, error="out of memory"))
-        _release(device)
-    return repeats
+                measured[choice].add(observer)
+            except torch.OutOfMemoryError:
+                measured[choice].error = "out of memory"
+            _release(device)
+    n_tokens = short.batch_size * short.gradient_accumulation * len(samples[0].tokens_T)
+    return [found.as_repeat(choice, n_tokens) for choice, found in measured.items()]
 
 
-def _repeat(
-    choice: str, build: Callable[[str], Any], args: Any, optimizer: MakeOptimizer | None, *,
-    device: torch.device, collator: Collator, samples: SampleDataset, objective: Objective, stop: StopRequest,
-) -> Repeat:  # fmt: skip
-    observer = _Observer(device, args.max_steps, stop)
-    trainer = trainers.TigonTrainer(build(choice), args, collator, samples, None, optimizer, objective=objective)
+def _train(
+    model: Any, args: Any, optimizer: MakeOptimizer | None, observer: _Observer, *,
+    collator: Collator, samples: SampleDataset, objective: Objective,
+) -> None:  # fmt: skip
+    """Train one turn. The model is freed when this function ends, also if it runs out of memory."""
+    trainer = trainers.TigonTrainer(model, args, collator, samples, None, optimizer, objective=objective)
     trainer.add_callback(observer)
     try:
         trainer.train()
     finally:
         observer.end()
-    if len(observer.step_s) < args.max_steps:
-        return Repeat(choice, error=STOPPED)
-    assert observer.peak is not None
-    n_tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(samples[0].tokens_T)
-    timed_s = observer.step_s[1:-1] or observer.step_s[:1]
-    return Repeat(
-        choice,
-        losses=tuple(observer.losses),
-        at_rest_bytes=observer.peak.at_rest_bytes,
-        peak_bytes=observer.peak.peak_bytes,
-        tokens_per_s=n_tokens / statistics.median(timed_s),
-    )
+
+
+@dataclass
+class _Measured:
+    """The turns of one choice of kernels."""
+
+    first: _Observer | None = None
+    """The first turn, which has the losses and the peak."""
+    warm_s: list[float] = field(default_factory=list)
+    """The times of the first steps, for repeats that have no other timed step."""
+    timed_s: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    def add(self, observer: _Observer) -> None:
+        """Add a turn, unless a signal has ended it early."""
+        if len(observer.step_s) < observer.last_step:
+            return
+        self.warm_s.append(observer.step_s[0])
+        self.timed_s += observer.step_s[1:-1] if observer.measures_memory else observer.step_s[1:]
+        self.first = self.first or observer
+
+    def as_repeat(self, choice: str, n_tokens: int) -> Repeat:
+        if self.error is not None or self.first is None:
+            return Repeat(choice, error=self.error or STOPPED)
+        assert self.first.peak is not None
+        times = self.timed_s or self.warm_s
+        return Repeat(
+            choice,
+            losses=tuple(self.first.losses),
+            at_rest_bytes=self.first.peak.at_rest_bytes,
+            peak_bytes=self.first.peak.peak_bytes,
+            tokens_per_s=n_tokens / statistics.median(times),
+            tokens_per_s_range=(n_tokens / max(times), n_tokens / min(times)),
+            timed_steps=len(times),
+        )
 
 
 def _release(device: torch.device) -> None:

@@ -11,6 +11,7 @@ from tigon.models.loading.config import is_hub_id
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
 from tigon.techniques.mechanisms.adapter_targets import LOFTQ
+from tigon.trainer import model as models
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint.adapter_files import ADAPTERS
 from tigon.trainer.report import report, vllm_rules
@@ -117,6 +118,9 @@ def _yaml(values: Mapping[str, Any]) -> str:
 def _lead(recipe: Recipe, *, adapters: bool) -> str:
     what = _ADAPTERS_FOR if adapters else _MERGED_INTO if recipe.lora.rank else "A fine-tuned"
     name = f"`{recipe.model.name}`"
+    if models.is_preset(recipe.model.name):
+        origin = f"{name} is the shape of the model. Its weights were random before `tigon train`."
+        return f"{what} {name}, trained by `tigon train`. {origin}"
     if recipe.model.revision is not None:
         name += f" (revision `{recipe.model.revision}`)"
     return f"{what} {name}, trained by `tigon train`."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
+from tigon.objectives.base import MetricSection
 from tigon.trainer.run_folder import RunFolder
 
 SHOWN_ROWS = 12
@@ -27,6 +29,14 @@ def format_bytes(n_bytes: float) -> str:
 def format_seconds(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def _format_metric(logs: Mapping[str, Any], name: str, *, is_share: bool) -> str:
+    """A metric of a training or evaluation log; empty without a value."""
+    value = logs.get(name, logs.get(f"eval_{name}"))
+    if value is None or not math.isfinite(value):
+        return ""
+    return f"{value:.1%}" if is_share else f"{value:.4f}"
 
 
 class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
@@ -61,8 +71,10 @@ class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is u
 class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
     """Shows a live table on a terminal, otherwise one line per record."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, section: MetricSection | None = None) -> None:
+        """Make the callback. section: the objective's own metrics, of which the first stand beside the loss."""
         self._console = console
+        self._metrics = section.progress if section is not None else ()
         self._rows: deque[tuple[str, ...]] = deque(maxlen=SHOWN_ROWS)
         self._eval_loss: float | None = None
         self._live: Live | None = None
@@ -87,7 +99,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         if "eval_loss" in logs:
             self._eval_loss = logs["eval_loss"]
             if self._live is None:
-                line = f"step {state.global_step}/{state.max_steps}  eval loss {self._eval_loss:.4f}"
+                line = f"step {state.global_step}/{state.max_steps}  eval loss {self._eval_loss:.4f}{self._own(logs)}"
                 perplexity = logs.get("eval_perplexity")
                 self._line(line if perplexity is None else f"{line}  perplexity {perplexity:,.2f}")
         if "loss" not in logs:
@@ -98,11 +110,12 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         now, peak = format_bytes(logs["memory_bytes"]), format_bytes(logs["memory_peak_bytes"])
         eval_loss = "" if self._eval_loss is None else f"{self._eval_loss:.4f}"
         loss, speed = f"{logs['loss']:.4f}", f"{logs['tokens_per_s']:,.0f}"
-        self._rows.append((f"{state.global_step:,}", loss, eval_loss, speed, f"{now} / {peak}", eta))
+        own = (_format_metric(logs, name, is_share=is_share) for _, name, is_share in self._metrics)
+        self._rows.append((f"{state.global_step:,}", loss, *own, eval_loss, speed, f"{now} / {peak}", eta))
         if self._live is not None:
             self._live.update(self._render())
         else:
-            line = f"step {state.global_step}/{state.max_steps}  loss {loss}  {speed} tokens/s  "
+            line = f"step {state.global_step}/{state.max_steps}  loss {loss}{self._own(logs)}  {speed} tokens/s  "
             self._line(f"{line}memory {now} (peak {peak})  ETA {eta}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -115,12 +128,18 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
             self._live.stop()
             self._live = None
 
+    def _own(self, logs: Mapping[str, Any]) -> str:
+        """The objective's metrics in a line of text. TRL logs None or NaN for a metric that has no value yet."""
+        values = ((title, _format_metric(logs, name, is_share=is_share)) for title, name, is_share in self._metrics)
+        return "".join(f"  {title} {value}" for title, value in values if value)
+
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> Group:
         table = Table(expand=True, box=None, header_style="bold")
-        for title in ("step", "loss", "eval loss", "tokens/s", "memory now / peak", "ETA"):
+        own = (title for title, _, _ in self._metrics)
+        for title in ("step", "loss", *own, "eval loss", "tokens/s", "memory now / peak", "ETA"):
             table.add_column(title, justify="right")
         for row in self._rows:
             table.add_row(*row)

@@ -17,6 +17,7 @@ from typing import Any
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import MetricRow, MetricSection, Objective
 from tigon.profiler.render.figure import DARK_STYLE, for_phone, on_page
+from tigon.trainer import model as models
 from tigon.trainer import run_folder
 from tigon.trainer.evaluation.generations import texts_of
 from tigon.trainer.evaluation.harness import rows_of
@@ -32,7 +33,10 @@ _DATA_LABELS = {
     "truncated_rows": "truncated documents", "dropped_rows": "dropped documents", "bad_rows": "rows left out",
     "unigram_entropy": "unigram entropy (nats per token)", "tokenizer_size": "tokens of the tokenizer",
 }  # fmt: skip
-COMPARISON_COLUMNS = ("last loss", "largest difference", "peak memory", "peak of the step alone", "saved", "tokens/s")
+COMPARISON_COLUMNS = (
+    "last loss", "largest difference", "peak memory", "peak of the step alone", "saved", "tokens/s",
+    "slowest to fastest step",
+)  # fmt: skip
 
 
 def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> None:
@@ -70,7 +74,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
     on_gpu = environment["hardware"]["device"].startswith("cuda")
     return {
         "title": run.path.name,
-        "lead": f"{recipe.model.name}, {in_parameters(data['parameters'])}, on {sources}",
+        "lead": f"{models.described(recipe.model)}, {in_parameters(data['parameters'])}, on {sources}",
         "tiles": tiles(train, summary, section),
         "warnings": [text for r in run.records() if r["event"] == "warnings" for text in r["warnings"]],
         "metrics": section,
@@ -78,7 +82,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
         "decoded": objective.sampled_line(summary["decoded"]) if summary.get("decoded") else None,
         "comparison": _comparison_rows(summary["comparison"]),
         "comparison_columns": COMPARISON_COLUMNS,
-        "comparison_note": _comparison_note(recipe.comparison.steps, on_gpu),
+        "comparison_note": _comparison_note(recipe.comparison.steps, summary["comparison"], on_gpu),
         "memory_note": "Memory is the memory that PyTorch has allocated on the GPU." if on_gpu else
         "Memory in the tiles and charts is the resident set of the whole process, including Python and libraries.",
         "texts": texts_of(run.records()),
@@ -119,7 +123,7 @@ def tiles(
         found.append(("unigram entropy of the eval text", f"{summary['unigram_entropy']:.4f}"))
     if train:
         name, key = "training loss", "loss"
-        if section is not None and section.tile_metric in train[0]:
+        if section is not None and any(section.tile_metric in record for record in train):
             name, key = section.tile, section.tile_metric
         measured = [record[key] for record in train if key in record]
         steady = [r["tokens_per_s"] for r in train[1:]] or [train[0]["tokens_per_s"]]
@@ -188,29 +192,29 @@ def _comparison_rows(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
                 format_bytes(repeat["peak_bytes"] - repeat["at_rest_bytes"]),
                 "" if repeat is first else f"{saved:.0%}",
                 f"{repeat['tokens_per_s']:,.0f}",
+                " to ".join(f"{speed:,.0f}" for speed in repeat["tokens_per_s_range"]),
             ]
         rows.append({"label": repeat["label"], "cells": cells})
     return rows
 
 
-def _comparison_note(steps: int, on_gpu: bool) -> str:
+def _comparison_note(steps: int, repeats: Sequence[Mapping[str, Any]], on_gpu: bool) -> str:
     how = "as PyTorch's allocator counts it" if on_gpu else "summed over PyTorch's allocations and releases"
     return (
         f"Each row is {steps} steps from the same seed, weights and samples. The largest difference compares the loss "
         "of every step with that of the first row that was measured. Peak memory is the peak of the last step, "
         f"{how}. The peak of the step alone leaves out what was allocated before it, such as weights and optimizer "
         "states. Saved is the part of the first measured row's peak that a row does not need. "
-        f"{_speed_note(steps - 2)}"
+        f"{_speed_note(max((repeat['timed_steps'] for repeat in repeats), default=0))}"
     )
 
 
 def _speed_note(timed: int) -> str:
-    """How tokens/s was measured, and how far it can be trusted. timed: steps between the first and the last."""
-    if timed <= 1:
-        return "Tokens/s is of a single step, so a difference between rows may be chance; raise comparison.steps."
+    """How tokens/s was measured, and how far it can be trusted. timed: steps of a row that were timed."""
     return (
-        f"Tokens/s is the median of the {timed} steps between the first and the last, measured once: a difference of a "
-        "few percent may be chance."
+        f"Tokens/s is the median of {timed} steps. The rows took turns, so another program's load meets all of them. "
+        "If the ranges from the slowest to the fastest step of two rows overlap widely, their difference may be "
+        "chance: raise comparison.steps."
     )
 
 

@@ -53,7 +53,7 @@ class Watchers:
 def watch(run: RunFolder, prepared: Prepared, trainer: Any, console: Console, stack: ExitStack) -> Watchers:
     """Add the callbacks to the trainer. stack: closes their files when training ends."""
     recipe = prepared.recipe
-    names, display = recipe.train.report_to, ProgressDisplay(console)
+    names, display = recipe.train.report_to, ProgressDisplay(console, prepared.objective.metric_section())
 
     def announce(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
