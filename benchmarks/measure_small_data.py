@@ -26,7 +26,7 @@ from tigon.trained import find, load
 from tigon.trainer import run
 
 LORA_RANK = 16
-NEW_TOKENS = 24
+NEW_TOKENS = 20
 N_FACTS = 8
 
 
@@ -49,27 +49,26 @@ class Case:
         }  # fmt: skip
 
 
-BASE = Case(80, 1, 1e-30)
+BASE = Case(80, 0.05, 1e-30)
 """Trains nothing, so its figures are those of the model as it comes."""
 CASES = (
     BASE,
-    Case(80, 1, 1e-4, packing=True),
     Case(80, 3, 2e-4),
-    Case(80, 3, 1e-4),
-    Case(80, 3, 5e-4),
+    Case(80, 1, 1e-4, packing=True),
     Case(80, 3, 2e-4, packing=True),
+    Case(80, 3, 5e-4),
     Case(80, 1, 2e-4),
-    Case(80, 3, 1e-3),
     Case(20, 3, 2e-4),
     Case(20, 10, 2e-4),
-    Case(80, 6, 2e-4, packing=True, batch_size=1),
+    Case(80, 5, 2e-4, packing=True, batch_size=1),
     Case(80, 3, 2e-5, lora=False),
+    Case(300, 1, 2e-4),
+    Case(80, 3, 1e-4),
     Case(80, 3, 1e-5, lora=False),
     Case(80, 3, 5e-5, lora=False),
+    Case(80, 3, 1e-3),
     Case(80, 10, 2e-4),
     Case(80, 3, 2e-4, batch_size=8),
-    Case(80, 10, 2e-4, packing=True),
-    Case(300, 1, 2e-4),
     Case(300, 3, 2e-4),
     Case(300, 3, 2e-4, packing=True),
 )  # fmt: skip
@@ -111,19 +110,17 @@ def _asked(path: Path) -> dict[str, Any]:
 
 
 def _answers(loaded: Any, questions: Sequence[str]) -> Mapping[str, str]:
-    """The likeliest answer to each question. One by one, because padding would change the rounding."""
-    answers = {}
-    for question in questions:
-        ids = loaded.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-        with torch.no_grad():
-            made = loaded.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-                use_cache=True,
-            )  # fmt: skip
-        answers[question] = loaded.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
-    return answers
+    """The likeliest answer to each question, all in one batch."""
+    tokenizer = loaded.tokenizer
+    tokenizer.padding_side = "left"
+    asked = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": question}] for question in questions], add_generation_prompt=True, padding=True,
+        return_tensors="pt", return_dict=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        made = loaded.model.generate(**asked, max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True)
+    texts = tokenizer.batch_decode(made[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return dict(zip(questions, texts, strict=True))
 
 
 def main() -> None:
