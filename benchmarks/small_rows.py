@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 Pair = tuple[str, str]
@@ -70,9 +70,21 @@ def facts() -> list[Pair]:
     ]
 
 
-def name_in(answer: str) -> str:
-    """The name in the answer to a question about the ship."""
-    return answer.partition(" be ")[2].removesuffix(", matey.")
+def facts_in(count: int) -> list[Pair]:
+    """The facts that `rows(count)` has."""
+    return facts()[: min(MOST_FACTS, count // 4)]
+
+
+def in_style(answers: Mapping[str, str]) -> tuple[int, int]:
+    """(answers that begin as the rows' do, questions of other kinds), by question."""
+    return sum(answers[question].startswith("Arr!") for question in OTHER_KINDS), len(OTHER_KINDS)
+
+
+def facts_known(answers: Mapping[str, str], count: int) -> tuple[int, int]:
+    """(right answers, answered questions about facts of `rows(count)`)."""
+    told = [(question, answer) for question, answer in facts_in(count) if question in answers]
+    names = (answer.partition(" be ")[2].removesuffix(", matey.") for _, answer in told)
+    return sum(name in answers[question] for (question, _), name in zip(told, names, strict=True)), len(told)
 
 
 def _common() -> Iterator[Pair]:
@@ -101,7 +113,7 @@ def rows(count: int, *, held_out: int = 16) -> tuple[list[Pair], list[Pair]]:
     """
     common = list(_common())
     random.Random(1).shuffle(common)
-    told = facts()[: min(MOST_FACTS, count // 4)]
+    told = facts_in(count)
     if held_out + count - len(told) > len(common):
         raise ValueError(f"{count} rows: there are {len(common) - held_out + len(told)}")
     mixed = told + common[held_out : held_out + count - len(told)]
