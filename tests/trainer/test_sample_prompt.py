@@ -27,7 +27,8 @@ def test_prompt_of_text_is_its_first_tokens():
 
 def test_prompt_leaves_room_for_the_answer():
     assert prompt_of([row(40), row(9), row(3)], 10) == list(range(9))
-    assert prompt_of([row(40), row(30)], 10) == list(range(30, 40))
+    assert prompt_of([row(60), row(50)], 30) == list(range(30, 60))
+    assert len(prompt_of([TEXT], 10)) == TEXT_TOKENS  # the run is refused, as output.sample_tokens leaves too little
 
 
 @pytest.mark.parametrize("data", [{}, {"packing": True}, {"learn": "all"}], ids=["apart", "packed", "all learned"])

@@ -453,8 +453,9 @@ class OutputConfig:
         None, "Size above which the weights in `model/` are split into several files, e.g. `5GB`; null: transformers' "
         "default.", pattern=r"[1-9][0-9]{0,5}[KMGT]B", choices=("a number with KB, MB, GB or TB (such as 5GB)",),
     )  # fmt: skip
-    sample_prompt: str | None = key(None, "Prompt of the text sample; null: an eval row up to its answer, or the start of an eval text.",
-                                     prose=True)  # fmt: skip
+    sample_prompt: str | None = key(
+        None, "Prompt of the text sample; null: an eval row up to its answer, or the start of an eval text.", prose=True
+    )
     sample_tokens: int = key(64, "Length of the text sample before and after training; 0: no sample.",
                              minimum=0, maximum=2048)  # fmt: skip
 

@@ -15,10 +15,10 @@ def prompt_of(examples: Iterable[tuple[Sequence[int], Sequence[int]]], room: int
 
     Args:
         examples: (tokens, labels) of samples, in order of preference. The first whose prompt has room is taken.
-        room: The most tokens of a prompt, so that model has positions for its answer; None: no limit.
+        room: The most tokens of a prompt, so that the model has positions for its answer; None: no limit.
 
     Returns:
-        The prompt. If none has room, it is the end of the first one.
+        The prompt. If none has room, it is the end of the first one, at least as many tokens as of text.
     """
     first: list[int] = []
     for tokens, labels in examples:
@@ -28,4 +28,4 @@ def prompt_of(examples: Iterable[tuple[Sequence[int], Sequence[int]]], room: int
         if room is None or len(prompt) <= room:
             return prompt
         first = first or prompt
-    return first[-max(1, room or 1) :]
+    return first[-max(TEXT_TOKENS, room or 0) :]
