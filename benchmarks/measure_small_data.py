@@ -56,6 +56,7 @@ CASES = (
     BASE,
     Case(80, 3, 2e-4),
     Case(20, 10, 2e-4),
+    Case(20, 10, 1e-3),
     Case(80, 1, 1e-4, packing=True),
     Case(20, 5, 2e-5, lora=False),
     Case(80, 3, 2e-4, packing=True),

@@ -1,7 +1,7 @@
 """Replaces `data.packing: null` by true or false, once the rows are tokens.
 
-Packing makes training on many rows fast, but few rows become so few samples that the optimizer takes almost no steps:
-80 short chats are 4 samples of 1,024 tokens. So a run of few steps gets one row per sample.
+Packing makes training on many rows fast. But few rows become few samples, and then the optimizer takes almost no steps.
+80 short chats, for example, are 5 samples of 1,024 tokens. So a run of few steps gets one row per sample.
 """
 
 from __future__ import annotations
