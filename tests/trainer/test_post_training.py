@@ -141,6 +141,8 @@ def test_techniques_of_the_recipe_apply(objective, technique, recipe, tigon, her
     outcome = tigon("train", recipe(**sections(objective, **TECHNIQUES[technique], output={"sample_tokens": 0})))
     assert outcome.code == 0, outcome.err
     assert records(here / "runs" / "r", "eval")
+    announced = json.loads((here / "runs" / "r" / "data.json").read_text(encoding="utf-8"))["steps"]
+    assert records(here / "runs" / "r", "train")[-1]["step"] == announced
 
 
 def test_teacher_is_a_model_with_the_students_vocabulary(recipe, tigon, here):

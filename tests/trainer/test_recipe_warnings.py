@@ -17,15 +17,15 @@ from tigon.recipe.keys import (
     ShardingConfig,
     TrainConfig,
 )
-from tigon.trainer.guards.recipe_warnings import RunSize, steps_of, warnings_of
+from tigon.trainer.guards.recipe_warnings import RunSize, epochs_of, steps_of, warnings_of
 
 ROWS = RunSize(n_samples=100, n_eval_samples=4, n_processes=1)
 UNINTENDED = {
-    "warm-up": ({"warmup_steps": 10}, {}, ROWS, "train.warmup_steps is 10, but the run has 10 steps"),
-    "late evaluation": ({"eval_steps": 11}, {}, ROWS, "train.eval_steps is 11, but the run has 10 steps"),
+    "warm-up": ({"warmup_steps": 20}, {}, ROWS, "train.warmup_steps is 20, but the run has 20 steps"),
+    "late evaluation": ({"eval_steps": 21}, {}, ROWS, "train.eval_steps is 21, but the run has 20 steps"),
     "evaluation of nothing": ({"eval_steps": 5}, {}, replace(ROWS, n_eval_samples=0), "nothing is evaluated"),
-    "late checkpoint": ({"save_steps": 11}, {}, ROWS, "no checkpoint is written"),
-    "late record": ({"log_steps": 11}, {}, ROWS, "only the first step is recorded"),
+    "late checkpoint": ({"save_steps": 21}, {}, ROWS, "no checkpoint is written"),
+    "late record": ({"log_steps": 21}, {}, ROWS, "only the first step is recorded"),
     "checkpoints kept": ({"keep_checkpoints": 5}, {}, ROWS, "train.keep_checkpoints 5 has no effect"),
     "share held out": ({}, {"eval_fraction": 0.1, "eval_source": ("e",)}, ROWS, "data.eval_fraction 0.1 has no effect"),
     "attention twice": ({"checkpointing": "offload-attention"}, {}, ROWS, "computes attention twice, as offload does"),
@@ -35,14 +35,14 @@ UNINTENDED = {
 
 @pytest.mark.parametrize("train, data, extent, words", UNINTENDED.values(), ids=UNINTENDED.keys())
 def test_each_unintended_value_has_one_warning(train, data, extent, words):
-    recipe = Recipe(train=TrainConfig(**{"steps": 10, **train}), data=DataConfig(**data))
+    recipe = Recipe(train=TrainConfig(**{"steps": 20, **train}), data=DataConfig(**data))
     (warning,) = warnings_of(recipe, extent, trains_tokenizer=True)
     assert words in warning
 
 
 def test_4_bit_gradients_on_one_machine_have_a_warning(monkeypatch):
     sharding = ShardingConfig(gpus=2, zero=3, zero_int4_gradients=True)
-    recipe = Recipe(train=TrainConfig(steps=1), sharding=sharding)
+    recipe = Recipe(train=TrainConfig(steps=20), sharding=sharding)
     (warning,) = warnings_of(recipe, ROWS, trains_tokenizer=True)
     assert "sharding.zero_int4_gradients has no effect on one machine" in warning
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -51,12 +51,44 @@ def test_4_bit_gradients_on_one_machine_have_a_warning(monkeypatch):
 
 
 def test_recipe_of_intended_values_has_no_warning():
-    once = TrainConfig(steps=1, checkpointing="offload-attention")
+    once = TrainConfig(steps=20, checkpointing="offload-attention")
     for data in (DataConfig(packing=False), DataConfig(cross_document_attention=True)):
         assert warnings_of(Recipe(train=once, data=data), ROWS, trains_tokenizer=True) == ()
-    train = TrainConfig(steps=4, warmup_steps=3, eval_steps=4, save_steps=4, keep_checkpoints=1)
+    train = TrainConfig(steps=20, warmup_steps=19, eval_steps=20, save_steps=20, keep_checkpoints=1)
     assert warnings_of(Recipe(train=train), ROWS, trains_tokenizer=True) == ()
-    assert warnings_of(Recipe(train=TrainConfig(steps=1)), ROWS, trains_tokenizer=False) == ()
+    assert warnings_of(Recipe(train=TrainConfig(steps=20)), ROWS, trains_tokenizer=False) == ()
+
+
+FEW_ROWS = RunSize(n_samples=4, n_eval_samples=1, n_processes=1, n_rows=78)
+KEYS_THAT_GIVE_MORE = {
+    "packed rows": (
+        {"epochs": 3, "batch_size": 4, "learning_rate": 1e-4}, {"packing": True}, FEW_ROWS,
+        "the run has 3 optimizer steps, fewer than 20, and the model may answer as before: raise train.epochs, lower "
+        "train.batch_size, set data.packing: false (60 steps), lower data.sequence_length, or raise "
+        "train.learning_rate 0.0001",
+    ),
+    "rows apart": (
+        {"epochs": 1, "batch_size": 1, "gradient_accumulation": 8}, {"packing": False}, replace(FEW_ROWS, n_samples=78),
+        "the run has 10 optimizer steps, fewer than 20, and the model may answer as before: raise train.epochs, lower "
+        "train.gradient_accumulation, or raise train.learning_rate 0.0003",
+    ),
+    "given steps": (
+        {"steps": 1}, {}, ROWS,
+        "the run has 1 optimizer step, fewer than 20, and the model may answer as before: raise train.steps, or raise "
+        "train.learning_rate 0.0003",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("train, data, extent, words", KEYS_THAT_GIVE_MORE.values(), ids=KEYS_THAT_GIVE_MORE.keys())
+def test_run_of_few_steps_is_told_the_keys_that_give_more(train, data, extent, words):
+    recipe = Recipe(train=TrainConfig(**train), data=DataConfig(**data))
+    assert warnings_of(recipe, extent, trains_tokenizer=True) == (words,)
+
+
+def test_epochs_are_the_passes_over_the_samples():
+    assert epochs_of(Recipe(train=TrainConfig(steps=30, batch_size=4)), RunSize(40, 0, 1)) == 3
+    assert epochs_of(Recipe(train=TrainConfig(epochs=2.5, batch_size=4)), RunSize(40, 0, 1)) == 2.5
 
 
 def test_steps_of_epochs_are_those_of_the_trainer():
@@ -66,11 +98,12 @@ def test_steps_of_epochs_are_those_of_the_trainer():
 
 
 def test_a_warning_is_announced_and_recorded(recipe, tigon, here):
-    outcome = tigon("train", recipe(train={"steps": 2, "warmup_steps": 5}, output={"sample_tokens": 0}))
+    outcome = tigon("train", recipe(train={"steps": 20, "warmup_steps": 25}, output={"sample_tokens": 0}))
     assert outcome.code == 0, outcome.err
     (record,) = records(here / "runs" / "r", "warnings")
-    assert len(record["warnings"]) == 1 and "train.warmup_steps is 5, but the run has 2 steps" in record["warnings"][0]
-    assert f"warning  {record['warnings'][0]}" in outcome.out
+    (warning,) = record["warnings"]
+    assert "train.warmup_steps is 25, but the run has 20 steps" in warning
+    assert f"warning  {warning}" in outcome.out
 
 
 def test_frozen_random_weights_are_warned_of_unless_they_are_trained_first():

@@ -165,12 +165,12 @@ class CausalLM:
 
     def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
         return pack(
-            encoded, data.sequence_length, packing=data.packing, cross_document=data.cross_document_attention,
+            encoded, data.sequence_length, packing=data.packs, cross_document=data.cross_document_attention,
             too_long=data.too_long,
         )  # fmt: skip
 
     def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
-        return Collator(pad_id, data.packing, flatten, data.cross_document_attention)
+        return Collator(pad_id, data.packs, flatten, data.cross_document_attention)
 
     def group(self, model: Any, optimizer: Any) -> None:
         pass

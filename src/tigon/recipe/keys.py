@@ -157,10 +157,11 @@ class DataConfig:
         "the same data, tokenizer, template and options does not tokenise it again.",
     )  # fmt: skip
     sequence_length: int = key(1024, "Tokens per sample.", limits="seq")
-    packing: bool = key(
-        True,
+    packing: bool | None = key(
+        None,
         "Pack several documents into each sample; false: each sample holds one document, or a piece of one, and is "
-        "padded to the longest sample of its micro-batch.",
+        "padded to the longest sample of its micro-batch. null: pack, except rows that `train.epochs` would then train "
+        "on in fewer than 100 steps.",
     )
     cross_document_attention: bool = key(
         False, "Let tokens attend to earlier documents in a packed sample. sdpa then needs no block mask."
@@ -192,6 +193,11 @@ class DataConfig:
     def eval_sources(self) -> tuple[Source, ...]:
         """The entries of `eval_source`. Raises DataError for an entry that is wrong."""
         return self._listed(self.eval_source, "data.eval_source")
+
+    @property
+    def packs(self) -> bool:
+        """Whether samples may hold several documents. A run replaces null by its choice (guards/auto_packing.py)."""
+        return self.packing is not False
 
     @property
     def has_eval(self) -> bool:
@@ -447,8 +453,9 @@ class OutputConfig:
         None, "Size above which the weights in `model/` are split into several files, e.g. `5GB`; null: transformers' "
         "default.", pattern=r"[1-9][0-9]{0,5}[KMGT]B", choices=("a number with KB, MB, GB or TB (such as 5GB)",),
     )  # fmt: skip
-    sample_prompt: str | None = key(None, "Prompt of the text sample; null: the start of an eval document.",
-                                     prose=True)  # fmt: skip
+    sample_prompt: str | None = key(
+        None, "Prompt of the text sample; null: an eval row up to its answer, or the start of an eval text.", prose=True
+    )
     sample_tokens: int = key(64, "Length of the text sample before and after training; 0: no sample.",
                              minimum=0, maximum=2048)  # fmt: skip
 

@@ -168,7 +168,7 @@ _RULES = Rules(
         *(_rule_of(row) for row in KEY_EXCLUSIONS),
         Rule(
             lambda r: (
-                r.sharding.sequence_method == "ring" and r.data.packing and not r.data.cross_document_attention
+                r.sharding.sequence_method == "ring" and r.data.packs and not r.data.cross_document_attention
             ),
             "sharding.sequence_method: ring has no mask that separates packed documents; set "
             "data.cross_document_attention: true or data.packing: false, or sharding.sequence_method: ulysses",

@@ -82,7 +82,7 @@ def expand(
     for axes, variant in _combinations(sweep):
         keys = {**sweep.change, **variant.keys, **assigned, **axes, **_TRAINING_ALONE, "train.steps": sweep.steps}
         if sweep.rows == "random":  # one document per sequence needs no block mask; these keys tell the planner
-            keys |= {"data.packing": True, "data.cross_document_attention": True}
+            keys |= {"data.packing": None, "data.cross_document_attention": True}
         overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
         file = variant.recipe or base
         assert file is not None, "a sweep without a base recipe has one for each variant"

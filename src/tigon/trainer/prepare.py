@@ -38,8 +38,9 @@ from tigon.trainer import model
 from tigon.trainer.checkpoint import elastic
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.evaluation import harness
-from tigon.trainer.guards import adapter_checks, auto_checkpointing, preflight, self_test
-from tigon.trainer.guards.recipe_warnings import RunSize, warnings_of
+from tigon.trainer.evaluation.sample_prompt import prompt_of
+from tigon.trainer.guards import adapter_checks, auto_checkpointing, auto_packing, preflight, self_test
+from tigon.trainer.guards.recipe_warnings import RunSize, epochs_of, steps_of, warnings_of
 from tigon.trainer.rewards import load_rewards
 
 if TYPE_CHECKING:
@@ -211,15 +212,24 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if objective.trl is not None:
         rows, encoded = preferences.fitting(row_docs, encoded, data.sequence_length, too_long=data.too_long)
     n_dropped = 0 if rows is None else sum(map(len, row_docs)) - sum(map(len, rows))
-    train = objective.samples(encoded[0], data)
+    n_readers = elastic.readers(recipe, choices.gpus)
+    if rows is None and processor is None:
+        recipe, train, packing_line = auto_packing.chosen(recipe, encoded[0], objective, n_readers)
+        data = recipe.data
+    else:
+        train, packing_line = objective.samples(encoded[0], data), ()
     eval_packed = objective.samples(encoded[1], data) if eval_docs else None
     eval_samples = eval_packed.samples if eval_packed else []
     n_samples = len(train.samples if rows is None else rows[0])
-    n_readers = elastic.readers(recipe, choices.gpus)
-    _check_enough(recipe, n_samples, n_readers)
+    size = _size(recipe, objective, encoded[0], n_samples, len(eval_samples), n_readers)
+    _check_enough(recipe, n_samples, size)
     if eval_packed is not None and not eval_packed.samples:
         raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped + n_dropped)
-    prompt = _prompt(recipe, tok, eval_samples or train.samples, only_prompt=rows is not None or processor is not None)
+    answered: list[Encoded] = []
+    if data.learn == "all" and rows is None and processor is None:  # the samples do not say where an answer begins
+        marks = replace(rendering, learn="answers")
+        answered = tokenizer.encode((eval_docs or train_docs)[:1], tok, bad=documents.BadRows("skip"), rendering=marks)
+    prompt = _prompt(recipe, tok, config, eval_samples or train.samples, answered)
     preflight.check_sample(recipe, config, len(prompt))
     as_chat = chat_template.is_chat(read[0], tok, rendering) if rows is None else preferences.is_chat(read[0])
     if rows is None and as_chat and not chat_template.has_template(tok):
@@ -227,11 +237,13 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     as_chat = as_chat and rendering.template != "plain" and chat_template.has_template(tok)
     prompts = generations.prompts_of(recipe, tok, config, as_chat=as_chat)
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
-    flatten = data.packing and recipe.model.attention.startswith("flash")
+    flatten = data.packs and recipe.model.attention.startswith("flash")
     data_summary = {
         "documents": len(train_docs),
         "held_out_documents": len(eval_docs),
         "rows": n_samples,
+        "steps": steps_of(recipe, size),
+        "epochs": epochs_of(recipe, size),
         "tokens": train.n_tokens,
         "held_out_tokens": eval_packed.n_tokens if eval_packed else 0,
         "truncated_rows": train.n_truncated + (eval_packed.n_truncated if eval_packed else 0),
@@ -239,7 +251,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         "bad_rows": len(bad.problems),
         "tokenizer_size": len(tok),
         "parameters": n_parameters,
-        **({"unigram_entropy": unigram_entropy(eval_samples or train.samples)} if rows is None else {}),
+        **(_of_samples(train.samples, eval_samples, size) if rows is None else {}),
         "fingerprint": fingerprint([*train.samples, *eval_samples]),
     }
     collator = objective.collator(data, pad_id=pad_id, flatten=flatten)
@@ -255,10 +267,9 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         recipe, device, choices, run_info, objective, config, n_parameters,
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
-        rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),
+        rows_line=preview.rows_line(read, tok, rendering) + packing_line + _cache_line(cache),
         warnings=frozen_experts + _row_warnings(encoded, tok, rendering, is_trl=rows is not None) + warnings_of(
-            recipe, RunSize(n_samples, len(eval_samples), n_readers),
-            trains_tokenizer=_trains_tokenizer(recipe)
+            recipe, size, trains_tokenizer=_trains_tokenizer(recipe)
         ),
         wrong_ops=self_test.wrong_ops(recipe, choices, device),
         unused_tensors=unused_tensors,
@@ -348,31 +359,55 @@ def _tokenizer(recipe: Recipe, train_docs: Sequence[documents.Document]) -> Any:
     )
 
 
-def _check_enough(recipe: Recipe, n_samples: int, n_readers: int) -> None:
-    """Refuse fewer samples than a step needs; the Trainer would silently take smaller steps.
+def _size(
+    recipe: Recipe, objective: Objective, encoded: Sequence[Encoded], n_samples: int, n_eval: int, n_readers: int
+) -> RunSize:
+    """The size of the run, for the number of its steps."""
+    if objective.trl is not None and objective.trl.rewards:  # a sample is a completion; TRL leaves out an unfull step
+        per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * n_readers
+        n_samples *= recipe.post_training.generations
+        n_samples -= n_samples % per_step
+    of_text = any(document.is_text for document in encoded)
+    n_rows = n_samples if objective.trl is not None else 0 if of_text else len(encoded)
+    return RunSize(n_samples, n_eval, n_readers, n_rows=n_rows)
 
-    n_readers: The processes, or groups of them that share rows.
-    """
+
+def _of_samples(samples: Sequence[Sample], eval_samples: Sequence[Sample], size: RunSize) -> dict[str, float]:
+    """The figures of data.json that the rows of a trainer of TRL do not have."""
+    return {
+        **({"rows_per_sample": size.n_rows / len(samples)} if size.n_rows else {}),
+        "learned_tokens": sum(int((sample.labels_T != IGNORE_INDEX).sum()) for sample in samples),
+        "unigram_entropy": unigram_entropy(eval_samples or samples),
+    }
+
+
+def _check_enough(recipe: Recipe, n_samples: int, size: RunSize) -> None:
+    """Refuse fewer samples than a step needs; the Trainer would silently take smaller steps."""
+    given = f"data.source gives {n_samples} samples of {recipe.data.sequence_length} tokens, fewer than"
     batches = {"train.batch_size": recipe.train.batch_size}
     if recipe.comparison.steps and recipe.comparison.batch_size:
         batches["comparison.batch_size"] = recipe.comparison.batch_size
-    for name, size in batches.items():
-        if n_samples < size:
-            raise RecipeError(
-                f"data.source gives {n_samples} samples of {recipe.data.sequence_length} tokens, fewer than "
-                f"{name} {size}; lower {name} or data.sequence_length, or add text"
-            )
+    for name, batch_size in batches.items():
+        if n_samples < batch_size:
+            apart = _unpacked(recipe, size, batch_size)
+            raise RecipeError(f"{given} {name} {batch_size}; {apart}lower {name} or data.sequence_length, or add text")
     train = recipe.train
-    samples_per_step = train.batch_size * train.gradient_accumulation * n_readers
+    samples_per_step = train.batch_size * train.gradient_accumulation * size.n_processes
     if n_samples < samples_per_step:
         factors = f"train.batch_size {train.batch_size} x train.gradient_accumulation {train.gradient_accumulation}"
         shared = " groups of" if recipe.sharding.sequence > 1 else ""
-        factors += f" x {n_readers}{shared} processes" if n_readers > 1 else ""
+        factors += f" x {size.n_processes}{shared} processes" if size.n_processes > 1 else ""
         raise RecipeError(
-            f"data.source gives {n_samples} samples of {recipe.data.sequence_length} tokens, fewer than the "
-            f"{samples_per_step} of one step ({factors}); lower one of these factors or data.sequence_length, or add "
-            "text"
+            f"{given} the {samples_per_step} of one step ({factors}); {_unpacked(recipe, size, samples_per_step)}"
+            "lower one of these factors or data.sequence_length, or add text"
         )
+
+
+def _unpacked(recipe: Recipe, size: RunSize, wanted: int) -> str:
+    """The advice to give each row its own sample, if that makes enough of them."""
+    if not recipe.data.packs or size.n_rows < max(wanted, size.n_samples + 1):
+        return ""
+    return f"set data.packing: false, which gives {size.n_rows}, "
 
 
 def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:
@@ -392,11 +427,21 @@ def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> Da
     )
 
 
-def _prompt(recipe: Recipe, tok: Any, samples: Sequence[Sample], *, only_prompt: bool) -> list[int]:
-    """The tokens that the text sample continues. only_prompt: without the answer that follows the prompt."""
-    text = recipe.output.sample_prompt
-    if text:
+def _prompt(recipe: Recipe, tok: Any, config: Any, samples: Sequence[Sample], rows: Sequence[Encoded]) -> list[int]:
+    """The tokens that the text sample continues.
+
+    Args:
+        recipe: The recipe.
+        tok: The tokenizer.
+        config: The model's config.
+        samples: Samples to take the prompt of.
+        rows: Rows whose answers alone are learned, to take it of instead.
+    """
+    if text := recipe.output.sample_prompt:
         return [int(i) for i in tok(text)["input_ids"]]
-    first = samples[0]
-    n_prompt = int((first.labels_T == IGNORE_INDEX).int().cumprod(0).sum()) if only_prompt else 24
-    return [int(i) for i in first.tokens_T[: max(1, n_prompt)]]
+    pairs = [(row.tokens, row.labels) for row in rows]
+    if isinstance(samples[0], images.PicturedSample):  # its images go with its tokens
+        return prompt_of([(samples[0].tokens_T.tolist(), samples[0].labels_T.tolist())], None)
+    limit = getattr(config, "max_position_embeddings", None)
+    room = None if limit is None else max(1, limit - recipe.output.sample_tokens)
+    return prompt_of(pairs or ((each.tokens_T.tolist(), each.labels_T.tolist()) for each in samples), room)

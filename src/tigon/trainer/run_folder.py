@@ -394,6 +394,8 @@ def newest(output: OutputConfig) -> Path | None:
 
 
 def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
+    if now.data.packing is None:  # the run's recipe has the choice that null stood for
+        now = replace(now, data=replace(now.data, packing=before.data.packing))
     if now.train.checkpointing == AUTO:
         # The run's recipe has the choice that `auto` stood for.
         was, train = before.train, replace(now.train, checkpointing=before.train.checkpointing)

@@ -47,7 +47,7 @@ def make(
     train = recipe.train
     assert train.steps is not None, "a sweep counts steps"
     count = train.steps * train.batch_size * train.gradient_accumulation * processes
-    flatten = recipe.data.packing and recipe.model.attention.startswith("flash")
+    flatten = recipe.data.packs and recipe.model.attention.startswith("flash")
     if how == "random":
         samples, pad_id = _random(count, recipe.data.sequence_length, config.get_text_config().vocab_size), 0
         packed = replace(recipe.data, packing=True)

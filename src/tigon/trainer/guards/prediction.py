@@ -114,7 +114,7 @@ def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool
     planned, flash = objective.planned(), recipe.model.attention.startswith("flash")
     for reason in planned.refusals(choices):
         raise UsageError(f"{reason}.")
-    needs_mask = planned.pads or not (data.packing and data.cross_document_attention)
+    needs_mask = planned.pads or not (data.packs and data.cross_document_attention)
     return Request(
         model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, choices=choices,
         masked=not flash and needs_mask, clipped=train.max_grad_norm > 0, evaluated=evaluated, objective=planned,

@@ -167,7 +167,7 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
 def check_documents(recipe: Recipe, config: Any) -> None:
     """Raise RecipeError if the model cannot keep the documents of a packed sample apart."""
     data = recipe.data
-    if not data.packing or data.cross_document_attention:
+    if not data.packs or data.cross_document_attention:
         return
     if (reason := packed_documents.objection(config)) is not None:
         raise RecipeError(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tigon.objectives.recipe_checks import freezes_random_weights
 from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
 from tigon.techniques.checkpointing import KEPT_ON_HOST
 from tigon.trainer.distributed import launch
+
+FEW_STEPS = 20
+"""A run of fewer optimizer steps has a warning. docs/your-data.md shows what such runs learned."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class RunSize:
     n_samples: int
     n_eval_samples: int
     n_processes: int
+    n_rows: int = 0
+    """Rows or documents in the samples; 0: they are plain text, which is one stream."""
 
 
 def steps_of(recipe: Recipe, size: RunSize) -> int:
@@ -28,6 +33,30 @@ def steps_of(recipe: Recipe, size: RunSize) -> int:
     assert train.epochs is not None, "check_combinations requires train.steps or train.epochs"
     batches = math.ceil(size.n_samples / (train.batch_size * size.n_processes))
     return math.ceil(train.epochs * math.ceil(batches / train.gradient_accumulation))
+
+
+def epochs_of(recipe: Recipe, size: RunSize) -> float:
+    """Passes over the samples, with `train.steps` as with `train.epochs`."""
+    train = recipe.train
+    if train.epochs is not None:
+        return train.epochs
+    return steps_of(recipe, size) / steps_of(replace(recipe, train=replace(train, steps=None, epochs=1.0)), size)
+
+
+def _few_steps(recipe: Recipe, size: RunSize) -> str:
+    """The warning of a run with few steps: the keys that give more, and the steps that they give."""
+    train, data = recipe.train, recipe.data
+    n_steps = steps_of(recipe, size)
+    fixes = [f"raise train.{'epochs' if train.steps is None else 'steps'}"]
+    if train.steps is None:
+        fixes += [f"lower train.{key}" for key in ("batch_size", "gradient_accumulation") if getattr(train, key) > 1]
+    if train.steps is None and data.packs and size.n_rows > size.n_samples:
+        apart = steps_of(recipe, replace(size, n_samples=size.n_rows))
+        fixes += [f"set data.packing: false ({apart:,} steps)", "lower data.sequence_length"]
+    return (
+        f"the run has {n_steps} optimizer step{'s' if n_steps > 1 else ''}, fewer than {FEW_STEPS}, and the model may "
+        f"answer as before: {', '.join(fixes)}, or raise train.learning_rate {train.learning_rate:g}"
+    )
 
 
 def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tuple[str, ...]:
@@ -45,6 +74,7 @@ def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tup
     both = sorted(name for name, _ in names & eval_names)
     frozen_by = freezes_random_weights(recipe)
     checks = (
+        (n_steps < FEW_STEPS, _few_steps(recipe, size)),
         (
             frozen_by is not None,
             f"model.name: {recipe.model.name} has random weights, and {frozen_by} freezes them: the run measures "
@@ -89,7 +119,7 @@ def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tup
             f"data.source and data.eval_source both name {', '.join(both)}: the eval loss is measured on training text",
         ),
         (
-            train.checkpointing == KEPT_ON_HOST and data.packing and not data.cross_document_attention,
+            train.checkpointing == KEPT_ON_HOST and data.packs and not data.cross_document_attention,
             f"train.checkpointing: {KEPT_ON_HOST} computes attention twice, as offload does, for a batch with several "
             "documents in a row; set data.packing: false, or data.cross_document_attention: true to let them see each "
             "other",

@@ -31,6 +31,7 @@ from tigon.units import in_parameters
 _DATA_LABELS = {
     "rows": "samples", "held_out_documents": "eval documents", "held_out_tokens": "eval tokens",
     "truncated_rows": "truncated documents", "dropped_rows": "dropped documents", "bad_rows": "rows left out",
+    "steps": "optimizer steps", "learned_tokens": "learned tokens per epoch",
     "unigram_entropy": "unigram entropy (nats per token)", "tokenizer_size": "tokens of the tokenizer",
 }  # fmt: skip
 COMPARISON_COLUMNS = (

@@ -1,0 +1,51 @@
+"""Replaces `data.packing: null` by true or false, once the rows are tokens.
+
+Packing makes training on many rows fast. But few rows become few samples, and then the optimizer takes almost no steps.
+80 short chats, for example, are 5 samples of 1,024 tokens. So a run of few steps gets one row per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tigon.data.packing import Packed
+from tigon.data.tokenizer import Encoded
+from tigon.objectives.base import Objective
+from tigon.recipe.keys import Recipe
+from tigon.trainer.guards.recipe_warnings import RunSize, steps_of
+
+LEAST_STEPS = 100
+"""Fewest optimizer steps of a packed run. docs/your-data.md shows what runs of fewer steps learned."""
+
+
+def chosen(
+    recipe: Recipe, encoded: Sequence[Encoded], objective: Objective, n_readers: int
+) -> tuple[Recipe, Packed, tuple[str, ...]]:
+    """The recipe with true or false for null, its training samples, and a line if the choice is false.
+
+    The choice depends on the data, the epochs and the samples per step alone, so a resumed run makes it again. With
+    `train.steps` the number of steps is the user's, and packing stays.
+
+    Args:
+        recipe: The recipe.
+        encoded: The documents to train on. Plain text is packed always, because it is one stream.
+        objective: Makes the samples.
+        n_readers: The processes, or groups of them that share rows.
+    """
+    packed = objective.samples(encoded, recipe.data)
+    if recipe.data.packing is not None:
+        return recipe, packed, ()
+    packs = replace(recipe, data=replace(recipe.data, packing=True))
+    apart = replace(recipe, data=replace(recipe.data, packing=False))
+    n_steps = steps_of(recipe, RunSize(len(packed.samples), 0, n_readers))
+    if recipe.train.epochs is None or n_steps >= LEAST_STEPS or any(document.is_text for document in encoded):
+        return packs, packed, ()
+    padded = objective.samples(encoded, apart.data)
+    if len(padded.samples) == len(packed.samples):
+        return packs, packed, ()
+    line = (
+        f"packing  off: packed, {len(padded.samples):,} rows are {len(packed.samples):,} samples and the run has "
+        f"{n_steps:,} steps (data.packing: true packs them)"
+    )
+    return apart, padded, (line,)
