@@ -107,7 +107,7 @@ def test_a_warning_is_announced_and_recorded(recipe, tigon, here):
 
 
 def test_frozen_random_weights_are_warned_of_unless_they_are_trained_first():
-    train, adapters = TrainConfig(steps=1), LoraConfig(rank=4)
+    train, adapters = TrainConfig(steps=100), LoraConfig(rank=4)
     (warning,) = warnings_of(Recipe(train=train, lora=adapters), ROWS, trains_tokenizer=True)
     assert "tigon-demo has random weights, and lora.rank: 4 freezes them" in warning
     heads = HeadsConfig(stage=1)
