@@ -52,7 +52,8 @@ def where(record: Mapping[str, Any]) -> str:
     """The sentence that says where and with what the record was measured."""
     environment = record["environment"]
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "transformers", "peft"))
-    return f"*On one {environment['device']}: {versions}, commit {environment['tigon_commit'][:7]}, {environment['date']}.*"
+    commit, date = environment["tigon_commit"][:7], environment["date"]
+    return f"*On one {environment['device']}: {versions}, commit {commit}, {date}.*"
 
 
 def written(text: str) -> str:
