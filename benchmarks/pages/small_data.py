@@ -17,7 +17,7 @@ from benchmarks.pages import regions
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "your-data.md"
-RECORD = ROOT / "benchmarks" / "results" / "cpu" / "small-data.json"
+RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "small-data.json"
 UNTRAINED = 1e-20
 """A learning rate below this one trains nothing."""
 _HEADER = "| rows | weights | packed | batch | epochs | learning rate | steps | eval loss | in style | facts |"
@@ -52,9 +52,8 @@ def where(record: Mapping[str, Any]) -> str:
     """The sentence that says where and with what the record was measured."""
     environment = record["environment"]
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "transformers", "peft"))
-    return (
-        f"*On a {environment['device']}: {versions}, commit {environment['tigon_commit'][:7]}, {environment['date']}.*"
-    )
+    commit, date = environment["tigon_commit"][:7], environment["date"]
+    return f"*On one {environment['device']}: {versions}, commit {commit}, {date}.*"
 
 
 def written(text: str) -> str:

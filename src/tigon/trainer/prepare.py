@@ -126,6 +126,24 @@ class Prepared:
         """The prompt that the text sample continues. An image's tokens are shown once."""
         return _LONG_RUN.sub(r"\1 x many", self.tokenizer.decode(self.prompt))
 
+    @property
+    def size_words(self) -> str:
+        """How much the run trains: optimizer steps, samples, rows and learned tokens."""
+        data, n_steps = self.data, self.data["steps"]
+        per_step = elastic.samples_per_step(self.recipe, self.choices.gpus)
+        words = f"{n_steps:,} optimizer step{'s' if n_steps > 1 else ''} of {per_step:,} samples"
+        words += f", {_few_digits(data['epochs'])} epoch{'' if data['epochs'] == 1 else 's'}"
+        if "rows_per_sample" in data:
+            each = data["rows_per_sample"]
+            words += f"; {_few_digits(each)} row{'' if each == 1 else 's'} per sample"
+        if "learned_tokens" in data:
+            words += f"; {data['learned_tokens']:,} learned tokens per epoch"
+        return words
+
+
+def _few_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
 
 _LONG_RUN = re.compile(r"(<[^<>]+>)\1{3,}")
 

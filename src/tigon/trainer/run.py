@@ -236,7 +236,7 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"kernels: {recipe.model.kernels}",
         f"data     {recipe.data.source_names}: {counts}",
         *prepared.rows_line,
-        f"steps    {_steps_line(prepared, samples_per_step)}",
+        f"steps    {prepared.size_words}",
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
         f"memory   {techniques}",
         *open_folder.lines(run.path, divided=node_files.divides(recipe)),
@@ -260,23 +260,6 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         console.print(line, markup=False, soft_wrap=True)
     for row in prepared.shown:
         preview.print_row(console, row, prepared.tokenizer)
-
-
-def _steps_line(prepared: Prepared, samples_per_step: int) -> str:
-    """How much the run trains: optimizer steps, samples, rows and learned tokens."""
-    data, n_steps = prepared.data, prepared.data["steps"]
-    words = f"{n_steps:,} optimizer step{'s' if n_steps > 1 else ''} of {samples_per_step:,} samples"
-    words += f", {_few_digits(data['epochs'])} epoch{'' if data['epochs'] == 1 else 's'}"
-    if "rows_per_sample" in data:
-        each = data["rows_per_sample"]
-        words += f"; {_few_digits(each)} row{'' if each == 1 else 's'} per sample"
-    if "learned_tokens" in data:
-        words += f"; {data['learned_tokens']:,} learned tokens per epoch"
-    return words
-
-
-def _few_digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequence[str]) -> Prepared:
