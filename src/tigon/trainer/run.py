@@ -537,7 +537,7 @@ def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals
         collator=prepared.collator,
         samples=SampleDataset(prepared.train.samples),
         objective=prepared.objective,
-        announce=lambda text: console.print(text, markup=False),
+        announce=lambda text: console.print(text, markup=False, soft_wrap=True),
         stop=stop,
     )
 
