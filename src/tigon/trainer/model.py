@@ -18,6 +18,7 @@ from tigon.errors import PatchError, RecipeError, UsageError
 from tigon.models import PatchReport
 from tigon.models import patch as patch_model
 from tigon.models import patch_fp8 as to_fp8
+from tigon.models.kv_cache import without_cache
 from tigon.models.loading import weight_files
 from tigon.models.loading.auto_class import auto_class
 from tigon.models.loading.config import check_counts, declared_in, is_hub_id
@@ -147,8 +148,12 @@ def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
             config, headers, attention=model.attention, trust_remote_code=model.trust_remote_code
         )
     except UsageError as error:
-        hint = "; set model.attention to eager" if "attention implementation" in str(error) else ""
-        raise RecipeError(f"model.name: {error}{hint}") from None
+        if "attention implementation" in str(error):
+            raise RecipeError(
+                f"model.attention is {model.attention}, which transformers does not have for {config.model_type}; set "
+                "model.attention: eager"
+            ) from None
+        raise RecipeError(f"model.name: {error}") from None
     _refuse(model, report)
     return report.unexpected
 
@@ -340,7 +345,7 @@ def build(
         built = read(model, config, dtype=dtype, attn_implementation=model.attention, **(loading or {}))
     if not loading and device is not None:
         built = built.to(device)
-    built.config.use_cache = False  # with a cache, transformers ignores the document boundaries in position_ids
+    without_cache(built)
     return built
 
 
