@@ -232,7 +232,8 @@ def check_has_heads(config: Any, key: str) -> None:
 def key_heads(config: Any) -> int:
     """Returns the number of key heads of a transformers config; 1 for a family without attention, such as Mamba."""
     text = text_config(config)
-    return int(getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1))
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    return int(heads or 1)
 
 
 def check_groups(config: Any, groups: int) -> None:

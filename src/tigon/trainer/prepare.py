@@ -164,7 +164,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     objective = objective_of(recipe, config, lambda: shapes)
     if objective.trl is None:  # TRL's rows are not packed
         preflight.check_documents(recipe, config)
-    frozen_experts = adapter_checks.check(objective, config, choices)
+    adapter_warnings = adapter_checks.check(objective, config, choices)
     preflight.check_disk(recipe, choices, shapes)
     preflight.check_memory(recipe, choices, device, shapes)
     unused_tensors = model.check_weights(recipe.model, config)
@@ -246,7 +246,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),
-        warnings=frozen_experts + warnings_of(
+        warnings=model.text_part_warning(recipe.model, config) + adapter_warnings + warnings_of(
             recipe, RunSize(n_samples, len(eval_samples), n_readers),
             trains_tokenizer=_trains_tokenizer(recipe)
         ),

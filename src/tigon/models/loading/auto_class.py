@@ -33,3 +33,14 @@ def reads_images(config: Any) -> bool:
     kind = type(config)
     of_text, of_images = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
     return kind in of_images and (kind not in of_text or of_text[kind] is of_images[kind])
+
+
+def text_part(config: Any) -> str | None:
+    """The model type of the part that `auto_class` loads of a composite config; None if it loads the whole model."""
+    from transformers import AutoModelForCausalLM
+
+    own = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    part = getattr(own, "config_class", None)
+    if auto_class(config) is not AutoModelForCausalLM or part is not type(config.get_text_config()):
+        return None
+    return None if part is type(config) else str(part.model_type)

@@ -150,16 +150,15 @@ _READS_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|s
 
 
 @functools.cache
-def _weights_read_by(cls: type[nn.Module]) -> frozenset[str]:
+def _weights_read_by(cls: Any) -> frozenset[str]:
     """Names of the modules whose weight the code of a model's class reads itself, as Mamba's kernels do.
 
     Such code would not notice an adapter, which adds its product to the module's output.
     """
     owners = [owner for owner in cls.__mro__ if owner.__module__.startswith(_MODEL_CODE)]
-    methods = [
-        method for owner in owners for name, method in vars(owner).items() if inspect.isfunction(method) and name != "__init__"
-    ]  # fmt: skip
-    return frozenset(name for method in methods for name in _READS_WEIGHT.findall(_source_of(method)))
+    methods = [method for owner in owners for name, method in vars(owner).items() if name != "__init__"]
+    sources = (_source_of(method) for method in methods if inspect.isfunction(method))
+    return frozenset(name for source in sources for name in _READS_WEIGHT.findall(source))
 
 
 def _source_of(method: Callable[..., Any]) -> str:
@@ -244,6 +243,8 @@ def check(model: Any, *, rank: int, targets: tuple[str, ...], init: str, saved: 
         RecipeError: The message names the key.
     """
     adapted = targets_of(model, targets)
+    if not adapted.modules and not adapted.parameters:
+        raise RecipeError(f"lora.targets: {', '.join(targets)} names no module of this model; name its modules")
     modules = dict(model.named_modules())
     for name, paths in modules_to_save(model, saved).items():
         both = next((path for path in paths if path in adapted.modules), None)

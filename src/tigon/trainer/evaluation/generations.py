@@ -42,7 +42,7 @@ def prompts_of(recipe: Recipe, tokenizer: Any, config: Any, *, as_chat: bool) ->
         RecipeError: A prompt leaves no room for its continuation in the model's positions.
     """
     prompts = []
-    limit, n_new = getattr(config, "max_position_embeddings", None), recipe.eval.generate_tokens
+    limit, n_new = getattr(config.get_text_config(), "max_position_embeddings", None), recipe.eval.generate_tokens
     for text in recipe.eval.generate:
         if as_chat:
             chat = [{"role": "user", "content": text}]

@@ -41,7 +41,9 @@ def check(objective: Objective, config: Any, choices: Choices) -> tuple[str, ...
     lora.check(built, choices)
     if objective.reads_plain_head:
         _check_head(objective, built, choices)
-    return _frozen_experts(built, choices) + _left_out(built, choices)
+    told = _frozen_experts(built, choices) + _left_out(built, choices)
+    lora.check_with_peft(built, choices)
+    return told
 
 
 def check_fused_experts(built: Any, choices: Choices) -> None:
@@ -99,9 +101,7 @@ def _left_out(built: Any, choices: Choices) -> tuple[str, ...]:
     if not {adapter_targets.LINEAR, "linear"} & set(choices.lora_targets):
         return ()
     of_text, left_out = set(language_model(built).modules()), adapter_targets.left_out(built)
-    reasons = [
-        (path.rpartition(".")[2], why) for path, why in left_out.items() if built.get_submodule(path) in of_text
-    ]
+    reasons = [(path.rpartition(".")[2], why) for path, why in left_out.items() if built.get_submodule(path) in of_text]
     if not reasons:
         return ()
     named = "; ".join(f"{name} ({why})" for name, why in dict.fromkeys(reasons))

@@ -156,7 +156,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 def check_lengths(recipe: Recipe, config: Any) -> None:
     """Raise RecipeError if `data.sequence_length` exceeds the model's number of positions."""
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = recipe.data.sequence_length
     if limit is not None and length > limit:
         raise RecipeError(
@@ -178,7 +178,7 @@ def check_documents(recipe: Recipe, config: Any) -> None:
 
 def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
     """Raise RecipeError if a prompt of `n_prompt` tokens and the text sample exceed the model's number of positions."""
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     n_tokens = recipe.output.sample_tokens
     if limit is None or not n_tokens or n_prompt + n_tokens <= limit:
         return
