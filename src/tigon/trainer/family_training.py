@@ -67,7 +67,7 @@ class TrainedFamily:
         """The recipe keys that the family needs, as text."""
         attempts = [attempt for attempt in (self.full, self.lora) if attempt is not None]
         needed = dict(item for attempt in attempts for item in attempt.keys.items())
-        return ", ".join(f"{key}: {value}" for key, value in needed.items())
+        return ", ".join(f"{key}: {value}" for key, value in sorted(needed.items()))
 
     def outcome(self, kind: str) -> str:
         """TRAINS, REFUSED or NOT_BUILT. kind: full or lora."""
@@ -170,10 +170,9 @@ def markdown(families: Iterable[TrainedFamily]) -> str:
     listed = list(families)
     both = sum(family.outcome("full") == family.outcome("lora") == TRAINS for family in listed)
     built = sum(family.full is not None for family in listed)
-    lines = [
-        f"transformers {transformers.__version__}: {len(listed)} families, {built} built small, {both} train both ways.",
-        "", "| family | full | LoRA, merged | recipe keys | why not |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+    counts = f"{len(listed)} families, {built} built small, {both} train both ways"
+    lines = [f"transformers {transformers.__version__}: {counts}.", ""]
+    lines += ["| family | full | LoRA, merged | recipe keys | why not |", "|---|---|---|---|---|"]
     for family in listed:
         why = " ".join(family.why.replace("|", "/").split())
         keys = f"`{family.keys}`" if family.keys else ""

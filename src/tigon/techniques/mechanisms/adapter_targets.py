@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -132,14 +131,17 @@ def left_out(model: Any) -> dict[str, str]:
     """
     reasons: dict[str, str] = {}
     computes: dict[type, bool] = {}
+    read: dict[type, frozenset[str]] = {}
     for path, module in model.named_modules():
+        if type(module) not in read:
+            read[type(module)] = _weights_read_by(type(module))
         for name, child in module.named_children():
             if not isinstance(child, nn.Linear):
                 continue
             where, kind = f"{path}.{name}" if path else name, type(child)
             if kind not in computes:
                 computes[kind] = _computes_product(child)
-            if name in _weights_read_by(type(module)):
+            if name in read[type(module)]:
                 reasons[where] = f"{type(module).__name__} reads its weight itself, past an adapter"
             elif not computes[kind]:
                 reasons[where] = f"the forward of {kind.__name__} is more than a linear product"
@@ -149,8 +151,7 @@ def left_out(model: Any) -> dict[str, str]:
 _READS_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size|ndim)\b)")
 
 
-@functools.cache
-def _weights_read_by(cls: Any) -> frozenset[str]:
+def _weights_read_by(cls: type[nn.Module]) -> frozenset[str]:
     """Names of the modules whose weight the code of a model's class reads itself, as Mamba's kernels do.
 
     Such code would not notice an adapter, which adds its product to the module's output.
