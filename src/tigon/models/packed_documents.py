@@ -28,8 +28,8 @@ MASK_WITHOUT_POSITIONS = frozenset({"afmoe", "biogpt", "falcon", "gpt_oss", "xgl
 COUNT_THEIR_OWN_POSITIONS = frozenset({"bloom", "mpt", "opt"})
 MIX_DOCUMENTS = frozenset({
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert",
-    "cpmant", "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "openai-gpt", "pegasus", "plbart",
-    "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm-roberta", "xlm-roberta-xl",
+    "cpmant", "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "openai-gpt", "pegasus",
+    "plbart", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm-roberta", "xlm-roberta-xl",
     "xlnet", "xmod",
 })  # fmt: skip
 RECURRENT = frozenset({"rwkv", "xlstm"})
