@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tigon.errors import UsageError
 from tigon.models.loading import weight_files
+from tigon.models.loading.auto_class import auto_class, text_part
 from tigon.models.loading.config import declared_in, load_config
+from tigon.models.verification.survey import small_model
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -53,6 +55,36 @@ def report_of(folder: Path) -> weight_files.LoadReport:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_checkpoint_fills_its_model(tmp_path, family, tied, shard):
     assert report_of(checkpoint(tmp_path, family, tied=tied, shard=shard)) == weight_files.LoadReport()
+
+
+def test_composite_checkpoint_fills_the_model_of_its_text_part(tmp_path):
+    """`AutoModelForCausalLM` gives the class of Qwen3.5's text part the config of that part."""
+    small_model("qwen3_5")[0].save_pretrained(tmp_path)
+    assert report_of(tmp_path) == weight_files.LoadReport()
+    change(tmp_path, lambda tensors: tensors.pop("model.language_model.norm.weight"))
+    assert report_of(tmp_path).missing == ("model.norm.weight",)
+
+
+def test_part_that_is_loaded_of_a_composite_config_is_named():
+    """transformers drops the weights of the vision tower without a report."""
+    parts = {family: text_part(AutoConfig.for_model(family)) for family in ("qwen3_5", "llama4", "gemma3", "llama")}
+    assert parts == {"qwen3_5": "qwen3_5_text", "llama4": "llama4_text", "gemma3": None, "llama": None}
+
+
+@pytest.mark.parametrize(
+    ("family", "loader"),
+    [
+        ("llama", "AutoModelForCausalLM"), ("gemma3", "AutoModelForCausalLM"), ("qwen3_5", "AutoModelForCausalLM"),
+        ("llama4", "AutoModelForCausalLM"), ("llava", "AutoModelForImageTextToText"),
+        ("mllama", "AutoModelForImageTextToText"), ("emu3", "AutoModelForImageTextToText"),
+    ],
+)  # fmt: skip
+def test_loaded_class_is_one_whose_saved_model_loads_again(family, loader):
+    config = AutoConfig.for_model(family)
+    assert auto_class(config).__name__ == loader
+    if family != "llava":
+        saved_as = AutoModelForCausalLM._model_mapping[type(config)].config_class
+        assert (saved_as in AutoModelForCausalLM._model_mapping) == (loader == "AutoModelForCausalLM")
 
 
 def test_missing_and_renamed_tensors_are_named(tmp_path):

@@ -1,4 +1,4 @@
-"""`tigon models`: print the table of model families, as text or JSON, or write it into docs/models.md."""
+"""`tigon models`: print what tigon does with each model family, as text or JSON, or write it into docs/models.md."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the verification of each family.")] = False,
     device: Annotated[str | None, typer.Option(help="Device for --verify: cpu (default) or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype for --verify: fp32 (default) or bf16.")] = None,
+    trained: Annotated[
+        bool, typer.Option("--train", help="Train a small model of each family for a step; ten minutes for all.")
+    ] = False,
     into: Annotated[
         Path | None, typer.Option(metavar="FILE.md", help="Write the table between the markers in this file.")
     ] = None,
@@ -28,6 +31,11 @@ def command(
     ] = False,
 ) -> None:
     """Show what tigon patches in every model family, what it leaves and why; exit code 1 if a family differs."""
+    if trained:
+        if as_json or verified or device or dtype or others:
+            raise OptionError("--train goes with families and --into alone; leave out the other options.")
+        train(families or (), into)
+        return
     same = models(
         families or (), as_json=as_json, verified=verified, device=device, dtype=dtype, into=into, others=others
     )
@@ -73,6 +81,30 @@ def models(
     return all(family.verification is None or family.verification.passed for family in listed)
 
 
+def train(names: Sequence[str] = (), into: Path | None = None) -> None:
+    """Train a small model of each family, and print the outcomes or write them into a document.
+
+    Raises:
+        OptionError: A family is unknown, or --into has no markers or is given families.
+    """
+    _silence_transformers()
+    from tigon.trainer import family_training  # not for --help
+
+    unknown = sorted(set(names) - set(family_training.all_families()))
+    if unknown:
+        raise OptionError(f"{unknown[0]} is no causal language model of the installed transformers, nor in the table.")
+    if into is not None and names:
+        raise OptionError("--into writes the whole table; leave out the families.")
+    if into is not None:
+        document = listing.put_between_markers(_read(into), "trained", "")
+        table = family_training.markdown(family_training.trained_families())
+        into.write_text(listing.put_between_markers(document, "trained", table), encoding="utf-8")
+        return
+    print(family_training.HEADING)
+    for family in family_training.trained_families(names):
+        print(family_training.text_line(family), flush=True)
+
+
 def _silence_transformers() -> None:
     """Silence transformers, whose advice on configs does not apply to the small models used here."""
     import transformers
@@ -81,12 +113,15 @@ def _silence_transformers() -> None:
         transformers.logging.set_verbosity(transformers.logging.CRITICAL)
 
 
-def _write(into: Path, others: bool) -> None:
+def _read(document: Path) -> str:
     try:
-        document = into.read_text(encoding="utf-8")
+        return document.read_text(encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"--into {into}: {error.strerror}.") from None
-    document = listing.put_between_markers(document, "rows", listing.rows_markdown())
+        raise OptionError(f"--into {document}: {error.strerror}.") from None
+
+
+def _write(into: Path, others: bool) -> None:
+    document = listing.put_between_markers(_read(into), "rows", listing.rows_markdown())
     if others:
         document = listing.put_between_markers(document, "others", listing.survey_markdown())
     into.write_text(document, encoding="utf-8")

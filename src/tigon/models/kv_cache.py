@@ -1,7 +1,9 @@
-"""The size of the cache of keys and values that a model fills while it writes text, from its config."""
+"""The cache of keys and values: its size while a model writes text, and the setting that makes a forward fill it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -28,3 +30,54 @@ def queries_per_key(config: Any) -> int:
 
 def _key_heads(text: Any) -> int:
     return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
+def without_cache(model: Any) -> Callable[[], None]:
+    """Set `use_cache: false` in every config that a forward of the model reads. Returns a function that undoes it.
+
+    With a cache, transformers ignores the document boundaries in position_ids. The part of a composite model that reads
+    text reads the setting in the config of its own part.
+    """
+    of_modules = (module.config for module in model.modules() if hasattr(module, "config"))
+    configs = {id(config): config for config in (*_parts(model.config), *of_modules)}.values()
+    before = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
+    for config, _ in before:
+        config.use_cache = False
+
+    def undo() -> None:
+        for config, value in before:
+            config.use_cache = value
+
+    return undo
+
+
+@contextmanager
+def cache_as_in(model: Any, original: Any) -> Iterator[None]:
+    """Give the model's configs the `use_cache` of another config of its family, so that they are saved with it.
+
+    Args:
+        model: A transformers model.
+        original: The config as it was loaded. It may be that of a composite model of which `model` is the text part.
+    """
+    wanted = {type(part): vars(part)["use_cache"] for part in _parts(original) if "use_cache" in vars(part)}
+    before = [(part, vars(part).copy()) for part in _parts(model.config)]
+    for part, values in before:
+        if type(part) in wanted:
+            part.use_cache = wanted[type(part)]
+        elif "use_cache" in values:  # the Trainer sets it in a config that has no such field
+            del part.use_cache
+    try:
+        yield
+    finally:
+        for part, values in before:
+            if "use_cache" in values:
+                part.use_cache = values["use_cache"]
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A config, and those of the parts of a composite model."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if hasattr(part, "model_type"):
+            yield from _parts(part)

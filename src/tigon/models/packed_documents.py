@@ -8,6 +8,10 @@ eager attention. Four kinds of families do something else (transformers 5.23):
 - Some number the tokens of the whole sample themselves. They are refused.
 - Linear attention, state-space layers and convolutions carry a state from one document to the next, which no mask
   stops. They are refused too.
+- Decoders of translation models, and encoders such as BERT that serve as decoders, read no documents from the
+  positions. They are refused too.
+
+trainer/guards/document_mixing.py compares losses in each run, and refuses the families that this file does not know.
 """
 
 from __future__ import annotations
@@ -22,6 +26,13 @@ from tigon._trunk import trunk_of
 
 MASK_WITHOUT_POSITIONS = frozenset({"afmoe", "biogpt", "falcon", "gpt_oss", "xglm"})
 COUNT_THEIR_OWN_POSITIONS = frozenset({"bloom", "mpt", "opt"})
+MIX_DOCUMENTS = frozenset({
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert",
+    "cpmant", "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "openai-gpt", "pegasus",
+    "plbart", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm-roberta", "xlm-roberta-xl",
+    "xlnet", "xmod",
+})  # fmt: skip
+RECURRENT = frozenset({"rwkv", "xlstm"})
 FOUR_ROWS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 _LAYERS_THAT_FORGET = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _STATE_KEYS = ("mamba_d_state", "mamba_d_conv", "state_size", "ssm_state_size", "conv_kernel_size", "lru_width")
@@ -33,6 +44,10 @@ def objection(config: Any) -> str | None:
     text = config.get_text_config()
     if text.model_type in COUNT_THEIR_OWN_POSITIONS:
         return f"{text.model_type} numbers the tokens of a whole sample itself"
+    if text.model_type in MIX_DOCUMENTS:
+        return f"the attention of {text.model_type} does not read where documents begin"
+    if text.model_type in RECURRENT:
+        return f"the recurrent layers of {text.model_type} carry a state from one document to the next"
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _LAYERS_THAT_FORGET:
             return f"its layers of type {kind} carry a state from one document to the next"

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from tigon._trunk import decoder_layers
 from tigon.errors import PatchError, RecipeError, UsageError
 from tigon.models.fp8 import fp8_options
+from tigon.models.kv_cache import without_cache
 from tigon.models.patch import flags_of, unwrap
 from tigon.models.spec import SINKS_FLAG
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
@@ -167,13 +168,13 @@ def checkpoint(model: Any, plan: CheckpointPlan | str) -> Checkpointed:
     except RecipeError as error:
         raise UsageError(f"{error}.") from None
     undo_attention = head_groups.replace_attention(inner, 1) if on_host else None
-    caches, inner.config.use_cache = inner.config.use_cache, False
+    undo_cache = without_cache(inner)
 
     def undo() -> None:
         undo_layers()
         if undo_attention is not None:
             undo_attention()
-        inner.config.use_cache = caches
+        undo_cache()
 
     return Checkpointed(undo)
 

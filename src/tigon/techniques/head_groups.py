@@ -222,14 +222,25 @@ def check_text_alone(config: Any, key: str) -> None:
         )
 
 
-def key_heads(config: Any) -> int:
-    """Returns the number of key heads of a transformers config."""
+def check_has_attention(config: Any, key: str) -> None:
+    """Raise RecipeError, which names `key`, for a family without attention, such as Mamba."""
     text = text_config(config)
-    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    if not hasattr(text, "num_attention_heads"):
+        raise RecipeError(f"{key} divides attention heads, and {text.model_type} has none; set {key}: 1")
+
+
+def key_heads(config: Any) -> int:
+    """Returns the number of key heads of a transformers config; 1 for a family without attention, such as Mamba."""
+    text = text_config(config)
+    number = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    return int(number or 1)
 
 
 def check_groups(config: Any, groups: int) -> None:
     """Raise RecipeError unless `groups` divides the key heads of a transformers config, or the query heads of each."""
+    if groups == 1:
+        return
+    check_has_attention(config, "train.attention_groups")
     n_heads, n_query_heads = key_heads(config), int(text_config(config).num_attention_heads)
     if n_heads % groups and (groups % n_heads or n_query_heads % groups):
         shared = f", or a multiple of it that divides {n_query_heads}" if n_query_heads > n_heads else ""

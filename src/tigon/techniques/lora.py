@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tigon.errors import RecipeError
 from tigon.techniques import model_kernels
 from tigon.techniques.mechanisms import adapter_targets
 from tigon.techniques.mechanisms.adapter_targets import EXPERTS, LOFTQ, WORDS
@@ -67,6 +69,54 @@ def check(model: Any, choices: Choices) -> None:
         model, rank=choices.lora_rank, targets=choices.lora_targets, init=choices.lora_init,
         saved=choices.lora_modules_to_save, bias=choices.lora_bias, quantized=choices.quantized,
     )  # fmt: skip
+
+
+_EMBEDDINGS_SCALED_IN_PLACE = frozenset({"ctrl"})
+
+
+def check_with_peft(model: Any, choices: Choices) -> None:
+    """Let PEFT make the adapters, save them and load them again, in a model without data. The model is spoilt.
+
+    Otherwise an adapter that is not found again would be noticed after training. One layer stands for all layers.
+
+    Raises:
+        RecipeError: PEFT does not take the model, or does not find an adapter again.
+    """
+    import peft
+
+    if model.config.model_type in _EMBEDDINGS_SCALED_IN_PLACE:
+        raise RecipeError(
+            f"lora.rank: {model.config.model_type} scales its embeddings in place, which fails with adapters; set "
+            "lora.rank: null to train the whole model"
+        )
+    targets = adapter_targets.targets_of(model, choices.lora_targets)
+    modules, parameters = _one_per_name(targets.modules), _one_per_name(targets.parameters)
+    config = peft.LoraConfig(
+        r=choices.lora_rank, target_modules=modules, target_parameters=parameters or None, task_type="CAUSAL_LM"
+    )
+    with quiet_peft():
+        warnings.filterwarnings("ignore", message=".*for .*meta|.*meta ")  # a tensor without data cannot be filled
+        try:
+            wrapped = peft.get_peft_model(model, config)
+            loaded = peft.set_peft_model_state_dict(wrapped, peft.get_peft_model_state_dict(wrapped))
+        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise RecipeError(f"lora.targets: PEFT cannot adapt {model.config.model_type}: {reason}") from None
+    lost = [name for name in loaded.missing_keys if ".lora_" in name]
+    if lost:
+        module = lost[0].partition(".lora_")[0].removeprefix("base_model.model.")
+        raise RecipeError(
+            f"lora.targets: PEFT {peft.__version__} would not find the adapter of {module} again when it loads it, "
+            "because transformers renames the weight; name other modules, such as q_proj"
+        )
+
+
+def _one_per_name(paths: Sequence[str]) -> list[str]:
+    """The first of the paths that differ in the numbers of layers and experts alone."""
+    first: dict[str, str] = {}
+    for path in paths:
+        first.setdefault(re.sub(r"\d+", "N", path), path)
+    return list(first.values())
 
 
 def is_saved_as_difference(choices: Choices) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tigon.errors import RecipeError
-from tigon.techniques.head_groups import check_text_alone, key_heads
+from tigon.techniques.head_groups import check_has_attention, check_text_alone, key_heads
 from tigon.techniques.mechanisms import ring_attention
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
@@ -319,6 +319,7 @@ def check(config: Any, choices: Choices) -> None:
             f"{-(-choices.gpus // size) * size}"
         )
     check_text_alone(config, KEY)
+    check_has_attention(config, KEY)
     n_heads, n_key_heads = int(config.num_attention_heads), key_heads(config)
     if choices.sequence_method == RING:
         ring_attention.check()

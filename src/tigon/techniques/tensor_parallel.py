@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tigon.errors import RecipeError
-from tigon.techniques.head_groups import check_text_alone, key_heads
+from tigon.techniques.head_groups import check_has_attention, check_text_alone, key_heads
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Setting
@@ -170,6 +170,7 @@ def check(config: Any, choices: Choices) -> None:
             f"{choices.gpus}; set sharding.gpus to a multiple of {size} from {2 * size} on"
         )
     check_text_alone(config, KEY)
+    check_has_attention(config, KEY)
     plan = plan_of(config)
     if not plan:
         raise RecipeError(

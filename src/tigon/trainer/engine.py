@@ -121,7 +121,7 @@ def build(
         name_present_layers(built)
     saves_adapters = saves_adapters and choices.lora_rank is not None
     if saves_adapters and models.is_preset(model.name):
-        adapter_files.keep_base(built, base)
+        adapter_files.keep_base(built, config, base)
     flags = {SINKS_FLAG: model_attention.sinks_flag(choices), **(ops or {})}
     report = models.patch(built, kernels, **flags)
     for technique in used:
@@ -202,5 +202,5 @@ def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, th
     """
     if launch.rank() == 0 and not (folder / "config.json").exists():
         built = models.build(model, config, dtype=torch.bfloat16, device=None, seed=seed, through=through)
-        built.save_pretrained(folder)
+        adapter_files.keep_base(built, config, folder)
     return ModelConfig(name=str(folder), kernels=model.kernels, attention=model.attention)

@@ -18,8 +18,9 @@ from tigon.errors import PatchError, RecipeError, UsageError
 from tigon.models import PatchReport
 from tigon.models import patch as patch_model
 from tigon.models import patch_fp8 as to_fp8
+from tigon.models.kv_cache import without_cache
 from tigon.models.loading import weight_files
-from tigon.models.loading.auto_class import auto_class
+from tigon.models.loading.auto_class import auto_class, text_part
 from tigon.models.loading.config import check_counts, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import one_line
@@ -105,6 +106,13 @@ def load_config(model: ModelConfig) -> Any:
         raise RecipeError(f"model.name: {error}") from None
     except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot load
         raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
+    try:
+        config.get_text_config()
+    except ValueError:
+        raise RecipeError(
+            f"model.name: {model.name} is a {config.model_type} model with several parts that read text, and tigon "
+            "trains models with one; save the part to train as a checkpoint of its own, and name that"
+        ) from None
     return config
 
 
@@ -152,10 +160,24 @@ def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
             config, headers, attention=model.attention, trust_remote_code=model.trust_remote_code
         )
     except UsageError as error:
-        hint = "; set model.attention to eager" if "attention implementation" in str(error) else ""
-        raise RecipeError(f"model.name: {error}{hint}") from None
+        if "attention implementation" in str(error):
+            raise RecipeError(
+                f"model.attention is {model.attention}, which transformers does not have for {config.model_type}; set "
+                "model.attention: eager"
+            ) from None
+        raise RecipeError(f"model.name: {error}") from None
     _refuse(model, report)
     return report.unexpected
+
+
+def text_part_warning(model: ModelConfig, config: Any) -> tuple[str, ...]:
+    """A warning if a checkpoint has parts besides the text part that is loaded; transformers drops them silently."""
+    if (part := text_part(config)) is None:
+        return ()
+    return (
+        f"model.name: only the text part of {model.name} ({part}) is loaded, trained and saved; its towers for images "
+        "or sound are left out",
+    )
 
 
 def stored_dtypes(model: ModelConfig, config: Any) -> dict[str, torch.dtype]:
@@ -362,7 +384,7 @@ def build(
         built = read(model, config, dtype=dtype, attn_implementation=model.attention, **(loading or {}))
     if not loading and device is not None:
         built = built.to(device)
-    built.config.use_cache = False  # with a cache, transformers ignores the document boundaries in position_ids
+    without_cache(built)
     return built
 
 
@@ -486,7 +508,10 @@ def patch_fp8(model: Any, choices: Choices, report: Any) -> None:
 
 
 def _tigon(model: Any, **ops: bool | None) -> Any:
-    return patch_model(model, **ops)
+    try:
+        return patch_model(model, **ops)
+    except PatchError as error:
+        raise RecipeError(f"model.kernels is tigon, but {str(error).rstrip('.')}; set model.kernels: none") from None
 
 
 def _liger(model: Any, **ops: bool | None) -> str:

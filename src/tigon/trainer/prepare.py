@@ -193,7 +193,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     objective = objective_of(recipe, config, lambda: shapes)
     if objective.trl is None:  # TRL's rows are not packed
         preflight.check_documents(recipe, config)
-    frozen_experts = adapter_checks.check(objective, config, choices)
+    adapter_warnings = adapter_checks.check(objective, config, choices)
     preflight.check_disk(recipe, choices, shapes)
     preflight.check_memory(recipe, choices, device, shapes)
     unused_tensors = model.check_weights(recipe.model, config)
@@ -286,7 +286,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + packing_line + _cache_line(cache),
-        warnings=frozen_experts + _row_warnings(encoded, tok, rendering, is_trl=rows is not None) + warnings_of(
+        warnings=model.text_part_warning(recipe.model, config) + adapter_warnings
+        + _row_warnings(encoded, tok, rendering, is_trl=rows is not None) + warnings_of(
             recipe, size, trains_tokenizer=_trains_tokenizer(recipe)
         ),
         wrong_ops=self_test.wrong_ops(recipe, choices, device),

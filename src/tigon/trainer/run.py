@@ -461,6 +461,7 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
 
     from tigon.trainer import engine, guarded  # loads transformers
     from tigon.trainer import trainer as trainers  # loads transformers
+    from tigon.trainer.guards.document_mixing import DocumentMixing  # loads transformers
 
     recipe = prepared.recipe
     divided = node_files.divides(recipe)
@@ -484,6 +485,9 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
             built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
             engine.make_optimizer(recipe.train, prepared.choices), safeguards, prepared.objective,
         )  # fmt: skip
+        data, samples = recipe.data, prepared.train.samples
+        if data.packing and not data.cross_document_attention and recipe.sharding.sequence == 1:
+            trainer.add_callback(DocumentMixing(trainer, samples, recipe.model.name, prepared.choices))
     if recipe.train.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.train.early_stopping_patience))
     return trainer

@@ -22,6 +22,7 @@ import torch
 from transformers import TrainingArguments
 
 from tigon.data.packing import Collator, Sample, SampleDataset
+from tigon.models.seams.head.loss import without_logits
 from tigon.objectives.base import Objective
 from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import TrainConfig
@@ -220,6 +221,24 @@ class TigonTrainer(GuardedTrainer):
             torch.cuda.empty_cache()
         self.args.per_device_eval_batch_size = size // 2
         return None
+
+    def own_loss(self, sample: Sample) -> float:
+        """The mean loss of the model's own head for a sample that every process takes, without dropout.
+
+        The load balancing loss of a mixture of experts is left out, because it depends on all tokens of a batch. The
+        state of the run does not change.
+        """
+        inputs = self._prepare_inputs(self.data_collator([sample]))
+        if getattr(self.model.config.get_text_config(), "output_router_logits", False):
+            inputs["output_router_logits"] = False
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), without_logits(), self._in_precision():
+                loss = self.model(**inputs).loss
+        finally:
+            self.model.train(was_training)
+        return float(self.accelerator.reduce(loss.detach().float(), "mean"))
 
     def _forward_sums(self, samples: Sequence[Sample], counts: bool) -> torch.Tensor:
         inputs = self._prepare_inputs(self.data_collator(samples))

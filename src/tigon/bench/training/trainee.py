@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tigon.bench.training.cases import WEIGHTS, Case
 from tigon.bench.training.variants import Loss
 from tigon.errors import UsageError
+from tigon.models.kv_cache import without_cache
 from tigon.models.loading.config import load_config
 from tigon.planner.request import text_config
 
@@ -32,12 +33,12 @@ class Trainee:
 
         self.case, self.device = case, device
         self.config = load_config(case.model)
-        self.config.use_cache = False
         limit = getattr(text_config(self.config), "max_position_embeddings", None)
         if limit is not None and case.seq > limit:
             raise UsageError(f"--seq {case.seq} is more than {case.model}'s max_position_embeddings of {limit}.")
         with device:
             self.model: Any = transformers.AutoModelForCausalLM.from_config(self.config, dtype=WEIGHTS[case.precision])
+        without_cache(self.model)
         self.model.train()
         self.parameters = list(self.model.parameters())
         self._constants = [_constant(parameter) for parameter in self.parameters]

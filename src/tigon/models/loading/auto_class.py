@@ -6,19 +6,41 @@ from typing import Any
 
 
 def auto_class(config: Any) -> Any:
-    """`AutoModelForCausalLM`, or `AutoModelForImageTextToText` for a model that only that class loads."""
+    """`AutoModelForCausalLM`, or `AutoModelForImageTextToText` for a model that only that class loads and reloads.
+
+    For some composite configs, such as Qwen3.5's and Llama 4's, `AutoModelForCausalLM` makes a model of the text part
+    alone, which is saved with the config of that part. The part of Mllama and Emu3 has a config that
+    `AutoModelForCausalLM` does not take, so what a run saved could not be loaded.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    for_images = type(config) in AutoModelForImageTextToText._model_mapping
-    known = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForImageTextToText if for_images and not known else AutoModelForCausalLM
+    of_text, of_images = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
+    if type(config) not in of_images:
+        return AutoModelForCausalLM
+    if type(config) not in of_text:
+        return AutoModelForImageTextToText
+    own = getattr(of_text[type(config)], "config_class", type(config))
+    return AutoModelForCausalLM if own in of_text else AutoModelForImageTextToText
 
 
 def reads_images(config: Any) -> bool:
-    """Whether the model that `auto_class` loads reads images too. Some families have another class for text alone."""
-    from transformers import AutoModelForImageTextToText
+    """Whether tigon trains the model that `auto_class` loads on images.
 
-    if type(config) not in AutoModelForImageTextToText._model_mapping:
-        return False
-    mapping = auto_class(config)._model_mapping
-    return mapping[type(config)] is AutoModelForImageTextToText._model_mapping[type(config)]
+    It does not if transformers has another class of the family for text alone.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = type(config)
+    of_text, of_images = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
+    return kind in of_images and (kind not in of_text or of_text[kind] is of_images[kind])
+
+
+def text_part(config: Any) -> str | None:
+    """The model type of the part that `auto_class` loads of a composite config; None if it loads the whole model."""
+    from transformers import AutoModelForCausalLM
+
+    own = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    part = getattr(own, "config_class", None)
+    if auto_class(config) is not AutoModelForCausalLM or part is not type(config.get_text_config()):
+        return None
+    return None if part is type(config) else str(part.model_type)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tigon.errors import UsageError
+from tigon.models.kv_cache import without_cache
 
 
 def with_score(built: Any) -> Any:
@@ -40,5 +41,5 @@ def with_score(built: Any) -> Any:
         score.bias.data.zero_()
     setattr(scored, prefix, getattr(built, prefix))
     scored.score = score.to(device=weight.device, dtype=weight.dtype)
-    scored.config.use_cache = False
+    without_cache(scored)
     return scored

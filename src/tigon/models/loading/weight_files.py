@@ -175,7 +175,8 @@ def compare(
         try:
             if cls is None:
                 with torch.device("meta"):
-                    cls = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
+                    drawn = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+                cls, config = type(drawn), drawn.config  # the text part's, if the class reads text alone
             built, info = cls.from_pretrained(
                 None, config=copy.deepcopy(config), state_dict=tensors, device_map={"": "meta"},
                 output_loading_info=True, ignore_mismatched_sizes=True, attn_implementation=attention,

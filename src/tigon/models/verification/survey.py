@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from tigon.errors import PatchError
 from tigon.models.structure import structural_row
@@ -70,22 +71,42 @@ _ATTEMPTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def surveyed(model_type: str) -> Surveyed:
-    """Survey one family."""
+class NotBuilt(Exception):
+    """No small model of a family could be built. The message is the reason."""
+
+
+def small_model(model_type: str) -> tuple[nn.Module, Mapping[str, Any]]:
+    """A small model of a family that can be trained, and the config fields that it needs besides the shared sizes.
+
+    Raises:
+        NotBuilt: The shared sizes give no model, or a large one.
+    """
+    if model_type in MODELS:
+        return tiny_model(model_type, MODELS[model_type].tiny), MODELS[model_type].tiny
     failure = ""
     for overrides in _ATTEMPTS:
         try:
             with torch.device("meta"):
                 elements = sum(p.numel() for p in tiny_model(model_type, overrides).parameters())
             if elements > MAX_ELEMENTS:
-                return Surveyed(model_type, "not built", f"the model of the shared sizes has {elements:,} parameters")
+                raise NotBuilt(f"the model of the shared sizes has {elements:,} parameters")
             model = tiny_model(model_type, overrides)
             model(**tiny_batch(torch.device("cpu"))).loss.backward()
-            break
+            model.zero_grad()
+            return model, overrides
+        except NotBuilt:
+            raise
         except Exception as error:  # a family may need fields that the shared sizes lack, and raise anything
             failure = failure or short(error)
-    else:
-        return Surveyed(model_type, "not built", failure)
+    raise NotBuilt(failure)
+
+
+def surveyed(model_type: str) -> Surveyed:
+    """Survey one family."""
+    try:
+        model, overrides = small_model(model_type)
+    except NotBuilt as error:
+        return Surveyed(model_type, "not built", str(error))
     try:
         verification = verify(replace(structural_row(model), model_type=model_type, tiny=overrides))
     except PatchError as error:

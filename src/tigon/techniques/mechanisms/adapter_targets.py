@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tigon._trunk import language_model
 from tigon.errors import RecipeError
@@ -81,15 +84,17 @@ def _found(model: Any, modules: Mapping[str, nn.Module], target: str) -> list[st
     by_pattern = not matching
     if by_pattern:
         matching = [path for path in modules if path and re.fullmatch(target, path)]
-    adaptable = [path for path in matching if _is_adaptable(modules[path])]
+    unfit = left_out(model)
+    adaptable = [path for path in matching if _is_adaptable(modules[path]) and path not in unfit]
     # A pattern such as .*mlp.* also matches modules without weights: containers and activations.
     refused = [
         path for path in matching if path not in adaptable and not (by_pattern and not _has_weights(modules[path]))
     ]
     if refused:
+        kind = type(modules[refused[0]]).__name__
+        why = unfit.get(refused[0], "PEFT adapts linear modules and embeddings; name the modules inside it")
         raise RecipeError(
-            f"lora.targets: {target!r} names {refused[0]}, a {type(modules[refused[0]]).__name__}, and PEFT adapts "
-            "linear modules and embeddings; name the modules inside it, or use a narrower pattern"
+            f"lora.targets: {target!r} names {refused[0]}, a {kind}, and {why}; use a narrower pattern or other names"
         )
     if not adaptable:
         raise RecipeError(f"lora.targets: {target!r} names no module of this model; {_nearest(modules, target)}")
@@ -98,7 +103,8 @@ def _found(model: Any, modules: Mapping[str, nn.Module], target: str) -> list[st
 
 def _by_word(model: Any) -> Mapping[str, Callable[[nn.Module], bool]]:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    of_text = set(language_model(model).modules())
+    unfit = {model.get_submodule(path) for path in left_out(model)}
+    of_text = set(language_model(model).modules()) - unfit
 
     def is_linear(module: nn.Module) -> bool:
         return (isinstance(module, nn.Linear) or _is_conv1d(module)) and module is not head and module in of_text
@@ -116,6 +122,72 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _is_adaptable(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding)) or _is_conv1d(module)
+
+
+def left_out(model: Any) -> dict[str, str]:
+    """Path -> reason of the linear modules that cannot have an adapter, although PEFT would make one for most of them.
+
+    The reasons are the ends of sentences.
+    """
+    reasons: dict[str, str] = {}
+    computes: dict[type, bool] = {}
+    read: dict[type, frozenset[str]] = {}
+    for path, module in model.named_modules():
+        if type(module) not in read:
+            read[type(module)] = _weights_read_by(type(module))
+        for name, child in module.named_children():
+            if not isinstance(child, nn.Linear):
+                continue
+            where, kind = f"{path}.{name}" if path else name, type(child)
+            if kind not in computes:
+                computes[kind] = _computes_product(child)
+            if name in read[type(module)]:
+                reasons[where] = f"{type(module).__name__} reads its weight itself, past an adapter"
+            elif not computes[kind]:
+                reasons[where] = f"the forward of {kind.__name__} is more than a linear product"
+    return reasons
+
+
+_READS_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size|ndim)\b)")
+
+
+def _weights_read_by(cls: type[nn.Module]) -> frozenset[str]:
+    """Names of the modules whose weight the code of a model's class reads itself, as Mamba's kernels do.
+
+    Such code would not notice an adapter, which adds its product to the module's output.
+    """
+    owners = [owner for owner in cls.__mro__ if owner.__module__.startswith(_MODEL_CODE)]
+    methods = [method for owner in owners for name, method in vars(owner).items() if name != "__init__"]
+    sources = (_source_of(method) for method in methods if inspect.isfunction(method))
+    return frozenset(name for source in sources for name in _READS_WEIGHT.findall(source))
+
+
+def _source_of(method: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(method)
+    except (OSError, TypeError):  # code without a file
+        return ""
+
+
+_MODEL_CODE = ("transformers.models.", "transformers_modules.")
+"""Modules with the code of models. A linear class of another module stores its weight in another format."""
+
+
+def _computes_product(layer: nn.Linear) -> bool:
+    """Whether the forward of a linear module computes x Wᵀ + b. Routers return tuples, and some divide their weight."""
+    cls = type(layer)
+    if cls.forward is nn.Linear.forward or not cls.__module__.startswith(_MODEL_CODE):
+        return True
+    draw = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(tensor.shape, generator=draw) for name, tensor in layer.state_dict().items()}
+    x_TC = torch.randn(3, layer.in_features, generator=draw)
+    try:
+        with torch.no_grad():
+            y_TF = torch.func.functional_call(layer, tensors, x_TC)
+        product = F.linear(x_TC, tensors["weight"], tensors.get("bias"))
+        return y_TF.shape == product.shape and torch.allclose(y_TF, product, rtol=1e-3, atol=1e-3)
+    except Exception:  # a forward with other arguments, shapes or results raises anything
+        return False
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -172,6 +244,8 @@ def check(model: Any, *, rank: int, targets: tuple[str, ...], init: str, saved: 
         RecipeError: The message names the key.
     """
     adapted = targets_of(model, targets)
+    if not adapted.modules and not adapted.parameters:
+        raise RecipeError(f"lora.targets: {', '.join(targets)} names no module of this model; name its modules")
     modules = dict(model.named_modules())
     for name, paths in modules_to_save(model, saved).items():
         both = next((path for path in paths if path in adapted.modules), None)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tigon.errors import RunFolderError
+from tigon.models.kv_cache import cache_as_in
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import one_line
 from tigon.recipe.keys import ModelConfig
@@ -28,12 +29,17 @@ ADAPTERS, INITIAL = "adapters", "initial-adapters"
 _ADAPTER = "default"  # PEFT's name of a model's first adapter
 
 
-def keep_base(built: Any, folder: Path) -> None:
-    """Save a preset's random weights in `folder`, unless they are there. `built` has no adapters yet."""
+def keep_base(built: Any, config: Any, folder: Path) -> None:
+    """Save a preset's random weights in `folder`, unless they are there.
+
+    Args:
+        built: The model, before it gets adapters.
+        config: Its config as it was loaded.
+        folder: The folder of the checkpoint.
+    """
     if launch.rank() == 0 and not (folder / "config.json").exists():
-        use_cache, built.config.use_cache = built.config.use_cache, True
-        built.save_pretrained(folder)
-        built.config.use_cache = use_cache
+        with cache_as_in(built, config):
+            built.save_pretrained(folder)
 
 
 def name_base(wrapped: Any, model: ModelConfig, base: Path) -> None:

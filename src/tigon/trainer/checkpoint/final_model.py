@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tigon.models.kv_cache import cache_as_in
 from tigon.recipe.keys import ModelConfig, OutputConfig
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import weights_are_sharded
@@ -83,10 +84,9 @@ class FinalModel:
             self._write(built)
 
     def _write(self, built: Any, state: dict[str, torch.Tensor] | None = None) -> None:
-        use_cache, built.config.use_cache = built.config.use_cache, getattr(self.config, "use_cache", True)
         size = self.output.max_shard_size
-        built.save_pretrained(self.run / MODEL, state_dict=state, **({"max_shard_size": size} if size else {}))
-        built.config.use_cache = use_cache
+        with cache_as_in(built, self.config):
+            built.save_pretrained(self.run / MODEL, state_dict=state, **({"max_shard_size": size} if size else {}))
 
     def _dtypes(self) -> SavedDtypes:
         if self.output.dtype != "auto":

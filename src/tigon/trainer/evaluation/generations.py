@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe
 from tigon.trainer import model as models
+from tigon.trainer.guards import preflight
 from tigon.trainer.run_folder import RunFolder
 
 EVENT = "generate"
@@ -42,7 +43,7 @@ def prompts_of(recipe: Recipe, tokenizer: Any, config: Any, *, as_chat: bool) ->
         RecipeError: A prompt leaves no room for its continuation in the model's positions.
     """
     prompts = []
-    limit, n_new = getattr(config, "max_position_embeddings", None), recipe.eval.generate_tokens
+    limit, n_new = preflight.most_positions(config), recipe.eval.generate_tokens
     for text in recipe.eval.generate:
         if as_chat:
             chat = [{"role": "user", "content": text}]

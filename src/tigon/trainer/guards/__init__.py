@@ -2,6 +2,7 @@
 
 preflight.py         a run that cannot start or end: a missing package, no such device, a technique that it cannot use,
                      too many tokens for the model, too little memory or disk space. It refuses the run.
+document_mixing.py   a model that mixes the documents of a packed sample. It refuses the run before its first step.
 recipe_warnings.py   allowed settings without an effect, such as a warm-up longer than the run. It warns.
 self_test.py         a kernel that gives wrong results on this GPU. It leaves the op out of the patch, and warns.
 prediction.py        a run that needs more memory than the GPU has. It warns before the run, and names what fits.

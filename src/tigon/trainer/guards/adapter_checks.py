@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tigon._trunk import language_model
 from tigon.errors import RecipeError
 from tigon.models.seams.base import PatchedModule
 from tigon.models.seams.experts_lora import is_wrapper
@@ -40,7 +41,9 @@ def check(objective: Objective, config: Any, choices: Choices) -> tuple[str, ...
     lora.check(built, choices)
     if objective.reads_plain_head:
         _check_head(objective, built, choices)
-    return _frozen_experts(built, choices)
+    told = _frozen_experts(built, choices) + _left_out(built, choices)
+    lora.check_with_peft(built, choices)
+    return told
 
 
 def check_fused_experts(built: Any, choices: Choices) -> None:
@@ -91,3 +94,15 @@ def _frozen_experts(built: Any, choices: Choices) -> tuple[str, ...]:
         f"lora.targets: the experts get no adapter and stay frozen: {n_experts / 1e6:,.1f} M of the model's parameters "
         f"({share:.0%}); add experts to lora.targets to train them too",
     )
+
+
+def _left_out(built: Any, choices: Choices) -> tuple[str, ...]:
+    """A warning of the linear modules that `all-linear` leaves out because PEFT's adapters do not fit them."""
+    if not {adapter_targets.LINEAR, "linear"} & set(choices.lora_targets):
+        return ()
+    of_text, left_out = set(language_model(built).modules()), adapter_targets.left_out(built)
+    reasons = [(path.rpartition(".")[2], why) for path, why in left_out.items() if built.get_submodule(path) in of_text]
+    if not reasons:
+        return ()
+    named = "; ".join(f"{name} ({why})" for name, why in dict.fromkeys(reasons))
+    return (f"lora.targets: {len(reasons)} linear modules get no adapter and stay frozen: {named}",)

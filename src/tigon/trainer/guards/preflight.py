@@ -154,9 +154,15 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return "amp-bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
+def most_positions(config: Any) -> int | None:
+    """The number of positions of the model; None without a limit, which XLNet's config writes as -1."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit is not None and limit > 0 else None
+
+
 def check_lengths(recipe: Recipe, config: Any) -> None:
     """Raise RecipeError if `data.sequence_length` exceeds the model's number of positions."""
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = most_positions(config)
     length = recipe.data.sequence_length
     if limit is not None and length > limit:
         raise RecipeError(
@@ -178,7 +184,7 @@ def check_documents(recipe: Recipe, config: Any) -> None:
 
 def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
     """Raise RecipeError if a prompt of `n_prompt` tokens and the text sample exceed the model's number of positions."""
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = most_positions(config)
     n_tokens = recipe.output.sample_tokens
     if limit is None or not n_tokens or n_prompt + n_tokens <= limit:
         return
