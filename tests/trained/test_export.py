@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -36,6 +37,30 @@ def test_a_checkpoint_is_written_in_another_dtype_with_its_tokenizer(tigon, chec
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(str(tmp_path / "out")).chat_template
+
+
+@pytest.mark.parametrize("part", ["weights", "merged weights"])
+def test_weights_beyond_fp16_are_refused_and_those_at_its_end_are_written(tigon, checkpoint, adapter, tmp_path, part):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    state = load_file(file)
+    state["lm_head.weight"][0, 0] = 1e5
+    save_file(state, file, {"format": "pt"})
+    source, merge = tmp_path / "base", []
+    if part == "merged weights":
+        source, merge = tmp_path / "adapter", ["--merge"]
+        shutil.copytree(adapter, source)
+        declared = json.loads((source / "adapter_config.json").read_text())
+        declared["base_model_name_or_path"] = str(tmp_path / "base")
+        (source / "adapter_config.json").write_text(json.dumps(declared))
+    line = tigon("export", source, tmp_path / "out", "--dtype", "fp16", *merge).error_line()
+    assert "lm_head.weight holds 99840, and float16 ends at 65504" in line and not (tmp_path / "out").exists()
+    state["lm_head.weight"][0, 0] = 65280.0
+    save_file(state, file, {"format": "pt"})
+    assert tigon("export", source, tmp_path / "out", "--dtype", "fp16", *merge).code == 0
+    assert load_plain(tmp_path / "out").lm_head.weight[0, 0] == 65280.0
 
 
 def test_adapters_alone_are_loaded_by_peft(tigon, checkpoint, adapter, tmp_path):

@@ -26,12 +26,15 @@ def command(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPU if there is one.")] = "auto",
     no_heads: Annotated[bool, typer.Option("--no-heads", help="Leave out heads that predict several tokens.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, if you trust it.")
+    ] = False,
 ) -> None:
     """Talk with a trained model: its adapters and heads are loaded, and answers appear while they are generated."""
     quiet_packages()
     from tigon.trained import chat, find, load  # not for --help
 
-    trained = find.find(name)
+    trained = find.find(name, trust_remote_code=trust_remote_code)
     if no_heads:
         trained = dataclasses.replace(trained, heads=None)
     set_offline_mode([trained.weights, trained.tokenizer])

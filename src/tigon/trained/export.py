@@ -20,8 +20,9 @@ import torch
 from tigon.errors import OptionError, UsageError
 from tigon.models.loading.config import is_hub_id
 from tigon.trained.find import TrainedModel
-from tigon.trained.load import load_tokenizer_of, load_weights, whole, with_adapter
-from tigon.trainer.checkpoint.adapter_files import merged
+from tigon.trained.load import load_tokenizer_of, load_weights, refuse_nonfinite, whole
+from tigon.trainer.checkpoint.adapter_files import attached, merged
+from tigon.trainer.guards.nan_guard import first_overflow
 from tigon.trainer.report import model_card
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,8 +93,11 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> None:
     widens = trained.adapter is not None and wanted.dtype in ("fp32", "fp16")
     model = load_weights(trained, dtype=torch.float32 if widens else "auto")
     if trained.adapter is not None:
-        model = merged(with_adapter(model, trained))
+        model = merged(attached(model, trained.adapter))
+    refuse_nonfinite(model, str(trained.adapter or trained.weights))
     if wanted.dtype is not None:
+        if (overflow := first_overflow(model.named_parameters(), DTYPES[wanted.dtype])) is not None:
+            raise OptionError(f"--dtype {wanted.dtype}: {overflow}; use --dtype bf16 or fp32.")
         model = model.to(DTYPES[wanted.dtype])
     model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
     tokenizer.save_pretrained(folder)

@@ -36,16 +36,25 @@ class TrainedModel:
     checkpoint: Path | None = None
     """A checkpoint of a run whose weights or adapters are in PyTorch's distributed format, to be made whole first."""
     trust_remote_code: bool = False
-    """Whether to run code that comes with the weights, as the run's recipe allows."""
+    """Whether to run code that comes with the weights or the tokenizer. Only the caller says so, never a folder."""
 
 
-def find(name: str) -> TrainedModel:
+def find(name: str, *, trust_remote_code: bool = False) -> TrainedModel:
     """The files of a run folder, a model folder, a folder of adapters, or a hub id.
+
+    Args:
+        name: A run folder, a model folder, a folder of adapters, or a hub id.
+        trust_remote_code: Whether the caller allows code that comes with the weights. The recipe in a run folder does
+            not count, because whoever wrote the folder wrote the recipe too.
 
     Raises:
         RunFolderError: a run folder that holds no trained model yet.
         UsageError: `name` is none of these, or a preset, whose weights are random.
     """
+    return replace(_find(name), trust_remote_code=trust_remote_code)
+
+
+def _find(name: str) -> TrainedModel:
     path = Path(name)
     if name and path.is_dir():
         return _in_folder(path)
@@ -86,10 +95,7 @@ def _of_checkpoint(found: TrainedModel, folder: Path) -> TrainedModel:
             f"{folder}: with lora.init: loftq a checkpoint's adapters belong to the run's 4-bit weights; finish the "
             f"run with `tigon train {run / RECIPE} --resume`, and use {run}."
         )
-    return replace(
-        found, tokenizer=tokenizer, checkpoint=folder if is_distributed(folder) else None,
-        trust_remote_code=recipe is not None and recipe.model.trust_remote_code,
-    )  # fmt: skip
+    return replace(found, tokenizer=tokenizer, checkpoint=folder if is_distributed(folder) else None)
 
 
 def _in_run(run: Path) -> TrainedModel:
@@ -111,13 +117,9 @@ def _in_run(run: Path) -> TrainedModel:
                 f"--resume`, or train with output.save_model: true."
             )
         trained = TrainedModel(
-            weights=recipe.model.name, tokenizer=str(run / TOKENIZER), revision=recipe.model.revision,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )  # fmt: skip
-    return TrainedModel(
-        weights=trained.weights, tokenizer=trained.tokenizer, adapter=trained.adapter, heads=heads,
-        revision=trained.revision, trust_remote_code=recipe.model.trust_remote_code,
-    )  # fmt: skip
+            weights=recipe.model.name, tokenizer=str(run / TOKENIZER), revision=recipe.model.revision
+        )
+    return replace(trained, heads=heads)
 
 
 def _with_adapter(folder: Path) -> TrainedModel:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tigon._files import refuse_special
 from tigon.errors import UsageError
 from tigon.models.loading.presets import MULTIMODAL_SHAPES, PRESETS
 from tigon.models.loading.weight_files import read_json
@@ -18,6 +19,8 @@ from tigon.models.loading.weight_files import read_json
 MAX_LAYERS, MAX_EXPERTS = 1024, 16384
 _LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder|nextn_predict)_)?layers?|num_nextn_predict_layers")
 _EXPERTS = re.compile(r"(num|n)_(local_|routed_|shared_)?experts")
+
+GENERATION_CONFIG = "generation_config.json"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -69,10 +72,30 @@ def declared_in(file: Path) -> dict[str, Any]:
     if not isinstance(declared.get("model_type"), str):
         raise UsageError(f"{file} has no model_type, so it is not the config.json of a Hugging Face model.")
     check_counts(declared, str(file))
+    names = declared.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UsageError(f"{file}: architectures is {str(names)[:80]}; it must be a list of class names.")
     depth = declared.get("num_hidden_layers", 1)
     if isinstance(depth, int) and depth < 1:
         raise UsageError(f"{file}: num_hidden_layers is {depth}; a model has at least one layer.")
     return declared
+
+
+def check_folder(folder: Path) -> None:
+    """Check the files of a checkpoint's folder that transformers opens beside the weights and config.json.
+
+    Raises:
+        UsageError: The folder holds a pipe or a device, for which transformers would wait, or generation_config.json is
+            not an object.
+    """
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.exists() and not path.is_dir():
+                refuse_special(path)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}; remove it from the folder of the checkpoint") from None
+    if (folder / GENERATION_CONFIG).exists():
+        read_json(folder / GENERATION_CONFIG)
 
 
 def check_counts(values: Mapping[str, Any], where: str) -> None:

@@ -36,7 +36,7 @@ GATED_OPS: Mapping[str, Gated] = {
 
 
 def gated_op(activation: Any) -> Gated | None:
-    """The op for an activation module, or None. An op would skip the activation's hooks, so there is none with hooks."""
+    """The op for an activation module, or None. With hooks there is none, because an op would skip them."""
     if isinstance(activation, nn.Module) and runs_more_than_its_class(activation):
         return None
     if isinstance(activation, nn.GELU):
