@@ -97,9 +97,7 @@ class TokenCache:
         return self.folder / f"{digest.hexdigest()[:32]}.safetensors"
 
 
-def _read(
-    path: Path, documents: Sequence[Document], vocab_size: int | None
-) -> tuple[list[Encoded], list[str]] | None:
+def _read(path: Path, documents: Sequence[Document], vocab_size: int | None) -> tuple[list[Encoded], list[str]] | None:
     """(the documents' tokens, the problems of documents that were left out); None if there is no intact file.
 
     The hash in the file shows accidents. The file is also compared with the documents: it must have the tokens of each,

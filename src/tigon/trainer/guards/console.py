@@ -6,11 +6,15 @@ closed stream. The run continues without the stream, because its folder has all 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 STREAMS = {1: "stdout", 2: "stderr"}
 
@@ -31,6 +35,20 @@ def open_closed_streams() -> None:
     for name in STREAMS.values():
         if getattr(sys, name) is None:  # print(file=None) would write to stdout instead of stderr
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the process ends
+
+
+def make_console(**options: Any) -> Console:
+    """A console of rich on stdout that raises BrokenPipeError when the reader exits. rich would end with code 1.
+
+    options: Those of `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    class Raising(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return Raising(highlight=False, **options)
 
 
 @contextmanager
