@@ -39,6 +39,9 @@ def main() -> None:
             sys.stdout.flush()
         sys.exit(BROKEN_PIPE_EXIT)
     except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:  # writes do not name their file
+            console.drop(1)
+            _fail(f"{error.strerror}: stdout, or a file of this command, could not be written; free some space")
         if error.errno not in _PATH_ERRORS or error.filename is None:
             _fail_at_a_limit(error)
         _fail(f"{error.filename}: {error.strerror}; give another path, or fix this one")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -39,6 +41,8 @@ def command(
         trained = dataclasses.replace(trained, heads=None)
     set_offline_mode([trained.weights, trained.tokenizer])
     quiet_loading()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an answer may have characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     loaded = load.load(trained, device=load.device_of(device))
     default = 0.0 if loaded.has_heads else chat.DEFAULT_TEMPERATURE
     conversation = chat.Conversation(
@@ -47,7 +51,7 @@ def command(
     if prompt is None:
         chat.talk(conversation)
     else:
-        conversation.answer(prompt)
+        chat.answer(conversation, prompt)
 
 
 COMMAND = Command(command, place=3)

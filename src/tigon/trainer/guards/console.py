@@ -32,6 +32,8 @@ def open_closed_streams() -> None:
             # The system assigns the lowest free descriptor, which is `number`.
             null = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(null, True)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  # open until the process ends
     for name in STREAMS.values():
         if getattr(sys, name) is None:  # print(file=None) would write to stdout instead of stderr
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the process ends
@@ -67,6 +69,14 @@ def survive_broken_streams() -> Iterator[None]:
             setattr(sys, name, stream)
 
 
+def drop(number: int) -> None:
+    """Redirect a descriptor to /dev/null, so that what a stream still holds can be flushed at exit."""
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
+        os.close(null)
+
+
 class _SurvivingStream:
     """A text stream whose writes never fail."""
 
@@ -97,10 +107,7 @@ class _SurvivingStream:
 
         Libraries and child processes write to the same descriptor, and Python flushes its buffer to it at exit.
         """
-        with suppress(OSError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._number)
-            os.close(null)
+        drop(self._number)
         if self._number == 1:
             why = error.strerror or str(error)
             print(f"tigon: stdout: {why}; the command continues without output", file=sys.stderr, flush=True)
