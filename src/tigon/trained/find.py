@@ -38,6 +38,11 @@ class TrainedModel:
     trust_remote_code: bool = False
     """Whether to run code that comes with the weights or the tokenizer. Only the caller says so, never a folder."""
 
+    def folders(self) -> list[Path]:
+        """The folders on this machine that are read."""
+        named = (self.weights, self.tokenizer, self.adapter, self.heads, self.checkpoint)
+        return [Path(name) for name in named if name is not None and Path(name).is_dir()]
+
 
 def find(name: str, *, trust_remote_code: bool = False) -> TrainedModel:
     """The files of a run folder, a model folder, a folder of adapters, or a hub id.

@@ -18,11 +18,14 @@ from tigon.errors import OptionError, PatchError, RecipeError, RunFolderError, U
 from tigon.models.loading import weight_files
 from tigon.recipe.keys import ModelConfig
 from tigon.trained.find import TrainedModel
+from tigon.trained.part_folder import part_folder
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint.adapter_files import attached
 from tigon.trainer.checkpoint.checkpoint import no_pickles
 from tigon.trainer.checkpoint.whole_files import consolidate
 from tigon.trainer.guards.nan_guard import first_nonfinite
+
+WHOLE = "tigon-whole"  # of temporary folders
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,10 @@ def whole(trained: TrainedModel, *, near: Path | None = None) -> Iterator[Traine
         yield trained
         return
     no_pickles()
-    with tempfile.TemporaryDirectory(prefix=".whole-", dir=near) as folder:
+    with part_folder(near or Path(tempfile.gettempdir()), WHOLE) as made:
+        folder = str(made)
         try:
-            consolidate(trained.checkpoint, Path(folder))
+            consolidate(trained.checkpoint, made)
         except RunFolderError:
             raise
         except Exception as error:  # PyTorch raises any type of error for a damaged file
