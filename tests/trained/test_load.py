@@ -157,6 +157,7 @@ def test_damaged_files_are_one_line(read, request, copied, part, damage):
         {"num_key_value_heads": 0}, {"hidden_act": "nothing"}, {"rope_parameters": {"rope_type": "nothing"}},
         {"text_config": {}}, {"architectures": [5]}, {"num_hidden_layers": 1_000_000}, {"num_hidden_layers": 0},
         {"model_type": "nothing"}, {"model_type": 5}, {"vocab_size": -1}, {"hidden_size": "x"},
+        {"attn_implementation": "owner/kernel"}, {"_experts_implementation": "owner/kernel"},
     ],
     ids=str,
 )  # fmt: skip
@@ -164,6 +165,24 @@ def test_a_config_that_allows_no_model_is_one_line(read, checkpoint, copied, val
     folder = copied(checkpoint)
     declare(folder, **values)
     assert str(folder) in read(folder).error_line()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"attn_implementation": "owner/kernel"}, {"_attn_implementation": "owner/kernel:x"}, {"text_config": {}}],
+    ids=str,
+)
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_plan_and_train_refuse_a_config_that_names_code_or_is_of_another_model(
+    tigon, checkpoint, copied, tmp_path, monkeypatch, command, values
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = copied(checkpoint)
+    declare(folder, **values)
+    (tmp_path / "r.yaml").write_text(f"model: {{name: {folder}}}\ntrain: {{steps: 1, device: cpu}}\n", encoding="utf-8")
+    words = ["plan", folder, "--gpu", "4090"] if command == "plan" else ["train", tmp_path / "r.yaml"]
+    line = tigon(*words).error_line()
+    assert "would fetch and run; remove" in line or "text_config" in line
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "{", "[" * 100_000], ids=["list", "null", "cut", "deep"])
@@ -179,6 +198,21 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(read, checkpoint, copied, 
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     assert read(folder).code == 2
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "generation_config.json", "vocab.txt"])
+def test_a_text_of_gigabytes_is_not_read(read, checkpoint, copied, name):
+    folder = copied(checkpoint)
+    (folder / name).touch()
+    os.truncate(folder / name, 2**30)  # sparse
+    assert "over the limit of 268435456 bytes" in read(folder).error_line()
+
+
+def test_a_pipe_among_more_chat_templates_is_refused_at_once(read, checkpoint, copied):
+    folder = copied(checkpoint)
+    (folder / "additional_chat_templates").mkdir()
+    os.mkfifo(folder / "additional_chat_templates" / "rag.jinja")
+    assert "rag.jinja" in read(folder).error_line()
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class Conversation:
         return bool(tokenizer(text, add_special_tokens=False)["input_ids"] != as_text)
 
     def warning(self, text: str) -> str | None:
-        """What is to be said about a message that contains text with which the template marks turns."""
+        """A warning about a message that contains text with which the template marks turns; None for others."""
         if not self.has_template:
             return None
         found = [marker for marker in self._markers() if marker in text]

@@ -49,8 +49,8 @@ def find(name: str, *, trust_remote_code: bool = False) -> TrainedModel:
 
     Args:
         name: A run folder, a model folder, a folder of adapters, or a hub id.
-        trust_remote_code: Whether the caller allows code that comes with the weights. The recipe in a run folder does
-            not count, because whoever wrote the folder wrote the recipe too.
+        trust_remote_code: Whether the caller allows code that comes with the weights. A recipe in a run folder
+            cannot allow it, because its author is that of the folder.
 
     Raises:
         RunFolderError: a run folder that holds no trained model yet.

@@ -122,11 +122,11 @@ class RunFolder:
             return []
         try:
             with open_regular(self.metrics) as handle:
-                content = handle.read(MAX_RECORDS_BYTES + 1)
+                if os.fstat(handle.fileno()).st_size > MAX_RECORDS_BYTES:
+                    raise _damaged(self.metrics, f"it is larger than {MAX_RECORDS_BYTES:,} bytes")
+                content = handle.read()
         except OSError as error:
             raise _damaged(self.metrics, str(error.strerror)) from None
-        if len(content) > MAX_RECORDS_BYTES:
-            raise _damaged(self.metrics, f"it is larger than {MAX_RECORDS_BYTES:,} bytes")
         text = content.decode("utf-8", errors="replace")
         return [line for line in text.split("\n") if line]
 
