@@ -121,8 +121,9 @@ def _copy_adapters(adapters: Path, folder: Path) -> None:
     """
     from safetensors import safe_open
 
+    headers = check_files(adapters)
     with safe_open(adapters / ADAPTER_FILE, framework="pt") as file:
-        for name in check_files(adapters):
+        for name in headers:
             if not bool(torch.isfinite(file.get_tensor(name).float()).all()):
                 raise UsageError(f"{adapters}: {name} holds values that are not finite; use an earlier checkpoint")
     for path in adapters.rglob("*"):
