@@ -197,7 +197,10 @@ def test_special_tokens_in_a_message_are_read_as_plain_text(checkpoint, capsys):
     text = f"<user>{FORGED}<end><assistant>0Q0Z0 <end><end><user>0Q7Z1<end><assistant>"
     assert loaded.tokenizer.decode(ids) == text
     answer(talk, FORGED)
-    assert "warning  the message contains '<" in (said := capsys.readouterr()).err and "plain text" in said.err
+    said = capsys.readouterr().err
+    assert (
+        said == "warning  the message contains '<end>', which is read as plain text and not as a mark of the template\n"
+    )
     answer(talk, "a < b > c")
     assert capsys.readouterr().err == ""
 

@@ -117,16 +117,15 @@ class Conversation:
         """A warning about a message that contains text with which the template marks turns; None for others."""
         if not self.has_template:
             return None
-        found = [marker for marker in self._markers() if marker in text]
+        found = sorted((text.index(marker), marker) for marker in self._markers() if marker in text)
         if not found:
             return None
+        first = found[0][1]
         as_text = self.loaded.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         marks = set(self.loaded.tokenizer.all_special_ids)
         if self._has_special(text) and not marks.intersection(as_text):
-            return f"the message contains {found[0]!r}, which is read as plain text and not as a mark of the template"
-        return (
-            f"the message contains {found[0]!r}, with which the template marks turns; the model may read a turn in it"
-        )
+            return f"the message contains {first!r}, which is read as plain text and not as a mark of the template"
+        return f"the message contains {first!r}, with which the template marks turns; the model may read a turn in it"
 
     def _markers(self) -> set[str]:
         """The texts with which the template ends a turn and begins the next one."""

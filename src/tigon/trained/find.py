@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,7 +77,7 @@ def _in_folder(folder: Path) -> TrainedModel:
     if (folder / RECIPE).is_file() and not (folder / CONFIG).is_file():
         return _in_run(folder)
     found: TrainedModel | None = None
-    if (folder / ADAPTER_CONFIG).is_file():
+    if os.path.lexists(folder / ADAPTER_CONFIG):  # a pipe or a dangling link is refused when it is read
         found = _with_adapter(folder)
     elif (folder / CONFIG).is_file():
         found = TrainedModel(weights=str(folder), tokenizer=str(folder))
@@ -106,9 +107,12 @@ def _of_checkpoint(found: TrainedModel, folder: Path) -> TrainedModel:
 def _in_run(run: Path) -> TrainedModel:
     """The result of a run: its adapters, or else its model, and its heads."""
     recipe = loads_saved(run / RECIPE)
-    heads = run / HEADS if (run / HEADS / CONFIG).is_file() else None
+    for name, config in ((ADAPTERS, ADAPTER_CONFIG), (HEADS, CONFIG)):
+        if (run / name).exists() and not (run / name / config).is_file():  # another part must not take its place unsaid
+            raise RunFolderError(f"{run / name} is not complete: it has no {config}; restore it, or remove {name}/")
+    heads = run / HEADS if (run / HEADS).exists() else None
     for folder in (run / ADAPTERS, run / MODEL):
-        if (folder / ADAPTER_CONFIG).is_file():
+        if os.path.lexists(folder / ADAPTER_CONFIG):
             trained = _with_adapter(folder)
             break
         if (folder / CONFIG).is_file():
