@@ -56,6 +56,31 @@ def test_no_verb_prints_the_help(monkeypatch, capsys):
     assert stop.value.code == 2 and "Commands:" in said.out + said.err
 
 
+def ends_without_a_reader(*arguments):
+    """The exit code and stderr of a command whose reader has gone before it prints."""
+    read, write = os.pipe()
+    os.close(read)
+    code = f"import sys; sys.argv = ['tigon', *{arguments!r}]; from tigon.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": str(SRC)})  # fmt: skip
+    os.close(write)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--version",),
+        pytest.param(("--help",), marks=pytest.mark.second_proof("the help is printed as the version is")),
+        ("plan", "llama-3.2-1b", "--gpu", "4090", "--batch", "1", "--seq", "128"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_reader_that_has_gone_ends_a_command_with_141(arguments):
+    """typer and rich would end it with 1, each on its own."""
+    assert ends_without_a_reader(*arguments) == (141, "")
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch):
     from tigon.cli import app
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_TEXT_BYTES = 2**28  # records and configs; the largest results.json of a sweep here has 4 MB
+TEMPLATES = "additional_chat_templates"  # transformers reads every template in this folder of a tokenizer
+_TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _KERNEL_FOLDERS = ("proc", "sys")
 _SPECIAL = (
     (stat.S_ISDIR, "a folder, not a file"),
@@ -57,6 +59,20 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
         size_bytes = os.stat(path).st_size
         raise OSError(errno.EFBIG, f"{size_bytes} bytes is over the limit of {max_bytes} bytes", str(path))
     return content.decode("utf-8")
+
+
+def refuse_odd_files(folder: Path) -> None:
+    """Raise OSError for a file that transformers must not open when it reads a model or a tokenizer from `folder`.
+
+    It would wait for a pipe, and read a device or a text file of many gigabytes into memory.
+    """
+    for path in (*sorted(folder.iterdir()), *sorted((folder / TEMPLATES).glob("*"))):
+        if not path.exists() or path.is_dir():
+            continue
+        refuse_special(path)
+        size_bytes = path.stat().st_size
+        if path.suffix in _TEXT_SUFFIXES and size_bytes > MAX_TEXT_BYTES:
+            raise OSError(errno.EFBIG, f"{size_bytes} bytes is over the limit of {MAX_TEXT_BYTES} bytes", str(path))
 
 
 def refuse_special(path: Path) -> None:

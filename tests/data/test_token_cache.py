@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tigon.data import token_cache, tokenizer
 from tigon.data.chat_template import Rendering
@@ -104,6 +106,30 @@ def test_a_damaged_file_is_made_again(damage: str, tmp_path: Path, bpe: Any, cou
     assert file.read_bytes() == content
     assert cache(tmp_path, bpe).encode(DOCUMENTS) == want
     assert len(counted) == 2
+
+
+CHANGES = {
+    "a length": ("lengths", lambda tensor: tensor - tensor.clamp(max=1)),
+    "the last document": ("lengths", lambda tensor: tensor[:-1]),
+    "a negative length": ("lengths", lambda tensor: tensor * torch.tensor([1, 1, -1])),
+    "a token beyond the vocabulary": ("tokens", lambda tensor: tensor + 10_000),
+    "a negative token": ("tokens", lambda tensor: tensor - 10_000),
+    "the kinds": ("is_text", lambda tensor: tensor[:-1]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_that_was_changed_and_hashed_again_is_made_again(
+    name: str, tmp_path: Path, bpe: Any, counted: list[int]
+) -> None:
+    cache(tmp_path, bpe, vocab_size=300).encode(DOCUMENTS)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    key, change = CHANGES[name]
+    tensors[key] = change(tensors[key]).to(tensors[key].dtype)
+    save_file(tensors, file, {"sha256": token_cache._digest(tensors)})
+    assert cache(tmp_path, bpe, vocab_size=300).encode(DOCUMENTS) == tokenizer.encode(DOCUMENTS, bpe)
+    assert counted == [3, 3]
 
 
 def test_rows_that_were_left_out_are_counted_again_from_the_cache(tmp_path: Path, bpe: Any) -> None:

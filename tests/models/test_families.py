@@ -22,7 +22,7 @@ from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, DeferredLogits, PatchSpec, Verification, patch, unpatch, verify
 from tigon.models.seams.base import PatchedModule
 from tigon.models.seams.head.logits import LogitAttributes
-from tigon.models.seams.mlp import GatedMlpSeam
+from tigon.models.seams.mlp import GATED_OPS, GatedMlpSeam
 from tigon.models.seams.norm import LayerNormSeam, NormSeam
 from tigon.models.seams.rope import RopeSeam
 from tigon.models.verification.tiny import tiny_batch, tiny_model
@@ -382,3 +382,55 @@ def test_interpreted_kernels_equal_the_unpatched_family(name):
     with kernels_on_the_cpu():
         verification = verify(MODELS[name], tokens=8)
     assert verification.passed, say(verification)
+
+
+@pytest.mark.parametrize(
+    "name", proved_by(DIFFERENT, MODELS, "the hooks are seen by the kind of seam, and these have every kind")
+)
+def test_hooks_on_activations_run_as_often_as_without_the_patch(name):
+    calls = {False: [], True: []}
+    for patched, called in calls.items():
+        model = family(name)
+        if patched:
+            patch(model)
+        for path, module in model.named_modules():
+            if type(module).__name__ in GATED_OPS or isinstance(module, nn.GELU):
+                module.register_forward_hook(lambda *_, path=path, called=called: called.append(path))
+        call(**tiny_batch(CPU))(model).backward()
+    assert calls[True] == calls[False]
+
+
+def test_a_model_whose_activations_all_have_hooks_is_refused_with_the_reason():
+    model = family("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(PatchError, match=r"has a hook or its own forward.*pass mlp=False"):
+        patch(model)
+    patch(model, mlp=False)
+
+
+def test_hooks_of_zero3_on_activations_leave_the_op_in_place():
+    """They are on every module, and gather parameters, of which activations have none."""
+    model = family("llama")
+
+    def gather(*_):
+        raise AssertionError("the op does not call the activation")
+
+    gather.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    patch(model)
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_pre_hook(gather)
+    call(**tiny_batch(CPU))(model)
+
+
+def test_a_forward_set_on_an_activation_runs_and_is_reported():
+    model = family("llama")
+    patch(model)
+    fused = call(**tiny_batch(CPU))(model)
+    act = model.model.layers[0].mlp.act_fn
+    act.forward = lambda x: 0 * x
+    assert not torch.equal(call(**tiny_batch(CPU))(model), fused)
+    unpatch(model)
+    report = patch(model)
+    assert report.counts["swiglu"] == len(model.model.layers) - 1
+    assert any("hook or its own forward" in row.reason for row in report.left_alone)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from tigon.ops.gradient_sums import add_rows_
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, replay, replay_evaluation
+from tigon.planner.trace import trace as tracing
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
@@ -146,3 +147,18 @@ def test_traced_evaluation_has_the_peak_of_a_real_one(precision: str) -> None:
     ledger = Ledger()
     replay_evaluation(ledger, trace(request, H200).eval_tape)
     assert ledger.phases["eval"] == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("choices", [{}, {"checkpointing": "full"}, {"lora_rank": 2}], ids=["plain", "full", "lora"])
+def test_three_tiles_of_an_mlp_count_for_all(choices, monkeypatch) -> None:
+    """128 tokens in 19 tiles, the last of which is smaller: the same memory and work, from a shorter tape."""
+    request = request_of(batch=2, seq=64, mlp_tile_tokens=7, precision="bf16", kernels="tigon", **choices)
+    few = trace(request, H200)
+    monkeypatch.setattr(tracing, "MAX_TILES", 1000)
+    every = trace(request, H200)
+    assert _live_peak(few.tape) == _live_peak(every.tape)
+    assert sum(len(segment.events) for segment in few.tape.segments) < 0.6 * sum(
+        len(segment.events) for segment in every.tape.segments
+    )
+    for one, other in zip(few.tape.segments, every.tape.segments, strict=True):
+        assert one.where == other.where and vars(one.cost) == pytest.approx(vars(other.cost))

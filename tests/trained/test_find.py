@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -67,4 +68,26 @@ def test_adapters_whose_base_cannot_be_found_are_refused(tmp_path, adapter, base
     declared = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(declared | {"base_model_name_or_path": base}))
     with pytest.raises(UsageError, match="base_model_name_or_path"):
+        find(str(folder))
+
+
+@pytest.mark.parametrize(("part", "config"), [("adapters", "adapter_config.json"), ("heads", "config.json")])
+def test_a_part_of_a_run_that_is_not_complete_is_not_passed_over(run, checkpoint, adapter, part, config):
+    """The merged model beside it is another result."""
+    shutil.copytree(checkpoint, run / "model")
+    shutil.copytree(adapter if part == "adapters" else checkpoint, run / part)
+    (run / part / config).unlink()
+    with pytest.raises(RunFolderError, match=rf"{part} is not complete: it has no {config}"):
+        find(str(run))
+    shutil.rmtree(run / part)
+    assert find(str(run)).weights == str(run / "model")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "dangling link"])
+def test_an_adapter_config_that_cannot_be_read_is_not_passed_over(tmp_path, checkpoint, kind):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    place = folder / "adapter_config.json"
+    os.mkfifo(place) if kind == "pipe" else place.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"adapter_config\.json"):
         find(str(folder))

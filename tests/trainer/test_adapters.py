@@ -185,6 +185,26 @@ def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
     assert losses(runs / "cut")[-2:] == losses(runs / "whole")[-2:]
 
 
+def test_a_checkpoint_that_lacks_an_adapter_is_not_resumed_with_a_new_one(run, here):
+    """Its manifest agrees with its files, so only a comparison with the model shows it."""
+    from tigon.trainer.checkpoint.checkpoint import digest
+
+    assert run("bf16", "lora.rank=4", "train.save_steps=2").code == 0
+    shutil.rmtree(here / "runs" / "r" / "adapters")
+    (here / "runs" / "r" / "summary.json").unlink()
+    for folder in (here / "runs" / "r" / "checkpoints").iterdir():
+        file, manifest = folder / "adapter_model.safetensors", folder / "manifest.json"
+        state = load_file(file)
+        lost = sorted(state)[0]
+        del state[lost]
+        save_file(state, file, {"format": "pt"})
+        declared = json.loads(manifest.read_text())
+        declared["files"][file.name] = {"bytes": file.stat().st_size, "sha256": digest(file)}
+        manifest.write_text(json.dumps(declared))
+    outcome = run("bf16", "lora.rank=4", "train.save_steps=2", resume=True).outcome
+    assert outcome.code == 2 and f"is not complete: it lacks 1 tensor: {lost}" in outcome.err
+
+
 # What is trained -> (checkpoint, recipe keys).
 KINDS = {
     "pattern": ("bf16", (r"lora.targets=['.*\.layers\.1\..*_proj']", "lora.rslora=true", "lora.alpha=3")),
@@ -444,6 +464,22 @@ def test_each_weight_keeps_the_dtype_that_it_has_in_the_checkpoint(run, here, ch
     assert run("bf16", f"model.name={mixed}", "train.steps=1").code == 0
     saved = load_file(here / "runs" / "r" / "model" / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in saved.items()} == {name: t.dtype for name, t in state.items()}
+
+
+@pytest.mark.parametrize("sets", [(), ("lora.rank=4", "output.merge=true")], ids=["whole", "merged"])
+def test_a_weight_too_large_for_the_saved_dtype_keeps_the_checkpoints_dtype(sets, run, here, checkpoints, tmp_path):
+    shutil.copytree(checkpoints("bf16"), tmp_path / "large")
+    file = tmp_path / "large" / "model.safetensors"
+    state = load_file(file)
+    state["model.embed_tokens.weight"][-1, 0] = 1e5  # of a token that the text does not have
+    save_file(state, file, metadata={"format": "pt"})
+    done = run("bf16", f"model.name={tmp_path / 'large'}", "train.steps=1", "output.dtype=fp16", *sets)
+    assert (
+        done.code == 0 and "float16 ends at 65504; all weights are saved as with output.dtype: auto" in done.outcome.out
+    )
+    saved = load_file(here / "runs" / "r" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert saved["model.embed_tokens.weight"][-1, 0] == state["model.embed_tokens.weight"][-1, 0]
 
 
 def test_checkpoints_for_resuming_keep_fp32(run, here):

@@ -137,6 +137,14 @@ WRONG = {
         "train: {steps: 1}\nsharding: {gpus: 2, reshard: false}",
         r"sharding\.reshard would .* add sharding\.fsdp: true",
     ),
+    "merge list": (
+        "train:\n  <<: [{steps: 1}, {steps: 2}]",
+        r"r\.yaml:2: train\.steps is given twice in the list of <<",
+    ),
+    "nested merge list": (
+        "train:\n  <<: [{<<: {steps: 1}}, {<<: [{seed: 1}, {steps: 2}]}]",
+        r"train\.steps is given twice in the list",
+    ),
     "repeated key": ("train: {steps: 1, steps: 2}", r"r\.yaml:1: train\.steps is given twice"),
     "steps and epochs": ("train: {steps: 1, epochs: 1}", r"both are given"),
     "neither steps nor epochs": ("train: {seed: 1}", r"neither is given"),
@@ -276,3 +284,12 @@ sharding: {gpus: 2, zero: 3}
 def test_auto_precision_is_what_the_machine_says(tmp_path):
     recipe = read(tmp_path, "train: {steps: 1}")
     assert (recipe.choices().precision, recipe.choices(precision="fp32").precision) == ("amp-bf16", "fp32")
+
+
+def test_a_key_beside_a_merge_replaces_the_merged_one(tmp_path):
+    """That is what a merge is for."""
+    from tigon.objectives.recipe_checks import load
+
+    (tmp_path / "r.yaml").write_text("train:\n  <<: [{steps: 1}, {seed: 5}]\n  steps: 2\n", encoding="utf-8")
+    train = load(tmp_path / "r.yaml", gpu_present=lambda: False).train
+    assert (train.steps, train.seed) == (2, 5)

@@ -141,6 +141,64 @@ def test_link_in_a_run_folder_is_refused(cut, tigon, here):
     assert tigon("train", path, "--resume").code == 0
 
 
+PIPES = (
+    "environment.json",
+    "data.json",
+    "metrics.jsonl",
+    "tokenizer/tokenizer.json",
+    "checkpoints/checkpoint-2/manifest.json",
+)
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipe_in_a_run_folder_is_refused_at_once(cut, tigon, name):
+    path, run, _ = cut
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert name in tigon("train", path, "--resume").error_line()
+
+
+def test_a_pipe_in_a_checkpoint_is_a_problem_of_it(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    assert checkpoint.problem_of(tmp_path, 2) == "has an unreadable manifest.json"
+    (tmp_path / "manifest.json").unlink()
+    checkpoint._write_manifest(tmp_path, 2, {})
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert checkpoint.problem_of(tmp_path, 2) == "holds model.safetensors, which is not a regular file"
+
+
+WRONG_STATES = {
+    "global_step": "x", "max_steps": None, "epoch": "x", "log_history": {}, "best_metric": "low",
+    "best_global_step": 1.5, "best_model_checkpoint": 5, "stateful_callbacks": [], "total_flos": [],
+    "num_input_tokens_seen": "x",
+}  # fmt: skip
+
+
+def test_a_trainer_state_of_wrong_types_is_one_line_though_the_manifest_agrees(cut, tigon):
+    path, run, _ = cut
+    folder = run / "checkpoints" / "checkpoint-2"
+    state = json.loads((folder / "trainer_state.json").read_text())
+    wrong = [{**state, name: value} for name, value in WRONG_STATES.items()]
+    for content in (*wrong, {**state, "global_step": 3}, {**state, "log_history": [5]}, {}, [], "text", None):
+        (folder / "trainer_state.json").write_text(json.dumps(content))
+        reseal(folder)
+        line = tigon("train", path, "--resume").error_line()
+        assert "checkpoint-2 has a" in line and "trainer_state.json" in line
+
+
+@pytest.mark.parametrize(
+    "facts", [[["versions", {}]], {"versions": []}, {"processes": "x"}, {"samples_per_step": 0}, 5]
+)
+def test_metadata_of_wrong_types_is_one_line(cut, tigon, facts):
+    path, run, _ = cut
+    file = run / "checkpoints" / "checkpoint-2" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({**manifest, "facts": {**manifest["facts"], **facts} if isinstance(facts, dict) else facts})
+    )
+    tigon("train", path, "--resume").error_line()
+
+
 def test_rotation_never_removes_the_target_of_a_link(tmp_path):
     """Links that appear while a run is on: neither a rotation nor a save goes through them."""
     outside = tmp_path / "outside"

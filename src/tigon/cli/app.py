@@ -27,7 +27,9 @@ def main() -> None:
     except ModuleNotFoundError:
         _answer_without_typer(sys.argv[1:])
     try:
-        sys.exit(_app()(standalone_mode=False) or 0)
+        code = _run(_app())
+        sys.stdout.flush()  # a short output is written only now, to a reader that may have gone
+        sys.exit(code)
     except TigonError as error:
         _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -37,11 +39,30 @@ def main() -> None:
             sys.stdout.flush()
         sys.exit(BROKEN_PIPE_EXIT)
     except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:  # writes do not name their file
+            console.drop(1)
+            _fail(f"{error.strerror}: stdout, or a file of this command, could not be written; free some space")
         if error.errno not in _PATH_ERRORS or error.filename is None:
             _fail_at_a_limit(error)
         _fail(f"{error.filename}: {error.strerror}; give another path, or fix this one")
     except Exception as error:
         _fail_as_typed(error)
+
+
+def _run(app: Any) -> int:
+    """Run the command of `sys.argv`. Returns the exit code.
+
+    An app that is called, as typer's documentation has it, ends with code 1 itself when the reader of its output exits.
+    """
+    import typer
+
+    command = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
+    try:
+        with command.make_context("tigon", sys.argv[1:]) as context:
+            command.invoke(context)
+    except typer.Exit as stop:
+        return int(stop.exit_code)
+    return 0
 
 
 def _answer_without_typer(arguments: list[str]) -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -26,16 +28,21 @@ def command(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPU if there is one.")] = "auto",
     no_heads: Annotated[bool, typer.Option("--no-heads", help="Leave out heads that predict several tokens.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, if you trust it.")
+    ] = False,
 ) -> None:
     """Talk with a trained model: its adapters and heads are loaded, and answers appear while they are generated."""
     quiet_packages()
     from tigon.trained import chat, find, load  # not for --help
 
-    trained = find.find(name)
+    trained = find.find(name, trust_remote_code=trust_remote_code)
     if no_heads:
         trained = dataclasses.replace(trained, heads=None)
     set_offline_mode([trained.weights, trained.tokenizer])
     quiet_loading()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an answer may have characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     loaded = load.load(trained, device=load.device_of(device))
     default = 0.0 if loaded.has_heads else chat.DEFAULT_TEMPERATURE
     conversation = chat.Conversation(
@@ -44,7 +51,7 @@ def command(
     if prompt is None:
         chat.talk(conversation)
     else:
-        conversation.answer(prompt)
+        chat.answer(conversation, prompt)
 
 
 COMMAND = Command(command, place=3)

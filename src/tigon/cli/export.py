@@ -34,12 +34,15 @@ def command(
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="A new hub repository is public.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Upload without the question.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, if you trust it.")
+    ] = False,
 ) -> None:
     """Write a trained model to a new folder: in another dtype, merged, as GGUF, and to the hub on request."""
     quiet_packages()
     from tigon.trained import export, find  # not for --help
 
-    trained = find.find(name)
+    trained = find.find(name, trust_remote_code=trust_remote_code)
     wanted = export.Export(target=target, dtype=dtype, merge=merge, gguf=gguf)
     wanted.check(trained)
     if push is not None:

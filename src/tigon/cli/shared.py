@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tigon.trainer.guards import console
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -32,7 +34,5 @@ def gpus_as_override(gpus: int | None) -> list[str]:
 
 def stdout_console() -> Console:
     """A console for standard output that wraps at a terminal's width, or at COLUMNS, but never in a pipe or a file."""
-    from rich.console import Console
-
     wide = not sys.stdout.isatty() and not os.environ.get("COLUMNS")
-    return Console(highlight=False, width=UNLIMITED if wide else None)
+    return console.make_console(width=UNLIMITED if wide else None)

@@ -58,7 +58,7 @@ class TokenCache:
             DataError: A document cannot be used, and `bad` does not skip it.
         """
         path = self._path(documents)
-        if path is not None and (stored := _read(path)) is not None:
+        if path is not None and (stored := _read(path, documents, self.vocab_size)) is not None:
             encoded, problems = stored
             for problem in problems:
                 self.bad.take(DataError(problem))
@@ -97,8 +97,12 @@ class TokenCache:
         return self.folder / f"{digest.hexdigest()[:32]}.safetensors"
 
 
-def _read(path: Path) -> tuple[list[Encoded], list[str]] | None:
-    """(the documents' tokens, the problems of documents that were left out); None if there is no intact file."""
+def _read(path: Path, documents: Sequence[Document], vocab_size: int | None) -> tuple[list[Encoded], list[str]] | None:
+    """(the documents' tokens, the problems of documents that were left out); None if there is no intact file.
+
+    The hash in the file shows accidents. The file is also compared with the documents: it must have the tokens of each,
+    or the reason why it was left out, and no token beyond the vocabulary.
+    """
     from safetensors import safe_open
 
     if not path.is_file():
@@ -112,14 +116,27 @@ def _read(path: Path) -> tuple[list[Encoded], list[str]] | None:
         notes = [tuple((kind, what) for kind, what in of) for of in notes]
         tokens = tensors["tokens"].tolist()
         labels = torch.where(tensors["learned"].bool(), tensors["tokens"], IGNORE_INDEX).tolist()
-        ends = list(itertools.accumulate(tensors["lengths"].tolist()))
-        spans = zip([0, *ends], ends, origins, tensors["is_text"].bool().tolist(), notes, strict=False)
+        lengths = tensors["lengths"].tolist()
+        if min(lengths, default=0) < 0 or sum(lengths) != len(tokens) or min(tokens, default=0) < 0:
+            return None
+        if vocab_size is not None and max(tokens, default=0) >= vocab_size:
+            return None
+        if len(origins) + len(problems) != len(documents) or not _is_part(origins, [each.origin for each in documents]):
+            return None
+        ends = list(itertools.accumulate(lengths))
+        spans = zip([0, *ends][: len(ends)], ends, origins, tensors["is_text"].bool().tolist(), notes, strict=True)
         encoded = [Encoded(tokens[a:b], labels[a:b], origin, is_text, of) for a, b, origin, is_text, of in spans]
         with contextlib.suppress(OSError):  # a cache that may only be read
             os.utime(path)
     except Exception:  # whatever a damaged file raises; the documents are then tokenised and the file made again
         return None
     return encoded, problems
+
+
+def _is_part(some: Sequence[str], of: Sequence[str]) -> bool:
+    """Whether `some` are of `of`, in the same order."""
+    rest = iter(of)
+    return all(origin in rest for origin in some)
 
 
 def _write(path: Path, encoded: Sequence[Encoded], problems: Sequence[str]) -> None:

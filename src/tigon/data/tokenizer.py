@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tigon._files import refuse_special
+from tigon._files import refuse_odd_files
 from tigon.data import row_notes
 from tigon.data.chat_template import Rendering, is_chat, segments_of, special_tokens, template_of
 from tigon.data.documents import BadRows, Document, Segment
@@ -106,19 +106,14 @@ def forget_loading(tokenizer: Any) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise RecipeError for a path that is not a folder, or a folder with special files.
-
-    transformers would wait for special files, or read them without end.
-    """
+    """Raise RecipeError for a path that is not a folder, or a folder with files that transformers must not open."""
     if not folder.exists():  # a hub id
         return
     fix = "set data.tokenizer to a folder with a tokenizer"
     if not folder.is_dir():
         raise RecipeError(f"{folder}: a tokenizer is a folder, and this is not a folder; {fix}")
     try:
-        for path in sorted(folder.iterdir()):
-            if path.exists() and not path.is_dir():
-                refuse_special(path)
+        refuse_odd_files(folder)
     except OSError as error:
         raise RecipeError(f"{error.filename}: cannot be read as part of a tokenizer: {error.strerror}; {fix}") from None
 

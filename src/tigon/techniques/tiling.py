@@ -37,10 +37,24 @@ _MLP = re.compile(r".*\.\d+\.(mlp|feed_forward|ffn)")
 _ROUTED = ("experts", "router", "gate")
 
 
-def tile(model: nn.Module, tokens: int) -> None:
+def spans(n_tokens: int, tokens: int) -> Iterator[slice]:
+    """The tiles of `tokens` tokens each, the last of which may have fewer."""
+    return (slice(start, min(start + tokens, n_tokens)) for start in range(0, n_tokens, tokens))
+
+
+Spans = Callable[[int, int], Iterator[slice]]
+
+
+def tile(model: nn.Module, tokens: int, spans: Spans = spans) -> None:
     """Let every dense MLP of the decoder layers process `tokens` tokens at a time, on this instance only.
 
-    Raises RecipeError if the model has no dense MLP.
+    Args:
+        model: The model.
+        tokens: Tokens of a tile.
+        spans: Gives the tiles to compute. The planner computes a few of them, and counts these for all.
+
+    Raises:
+        RecipeError: The model has no dense MLP.
     """
     mlps = dense_mlps(model)
     if not mlps:
@@ -49,7 +63,7 @@ def tile(model: nn.Module, tokens: int) -> None:
             "left alone); set it to 0"
         )
     for mlp in mlps:
-        mlp.forward = _Tiles(mlp, tokens)
+        mlp.forward = _Tiles(mlp, tokens, spans)
 
 
 def dense_mlps(model: nn.Module) -> list[nn.Module]:
@@ -61,8 +75,8 @@ def dense_mlps(model: nn.Module) -> list[nn.Module]:
 class _Tiles:
     """Replaces an MLP's forward and calls it for each tile."""
 
-    def __init__(self, mlp: nn.Module, tokens: int) -> None:
-        self.mlp, self.tokens = mlp, tokens
+    def __init__(self, mlp: nn.Module, tokens: int, spans: Spans) -> None:
+        self.mlp, self.tokens, self.spans = mlp, tokens, spans
         self.whole: Callable[[Tensor], Tensor] = mlp.forward
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -106,7 +120,7 @@ class _TiledMLP(torch.autograd.Function):
         if not saved:
             ctx.save_for_backward(hidden)
         x_NH, out_NH = _rows(hidden), None
-        for at in _spans(x_NH.shape[1], tiles.tokens):
+        for at in tiles.spans(x_NH.shape[1], tiles.tokens):
             y = tiles.whole(x_NH[:, at])
             if out_NH is None:
                 out_NH = y.new_empty((1, x_NH.shape[1], y.shape[-1]))
@@ -126,7 +140,7 @@ class _TiledMLP(torch.autograd.Function):
         dx_NH = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1] else None
         sums: list[Tensor | None] = [None] * len(trained)
         with torch.autocast(ctx.device.type, **ctx.autocast), _rng_of(ctx.rng, ctx.device):
-            for at in _spans(x_NH.shape[1], tiles.tokens):
+            for at in tiles.spans(x_NH.shape[1], tiles.tokens):
                 with torch.enable_grad():
                     tile_x = x_NH[:, at].detach().requires_grad_(dx_NH is not None)
                     y = tiles.whole(tile_x)
@@ -154,10 +168,6 @@ def _add(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
 def _rows(x: Tensor) -> Tensor:
     """Returns x as (1, N, H). MLPs expect three dimensions."""
     return x.reshape(1, -1, x.shape[-1])
-
-
-def _spans(n_tokens: int, tokens: int) -> Iterator[slice]:
-    return (slice(start, min(start + tokens, n_tokens)) for start in range(0, n_tokens, tokens))
 
 
 def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

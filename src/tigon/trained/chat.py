@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tigon import medusa
-from tigon.errors import OptionError
+from tigon.data.render_chat import render_chat
+from tigon.errors import OptionError, TigonError, UsageError
+from tigon.models.loading.weight_files import one_line
 from tigon.trained.load import Loaded
 
 DEFAULT_TEMPERATURE = 0.7
+LEAST_TEMPERATURE = 1e-3  # logits divided by less overflow in 16 bits
 HELP = "Type a message. /reset starts a new conversation; /exit or Ctrl-D ends; Ctrl-C stops an answer."
+_STAND_IN = "0Q0Z1"  # in place of a message, to find it in the template's text; no template escapes it
 
 
 @dataclass
@@ -30,6 +37,8 @@ class Conversation:
     """0 takes the likeliest token each time."""
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    _takes_parts: bool | None = None
+    """Whether the template takes content as a list of parts; None: not known yet."""
 
     def __post_init__(self) -> None:
         if self.loaded.has_heads and self.temperature:
@@ -37,8 +46,15 @@ class Conversation:
                 f"--temperature {self.temperature:g}: heads decode the likeliest tokens; use --temperature 0 or "
                 "--no-heads."
             )
+        if not math.isfinite(self.temperature) or 0 < self.temperature < LEAST_TEMPERATURE:
+            raise OptionError(
+                f"--temperature {self.temperature:g}: it must be 0, for the likeliest token, or {LEAST_TEMPERATURE:g} "
+                "and more."
+            )
         if self.system is not None and not self.has_template:
             raise OptionError("--system needs a chat template, which this model's tokenizer lacks; leave it out.")
+        if self.system is not None:
+            check_text(self.system, "--system")
         self.reset()
 
     @property
@@ -56,30 +72,106 @@ class Conversation:
             The answer.
 
         Raises:
-            OptionError: the conversation leaves no room for an answer in the model's context.
+            OptionError: the message is empty or not UTF-8 text, or leaves no room for an answer in the model's context.
+            UsageError: the chat template fails, or the model cannot generate.
             KeyboardInterrupt: the user stopped the answer. The conversation is as before.
         """
+        check_text(text, "the message")
         asked = [*self.messages, {"role": "user", "content": text}]
-        ids_1T = self._encode(asked, text)
-        tokens = self._generate(ids_1T, self._room(ids_1T.shape[1]))
+        ids = self._encode(asked) if self.has_template else self.loaded.tokenizer(text)["input_ids"]
+        if not ids:
+            raise OptionError("the message is empty; type some text.")
+        ids_1T = torch.tensor([ids], device=next(self.loaded.model.parameters()).device)
+        tokens = self._generate(ids_1T, self._room(len(ids)))
         answer = str(self.loaded.tokenizer.decode(tokens, skip_special_tokens=True))
         if self.has_template:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
         return answer
 
-    def _encode(self, messages: list[dict[str, str]], text: str) -> torch.Tensor:
+    # --- messages to tokens -------------------------------------------------------------------------------------------
+
+    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of the conversation. The special tokens in it are the template's and those of `--system`.
+
+        A message that contains the text of special tokens would otherwise end its own turn and begin another.
+        """
         tokenizer = self.loaded.tokenizer
-        if self.has_template:
-            rendered = _rendered(tokenizer, messages)
-            if text.strip() not in rendered:  # a template of a model with images may leave out content that is no list
-                parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
-                rendered = _rendered(tokenizer, parts)
-            ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        else:
-            ids = tokenizer(text)["input_ids"]
-        if not ids:
-            raise OptionError("the message is empty; type some text.")
-        return torch.tensor([ids], device=next(self.loaded.model.parameters()).device)
+        forged = [turn["role"] != "system" and self._has_special(turn["content"]) for turn in messages]
+        if not any(forged):
+            return list(tokenizer(self._render(messages), add_special_tokens=False)["input_ids"])
+        salt = next(n for n in itertools.count() if not any(f"Z{n}" in turn["content"] for turn in messages))
+        shown = [{**turn, "content": f"0Q{i}Z{salt}"} if forged[i] else turn for i, turn in enumerate(messages)]
+        ids: list[int] = []
+        parts = re.split(rf"0Q(\d+)Z{salt}", self._render(shown))  # text, number, text, number, ...
+        for i, part in enumerate(parts):
+            text = messages[int(part)]["content"] if i % 2 else part
+            ids += tokenizer(text, add_special_tokens=False, split_special_tokens=bool(i % 2))["input_ids"]
+        return ids
+
+    def _has_special(self, text: str) -> bool:
+        tokenizer = self.loaded.tokenizer
+        as_text = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return bool(tokenizer(text, add_special_tokens=False)["input_ids"] != as_text)
+
+    def warning(self, text: str) -> str | None:
+        """A warning about a message that contains text with which the template marks turns; None for others."""
+        if not self.has_template:
+            return None
+        found = sorted((text.index(marker), marker) for marker in self._markers() if marker in text)
+        if not found:
+            return None
+        first = found[0][1]
+        as_text = self.loaded.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        marks = set(self.loaded.tokenizer.all_special_ids)
+        if self._has_special(text) and not marks.intersection(as_text):
+            return f"the message contains {first!r}, which is read as plain text and not as a mark of the template"
+        return f"the message contains {first!r}, with which the template marks turns; the model may read a turn in it"
+
+    def _markers(self) -> set[str]:
+        """The texts with which the template ends a turn and begins the next one."""
+        turns = [{"role": role, "content": _STAND_IN} for role in ("user", "assistant", "user")]
+        try:
+            text = self._render(turns)
+        except UsageError:  # the template may demand another order
+            text = self._render(turns[:1])
+        _, *between = text.split(_STAND_IN)
+        lines = {line.strip() for part in between for line in part.splitlines()}
+        special = {
+            token for token in self.loaded.tokenizer.all_special_tokens if any(token in part for part in between)
+        }
+        return special | {line for line in lines if len(line) > 3}
+
+    def _render(self, messages: Sequence[dict[str, str]]) -> str:
+        """The messages as text. Raises UsageError if the template fails or leaves out the user's message."""
+        if self._takes_parts is None:
+            self._takes_parts = self._find_content()
+        given = [_in_parts(turn) for turn in messages] if self._takes_parts else messages
+        try:
+            return render_chat(self.loaded.tokenizer, given, add_generation_prompt=True)
+        except UsageError as error:
+            hint = "; leave --system out if the model has no system message" if self.system is not None else ""
+            raise UsageError(f"{error}{hint}") from None
+
+    def _find_content(self) -> bool:
+        """Whether the template shows only content that is a list, as those of models with images do.
+
+        Raises:
+            UsageError: The template shows neither that nor content that is text.
+        """
+        turn, failed = {"role": "user", "content": _STAND_IN}, None
+        for takes_parts in (False, True):
+            try:
+                text = render_chat(
+                    self.loaded.tokenizer, [_in_parts(turn) if takes_parts else turn], add_generation_prompt=True
+                )
+            except UsageError as error:
+                failed = failed or error
+                continue
+            if turn["content"] in text and "'type'" not in text:
+                return takes_parts
+        raise failed or UsageError("the chat template leaves out the user's message; correct chat_template.jinja")
+
+    # --- the answer ---------------------------------------------------------------------------------------------------
 
     def _room(self, used: int) -> int:
         """Tokens of the answer: `max_tokens`, or what the model's positions leave."""
@@ -92,25 +184,50 @@ class Conversation:
         return min(self.max_tokens, int(context) - used)
 
     def _generate(self, ids_1T: torch.Tensor, room: int) -> list[int]:
-        from transformers import TextStreamer
+        from transformers import LogitsProcessorList, TextStreamer
 
-        tokenizer, model = self.loaded.tokenizer, self.loaded.model
+        tokenizer, model, checks = self.loaded.tokenizer, self.loaded.model, LogitsProcessorList([_refuse_nonfinite])
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         ends = _end_tokens(model, tokenizer)
-        if self.loaded.has_heads:
-            made = medusa.medusa_generate(
-                model, ids_1T, max_new_tokens=room, eos_token_id=tokenizer.eos_token_id, streamer=streamer
-            )
-            return made.tokens
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
-        with torch.no_grad():
-            ids = model.generate(
-                input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=room, streamer=streamer,
-                use_cache=True, eos_token_id=ends or None,
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0],
-                **sampling,
-            )  # fmt: skip
+        try:
+            if self.loaded.has_heads:
+                made = medusa.medusa_generate(
+                    model, ids_1T, max_new_tokens=room, eos_token_id=tokenizer.eos_token_id, streamer=streamer
+                )
+                return made.tokens
+            with torch.no_grad():
+                ids = model.generate(
+                    input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=room, streamer=streamer,
+                    use_cache=True, eos_token_id=ends or None, logits_processor=checks,
+                    pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0],
+                    **sampling,
+                )  # fmt: skip
+        except (TigonError, OSError):
+            raise
+        except Exception as error:  # generation_config.json can ask for anything
+            raise UsageError(
+                f"the model cannot generate: {one_line(error)}; check its generation_config.json"
+            ) from None
         return list(ids[0, ids_1T.shape[1] :].tolist())
+
+
+def _refuse_nonfinite(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor of `generate` that changes nothing. -inf is a token that the model rules out.
+
+    Raises:
+        UsageError: A logit is NaN or +inf, or all are -inf; the likeliest token would be an arbitrary one.
+    """
+    if not bool(torch.isfinite(logits.amax(-1)).all()):
+        raise UsageError(
+            f"the logits after {ids.shape[1]} tokens are not finite (NaN or infinite); the weights are damaged, or too "
+            f"large for {str(logits.dtype).removeprefix('torch.')}"
+        )
+    return logits
+
+
+def _in_parts(turn: dict[str, str]) -> dict[str, Any]:
+    return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
@@ -120,27 +237,51 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
 
 
+def check_text(text: str, what: str) -> None:
+    """Raise OptionError for a text with bytes that are not UTF-8, which Python keeps as half characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(f"{what} is not UTF-8 text (character {error.start}); write it as UTF-8.") from None
+
+
 def talk(conversation: Conversation) -> None:
-    """Read messages from stdin until it ends, and answer each. A terminal gets a prompt and help."""
+    """Read messages from stdin until it ends, and answer each. A terminal gets a prompt and help.
+
+    Raises:
+        OptionError: stdin is closed or holds no message.
+    """
     terminal = sys.stdin.isatty()
     if terminal:
         print(HELP)
         if not conversation.has_template:
             print("The tokenizer has no chat template, so the model continues your text.")
+    n_lines = 0
     for text in _lines(terminal):
+        n_lines += 1
         if text == "/exit":
             return
         if text == "/reset":
             conversation.reset()
             continue
         try:
-            conversation.answer(text)
+            answer(conversation, text)
         except KeyboardInterrupt:
             print("\n(stopped)")
         except OptionError as error:
             if not terminal:
                 raise
             print(error)
+    if not n_lines and not terminal:
+        raise OptionError("stdin is closed or empty; write a message into it, or give --prompt.")
+
+
+def answer(conversation: Conversation, text: str) -> None:
+    """Answer a message. A warning about it goes to stderr, so that stdout has the answers alone."""
+    check_text(text, "the message")
+    if (warning := conversation.warning(text)) is not None:
+        print(f"warning  {warning}", file=sys.stderr, flush=True)
+    conversation.answer(text)
 
 
 def _lines(terminal: bool) -> Iterator[str]:
@@ -151,9 +292,7 @@ def _lines(terminal: bool) -> Iterator[str]:
             if terminal:
                 print()
             return
+        except UnicodeDecodeError as error:
+            raise OptionError(f"stdin is not UTF-8 text (byte {error.start}); write it as UTF-8.") from None
         if line.strip():
             yield line.strip()
-
-
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

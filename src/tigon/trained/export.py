@@ -10,19 +10,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tigon.errors import OptionError, UsageError
+from tigon.errors import OptionError, TigonError, UsageError
 from tigon.models.loading.config import is_hub_id
+from tigon.models.loading.weight_files import one_line
 from tigon.trained.find import TrainedModel
-from tigon.trained.load import load_tokenizer_of, load_weights, whole, with_adapter
-from tigon.trainer.checkpoint.adapter_files import merged
+from tigon.trained.load import load_tokenizer_of, load_weights, refuse_nonfinite, whole
+from tigon.trained.part_folder import part_folder
+from tigon.trainer.checkpoint.adapter_files import attached, check_files, merged
+from tigon.trainer.checkpoint.checkpoint import disk_is_full
+from tigon.trainer.checkpoint.whole_files import ADAPTER_FILE
+from tigon.trainer.guards.nan_guard import first_overflow
 from tigon.trainer.report import model_card
+from tigon.trainer.run_folder import METRICS, RECIPE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"
@@ -54,8 +60,7 @@ class Export:
             raise OptionError(f"--dtype {self.dtype} is not known; choose one of {', '.join(DTYPES)}.")
         if self.gguf is not None and self.gguf not in GGUF_TYPES:
             raise OptionError(f"--gguf {self.gguf} is not known; choose one of {', '.join(GGUF_TYPES)}.")
-        if self.target.exists():
-            raise OptionError(f"{self.target} exists; name a new folder.")
+        self._check_target(trained)
         if trained.adapter is None and self.merge:
             raise OptionError(f"--merge: {trained.weights} has no adapters to merge; leave --merge out.")
         if trained.adapter is not None and not self.merge and (self.dtype or self.gguf):
@@ -63,6 +68,27 @@ class Export:
             raise OptionError(f"{given} changes whole weights, and this run trained adapters; add --merge.")
         if self.gguf is not None:
             find_converter()
+
+    def _check_target(self, trained: TrainedModel) -> None:
+        """Refuse a target that cannot be a new folder, or that lies within what is read.
+
+        A new folder in a checkpoint is not in its manifest, and a folder of adapters would be copied into itself.
+        """
+        target = self.target
+        if target.is_symlink() and not target.exists():
+            raise OptionError(f"{target} is a link to {os.readlink(target)}, which does not exist; name a new folder.")
+        if target.exists():
+            raise OptionError(f"{target} exists; name a new folder.")
+        parent = target.parent
+        while not parent.exists() and not parent.is_symlink():
+            parent = parent.parent
+        if not parent.is_dir():
+            raise OptionError(f"{target}: {parent} is not a folder; name a new folder.")
+        above = target.resolve().parents
+        sources = [source.resolve() for source in trained.folders()]
+        for folder in above:
+            if folder in sources or all((folder / name).is_file() for name in (RECIPE, METRICS)):
+                raise OptionError(f"{target} lies in {folder}, which is read or is a run; name a folder outside of it.")
 
 
 def export(trained: TrainedModel, wanted: Export) -> list[Path]:
@@ -76,14 +102,34 @@ def export(trained: TrainedModel, wanted: Export) -> list[Path]:
         UsageError: the model cannot be loaded, or the GGUF converter failed.
     """
     wanted.check(trained)
-    with _new_folder(wanted.target) as folder, whole(trained, near=folder.parent) as trained:
+    with _new_folder(wanted.target) as folder, whole(trained, near=folder) as trained:
         if trained.adapter is not None and not wanted.merge:
-            shutil.copytree(trained.adapter, folder, dirs_exist_ok=True)
+            _copy_adapters(trained.adapter, folder)
         else:
             _write_weights(trained, wanted, folder)
         if wanted.gguf is not None:
             _write_gguf(folder, f"{wanted.target.name}-{wanted.gguf}.gguf", wanted.gguf)
     return sorted(path for path in wanted.target.rglob("*") if path.is_file())
+
+
+def _copy_adapters(adapters: Path, folder: Path) -> None:
+    """Copy a folder of adapters, after checking the files that PEFT reads.
+
+    Raises:
+        RunFolderError: As `adapter_files.check_files`.
+        UsageError: A tensor is not finite, or a file cannot be copied.
+    """
+    from safetensors import safe_open
+
+    headers = check_files(adapters)
+    with safe_open(adapters / ADAPTER_FILE, framework="pt") as file:
+        for name in headers:
+            if not bool(torch.isfinite(file.get_tensor(name).float()).all()):
+                raise UsageError(f"{adapters}: {name} holds values that are not finite; use an earlier checkpoint")
+    for path in adapters.rglob("*"):
+        if not (path.is_file() or path.is_dir()):
+            raise UsageError(f"{path} is no regular file; remove it")
+    shutil.copytree(adapters, folder, dirs_exist_ok=True)
 
 
 def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> None:
@@ -92,10 +138,16 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> None:
     widens = trained.adapter is not None and wanted.dtype in ("fp32", "fp16")
     model = load_weights(trained, dtype=torch.float32 if widens else "auto")
     if trained.adapter is not None:
-        model = merged(with_adapter(model, trained))
+        model = merged(attached(model, trained.adapter))
+    refuse_nonfinite(model, str(trained.adapter or trained.weights))
     if wanted.dtype is not None:
+        if (overflow := first_overflow(model.named_parameters(), DTYPES[wanted.dtype])) is not None:
+            raise OptionError(f"--dtype {wanted.dtype}: {overflow}; use --dtype bf16 or fp32.")
         model = model.to(DTYPES[wanted.dtype])
-    model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+    try:
+        model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # a generation config that it refuses
+        raise UsageError(f"{trained.weights}: transformers cannot save it: {one_line(error)}") from None
     tokenizer.save_pretrained(folder)
     model_card.copy(trained.adapter or Path(trained.weights), folder, merged=trained.adapter is not None)
     for name in PROCESSOR_FILES:
@@ -105,15 +157,57 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> None:
 
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """A scratch folder that becomes `target` if nothing fails, and is deleted otherwise."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    scratch.mkdir()
+    """A folder that becomes `target` if nothing fails, and is deleted otherwise.
+
+    Raises:
+        UsageError: Another process has written `target`, or the disk is full or cannot be written.
+    """
+    made = _make_parents(target)
     try:
-        yield scratch
-        scratch.rename(target)
+        with part_folder(target.parent, target.name) as scratch:
+            folder = scratch / target.name
+            folder.mkdir()  # with the permissions of a new folder, which a temporary one does not have
+            yield folder
+            _rename(folder, target)
+    except TigonError:
+        raise
+    except Exception as error:
+        if disk_is_full(error, target.parent):
+            raise UsageError(f"{target}: the disk is full; free some space, and export again") from None
+        if not isinstance(error, OSError):
+            raise
+        raise UsageError(f"{target}: cannot be written: {error.strerror or one_line(error)}") from None
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # it holds the export, or something of others
+                parent.rmdir()
+
+
+def _make_parents(target: Path) -> list[Path]:
+    """Make the folders above `target`.
+
+    Returns:
+        The folders that were made, the deepest first.
+
+    Raises:
+        UsageError: They cannot be made.
+    """
+    missing = [folder for folder in target.parents if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{target.parent}: cannot be made: {error.strerror}; name another folder") from None
+    return missing
+
+
+def _rename(scratch: Path, target: Path) -> None:
+    """Rename the complete folder. Raises UsageError if another export has been faster."""
+    try:
+        scratch.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
+        raise UsageError(f"{target}: another process has written this folder meanwhile; name another one") from None
 
 
 def find_converter() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,16 +37,30 @@ class TrainedModel:
     checkpoint: Path | None = None
     """A checkpoint of a run whose weights or adapters are in PyTorch's distributed format, to be made whole first."""
     trust_remote_code: bool = False
-    """Whether to run code that comes with the weights, as the run's recipe allows."""
+    """Whether to run code that comes with the weights or the tokenizer. Only the caller says so, never a folder."""
+
+    def folders(self) -> list[Path]:
+        """The folders on this machine that are read."""
+        named = (self.weights, self.tokenizer, self.adapter, self.heads, self.checkpoint)
+        return [Path(name) for name in named if name is not None and Path(name).is_dir()]
 
 
-def find(name: str) -> TrainedModel:
+def find(name: str, *, trust_remote_code: bool = False) -> TrainedModel:
     """The files of a run folder, a model folder, a folder of adapters, or a hub id.
+
+    Args:
+        name: A run folder, a model folder, a folder of adapters, or a hub id.
+        trust_remote_code: Whether the caller allows code that comes with the weights. A recipe in a run folder
+            cannot allow it, because its author is that of the folder.
 
     Raises:
         RunFolderError: a run folder that holds no trained model yet.
         UsageError: `name` is none of these, or a preset, whose weights are random.
     """
+    return replace(_find(name), trust_remote_code=trust_remote_code)
+
+
+def _find(name: str) -> TrainedModel:
     path = Path(name)
     if name and path.is_dir():
         return _in_folder(path)
@@ -62,7 +77,7 @@ def _in_folder(folder: Path) -> TrainedModel:
     if (folder / RECIPE).is_file() and not (folder / CONFIG).is_file():
         return _in_run(folder)
     found: TrainedModel | None = None
-    if (folder / ADAPTER_CONFIG).is_file():
+    if os.path.lexists(folder / ADAPTER_CONFIG):  # a pipe or a dangling link is refused when it is read
         found = _with_adapter(folder)
     elif (folder / CONFIG).is_file():
         found = TrainedModel(weights=str(folder), tokenizer=str(folder))
@@ -86,18 +101,18 @@ def _of_checkpoint(found: TrainedModel, folder: Path) -> TrainedModel:
             f"{folder}: with lora.init: loftq a checkpoint's adapters belong to the run's 4-bit weights; finish the "
             f"run with `tigon train {run / RECIPE} --resume`, and use {run}."
         )
-    return replace(
-        found, tokenizer=tokenizer, checkpoint=folder if is_distributed(folder) else None,
-        trust_remote_code=recipe is not None and recipe.model.trust_remote_code,
-    )  # fmt: skip
+    return replace(found, tokenizer=tokenizer, checkpoint=folder if is_distributed(folder) else None)
 
 
 def _in_run(run: Path) -> TrainedModel:
     """The result of a run: its adapters, or else its model, and its heads."""
     recipe = loads_saved(run / RECIPE)
-    heads = run / HEADS if (run / HEADS / CONFIG).is_file() else None
+    for name, config in ((ADAPTERS, ADAPTER_CONFIG), (HEADS, CONFIG)):
+        if (run / name).exists() and not (run / name / config).is_file():  # another part must not take its place unsaid
+            raise RunFolderError(f"{run / name} is not complete: it has no {config}; restore it, or remove {name}/")
+    heads = run / HEADS if (run / HEADS).exists() else None
     for folder in (run / ADAPTERS, run / MODEL):
-        if (folder / ADAPTER_CONFIG).is_file():
+        if os.path.lexists(folder / ADAPTER_CONFIG):
             trained = _with_adapter(folder)
             break
         if (folder / CONFIG).is_file():
@@ -111,13 +126,9 @@ def _in_run(run: Path) -> TrainedModel:
                 f"--resume`, or train with output.save_model: true."
             )
         trained = TrainedModel(
-            weights=recipe.model.name, tokenizer=str(run / TOKENIZER), revision=recipe.model.revision,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )  # fmt: skip
-    return TrainedModel(
-        weights=trained.weights, tokenizer=trained.tokenizer, adapter=trained.adapter, heads=heads,
-        revision=trained.revision, trust_remote_code=recipe.model.trust_remote_code,
-    )  # fmt: skip
+            weights=recipe.model.name, tokenizer=str(run / TOKENIZER), revision=recipe.model.revision
+        )
+    return replace(trained, heads=heads)
 
 
 def _with_adapter(folder: Path) -> TrainedModel:

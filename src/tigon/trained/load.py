@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,18 @@ import torch
 
 from tigon import medusa
 from tigon.data.tokenizer import load_tokenizer
-from tigon.errors import OptionError, PatchError, UsageError
+from tigon.errors import OptionError, PatchError, RecipeError, RunFolderError, UsageError
 from tigon.models.loading import weight_files
-from tigon.models.loading.auto_class import auto_class
+from tigon.recipe.keys import ModelConfig
 from tigon.trained.find import TrainedModel
+from tigon.trained.part_folder import part_folder
+from tigon.trainer import model as models
+from tigon.trainer.checkpoint.adapter_files import attached
 from tigon.trainer.checkpoint.checkpoint import no_pickles
 from tigon.trainer.checkpoint.whole_files import consolidate
+from tigon.trainer.guards.nan_guard import first_nonfinite
+
+WHOLE = "tigon-whole"  # of temporary folders
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,16 @@ def load(trained: TrainedModel, *, device: torch.device, dtype: torch.dtype | st
         dtype: the dtype of the weights; "auto" keeps the dtype of the files.
 
     Raises:
-        UsageError: the weights, adapters or heads cannot be loaded, or a tensor of the model is missing.
-        RecipeError: the tokenizer cannot be loaded.
+        UsageError: the tokenizer, the weights or the heads cannot be loaded, or a tensor of the model is missing or
+            not finite.
+        RunFolderError: the adapters cannot be loaded, or a tensor of them is missing.
     """
     tokenizer = load_tokenizer_of(trained)
     with whole(trained) as trained:
         model = load_weights(trained, dtype=dtype)
         if trained.adapter is not None:
-            model = with_adapter(model, trained)
+            model = attached(model, trained.adapter)
+        refuse_nonfinite(model, str(trained.adapter or trained.weights))
     model = model.to(device).eval()
     if trained.heads is not None:
         _attach_heads(model, trained)
@@ -67,8 +76,12 @@ def load(trained: TrainedModel, *, device: torch.device, dtype: torch.dtype | st
 
 
 def load_tokenizer_of(trained: TrainedModel) -> Any:
-    """The tokenizer. Raises RecipeError if it cannot be loaded."""
-    return load_tokenizer(trained.tokenizer, revision=trained.revision, trust_remote_code=trained.trust_remote_code)
+    """The tokenizer. Raises UsageError if it cannot be loaded."""
+    try:
+        return load_tokenizer(trained.tokenizer, revision=trained.revision, trust_remote_code=trained.trust_remote_code)
+    except RecipeError as error:
+        message = str(error).replace("set data.tokenizer to a folder with", "give a folder with")
+        raise UsageError(_with_way_to_trust(message, trained)) from None
 
 
 @contextmanager
@@ -86,53 +99,64 @@ def whole(trained: TrainedModel, *, near: Path | None = None) -> Iterator[Traine
         yield trained
         return
     no_pickles()
-    with tempfile.TemporaryDirectory(prefix=".whole-", dir=near) as folder:
+    with part_folder(near or Path(tempfile.gettempdir()), WHOLE) as made:
+        folder = str(made)
         try:
-            consolidate(trained.checkpoint, Path(folder))
-        except (RuntimeError, OSError) as error:
+            consolidate(trained.checkpoint, made)
+        except RunFolderError:
+            raise
+        except Exception as error:  # PyTorch raises any type of error for a damaged file
             raise UsageError(f"{trained.checkpoint} cannot be loaded: {weight_files.one_line(error)}") from None
         place = {"weights": folder} if trained.adapter is None else {"adapter": Path(folder)}
         try:
             yield replace(trained, checkpoint=None, **place)
-        except UsageError as error:
-            raise UsageError(str(error).replace(folder, str(trained.checkpoint))) from None
+        except (UsageError, RunFolderError) as error:
+            raise type(error)(str(error).replace(folder, str(trained.checkpoint))) from None
 
 
 def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") -> Any:
-    """The whole model on the CPU, without adapters. transformers would fill missing tensors with random numbers."""
-    from safetensors import SafetensorError
-    from transformers import AutoConfig
+    """The whole model on the CPU, without adapters, read as a run reads its checkpoint.
 
-    from tigon.techniques.mechanisms import mxfp4_experts  # loads transformers
-
-    options: dict[str, Any] = {"revision": trained.revision, "trust_remote_code": trained.trust_remote_code}
+    Raises:
+        UsageError: A file is missing or damaged, the config allows no model, or a tensor is missing, has another
+            shape, holds integers, or is not finite.
+    """
+    # The attention only has to exist for the family; the checks read no weight.
+    named = ModelConfig(
+        name=trained.weights, revision=trained.revision, trust_remote_code=trained.trust_remote_code, attention="eager"
+    )
     try:
-        config = AutoConfig.from_pretrained(trained.weights, **options)
-        if mxfp4_experts.is_stored(config):
-            options |= mxfp4_experts.dense_reading()
-        model, info = auto_class(config).from_pretrained(
-            trained.weights, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        config = models.load_config(named)
+        unused = models.check_weights(named, config)
+        built = models.read(named, config, dtype=dtype)
+    except RecipeError as error:
+        message = str(error).removeprefix("model.name: ")
+        message = message if trained.weights in message else f"{trained.weights}: {message}"
+        raise UsageError(_with_way_to_trust(message, trained)) from None
+    except Exception as error:  # transformers raises any type of error for a config that allows no model
         raise UsageError(f"{trained.weights} cannot be loaded: {weight_files.one_line(error)}") from None
-    report = weight_files.report_of(info)
-    if report.problem:
-        raise UsageError(f"{trained.weights}: {report.problem}")
-    mxfp4_experts.forget_stored_names(model)
-    return model
+    if unused:
+        print(models.unused_line(unused), file=sys.stderr, flush=True)
+    return built
 
 
-def with_adapter(model: Any, trained: TrainedModel) -> Any:
-    """The model inside PEFT's wrapper, with the saved adapters."""
-    import peft
-
-    assert trained.adapter is not None
-    try:
-        return peft.PeftModel.from_pretrained(model, str(trained.adapter))
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+def refuse_nonfinite(model: Any, where: str) -> None:
+    """Raise UsageError if a weight of the model is NaN or infinite. where: The folder, for the message."""
+    index = first_nonfinite(model)
+    if index is not None:
+        name = [name for name, _ in model.named_parameters()][index]
         raise UsageError(
-            f"{trained.adapter}: its adapters cannot be loaded into {trained.weights}: {weight_files.one_line(error)}"
-        ) from None
+            f"{where}: {name} holds values that are not finite (NaN or infinite); use an earlier checkpoint"
+        )
+
+
+def _with_way_to_trust(message: str, trained: TrainedModel) -> str:
+    if trained.trust_remote_code or "custom code" not in message:  # transformers' words
+        return message
+    return (
+        f"{trained.weights}: it comes with Python code, which tigon runs only with --trust-remote-code; give "
+        "that option if you trust the authors"
+    )
 
 
 def _attach_heads(model: Any, trained: TrainedModel) -> None:

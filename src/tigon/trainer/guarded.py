@@ -39,6 +39,7 @@ from tigon.techniques.lora import quiet_peft
 from tigon.techniques.mechanisms.fused_linear import has_fused_linears
 from tigon.techniques.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, universal, whole_files
+from tigon.trainer.checkpoint.adapter_files import check_against
 from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave
 from tigon.trainer.distributed import launch, node_disks
 from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
@@ -392,6 +393,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
+        if (folder / whole_files.ADAPTER_FILE).exists():
+            check_against(self.model, folder)
         if distributed_checkpoint.is_distributed(folder):
             distributed_checkpoint.load_model(model or self.model, folder, self.objective.checkpoint_state)
         elif self.is_fsdp_enabled and whole_files.has_whole_files(folder):

@@ -21,7 +21,7 @@ from tigon.models import patch_fp8 as to_fp8
 from tigon.models.kv_cache import without_cache
 from tigon.models.loading import weight_files
 from tigon.models.loading.auto_class import auto_class, text_part
-from tigon.models.loading.config import check_counts, declared_in, is_hub_id
+from tigon.models.loading.config import check_counts, check_folder, checked, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import one_line
 from tigon.models.spec import LAYER_FLAGS
@@ -98,10 +98,12 @@ def load_config(model: ModelConfig) -> Any:
         )
     try:
         if not is_hub_id(model.name):
+            check_folder(Path(model.name))
             declared_in(Path(model.name) / "config.json")
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        checked(config, model.name)
     except UsageError as error:
         raise RecipeError(f"model.name: {error}") from None
     except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot load

@@ -31,11 +31,10 @@ from tigon.recipe.keys import ComparisonConfig, Recipe
 from tigon.trainer import model, prepare
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction, preflight
+from tigon.trainer.guards.console import make_console
 from tigon.units import in_parameters
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tigon.trainer.prepare import Prepared
 
 TRACED_STEPS = 2
@@ -195,7 +194,7 @@ def _write(folder: Path, profiles: Sequence[Profile]) -> None:
 
 def _profile_in_a_process(path: Path, overrides: Sequence[str], steps: int, out: Path) -> Profile:
     """Make one profile in a new process. Raises RecipeError with that process's error."""
-    _console().print(f"profile  {out.name}: {shlex.join([str(path), *overrides])}", markup=False, soft_wrap=True)
+    make_console().print(f"profile  {out.name}: {shlex.join([str(path), *overrides])}", markup=False, soft_wrap=True)
     words = [word for text in overrides for word in ("--set", text)]
     command = [sys.executable, "-m", "tigon", "profile", str(path), *words, "--steps", str(steps), "--out", str(out)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -228,9 +227,9 @@ def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
     prepare.connect(recipe, device)
     prepared = prepare.prepare(recipe, device)
     heading = f"profile  {_label(prepared)}: {steps} steps recorded, then one timed"
-    _console().print(heading, markup=False, soft_wrap=True)
+    make_console().print(heading, markup=False, soft_wrap=True)
     if prepared.unused_tensors:
-        _console().print(model.unused_line(prepared.unused_tensors), markup=False, soft_wrap=True)
+        make_console().print(model.unused_line(prepared.unused_tensors), markup=False, soft_wrap=True)
     predicted, why = _predict(prepared)
     timeline, ops, stopped = record(prepared, steps, folder, _label(prepared))
     details = _details(prepared) | {"prediction": why} | ({STOPPED: stopped} if stopped else {})
@@ -276,13 +275,7 @@ def _predict(prepared: Prepared) -> tuple[Predicted | None, str]:
 
 
 def _conclude(profiles: Sequence[Profile], target: Path) -> None:
-    console = _console()
+    console = make_console()
     tables.show(profiles, console)
     for path in sorted(path for path in target.rglob("*") if path.is_file()):
         console.print(f"wrote    {path}", markup=False, soft_wrap=True)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)

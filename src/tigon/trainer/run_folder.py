@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tigon._files import open_regular, read_text
 from tigon.errors import RunFolderError
 from tigon.objectives.recipe_checks import auto_divides_batch, loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
@@ -56,6 +57,7 @@ CHECKPOINTS = "checkpoints"
 # The keys that each record of a measurement must have.
 MEASURED = {"train": ("loss", "tokens_per_s", "memory_bytes", "memory_peak_bytes"), "eval": ("eval_loss",)}
 LARGEST = 2**63  # more than any count or number of bytes; the chart library accepts no larger integers
+MAX_RECORDS_BYTES = 2**30  # of metrics.jsonl; a million steps give a fifth
 LOCK_PATIENCE = 7  # seconds to wait for another process's lock
 
 
@@ -85,7 +87,7 @@ class RunFolder:
         """
         file = self.path / name
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(read_text(file))
         except OSError as error:
             raise _damaged(file, str(error.strerror)) from None
         except (ValueError, RecursionError):
@@ -119,7 +121,14 @@ class RunFolder:
     def _lines(self) -> list[str]:
         if not self.metrics.exists():
             return []
-        text = self.metrics.read_text(encoding="utf-8", errors="replace")
+        try:
+            with open_regular(self.metrics) as handle:
+                if os.fstat(handle.fileno()).st_size > MAX_RECORDS_BYTES:
+                    raise _damaged(self.metrics, f"it is larger than {MAX_RECORDS_BYTES:,} bytes")
+                content = handle.read()
+        except OSError as error:
+            raise _damaged(self.metrics, str(error.strerror)) from None
+        text = content.decode("utf-8", errors="replace")
         return [line for line in text.split("\n") if line]
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -287,7 +296,7 @@ def _checked(path: Path, recipe: Recipe) -> RunFolder:
             f"{path}: this run is complete (see its report.html); start a new one without --resume and with another "
             "output.name"
         )
-    _refuse_links(path)
+    _refuse_odd_files(path)
     if not isinstance(RunFolder(path).read_json(DATA).get("fingerprint"), str):
         raise _damaged(path / DATA, "the fingerprint of the data is missing")
     before = loads_saved(path / RECIPE)
@@ -371,13 +380,18 @@ def _is_at(handle: BinaryIO, path: Path) -> bool:
         return False
 
 
-def _refuse_links(path: Path) -> None:
-    """Raise RunFolderError for a link in the folder: runs create none, and would write through it to another place."""
+def _refuse_odd_files(path: Path) -> None:
+    """Raise RunFolderError for a link in the folder, or for a file that is not a regular one.
+
+    Runs create neither. They would write through a link to another place, and wait for a pipe.
+    """
     for folder, folders, files in os.walk(path):
         for name in folders + files:
             here = Path(folder, name)
             if here.is_symlink():
                 raise RunFolderError(f"{here}: a link to {os.readlink(here)}, but runs create no links; remove it")
+            if not (here.is_file() or here.is_dir()):
+                raise RunFolderError(f"{here}: a pipe, a device or a socket, and runs create only files; remove it")
 
 
 def newest(output: OutputConfig) -> Path | None:

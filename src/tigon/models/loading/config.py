@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tigon._files import refuse_odd_files
 from tigon.errors import UsageError
 from tigon.models.loading.presets import MULTIMODAL_SHAPES, PRESETS
 from tigon.models.loading.weight_files import read_json
@@ -18,6 +19,8 @@ from tigon.models.loading.weight_files import read_json
 MAX_LAYERS, MAX_EXPERTS = 1024, 16384
 _LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder|nextn_predict)_)?layers?|num_nextn_predict_layers")
 _EXPERTS = re.compile(r"(num|n)_(local_|routed_|shared_)?experts")
+
+GENERATION_CONFIG = "generation_config.json"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -58,9 +61,10 @@ def _config_from_file(file: Path) -> Any:
         raise UsageError(f"{file.parent} contains no config.json; give the folder of a Hugging Face checkpoint.")
     _refuse_remote_code(str(file), declared_in(file))
     try:
-        return AutoConfig.from_pretrained(file)
+        config = AutoConfig.from_pretrained(file)
     except Exception as error:  # transformers and huggingface_hub raise a dozen types for a bad config
         raise UsageError(f"{file}: transformers cannot read it: {_one_line(error)}") from None
+    return checked(config, str(file))
 
 
 def declared_in(file: Path) -> dict[str, Any]:
@@ -69,10 +73,54 @@ def declared_in(file: Path) -> dict[str, Any]:
     if not isinstance(declared.get("model_type"), str):
         raise UsageError(f"{file} has no model_type, so it is not the config.json of a Hugging Face model.")
     check_counts(declared, str(file))
+    names = declared.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UsageError(f"{file}: architectures is {str(names)[:80]}; it must be a list of class names.")
     depth = declared.get("num_hidden_layers", 1)
     if isinstance(depth, int) and depth < 1:
         raise UsageError(f"{file}: num_hidden_layers is {depth}; a model has at least one layer.")
     return declared
+
+
+def checked(config: Any, where: str) -> Any:
+    """A config that transformers has read from somebody's file.
+
+    Args:
+        config: The config.
+        where: The start of the message.
+
+    Raises:
+        UsageError: It names a kernel on the hub, whose code transformers would download and run, or a part of it is
+            that of another type of model.
+    """
+    from transformers import PreTrainedConfig
+
+    text = config.get_text_config()
+    if not isinstance(text, PreTrainedConfig):
+        raise UsageError(f"{where}: its text_config does not belong to a model of type {config.model_type}; remove it")
+    parts = [config, text, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+    for part in parts:
+        for name in ("_attn_implementation", "_experts_implementation"):
+            if "/" in str(getattr(part, name, None)):
+                raise UsageError(
+                    f"{where}: {name.lstrip('_')} is {getattr(part, name)!r}, whose code transformers would fetch and "
+                    "run; remove it from config.json"
+                )
+    return config
+
+
+def check_folder(folder: Path) -> None:
+    """Check the files of a checkpoint's folder that transformers opens beside the weights and config.json.
+
+    Raises:
+        UsageError: The folder holds a pipe, a device or a huge text, or generation_config.json is not an object.
+    """
+    try:
+        refuse_odd_files(folder)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}; remove it from the folder of the checkpoint") from None
+    if (folder / GENERATION_CONFIG).exists():
+        read_json(folder / GENERATION_CONFIG)
 
 
 def check_counts(values: Mapping[str, Any], where: str) -> None:
@@ -92,9 +140,10 @@ def _config_from_hub(name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers, huggingface_hub and the connection raise many types
         raise UsageError(f"{name}: its config cannot be loaded from the hub: {_one_line(error)}") from None
+    return checked(config, name)
 
 
 def _refuse_remote_code(name: str, declared: dict[str, Any]) -> None:

@@ -203,6 +203,18 @@ def instance_objection(module: nn.Module) -> str | None:
     return "its forward is overridden on the instance; patch the model before whatever overrides it"
 
 
+def runs_more_than_its_class(module: nn.Module) -> bool:
+    """Whether a call of this module without parameters runs a hook or a forward that somebody has set on it.
+
+    DeepSpeed's ZeRO-3 puts hooks on every module. They gather parameters, of which such a module has none.
+    """
+    hooks = (
+        *module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    )  # fmt: skip
+    return any(package_of(hook) != "deepspeed" for hook in hooks) or instance_objection(module) is not None
+
+
 _ANYBODYS = frozenset({"torch", "transformers", "transformers_modules", "tigon", "accelerate", "__main__", "functools"})
 
 

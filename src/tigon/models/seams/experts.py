@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tigon import ops
 from tigon.errors import PatchError
 from tigon.models.seams.base import Seam, is_dtensor
-from tigon.models.seams.mlp import gated_op
+from tigon.models.seams.mlp import gated_op, no_op_for
 from tigon.models.verification import probe
 from tigon.ops import ExpertUnit
 
@@ -68,7 +68,7 @@ def unit_objection(module: Any) -> str | None:
         return "its experts have a norm behind them"
     unit = unit_of(module)
     if unit is None:
-        return f"its activation {type(module.act_fn).__name__} has no gated op"
+        return no_op_for(module.act_fn)
     return probe.disagreement(
         partial(probe.make_stand_in, module), _rows, lambda _, pre: unit(pre), type(module)._apply_gate
     )
@@ -98,7 +98,7 @@ def run_experts(
     """The op on the weights of a module of the interface. adapters: those of its projections, by the weight's name."""
     unit = unit_of(module)
     if unit is None:
-        raise PatchError(f"tigon's experts: {type(module).__name__} has an activation without a gated op.")
+        raise PatchError(f"tigon's experts: {type(module).__name__} cannot run: {no_op_for(module.act_fn)}.")
     weights, found = [], dict(adapters or {})
     for name in PROJECTIONS:
         weight, adapter = _stored(module, name)

@@ -1,6 +1,7 @@
 """The seams for gated MLPs: act(gate) · up in one pass, for any names of the projections.
 
-The projections are called as modules, so LoRA, quantised weights and hooks on them work as without tigon.
+The projections are called as modules, so LoRA, quantised weights and hooks on them work as without tigon. The
+activation is a part of the op and is not called. If it has hooks, the module runs its own forward instead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from tigon import ops
-from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.base import Seam, is_dtensor, runs_more_than_its_class
 from tigon.models.seams.fp8 import fp8_scaling
 from tigon.models.verification import probe
 from tigon.ops.glu import alone
@@ -35,7 +36,9 @@ GATED_OPS: Mapping[str, Gated] = {
 
 
 def gated_op(activation: Any) -> Gated | None:
-    """The op for an activation module, or None."""
+    """The op for an activation module, or None. With hooks there is none, because an op would skip them."""
+    if isinstance(activation, nn.Module) and runs_more_than_its_class(activation):
+        return None
     if isinstance(activation, nn.GELU):
         return _GELU_ERF if activation.approximate == "none" else _GELU_TANH
     return GATED_OPS.get(type(activation).__name__)
@@ -45,9 +48,12 @@ def _name_of(gated: Gated | None) -> str:
     return "swiglu" if gated is ops.swiglu else "geglu"
 
 
-def _no_op_for(activation: Any) -> str:
+def no_op_for(activation: Any) -> str:
+    """Why `gated_op` gives no op for this activation."""
     if activation is None:
         return "its gate is a formula in its forward, not an activation module"
+    if isinstance(activation, nn.Module) and runs_more_than_its_class(activation):
+        return f"its activation {type(activation).__name__} has a hook or its own forward, which an op would skip"
     return f"its activation {type(activation).__name__} has no gated op; known are {', '.join(GATED_OPS)}"
 
 
@@ -84,7 +90,7 @@ class GatedMlpSeam(Seam):
 
     def objection(self, module: nn.Module) -> str | None:
         if self._gated(module) is None:
-            return _no_op_for(getattr(module, self.act or "", None))
+            return no_op_for(getattr(module, self.act or "", None))
         inner = 6
         wide = inner if self.packed is None else 2 * inner
         linears = {**dict.fromkeys(self._projections, (probe.WIDTH, wide)), self.down: (inner, probe.WIDTH)}
@@ -105,7 +111,7 @@ class GatedMlpSeam(Seam):
 
         def forward(self: Any, x: Tensor) -> Tensor:
             gated = seam._gated(self)
-            if gated is None:  # the activation was replaced after the patch
+            if gated is None:  # the activation was replaced or given a hook after the patch
                 return plain_forward(self, x)
             g = getattr(self, gate if packed is None else packed)(x)
             if is_dtensor(g):
@@ -153,7 +159,7 @@ class ExpertsSeam(Seam):
             return "its experts run as transformers' eager loop, which has no seam; set_experts_implementation first"
         activation = getattr(module, self.act, None)
         if gated_op(activation) is None:
-            return _no_op_for(activation)
+            return no_op_for(activation)
         fused, original = self.namespace(type(module))["_apply_gate"], getattr(type(module), "_apply_gate")  # noqa: B009
         return probe.disagreement(partial(probe.make_stand_in, module), probe.rows, fused, original)
 

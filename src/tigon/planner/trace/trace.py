@@ -230,13 +230,38 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         patch_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
     head_groups.check_groups(config, choices.attention_groups)
     if choices.mlp_tile_tokens:
-        tiling.tile(model, choices.mlp_tile_tokens)
+        tiling.tile(model, choices.mlp_tile_tokens, functools.partial(_few_tiles, recorder))
     if choices.accumulation_fusion:
         fuse_linears(model)
         fuse_embeddings(model)
     if choices.loss_memory_mib:
         loss_memory.limit_loss_memory(model, choices.loss_memory_mib)
     return model
+
+
+MAX_TILES = 8  # traced one by one; 64 tokens per tile would be thousands in a search for the longest row
+
+
+def _few_tiles(recorder: TraceRecorder, n_tokens: int, tokens: int) -> Iterator[slice]:
+    """The tiles of an MLP to trace. Of many, the first, the second and the last, and the second counts for the others.
+
+    The first tile makes the sums of the gradients, and all tiles but the last are equal. Each frees what it holds
+    before the next begins, so the memory of three tiles is that of all.
+    """
+    all_tiles = list(tiling.spans(n_tokens, tokens))
+    if len(all_tiles) <= MAX_TILES:
+        yield from all_tiles
+        return
+    yield all_tiles[0]
+    cost = recorder.tape.segments[-1].cost
+    before = dataclasses.replace(cost)
+    yield all_tiles[1]
+    of_one = dataclasses.replace(cost)
+    before.multiply(-1)
+    of_one.add(before)
+    of_one.multiply(len(all_tiles) - 3)
+    cost.add(of_one)
+    yield all_tiles[-1]
 
 
 def _count_dequantisation(recorder: TraceRecorder, by_tigon: bool, moved_bytes: int) -> None:

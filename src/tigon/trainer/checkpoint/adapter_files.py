@@ -7,22 +7,25 @@ are in no checkpoint, so the run keeps them in `base/`, to which the adapters re
 from __future__ import annotations
 
 import shutil
+import sys
 import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tigon.errors import RunFolderError
+from tigon.errors import RunFolderError, UsageError
 from tigon.models.kv_cache import cache_as_in
 from tigon.models.loading.config import is_hub_id
-from tigon.models.loading.weight_files import one_line
+from tigon.models.loading.weight_files import AGAIN, DTYPES, Header, listed, one_line, read_headers, read_json
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques.lora import is_saved_as_difference, quiet_peft
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models
+from tigon.trainer.checkpoint.whole_files import ADAPTER_CONFIG, ADAPTER_FILE
 from tigon.trainer.distributed import launch
 
 ADAPTERS, INITIAL = "adapters", "initial-adapters"
@@ -99,20 +102,111 @@ def merged_with_base(adapters: Path, model: ModelConfig, *, dtype: torch.dtype) 
         dtype: The dtype in which the base model is read and the sums are rounded.
 
     Raises:
-        RunFolderError: The adapters' file lacks a tensor.
+        RunFolderError: As `attached`.
     """
-    import peft
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them
     plain = models.read(model, models.load_config(model), dtype=dtype)
+    return merged(attached(plain, adapters))
+
+
+def attached(plain: Any, adapters: Path) -> Any:
+    """The model inside PEFT's wrapper, with the saved adapters. Every command that reads adapters calls this.
+
+    PEFT initialises a tensor that the file lacks as for a new run, and ignores a tensor that it does not know.
+
+    Args:
+        plain: The base model, on the CPU.
+        adapters: The folder of the adapters.
+
+    Raises:
+        RunFolderError: The folder cannot be read, lacks a tensor, or does not belong to the model.
+    """
+    import peft
+
+    headers = check_files(adapters)
     with quiet_peft():
-        warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would use zeros for them
+        warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
             adapted = peft.PeftModel.from_pretrained(plain, str(adapters))
         except UserWarning as error:
-            raise RunFolderError(f"{adapters} is not complete: {one_line(error)}") from None
-    return merged(adapted)
+            raise RunFolderError(f"{adapters} is not complete: {one_line(error)}; {AGAIN}") from None
+        except Exception as error:  # PEFT raises any type of error for a wrong adapter_config.json
+            raise RunFolderError(
+                f"{adapters}: its adapters cannot be loaded into {plain.config.name_or_path or 'the model'}: "
+                f"{one_line(error)}; {AGAIN}"
+            ) from None
+    _compare_names(adapters, headers, adapted, renamed=bool(getattr(plain, "_checkpoint_conversion_mapping", None)))
+    return adapted
+
+
+def check_against(wrapped: Any, adapters: Path) -> None:
+    """Check a checkpoint's adapters before the Trainer loads them into `wrapped`.
+
+    Raises:
+        RunFolderError: As `attached`.
+    """
+    _compare_names(adapters, check_files(adapters), wrapped, renamed=False)
+
+
+def check_files(adapters: Path) -> Mapping[str, Header]:
+    """The headers of a folder's adapters, after checking its two files without making a tensor.
+
+    Raises:
+        RunFolderError: A file is missing, damaged, a pickle or no regular file, or the config is not one of adapters.
+    """
+    file = adapters / ADAPTER_FILE
+    try:
+        declared = read_json(adapters / ADAPTER_CONFIG)
+        if not file.exists():
+            raise UsageError(f"{adapters} has no {ADAPTER_FILE}; save the adapters as safetensors, or {AGAIN}")
+        headers = read_headers([file])
+    except UsageError as error:
+        raise RunFolderError(str(error)) from None
+    if not headers:
+        raise RunFolderError(f"{file} holds no tensors; {AGAIN}")
+    if declared.get("megatron_config") is not None:
+        raise RunFolderError(
+            f"{adapters / ADAPTER_CONFIG}: megatron_config has PEFT import the module that the file names; remove it"
+        )
+    rank, largest = declared.get("r"), max(max(header.shape, default=0) for header in headers.values())
+    if isinstance(rank, (int, float)) and rank > largest:
+        raise RunFolderError(f"{adapters / ADAPTER_CONFIG}: r is {rank:,}, but {file.name} holds no such rank; {AGAIN}")
+    wrong = [f"{name} is {header.dtype}" for name, header in headers.items() if not _is_floating(header)]
+    if wrong:
+        raise RunFolderError(f"{file}: {listed(wrong, 'tensor')}, which is not a floating-point type; {AGAIN}")
+    return headers
+
+
+def _is_floating(header: Header) -> bool:
+    dtype = DTYPES.get(header.dtype)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _compare_names(adapters: Path, held: Collection[str], wrapped: Any, *, renamed: bool) -> None:
+    """Refuse a file that lacks tensors, and warn of tensors that were not used. PEFT reports only some of the former.
+
+    renamed: Whether PEFT renames the tensors when it loads them, so that only their numbers can be compared.
+    """
+    import peft
+
+    with quiet_peft():
+        expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    missing = sorted(set(expected) - set(held))
+    own = {name.replace(".base_layer", "") for name, _ in wrapped.named_parameters()}  # an embedding saved beside them
+    unused = sorted(set(held) - set(expected) - own)
+    if renamed:
+        missing, unused = missing[: max(0, len(expected) - len(held))], unused[: max(0, len(held) - len(expected))]
+    if missing:
+        rest = f"; it holds {listed(unused, 'tensor')} instead" if unused else ""
+        raise RunFolderError(f"{adapters} is not complete: it lacks {listed(missing, 'tensor')}{rest}; {AGAIN}")
+    if unused:
+        print(
+            f"warning  {adapters} holds {listed(unused, 'tensor')}, which {ADAPTER_CONFIG} does not name; they stay "
+            "unused",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def merged(wrapped: Any) -> Any:

@@ -26,8 +26,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from tigon._files import read_text
 from tigon.errors import RunFolderError
 
 MANIFEST, FORMAT = "manifest.json", 1
@@ -36,6 +38,15 @@ PIECE_BYTES = 64 * 2**20  # pieces are hashed in parallel, because one stream of
 READ_BYTES = 2**20
 FULL_BYTES = 64 * 2**20  # a disk with less free space counts as full
 NOT_OURS = "training_args.bin"  # a pickle that the Trainer writes and tigon never reads
+STATE = "trainer_state.json"
+COUNTS = ("processes", "samples_per_step")
+"""Entries of the metadata that are numbers, if a checkpoint has them."""
+_STATE_TYPES: Mapping[str, tuple[type, ...]] = {
+    "global_step": (int,), "max_steps": (int,), "num_train_epochs": (int, float), "epoch": (int, float, NoneType),
+    "total_flos": (int, float), "log_history": (list,), "best_metric": (int, float, NoneType),
+    "best_global_step": (int, NoneType), "best_model_checkpoint": (str, NoneType), "stateful_callbacks": (dict,),
+    "num_input_tokens_seen": (int, float),
+}  # fmt: skip
 WRITING, REMOVING = ".writing-", ".removing-"
 NFS = ".nfs"  # prefix of files that were removed on NFS while they were open; they disappear when they are closed
 
@@ -123,7 +134,7 @@ def newest(folder: Path, *, below: int | None = None) -> ResumePoint:
             continue
         problem = problem_of(path, step)
         if problem is None:
-            return ResumePoint(path, _manifest(path)["facts"], tuple(problems))
+            return ResumePoint(path, metadata_of(path), tuple(problems))
         problems.append(f"{path.name} {problem}")
     why = "; ".join(problems) or "there is none"
     raise RunFolderError(
@@ -143,9 +154,19 @@ def newest_metadata(folder: Path) -> dict[str, Any]:
 def metadata_of(path: Path) -> dict[str, Any]:
     """The metadata of a checkpoint; {} if its manifest cannot be read."""
     try:
-        return dict(_manifest(path)["facts"])
+        return _facts(_manifest(path))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
+
+
+def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata in a manifest. Raises KeyError or TypeError if it is not what `publish` writes."""
+    facts = dict(manifest["facts"])
+    numbers = [facts[name] for name in COUNTS if name in facts]
+    versions = facts.get("versions", {})
+    if not isinstance(versions, dict) or any(type(number) is not int or number < 1 for number in numbers):
+        raise TypeError
+    return facts
 
 
 def newest_path(folder: Path) -> Path:
@@ -163,7 +184,7 @@ def problem_of(path: Path, step: int) -> str | None:
         for each in (*(_manifest(path, name) for name in _part_manifests(path)), manifest):  # the own one decides
             listed |= {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in each["files"].items()}
         format_, numbers = int(manifest["format"]), int(manifest["step"])
-        dict(dict(manifest["facts"]).get("versions", {}))
+        _facts(manifest)
     except FileNotFoundError:
         return f"lacks {MANIFEST}: it was not completed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -189,7 +210,24 @@ def problem_of(path: Path, step: int) -> str | None:
     for name, (_, sha256) in listed.items():
         if digest(path / name) != sha256:
             return f"is damaged: the content of {name} has changed"
-    return None
+    return _problem_of_state(path / STATE, step) if STATE in listed else None
+
+
+def _problem_of_state(file: Path, step: int) -> str | None:
+    """How the Trainer's own record differs from one of this step; None if it does not.
+
+    The Trainer makes its state of any JSON, and fails on a wrong value many steps later.
+    """
+    try:
+        state = json.loads(read_text(file))
+        wrong = [name for name, types in _STATE_TYPES.items() if type(state.get(name)) not in types]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return f"has an unreadable {file.name}"
+    if not wrong and not all(isinstance(record, dict) and "step" in record for record in state["log_history"]):
+        wrong = ["log_history"]
+    if not wrong and state["global_step"] != step:
+        wrong = ["global_step"]
+    return f"has a {file.name} with a wrong value of {', '.join(wrong)}" if wrong else None
 
 
 def digest(path: Path) -> str:
@@ -225,7 +263,7 @@ def _part_manifests(path: Path) -> list[str]:
 
 
 def _manifest(path: Path, name: str = MANIFEST) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((path / name).read_text(encoding="utf-8"))
+    manifest: dict[str, Any] = json.loads(read_text(path / name))
     return manifest
 
 
@@ -246,7 +284,7 @@ def _files(path: Path) -> list[str]:
     """The relative paths of every file below `path` except the manifest. FSDP2's checkpoints need their .metadata.
 
     Raises:
-        RunFolderError: There is a link.
+        RunFolderError: There is a link, or something else that is not a regular file.
     """
     paths = []
     for folder, folders, files in os.walk(path):
@@ -254,6 +292,8 @@ def _files(path: Path) -> list[str]:
             here = Path(folder, name)
             if here.is_symlink():
                 raise RunFolderError(f"holds a link, {here.relative_to(path)}")
+            if not (here.is_file() or here.is_dir()):
+                raise RunFolderError(f"holds {here.relative_to(path)}, which is not a regular file")
         paths += [Path(folder, name).relative_to(path).as_posix() for name in files if not name.startswith(NFS)]
     return sorted(name for name in paths if name != MANIFEST and not re.fullmatch(PART_MANIFEST, name))
 

@@ -16,6 +16,7 @@ from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
+from tigon.trainer.guards.nan_guard import first_overflow
 
 MODEL = "model"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,14 +63,14 @@ class FinalModel:
         adapters = self.run / adapter_files.ADAPTERS
         adapter_files.save(built, trainer, self.choices, adapters)
         if (merges or self.output.merge) and trainer.is_world_process_zero():
-            dtypes = self._dtypes()
-            merged = adapter_files.merged_with_base(adapters, self._base_checkpoint(), dtype=dtypes.widest())
-            dtypes.cast(merged)
+            base = self._base_checkpoint()
+            merged = adapter_files.merged_with_base(adapters, base, dtype=self._dtypes({}).widest())
+            self._dtypes(dict(merged.named_parameters())).cast(merged)
             self._write(merged)
 
     def save_state(self, built: Any, state: dict[str, torch.Tensor]) -> None:
         """Save `state`, gathered from all processes, as `model/`. Only the main process calls it."""
-        state = self._dtypes().cast_state(state)
+        state = self._dtypes(state).cast_state(state)
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
         self._write(built, state)  # it empties `state`
         _declare_dtype(self.run / MODEL / "config.json", dtype)
@@ -80,7 +81,7 @@ class FinalModel:
             if trainer.is_world_process_zero():
                 self.save_state(built, state)
         elif trainer.is_world_process_zero():
-            self._dtypes().cast(built)
+            self._dtypes(dict(built.named_parameters())).cast(built)
             self._write(built)
 
     def _write(self, built: Any, state: dict[str, torch.Tensor] | None = None) -> None:
@@ -88,9 +89,18 @@ class FinalModel:
         with cache_as_in(built, self.config):
             built.save_pretrained(self.run / MODEL, state_dict=state, **({"max_shard_size": size} if size else {}))
 
-    def _dtypes(self) -> SavedDtypes:
+    def _dtypes(self, weights: Mapping[str, torch.Tensor]) -> SavedDtypes:
+        """The dtypes for these weights. A run is not lost because a weight is too large for `output.dtype`."""
         if self.output.dtype != "auto":
-            return SavedDtypes(_DTYPES[self.output.dtype], {})
+            wanted = _DTYPES[self.output.dtype]
+            overflow = first_overflow(weights.items(), wanted)
+            if overflow is None:
+                return SavedDtypes(wanted, {})
+            print(
+                f"warning  output.dtype: {self.output.dtype}: {overflow}; all weights are saved as with output.dtype: "
+                "auto instead",
+                flush=True,
+            )  # fmt: skip
         return SavedDtypes(None, models.stored_dtypes(self._base_checkpoint(), self.config))
 
     def _base_checkpoint(self) -> ModelConfig:
@@ -122,9 +132,10 @@ class SavedDtypes:
         return max(set(dtypes), key=dtypes.count) if dtypes else None
 
     def widest(self) -> torch.dtype:
-        """The widest dtype of all saved weights."""
+        """The dtype in which all weights can be summed: the widest one, and not fp16, whose largest value is 65,504."""
         dtypes = {self.wanted} if self.wanted is not None else set(self.stored.values())
-        return max(dtypes, key=lambda dtype: dtype.itemsize)
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        return torch.float32 if widest == torch.float16 else widest
 
     def cast(self, built: Any) -> None:
         """Give the weights their dtypes in place, one by one, so that no second copy of the model is needed."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from tigon.data.render_chat import render_chat
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe
 from tigon.trainer import model as models
@@ -41,13 +42,14 @@ def prompts_of(recipe: Recipe, tokenizer: Any, config: Any, *, as_chat: bool) ->
 
     Raises:
         RecipeError: A prompt leaves no room for its continuation in the model's positions.
+        UsageError: The chat template fails.
     """
     prompts = []
     limit, n_new = preflight.most_positions(config), recipe.eval.generate_tokens
     for text in recipe.eval.generate:
         if as_chat:
             chat = [{"role": "user", "content": text}]
-            rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            rendered = render_chat(tokenizer, chat, add_generation_prompt=True)
             tokens = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         else:
             tokens = tokenizer(text)["input_ids"]

@@ -6,11 +6,15 @@ closed stream. The run continues without the stream, because its folder has all 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 STREAMS = {1: "stdout", 2: "stderr"}
 
@@ -28,9 +32,25 @@ def open_closed_streams() -> None:
             # The system assigns the lowest free descriptor, which is `number`.
             null = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(null, True)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  # open until the process ends
     for name in STREAMS.values():
         if getattr(sys, name) is None:  # print(file=None) would write to stdout instead of stderr
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the process ends
+
+
+def make_console(**options: Any) -> Console:
+    """A console of rich on stdout that raises BrokenPipeError when the reader exits. rich would end with code 1.
+
+    options: Those of `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    class Raising(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return Raising(highlight=False, **options)
 
 
 @contextmanager
@@ -47,6 +67,14 @@ def survive_broken_streams() -> Iterator[None]:
                 getattr(sys, name).flush()
         for name, stream in before.items():
             setattr(sys, name, stream)
+
+
+def drop(number: int) -> None:
+    """Redirect a descriptor to /dev/null, so that what a stream still holds can be flushed at exit."""
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
+        os.close(null)
 
 
 class _SurvivingStream:
@@ -79,10 +107,7 @@ class _SurvivingStream:
 
         Libraries and child processes write to the same descriptor, and Python flushes its buffer to it at exit.
         """
-        with suppress(OSError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._number)
-            os.close(null)
+        drop(self._number)
         if self._number == 1:
             why = error.strerror or str(error)
             print(f"tigon: stdout: {why}; the command continues without output", file=sys.stderr, flush=True)

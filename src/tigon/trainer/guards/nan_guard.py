@@ -12,7 +12,7 @@ step while the next step runs, so nothing waits for the GPU. For other optimizer
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -150,6 +150,17 @@ def first_nonfinite(model: Any) -> int | None:
         finite = torch.stack([flag for _, flag in on_device]).tolist()
         if not all(finite):
             return on_device[finite.index(False)][0]
+    return None
+
+
+def first_overflow(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str | None:
+    """The first tensor with a finite value that is infinite in `dtype`, in words; None if there is none."""
+    for name, tensor in named:
+        if tensor.is_floating_point() and tensor.numel() and torch.finfo(tensor.dtype).max > torch.finfo(dtype).max:
+            largest = torch.stack(tensor.detach().float().aminmax()).abs().max()
+            if torch.isfinite(largest) and torch.isinf(largest.to(dtype)):
+                narrow = str(dtype).removeprefix("torch.")
+                return f"{name} holds {largest.item():.6g}, and {narrow} ends at {torch.finfo(dtype).max:.6g}"
     return None
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tigon._files import read_text
 from tigon.models.loading.config import is_hub_id
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
@@ -19,6 +21,7 @@ from tigon.trainer.report.report import fenced
 from tigon.trainer.run_folder import RunFolder
 
 FILE = "README.md"
+MAX_CARD_BYTES = 2**20
 _ADAPTERS_FOR, _MERGED_INTO = "LoRA adapters for", "LoRA adapters merged into"
 _CLASSES = {
     "text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification",
@@ -73,29 +76,53 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
 
 
 def copy(source: Path, folder: Path, *, merged: bool) -> None:
-    """Copy a run's card beside weights that are written elsewhere. Does nothing if `source` has no card of tigon.
+    """Copy a run's card beside weights that are written elsewhere. Another card is left out, and named on stderr.
 
     Args:
         source: The folder with the run's weights or adapters.
         folder: The folder of the new weights.
         merged: Whether the adapters in `source` were merged into them.
     """
-    import yaml
-
-    card = source / FILE
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
-    if not isinstance(front, dict) or "tigon" not in front.get("tags", ()):
+    text = _read(source / FILE)
+    front = _front_of(text)
+    if front is None:
+        if (source / FILE).exists():
+            print(f"note     {source / FILE} is no model card of tigon and is not copied", file=sys.stderr, flush=True)
         return
     if merged:
-        head, *sections = re.split(r"\n\n(?=## )", text)
-        title = head.split("---", 2)[2].replace(_ADAPTERS_FOR, _MERGED_INTO)
+        head, *sections = re.split(r"\n\n(?=## )", text.split("---", 2)[2])
+        title = head.replace(_ADAPTERS_FOR, _MERGED_INTO)
         kept = [section for section in sections if not section.startswith((_LOADING, _SERVING))]
         front["library_name"] = "transformers"
         text = "\n\n".join(
             [_yaml(front) + title, f"{_LOADING}\n\n{_code(front.get('pipeline_tag', ''), adapters=False)}", *kept]
         )
     (folder / FILE).write_text(text, encoding="utf-8")
+
+
+def _read(card: Path) -> str:
+    """The text of a card; "" if there is none that can be read, as in a folder that somebody has changed."""
+    try:
+        return read_text(card, MAX_CARD_BYTES)
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _front_of(text: str) -> dict[str, Any] | None:
+    """The front matter of a card of tigon; None for any other text."""
+    import yaml
+
+    parts = text.split("---", 2)
+    if len(parts) < 3 or parts[0]:
+        return None
+    try:
+        front = yaml.safe_load(parts[1])
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    if not isinstance(front, dict) or not isinstance(front.get("pipeline_tag", ""), str):
+        return None
+    tags = front.get("tags")
+    return front if isinstance(tags, list) and "tigon" in tags else None
 
 
 def _front_matter(recipe: Recipe, *, adapters: bool) -> str:

@@ -1,0 +1,55 @@
+"""Renders messages with a tokenizer's chat template. A template comes with a model, so it may be wrong or never end.
+
+transformers runs templates in Jinja's sandbox, which limits what they reach but not their time.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tigon.errors import UsageError
+
+LIMIT_S = 10  # templates of published models take milliseconds
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """The messages as text.
+
+    Args:
+        tokenizer: A tokenizer of transformers with a chat template.
+        messages: The messages, as mappings with `role` and `content`.
+        options: More options of `apply_chat_template`, such as `add_generation_prompt`.
+
+    Raises:
+        UsageError: The template cannot be parsed, refuses the messages, or takes longer than `LIMIT_S`.
+    """
+    try:
+        with _limited_time():
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except TimeoutError:
+        raise UsageError(f"the chat template has not ended after {LIMIT_S} s; correct chat_template.jinja") from None
+    except Exception as error:  # a template can raise any type of error
+        raise UsageError(f"the chat template fails: {' '.join(str(error).split())[:200]}") from None
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Raise TimeoutError in the block after `LIMIT_S`. Without limit outside the main thread, and on Windows."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
