@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoint import save
 from trainer_helpers import TINY_MODEL, records, tree
 
 pytest.importorskip("trl")
@@ -101,6 +102,52 @@ def test_model_and_reference_of_dpo_run_on_tigons_head(recipe, tigon, here):
     assert "TRL's model: tigon's head\nTRL's ref_model: tigon's head" in patch
     first = records(here / "runs" / "r", "train")[0]
     assert first["rewards/margins"] == 0 and first["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+EQUAL_MODELS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "dpo": ({}, {"loss": 0.693147, "rewards/margins": 0, "rewards/accuracies": 0, "rewards/chosen": 0}),
+    "kto": ({"desirable_weight": 1.0}, {"loss": 0.5, "kl": 0, "rewards/chosen": 0}),
+    "grpo": ({"beta": 0.1}, {"kl": 0}),
+    "distill": ({"teacher": "checkpoint", "base_steps": 0}, {"loss": 0}),
+}
+"""Objective -> keys of `post_training`, and what TRL logs while the trained model equals its reference or teacher."""
+PRECISIONS = {"bf16": {}, "amp-bf16": {}, "bf16 and adapters": {"lora": {"rank": 2}}}
+
+
+EQUAL_RUNS = [
+    (objective, precision, kernels)
+    for objective in EQUAL_MODELS
+    for precision in PRECISIONS
+    for kernels in ("tigon", "no-flce", "none")
+]
+
+
+@pytest.mark.parametrize(
+    "run",
+    proved_by(
+        lambda run: run[1:] == ("bf16", "tigon") or run == ("grpo", "bf16", "no-flce"),
+        EQUAL_RUNS,
+        "the same layers in another precision; only GRPO's reference is not built by tigon",
+        "-".join,
+    ),
+)
+def test_first_step_finds_the_model_equal_to_its_reference_or_teacher(run, recipe, tigon, here):
+    """In bf16 the slightest difference of their layers shows."""
+    objective, precision, kernels = run
+    save(here / "checkpoint", initializer_range=0.3)
+    keys, exact = EQUAL_MODELS[objective]
+    more = {
+        "model": {"name": "checkpoint", "config": None, "kernels": kernels},
+        "data": {"sequence_length": 128, "vocab_size": 8192},
+        "train": {"steps": 1, "eval_steps": None, "precision": precision.partition(" ")[0]},
+        "post_training": {**OWN[objective], **keys},
+        "output": {"sample_tokens": 0, "save_model": False},
+        **PRECISIONS[precision],
+    }
+    outcome = tigon("train", recipe(**sections(objective, **more)))
+    assert outcome.code == 0, outcome.err
+    (first,) = records(here / "runs" / "r", "train")
+    assert {name: first[name] for name in exact} == pytest.approx(exact, abs=1e-6 if "loss" in exact else 0)
 
 
 TECHNIQUES = {
