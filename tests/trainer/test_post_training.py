@@ -397,6 +397,32 @@ def test_messages_train_with_a_chat_template_and_are_refused_without(recipe, tig
     assert records(here / "runs" / "r", "train")[-1]["rewards/margins"] > 0
 
 
+TEXT_ROWS = {
+    "text": ('{"prompt": "Hello", "chosen": "Hi", "rejected": "No"}', "24 of 24 rows are text, to which"),
+    "text with the template's tokens": (
+        '{"prompt": "<user>Hello<bot>", "chosen": "Hi<eos>", "rejected": "No<eos>"}', None,
+    ),
+    "messages": (json.dumps(MESSAGES), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TEXT_ROWS)
+def test_rows_of_text_on_a_chat_model_are_counted_in_a_warning(case, recipe, tigon, here):
+    row, says = TEXT_ROWS[case]
+    save(here / "checkpoint")
+    (here / "rows.jsonl").write_text("\n".join([row] * 24) + "\n", encoding="utf-8")
+    more = {
+        "model": {"name": "checkpoint", "config": None},
+        "data": {"source": "rows.jsonl", "sequence_length": 128, "vocab_size": 8192, "max_text_mib": None},
+        "train": {"steps": 1, "eval_steps": None},
+        "output": {"sample_tokens": 0, "save_model": False},
+    }
+    outcome = tigon("train", recipe(**sections("dpo", **more)))
+    assert outcome.code == 0, outcome.err
+    warned = [line for line in outcome.out.splitlines() if "chat template" in line and line.startswith("warning")]
+    assert len(warned) == (says is not None) and (says is None or says in warned[0])
+
+
 def test_base_steps_are_for_random_weights(recipe, tigon, here):
     assert tigon("train", recipe(**sections("dpo", output={"name": "first"}))).code == 0
     more = {"model": {"name": "runs/first/model", "config": None}, "post_training": {"base_steps": 1}}

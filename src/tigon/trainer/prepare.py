@@ -187,8 +187,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     tok = _tokenizer(recipe, train_docs) if processor is None else processor.tokenizer
     rendering = chat_template.choose(tok, data.template, data.learn)
     preflight.check_vocabulary(recipe, config, len(tok))
+    of_rows: tuple[str, ...] = ()
     if objective.trl is not None:
         _check_chat(tok, read[0])
+        of_rows = tuple(filter(None, [preferences.without_template([*row_docs[0], *row_docs[1]], tok)]))
     n_ids = config.get_text_config().vocab_size
     cache = token_cache.TokenCache(
         token_cache.default_folder() if data.cache else None, tok, n_ids, bad, rendering
@@ -246,7 +248,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),
-        warnings=frozen_experts + warnings_of(
+        warnings=frozen_experts + of_rows + warnings_of(
             recipe, RunSize(n_samples, len(eval_samples), n_readers),
             trains_tokenizer=_trains_tokenizer(recipe)
         ),
