@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -503,6 +504,27 @@ def test_kl_of_grpo_is_against_the_model_after_its_base_steps(recipe, tigon, her
 def test_every_objective_has_a_recipe_and_takes_its_keys() -> None:
     folder = Path(__file__).parents[2] / "recipes" / "objectives"
     assert {path.stem for path in folder.glob("*.yaml")} == set(post_training_rules.TAKES) == set(OWN)
+
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "objectives"
+
+
+@pytest.mark.parametrize(
+    "objective",
+    proved_by(["dpo", "grpo"], OWN, "dpo has keys of its preset, grpo a reward function, and so have others"),
+)
+def test_recipe_trains_a_checkpoint_by_one_override(objective, tigon, here):
+    save(here / "checkpoint")
+    shutil.copytree(RECIPES, here / "recipes" / "objectives")
+    short = ["train.steps=1", "train.eval_steps=null", "data.sequence_length=128", "output.save_model=false"]
+    short += ["post_training.teacher=checkpoint"] if objective == "distill" else []
+    path = here / "recipes" / "objectives" / f"{objective}.yaml"
+    options = [part for key in ("model.name=checkpoint", *short) for part in ("--set", key)]
+    outcome = tigon("train", path, *options)
+    assert outcome.code == 0, outcome.err
+    (line,) = [line for line in outcome.err.splitlines() if "left out" in line]
+    assert "model.config, data.vocab_size" in line and "which are for the preset tigon-demo" in line
+    assert ("post_training.base_steps" in line) == (objective not in ("orpo", "reward"))
 
 
 @pytest.mark.second_proof("test_objective_trains_... trains with DPO, and tests/losses compares its loss with TRL's")
