@@ -32,7 +32,7 @@ for kind in sys.argv[1:]:
 if "DPO" in sys.argv:
     trainer = build("DPO", deepspeed=CONFIG)
     tigon.patch(unwrap(trainer.model))
-    tigon.integrations.trl.fuse(trainer)
+    said = tigon.integrations.trl.fuse(trainer).unfused
     models = {"policy": unwrap(trainer.model), "reference": second_models(trainer)["ref_model"]}
-    results["layers"] = {name: sorted(layer_kinds(model)) for name, model in models.items()}
+    results["layers"] = {**{name: sorted(layer_kinds(model)) for name, model in models.items()}, "unfused": said}
 print("RESULT" + json.dumps(results))

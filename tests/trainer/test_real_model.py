@@ -59,7 +59,7 @@ def sections(**more: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def answer(folder: Path, question: str) -> str:
-    """What a checkpoint answers in plain transformers, with the likeliest tokens."""
+    """The answer of a checkpoint in plain transformers, of the likeliest tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
