@@ -162,8 +162,8 @@ def without_template(documents: Sequence[Document], tokenizer: Any) -> str | Non
     if not bare:
         return None
     return (
-        f"{bare:,} of {len(documents):,} rows are text, to which TRL applies no chat template: the model learns outside "
-        'the format of its chats; write prompt and answers as messages: [{"role": "user", "content": "..."}]'
+        f"{bare:,} of {len(documents):,} rows are text, to which TRL applies no chat template: the model learns "
+        'outside the format of its chats; write prompt and answers as messages: [{"role": "user", "content": "..."}]'
     )
 
 
