@@ -16,6 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from tigon.errors import PatchError, TigonError
+from tigon.integrations.trl.layers import is_matched
 from tigon.models import PatchReport, patch
 from tigon.models.fp8 import fp8_options
 from tigon.models.patch import unwrap
@@ -29,6 +30,19 @@ from tigon.trainer.guards.prediction import gpu_here
 LOG = logging.getLogger(__name__)
 PEAK, PLANNED = "tigon_peak_gib", "tigon_planned_peak_gib"
 """Names in the Trainer's logs."""
+
+
+FUSE = (
+    "the callback patches the trained model alone. Its reference or teacher rounds otherwise: in bf16 rewards and KL "
+    "are not 0 before the first step. Call tigon.integrations.trl.fuse(trainer) before trainer.train()"
+)
+
+
+def compares_models(args: Any, model: Any) -> bool:
+    """Whether a trainer of TRL with these arguments has a reference or a teacher beside the trained model."""
+    has_teacher = any(name.startswith("teacher_model") for name in vars(args))
+    has_reference = hasattr(args, "sync_ref_model") and getattr(args, "beta", 0) != 0
+    return has_teacher or (has_reference and not hasattr(model, "peft_config"))
 
 
 class NotPlanned(TigonError):
@@ -76,6 +90,8 @@ class TigonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         if state.is_world_process_zero:
             planned = f"planned peak {self.plan.peak_allocated_bytes / GIB:.2f} GiB" if self.plan else self.unplanned
             LOG.warning("tigon: %s", planned)  # transformers shows warnings by default
+            if compares_models(args, model) and not is_matched(model):
+                LOG.warning("tigon: %s", FUSE)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the measured and the planned peak to this record."""

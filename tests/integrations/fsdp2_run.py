@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from trl_runs import Result, build, of_time
 
+import tigon
 import tigon.integrations.trl as integration
+from tigon.integrations.trl.layers import layer_kinds
+from tigon.models.patch import unwrap
 
 FSDP2 = {
     "fsdp": "full_shard auto_wrap",
@@ -51,6 +54,16 @@ def train_sharded(kind: str, fused: bool) -> Result:
         for entry in trainer.state.log_history
     ]
     return Result(logs, grads, report.fused if report else [], report.unfused if report else {})
+
+
+def layers_of_both(rank: int, folder: Path) -> None:
+    """Write the layers of the policy and of the reference of a patched and fused DPOTrainer that has trained."""
+    fsdp2_on_cpus()
+    trainer = build("DPO", max_steps=1, **FSDP2)
+    tigon.patch(unwrap(trainer.model))
+    integration.fuse(trainer)
+    trainer.train()
+    torch.save([layer_kinds(unwrap(each)) for each in (trainer.model, trainer.ref_model)], folder / f"{rank}")
 
 
 def both_runs(rank: int, kind: str, folder: Path) -> None:

@@ -117,3 +117,21 @@ def test_adapters_become_choices_of_the_planner(tmp_path: Path) -> None:
     model = peft.get_peft_model(small_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     choices = choices_of(arguments(tmp_path), model)
     assert (choices.lora_rank, choices.lora_targets) == (4, ("q_proj", "v_proj"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fused", [False, True])
+def test_reference_that_keeps_its_own_layers_is_named_when_training_begins(
+    fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("trl")
+    from trl_runs import build, model
+
+    import tigon.integrations.trl
+
+    trainer = build("DPO", max_steps=1, policy=model)
+    trainer.add_callback(TigonCallback())
+    if fused:
+        tigon.integrations.trl.fuse(trainer)
+    trainer.train()
+    assert ("Call tigon.integrations.trl.fuse(trainer)" in caplog.text) == (not fused)

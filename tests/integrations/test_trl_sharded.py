@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_run import both_runs
+from fsdp2_run import both_runs, layers_of_both
 from torch import nn
 from trl_cases import FSDP2, FUSED, SHARDED_TEACHER, ZERO3
 from trl_runs import Result, build, compare, model, of_time
@@ -146,6 +146,7 @@ def test_zero3_logs_trls_numbers(tmp_path: Path) -> None:
         said = [rank.communicate() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "".join(stderr[-3000:] for _, stderr in said)
     results = json.loads(said[0][0].split("RESULT")[1])
+    assert results["layers"]["policy"] and results["layers"]["reference"] == results["layers"]["policy"], results
     for trainer, state in ZERO3.items():
         got, want = (results[f"{trainer} {kind}"] for kind in ("fused", "plain"))
         assert bool(got["fused"]) == (state == FUSED), trainer
@@ -197,3 +198,15 @@ def test_trainer_under_fsdp2_logs_and_learns_what_trl_alone_does(trainer: str, t
         want, got = (Result(**torch.load(tmp_path / f"{fused}-{rank}.pt")) for fused in (False, True))
         assert bool(got.fused) == (FSDP2[trainer] == FUSED)
         compare(got, want, 1e-4)
+
+
+@forks
+@pytest.mark.filterwarnings("ignore")
+def test_reference_that_fsdp2_sharded_gets_the_layers_of_the_policy(tmp_path: Path) -> None:
+    """TRL shards the reference while it builds the trainer, and the policy when the training begins."""
+    build("DPO")  # imports and models, before the processes are copied
+    said = tmp_path / "stderr"
+    assert in_forks(lambda rank: layers_of_both(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-3000:]
+    for rank in range(2):
+        policys, references = torch.load(tmp_path / f"{rank}")
+        assert policys == references and ("model.norm", "rms_norm") in policys

@@ -24,3 +24,18 @@ def test_steps_replace_the_epochs_of_the_file_and_epochs_the_steps(tmp_path):
 def test_both_in_set_are_refused(tmp_path):
     with pytest.raises(RecipeError, match="both are given"):
         loaded(tmp_path, "train: {steps: 5}\n", "train.epochs=2", "train.steps=5")
+
+
+PRESET = "model: {name: tigon-demo, config: {num_hidden_layers: 2}}\ndata: {vocab_size: 512}\ntrain: {steps: 1}\n"
+
+
+def test_keys_of_the_files_preset_are_left_out_for_a_checkpoint_and_named(tmp_path, capsys):
+    recipe = loaded(tmp_path, PRESET, "model.name=owner/model")
+    assert recipe.model.config is None and recipe.data.vocab_size == 8192
+    assert "left out model.config, data.vocab_size, which are for the preset tigon-demo" in capsys.readouterr().err
+
+
+def test_keys_of_the_preset_are_kept_for_another_preset_and_where_set_gives_them(tmp_path, capsys):
+    recipe = loaded(tmp_path, PRESET, "model.name=smollm2-135m")
+    assert recipe.model.config == {"num_hidden_layers": 2} and not capsys.readouterr().err
+    assert loaded(tmp_path, PRESET, "model.name=owner/model", "data.vocab_size=600").data.vocab_size == 600

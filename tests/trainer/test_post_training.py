@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoint import save
 from trainer_helpers import TINY_MODEL, records, tree
 
 pytest.importorskip("trl")
@@ -122,6 +124,52 @@ def test_model_and_reference_of_dpo_run_on_tigons_head(recipe, tigon, here):
     assert "TRL's model: tigon's head\nTRL's ref_model: tigon's head" in patch
     first = records(here / "runs" / "r", "train")[0]
     assert first["rewards/margins"] == 0 and first["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+EQUAL_MODELS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "dpo": ({}, {"loss": 0.693147, "rewards/margins": 0, "rewards/accuracies": 0, "rewards/chosen": 0}),
+    "kto": ({"desirable_weight": 1.0}, {"loss": 0.5, "kl": 0, "rewards/chosen": 0}),
+    "grpo": ({"beta": 0.1}, {"kl": 0}),
+    "distill": ({"teacher": "checkpoint", "base_steps": 0}, {"loss": 0}),
+}
+"""Objective -> keys of `post_training`, and what TRL logs while the trained model equals its reference or teacher."""
+PRECISIONS = {"bf16": {}, "amp-bf16": {}, "bf16 and adapters": {"lora": {"rank": 2}}}
+
+
+EQUAL_RUNS = [
+    (objective, precision, kernels)
+    for objective in EQUAL_MODELS
+    for precision in PRECISIONS
+    for kernels in ("tigon", "no-flce", "none")
+]
+
+
+@pytest.mark.parametrize(
+    "run",
+    proved_by(
+        lambda run: run[1:] == ("bf16", "tigon") or run == ("grpo", "bf16", "no-flce"),
+        EQUAL_RUNS,
+        "the same layers in another precision; only GRPO's reference is not built by tigon",
+        "-".join,
+    ),
+)
+def test_first_step_finds_the_model_equal_to_its_reference_or_teacher(run, recipe, tigon, here):
+    """In bf16 the slightest difference of their layers shows."""
+    objective, precision, kernels = run
+    save(here / "checkpoint", initializer_range=0.3)
+    keys, exact = EQUAL_MODELS[objective]
+    more = {
+        "model": {"name": "checkpoint", "config": None, "kernels": kernels},
+        "data": {"sequence_length": 128, "vocab_size": 8192},
+        "train": {"steps": 1, "eval_steps": None, "precision": precision.partition(" ")[0]},
+        "post_training": {**OWN[objective], **keys},
+        "output": {"sample_tokens": 0, "save_model": False},
+        **PRECISIONS[precision],
+    }
+    outcome = tigon("train", recipe(**sections(objective, **more)))
+    assert outcome.code == 0, outcome.err
+    (first,) = records(here / "runs" / "r", "train")
+    assert {name: first[name] for name in exact} == pytest.approx(exact, abs=1e-6 if "loss" in exact else 0)
 
 
 TECHNIQUES = {
@@ -373,6 +421,32 @@ def test_messages_train_with_a_chat_template_and_are_refused_without(recipe, tig
     assert records(here / "runs" / "r", "train")[-1]["rewards/margins"] > 0
 
 
+TEXT_ROWS = {
+    "text": ('{"prompt": "Hello", "chosen": "Hi", "rejected": "No"}', "24 of 24 rows are text, to which"),
+    "text with the template's tokens": (
+        '{"prompt": "<user>Hello<bot>", "chosen": "Hi<eos>", "rejected": "No<eos>"}', None,
+    ),
+    "messages": (json.dumps(MESSAGES), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TEXT_ROWS)
+def test_rows_of_text_on_a_chat_model_are_counted_in_a_warning(case, recipe, tigon, here):
+    row, says = TEXT_ROWS[case]
+    save(here / "checkpoint")
+    (here / "rows.jsonl").write_text("\n".join([row] * 24) + "\n", encoding="utf-8")
+    more = {
+        "model": {"name": "checkpoint", "config": None},
+        "data": {"source": "rows.jsonl", "sequence_length": 128, "vocab_size": 8192, "max_text_mib": None},
+        "train": {"steps": 1, "eval_steps": None},
+        "output": {"sample_tokens": 0, "save_model": False},
+    }
+    outcome = tigon("train", recipe(**sections("dpo", **more)))
+    assert outcome.code == 0, outcome.err
+    warned = [line for line in outcome.out.splitlines() if "chat template" in line and line.startswith("warning")]
+    assert len(warned) == (says is not None) and (says is None or says in warned[0])
+
+
 def test_base_steps_are_for_random_weights(recipe, tigon, here):
     assert tigon("train", recipe(**sections("dpo", output={"name": "first"}))).code == 0
     more = {"model": {"name": "runs/first/model", "config": None}, "post_training": {"base_steps": 1}}
@@ -453,6 +527,27 @@ def test_kl_of_grpo_is_against_the_model_after_its_base_steps(recipe, tigon, her
 def test_every_objective_has_a_recipe_and_takes_its_keys() -> None:
     folder = Path(__file__).parents[2] / "recipes" / "objectives"
     assert {path.stem for path in folder.glob("*.yaml")} == set(post_training_rules.TAKES) == set(OWN)
+
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "objectives"
+
+
+@pytest.mark.parametrize(
+    "objective",
+    proved_by(["dpo", "grpo"], OWN, "dpo has keys of its preset, grpo a reward function, and so have others"),
+)
+def test_recipe_trains_a_checkpoint_by_one_override(objective, tigon, here):
+    save(here / "checkpoint")
+    shutil.copytree(RECIPES, here / "recipes" / "objectives")
+    short = ["train.steps=1", "train.eval_steps=null", "data.sequence_length=128", "output.save_model=false"]
+    short += ["post_training.teacher=checkpoint"] if objective == "distill" else []
+    path = here / "recipes" / "objectives" / f"{objective}.yaml"
+    options = [part for key in ("model.name=checkpoint", *short) for part in ("--set", key)]
+    outcome = tigon("train", path, *options)
+    assert outcome.code == 0, outcome.err
+    (line,) = [line for line in outcome.err.splitlines() if "left out" in line]
+    assert "model.config, data.vocab_size" in line and "which are for the preset tigon-demo" in line
+    assert ("post_training.base_steps" in line) == (objective not in ("orpo", "reward"))
 
 
 @pytest.mark.second_proof("test_objective_trains_... trains with DPO, and tests/losses compares its loss with TRL's")

@@ -148,6 +148,25 @@ def is_chat(document: Document) -> bool:
     return any(text.messages for text in document.texts)
 
 
+def without_template(documents: Sequence[Document], tokenizer: Any) -> str | None:
+    """A warning about rows of text for a chat model, or None. TRL's trainers apply the chat template to messages only.
+
+    Text with a special token of the tokenizer counts as formatted by the user.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    marks = tokenizer.get_added_vocab()
+    bare = sum(
+        not is_chat(row) and not any(mark in text.text for text in row.texts for mark in marks) for row in documents
+    )
+    if not bare:
+        return None
+    return (
+        f"{bare:,} of {len(documents):,} rows are text, to which TRL applies no chat template: the model learns "
+        'outside the format of its chats; write prompt and answers as messages: [{"role": "user", "content": "..."}]'
+    )
+
+
 def _content(row: dict[str, Any], name: str, where: str) -> Content:
     if isinstance(row[name], list):
         read = read_messages(row[name], f"{where}: column {name!r}")

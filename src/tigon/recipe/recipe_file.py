@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +23,9 @@ from typing import Any
 
 from tigon._files import read_text
 from tigon.errors import RecipeError
+from tigon.models.loading.presets import PRESETS
 from tigon.recipe.aliases import ALIASES, instead_of, key_of, translate, value_of
-from tigon.recipe.keys import SECTIONS, Recipe, TrainConfig, limits_text, type_name
+from tigon.recipe.keys import SECTIONS, ModelConfig, Recipe, TrainConfig, limits_text, type_name
 from tigon.recipe.rules import Rules, check_combinations, check_effects
 
 ON_GPU = "on_gpu"
@@ -70,6 +73,7 @@ def load(
     # steps and epochs exclude each other: the one in --set replaces the file's
     if ("train.steps" in set_keys) != ("train.epochs" in set_keys):
         raw.get("train", {}).pop("epochs" if "train.steps" in set_keys else "steps", None)
+    given_keys -= _drop_keys_of_preset(raw, dict(assignments))
     for dotted, value in assignments:
         _assign(raw, dotted, value)
     sources = {dotted: "--set" for dotted, _ in assignments}
@@ -83,6 +87,27 @@ def load(
         check_combinations(recipe, path, objective_rules)
         check_effects(recipe, given_keys, where, objective_rules)
     return recipe
+
+
+OF_PRESETS = ("model.config", "data.vocab_size", "post_training.base_steps")
+"""Keys that shape a preset, its tokenizer, or its training before the objective. A checkpoint has all three."""
+
+
+def _drop_keys_of_preset(raw: dict[str, Any], assignments: Mapping[str, Any]) -> set[str]:
+    """Remove the file's keys for its preset if `--set model.name` names a checkpoint; one line on stderr names them.
+
+    Returns the removed keys. A key that `--set` gives too is kept, and is refused as anywhere else.
+    """
+    name = assignments.get("model.name")
+    in_file = raw.get("model", {}).get("name", ModelConfig.name)
+    if name is None or name in PRESETS or in_file not in PRESETS:
+        return set()
+    found = {dotted: raw.get(dotted.partition(".")[0], {}) for dotted in OF_PRESETS if dotted not in assignments}
+    gone = {dotted for dotted, section in found.items() if section.pop(dotted.partition(".")[2], None) is not None}
+    if gone and os.environ.get("RANK", "0") == "0":
+        listed = ", ".join(dotted for dotted in OF_PRESETS if dotted in gone)
+        print(f"tigon: --set model.name={name}: left out {listed}, which are for the preset {in_file}", file=sys.stderr)
+    return gone
 
 
 def of_assignments(overrides: Sequence[str]) -> Recipe:

@@ -17,6 +17,7 @@ import datasets
 
 from tigon.errors import RecipeError
 from tigon.integrations.trl import UnfusedWarning, fuse
+from tigon.integrations.trl.layers import SameLayers
 from tigon.objectives.base import TrlTraining
 from tigon.recipe.keys import ModelConfig
 from tigon.trainer import engine
@@ -120,6 +121,8 @@ def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -
     trainer.guard(prepared.objective, safeguards, engine.make_optimizer(recipe.train, prepared.choices))
     if recipe.model.kernels == "tigon":
         trainer.fused = _fused(trainer)
+    else:
+        trainer.add_callback(SameLayers(trainer))  # GRPO's reference, which TRL loads
     return trainer
 
 
@@ -162,4 +165,5 @@ def _fused(trainer: PostTrainer) -> str:
         warnings.simplefilter("ignore", UnfusedWarning)  # the report says it
         result = fuse(trainer)
     lines = [f"TRL's {name}: tigon's head" for name in result.fused]
+    lines += [f"TRL's {name}: the layers of the trained model" for name in result.layers]
     return "\n".join([*lines, *(f"TRL's {name}: not fused, {why}" for name, why in result.unfused.items())])

@@ -216,8 +216,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     tok = _tokenizer(recipe, train_docs) if processor is None else processor.tokenizer
     rendering = chat_template.choose(tok, data.template, data.learn, model.end_ids(recipe, config))
     preflight.check_vocabulary(recipe, config, len(tok))
+    of_rows: tuple[str, ...] = ()
     if objective.trl is not None:
         _check_chat(tok, read[0])
+        of_rows = tuple(filter(None, [preferences.without_template([*row_docs[0], *row_docs[1]], tok)]))
     n_ids = config.get_text_config().vocab_size
     cache = token_cache.TokenCache(
         token_cache.default_folder() if data.cache else None, tok, n_ids, bad, rendering
@@ -286,9 +288,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + packing_line + _cache_line(cache),
-        warnings=model.text_part_warning(recipe.model, config) + adapter_warnings
-        + _row_warnings(encoded, tok, rendering, is_trl=rows is not None) + warnings_of(
-            recipe, size, trains_tokenizer=_trains_tokenizer(recipe)
+        warnings=(
+            *model.text_part_warning(recipe.model, config), *adapter_warnings, *of_rows,
+            *_row_warnings(encoded, tok, rendering, is_trl=rows is not None),
+            *warnings_of(recipe, size, trains_tokenizer=_trains_tokenizer(recipe)),
         ),
         wrong_ops=self_test.wrong_ops(recipe, choices, device),
         unused_tensors=unused_tensors,

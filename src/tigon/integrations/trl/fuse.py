@@ -29,6 +29,7 @@ from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.orpo_cpo import FusedPreference
 from tigon.integrations.trl.unread_logits import UnreadLogitsTrainer
 from tigon.models.patch import unwrap
+from tigon.models.report import PatchReport
 
 OLDEST, NEWEST = (1, 8), (1, 16)
 """The versions of TRL whose code tigon knows."""
@@ -45,6 +46,8 @@ class FusedTrainer:
     """What runs on tigon's head: `model`, `ref_model`, or the name of a method of the trainer."""
     unfused: dict[str, str] = field(default_factory=dict)
     """What TRL computes itself, with the reason."""
+    layers: dict[str, PatchReport] = field(default_factory=dict)
+    """`ref_model` or `teacher_model` -> the report of its patch, if it got the layers of a patched policy."""
     _parts: list[Any] = field(default_factory=list, repr=False)
 
     def restore(self) -> None:
@@ -74,6 +77,8 @@ class FusedTrainer:
 def fuse(trainer: Any) -> FusedTrainer:
     """Let a TRL trainer compute its log-probabilities with tigon's fused head, without logits.
 
+    If `tigon.patch` has replaced layers of the policy, the trainer's reference and teacher get the same layers.
+
     Args:
         trainer: a trainer of TRL 1.8 to 1.16, before `trainer.train()`. Only this instance and its models change.
 
@@ -102,6 +107,7 @@ def fuse(trainer: Any) -> FusedTrainer:
     else:
         _fuse_models(result)
     _note_options(result)
+    _match_layers(result)
     setattr(trainer, MARK, result)
     if result.unfused:
         listed = "; ".join(f"{what}: {reason}" for what, reason in result.unfused.items())
@@ -132,8 +138,17 @@ def _trl_class(trainer: Any) -> type[Any]:
     return next(cls for cls in type(trainer).__mro__ if cls.__module__.partition(".")[0] == "trl")
 
 
+READ_BEFORE = (
+    "precompute_ref_log_probs: TRL's own head computed the reference while the trainer was built, and the policy's has "
+    "to round alike"
+)
+
+
 def _fuse_models(result: FusedTrainer) -> None:
     """The policy and the reference model, to which TRL's trainer has given its fused forward."""
+    if getattr(result.trainer, "precompute_ref_logps", False) and has_trl_forward(unwrap(result.trainer.model)):
+        result.unfused["model"] = READ_BEFORE
+        return
     for name in ("model", "ref_model"):
         model = getattr(result.trainer, name, None)
         if not isinstance(model, nn.Module):
@@ -141,8 +156,23 @@ def _fuse_models(result: FusedTrainer) -> None:
         model = unwrap(model)
         if has_trl_forward(model):
             result._add(name, lambda model=model: _fused(model, result.trainer))  # type: ignore[misc]
+    if result.fused and result.unfused:
+        (left,) = result.unfused
+        result._parts.pop().restore()
+        result.unfused[result.fused.pop()] = f"the head of {left} cannot be fused, and both have to round alike"
     if not result.fused and not result.unfused:
         _fuse_unread(result)
+
+
+def _match_layers(result: FusedTrainer) -> None:
+    """Give the reference and the teacher the layers of the policy."""
+    from tigon.integrations.trl.layers import SameLayers  # loads transformers
+
+    same = SameLayers(result.trainer)
+    result.trainer.add_callback(same)
+    result.layers = same.reports
+    result.unfused |= {f"layers of {name}": reason for name, reason in same.differences.items()}
+    result._parts.append(same)
 
 
 def _fused(model: nn.Module, trainer: Any) -> Any:

@@ -131,13 +131,8 @@ _cached_class = functools.cache(_patched_class)
 
 
 def seams_of(module: nn.Module) -> list[Any]:
-    """The seams of a module, the last one first."""
-    cls: Any = type(module)
-    seams = []
-    while "_tigon_seam" in vars(cls):
-        seams.append(cls._tigon_seam)
-        cls = cls._tigon_base
-    return seams
+    """The seams of a module, the last one first. FSDP2 may have put a class of its own above theirs."""
+    return [vars(cls)["_tigon_seam"] for cls in type(module).__mro__ if "_tigon_seam" in vars(cls)]
 
 
 class Around:
