@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from tigon.data import render_chat
 from tigon.data.chat_template import PLAIN_HEADERS, Rendering, choose, segments_of
 from tigon.data.documents import Document, Message, Segment
 from tigon.data.preview import pieces, rows_line
@@ -128,6 +129,13 @@ def test_tools_that_the_template_cannot_write_are_refused(tok, template):
     tok.chat_template = template
     with pytest.raises(DataError, match=r"d:1: .*(has no chat template|has no place) for tools"):
         segments_of(Document("d:1", messages=CHAT, tools=(TOOL,)), tok, Rendering())
+
+
+def test_a_template_that_never_ends_ends_the_run_and_is_not_tried_in_other_forms(tok, monkeypatch):
+    monkeypatch.setattr(render_chat, "LIMIT_S", 0.1)
+    tok.chat_template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(render_chat.EndlessTemplate, match=r"has not ended after 0\.1 s"):
+        segments_of(Document("d:1", messages=CHAT), tok, Rendering())
 
 
 def test_what_a_template_refuses_is_one_line_with_the_row(tok):

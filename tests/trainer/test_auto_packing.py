@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tiny_checkpoint import save
 from trainer_helpers import records
+
+pytest.importorskip("transformers")
+from transformers import BloomConfig, LlamaConfig
 
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.objectives.causal_lm import CausalLM
@@ -22,8 +26,21 @@ def encoded(count: int, *, is_text: bool = False) -> list[Encoded]:
 
 def choice(documents: list[Encoded], train: dict[str, Any], **data: Any) -> tuple[bool | None, int, tuple[str, ...]]:
     recipe = Recipe(train=TrainConfig(**{"batch_size": 4, **train}), data=DataConfig(**{"sequence_length": 80, **data}))
-    made, packed, line = chosen(recipe, documents, CausalLM(recipe.model), 1)
+    made, packed, line = chosen(recipe, LlamaConfig(), documents, CausalLM(recipe.model), 1)
     return made.data.packing, len(packed.samples), line
+
+
+def test_a_model_that_mixes_the_documents_of_a_sample_gets_them_apart():
+    recipe = Recipe(train=TrainConfig(epochs=1.0), data=DataConfig(sequence_length=80))
+    for config, data, packs in (
+        (BloomConfig(), recipe.data, False),
+        (BloomConfig(), replace(recipe.data, cross_document_attention=True), True),
+        (LlamaConfig(), recipe.data, True),
+    ):
+        asked = replace(recipe, data=data)
+        made, _, lines = chosen(asked, config, encoded(80 * LEAST_STEPS), CausalLM(recipe.model), 1)
+        assert made.data.packing is packs
+        assert lines == (() if packs else ("packing  off: bloom numbers the tokens of a whole sample itself",))
 
 
 def test_few_rows_are_not_packed_and_the_line_says_why():

@@ -25,7 +25,8 @@ from typing import Any
 from tigon._files import read_text
 from tigon.data.documents import Document, Message, Segment
 from tigon.data.messages import REASONING
-from tigon.errors import DataError, RecipeError
+from tigon.data.render_chat import EndlessTemplate, render_chat
+from tigon.errors import DataError, RecipeError, UsageError
 
 WORDS = ("auto", "chat", "plain")
 MAX_TEMPLATE_BYTES = 2**20
@@ -162,6 +163,7 @@ class _Chat:
 
         Raises:
             DataError: The template refuses the messages.
+            EndlessTemplate: The template does not end.
         """
         if not self.template:
             turns = "".join(f"### {m.role.capitalize()}:\n{m.content}\n\n" for m in messages)
@@ -169,15 +171,15 @@ class _Chat:
         if not messages and not opened:
             return ""
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [message.as_mapping() for message in messages], tools=list(self.tools) or None, tokenize=False,
-                    add_generation_prompt=opened,
-                )
+            return render_chat(
+                self.tokenizer, [message.as_mapping() for message in messages], tools=list(self.tools) or None,
+                add_generation_prompt=opened,
             )  # fmt: skip
-        except Exception as error:  # templates report violations of their rules as jinja errors
-            number = max(0, len(messages) - 1)
-            raise DataError(f"{self.where}: the chat template refuses message {number}: {_short(error)}") from None
+        except EndlessTemplate:
+            raise
+        except UsageError as error:  # the template's own rules, as a rule
+            number, reason = max(0, len(messages) - 1), str(error).removeprefix("the chat template fails: ")
+            raise DataError(f"{self.where}: the chat template refuses message {number}: {reason}") from None
 
     def marked(self) -> tuple[Segment, ...] | None:
         """Segments by the template's `{% generation %}` marks; None if it has none, or a turn is not to be learned."""

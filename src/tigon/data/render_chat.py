@@ -16,6 +16,10 @@ from tigon.errors import UsageError
 LIMIT_S = 10  # templates of published models take milliseconds
 
 
+class EndlessTemplate(UsageError):
+    """A chat template that has not ended in time. Another row or form of the messages would take as long."""
+
+
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """The messages as text.
 
@@ -25,13 +29,16 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
         options: More options of `apply_chat_template`, such as `add_generation_prompt`.
 
     Raises:
-        UsageError: The template cannot be parsed, refuses the messages, or takes longer than `LIMIT_S`.
+        EndlessTemplate: The template takes longer than `LIMIT_S`.
+        UsageError: The template cannot be parsed, or refuses the messages.
     """
     try:
         with _limited_time():
             return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except TimeoutError:
-        raise UsageError(f"the chat template has not ended after {LIMIT_S} s; correct chat_template.jinja") from None
+        raise EndlessTemplate(
+            f"the chat template has not ended after {LIMIT_S} s; correct chat_template.jinja"
+        ) from None
     except Exception as error:  # a template can raise any type of error
         raise UsageError(f"the chat template fails: {' '.join(str(error).split())[:200]}") from None
 

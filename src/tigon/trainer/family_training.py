@@ -29,7 +29,8 @@ _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 # Next steps that a refusal may name, as `set model.attention: eager`.
 _NEXT_STEP = re.compile(r"set ((?:model|data|train)\.[a-z_]+): (\w+)")
 _RECIPE: Mapping[str, Any] = {
-    "data": {"sequence_length": 48, "eval_fraction": 0, "cache": False},
+    # packing: true, so that a family that mixes the documents of a sample is refused and its key stands in the table.
+    "data": {"sequence_length": 48, "eval_fraction": 0, "cache": False, "packing": True},
     "train": {"steps": 1, "batch_size": 1, "device": "cpu", "report_to": "none"},
     "comparison": {"steps": 0},
 }

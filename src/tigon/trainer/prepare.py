@@ -234,7 +234,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     n_dropped = 0 if rows is None else sum(map(len, row_docs)) - sum(map(len, rows))
     n_readers = elastic.readers(recipe, choices.gpus)
     if rows is None and processor is None:
-        recipe, train, packing_line = auto_packing.chosen(recipe, encoded[0], objective, n_readers)
+        recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, n_readers)
         data = recipe.data
     else:
         train, packing_line = objective.samples(encoded[0], data), ()

@@ -1,16 +1,19 @@
 """Replaces `data.packing: null` by true or false, once the rows are tokens.
 
 Packing makes training on many rows fast. But few rows become few samples, and then the optimizer takes almost no steps.
-80 short chats, for example, are 5 samples of 1,024 tokens. So a run of few steps gets one row per sample.
+80 short chats, for example, are 5 samples of 1,024 tokens. So a run of few steps gets one row per sample. A model that
+would mix the documents of a sample gets one document per sample too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tigon.data.packing import Packed
 from tigon.data.tokenizer import Encoded
+from tigon.models import packed_documents
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
 from tigon.trainer.guards.recipe_warnings import RunSize, steps_of
@@ -20,7 +23,7 @@ LEAST_STEPS = 100
 
 
 def chosen(
-    recipe: Recipe, encoded: Sequence[Encoded], objective: Objective, n_readers: int
+    recipe: Recipe, config: Any, encoded: Sequence[Encoded], objective: Objective, n_readers: int
 ) -> tuple[Recipe, Packed, tuple[str, ...]]:
     """The recipe with true or false for null, its training samples, and a line if the choice is false.
 
@@ -29,15 +32,19 @@ def chosen(
 
     Args:
         recipe: The recipe.
+        config: The model's config. A model that would mix the documents of a sample gets one document per sample.
         encoded: The documents to train on. Plain text is packed always, because it is one stream.
         objective: Makes the samples.
         n_readers: The processes, or groups of them that share rows.
     """
-    packed = objective.samples(encoded, recipe.data)
     if recipe.data.packing is not None:
-        return recipe, packed, ()
+        return recipe, objective.samples(encoded, recipe.data), ()
     packs = replace(recipe, data=replace(recipe.data, packing=True))
     apart = replace(recipe, data=replace(recipe.data, packing=False))
+    mixes = None if recipe.data.cross_document_attention else packed_documents.objection(config)
+    if mixes is not None:
+        return apart, objective.samples(encoded, apart.data), (f"packing  off: {mixes}",)
+    packed = objective.samples(encoded, packs.data)
     n_steps = steps_of(recipe, RunSize(len(packed.samples), 0, n_readers))
     if recipe.train.epochs is None or n_steps >= LEAST_STEPS or any(document.is_text for document in encoded):
         return packs, packed, ()

@@ -171,9 +171,12 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
 
 
 def check_documents(recipe: Recipe, config: Any) -> None:
-    """Raise RecipeError if the model cannot keep the documents of a packed sample apart."""
+    """Raise RecipeError if the model cannot keep the documents of a packed sample apart, and packing was asked for.
+
+    If it was not, `auto_packing.chosen` switches it off.
+    """
     data = recipe.data
-    if not data.packs or data.cross_document_attention:
+    if not data.packing or data.cross_document_attention:
         return
     if (reason := packed_documents.objection(config)) is not None:
         raise RecipeError(

@@ -1,0 +1,121 @@
+"""The lines that a run prints before its first step, and after its last one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tigon.data import preview
+from tigon.techniques import TECHNIQUES
+from tigon.trainer import model, open_folder
+from tigon.trainer.checkpoint import elastic, node_files
+from tigon.trainer.guards.prediction import comparison_line
+from tigon.trainer.prepare import Prepared
+from tigon.trainer.run_folder import RunFolder
+from tigon.units import in_parameters
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tigon.objectives.base import Objective
+
+
+def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
+    """Print what the run trains, on which data, in how many steps, and its warnings."""
+    recipe, data = prepared.recipe, prepared.data
+    samples_per_step = elastic.samples_per_step(recipe, prepared.choices.gpus)
+    if prepared.rows is None:
+        per_step = f"{samples_per_step * recipe.data.sequence_length:,} tokens per step"
+        if not recipe.data.packs:
+            per_step = f"about {samples_per_step * data['tokens'] / data['rows']:,.0f} tokens per step"
+        counts = f"{data['tokens']:,} tokens in {data['rows']:,} samples, {data['held_out_tokens']:,} tokens for "
+        counts += f"evaluation; unigram entropy {data['unigram_entropy']:.3f} nats"
+    else:
+        what = "completions" if prepared.objective.trl and prepared.objective.trl.rewards else "rows"
+        per_step = f"{samples_per_step:,} {what} per step"
+        counts = f"{data['rows']:,} rows with {data['tokens']:,} tokens, {len(prepared.rows[1]):,} rows for evaluation"
+    techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.choices))
+    lines = [
+        f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
+        f"model    {model.described(recipe.model)}, {in_parameters(prepared.n_parameters)}, "
+        f"kernels: {recipe.model.kernels}",
+        f"data     {recipe.data.source_names}: {counts}",
+        *prepared.rows_line,
+        f"steps    {prepared.size_words}",
+        f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
+        f"memory   {techniques}",
+        *open_folder.lines(run.path, divided=node_files.divides(recipe)),
+    ]
+    if objective_line := prepared.objective.announcement():
+        lines.append(objective_line)
+    if data["truncated_rows"] or data["dropped_rows"]:
+        counts = f"{data['truncated_rows']} documents truncated, {data['dropped_rows']} dropped"
+        lines.append(f"warning  {counts} (data.too_long: {recipe.data.too_long})")
+    if prepared.unused_tensors:
+        lines.append(model.unused_line(prepared.unused_tensors))
+    for name, why in prepared.wrong_ops.items():
+        lines.append(
+            f"warning  {name} gives wrong results on this device ({why}): the model's own code is used instead; run "
+            "`tigon doctor`"
+        )
+    if data["bad_rows"]:
+        lines.append(f"warning  {data['bad_rows']} rows left out (data.bad_rows: skip): {'; '.join(prepared.bad_rows)}")
+    lines += [f"warning  {warning}" for warning in prepared.warnings]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    for row in prepared.shown:
+        preview.print_row(console, row, prepared.tokenizer)
+
+
+def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objective: Objective) -> None:
+    """Print the results of a run that is complete."""
+    if summary["stopped_early_step"] is not None:
+        where = f"at step {summary['stopped_early_step']}: the eval loss fell no more (train.early_stopping_patience)"
+        console.print(f"stopped  {where}", markup=False, soft_wrap=True)
+    if summary["eval_loss"] is not None and summary["unigram_entropy"] is None:
+        console.print(f"eval loss {summary['eval_loss']:.4f}", markup=False)
+    elif summary["eval_loss"] is not None:
+        gap = summary["unigram_entropy"] - summary["eval_loss"]
+        side = "below" if gap > 0 else "above"
+        line = f"eval loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
+        if summary["eval_perplexity"] is not None:
+            line += f"; perplexity {summary['eval_perplexity']:,.2f}"
+        console.print(line, markup=False)
+    if summary["best_step"] is not None:
+        console.print(f"best     checkpoint of step {summary['best_step']}, loaded and saved", markup=False)
+    if summary["decoded"]:
+        console.print(f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}", markup=False, soft_wrap=True)
+    if summary["evaluation_error"]:
+        console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
+    if summary["skipped_steps"]:
+        console.print(f"warning  {summary['skipped_steps']} steps skipped: loss or gradient was not finite")
+    if summary["comparison"]:
+        _print_comparison(console, summary["comparison"])
+    if summary["memory"]:
+        console.print(f"memory   {comparison_line(summary['memory'])}", markup=False, soft_wrap=True)
+    console.print(f"report   {run.path / 'report.html'}", markup=False, soft_wrap=True)
+
+
+def _print_comparison(console: Console, repeats: Sequence[Mapping[str, Any]]) -> None:
+    """A table of the choices that were measured, and a line for each other one."""
+    from rich.table import Table
+
+    from tigon.trainer.report.progress import format_bytes  # loads transformers
+
+    table = Table(title="the same steps, seed and samples, in turns", box=None, header_style="bold", pad_edge=False)
+    for title in ("kernels", "last loss", "peak memory", "step alone", "tokens/s", "range"):
+        table.add_column(title, justify="left" if title == "kernels" else "right", no_wrap=title != "kernels")
+    for row in repeats:
+        if row["error"] is None:
+            slowest, fastest = row["tokens_per_s_range"]
+            table.add_row(
+                row["label"], f"{row['losses'][-1]:.6f}", format_bytes(row["peak_bytes"]),
+                format_bytes(row["peak_bytes"] - row["at_rest_bytes"]), f"{row['tokens_per_s']:,.0f}",
+                f"{slowest:,.0f} to {fastest:,.0f}",
+            )  # fmt: skip
+    if table.row_count:
+        console.print(table)
+        console.print("tokens/s is the median step; the range is from the slowest to the fastest step")
+    for row in repeats:
+        if row["error"] is not None:
+            console.print(f"{row['label']}: {row['error']}", markup=False, soft_wrap=True)
