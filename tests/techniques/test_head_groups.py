@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoConfig
 
 from tigon.errors import RecipeError
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.head_groups import _KERNELS, _Grouped, _kernel_for
+from tigon.techniques.head_groups import _KERNELS, _Grouped, _kernel_for, check_groups
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 
@@ -193,3 +194,10 @@ def test_scratch_memory_is_that_of_one_group(backend):
         torch.autograd.grad(out, (q, k, v), upstream)
         found[groups] = torch.cuda.max_memory_allocated() - before
     assert found[1] - found[4] >= 0.7 * 8 * q.numel() * 0.75
+
+
+def test_family_without_attention_heads_is_refused_by_name_only_if_heads_are_divided() -> None:
+    mamba = AutoConfig.for_model("mamba")
+    check_groups(mamba, 1)
+    with pytest.raises(RecipeError, match=r"train\.attention_groups divides attention heads, and mamba has none"):
+        check_groups(mamba, 2)
