@@ -146,7 +146,6 @@ def test_zero3_logs_trls_numbers(tmp_path: Path) -> None:
         said = [rank.communicate() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "".join(stderr[-3000:] for _, stderr in said)
     results = json.loads(said[0][0].split("RESULT")[1])
-    assert results["layers"]["policy"] and results["layers"]["reference"] == results["layers"]["policy"], results
     for trainer, state in ZERO3.items():
         got, want = (results[f"{trainer} {kind}"] for kind in ("fused", "plain"))
         assert bool(got["fused"]) == (state == FUSED), trainer

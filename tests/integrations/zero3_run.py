@@ -1,7 +1,4 @@
-"""Trains with DeepSpeed ZeRO-3 on the CPU, each named trainer without and with `fuse`; prints the logs as JSON.
-
-Prints also the layers of both models of a patched and fused DPOTrainer.
-"""
+"""Trains with DeepSpeed ZeRO-3 on the CPU, each named trainer without and with `fuse`; prints the logs as JSON."""
 
 import json
 import sys
@@ -9,8 +6,6 @@ import sys
 from trl_runs import build, model
 
 import tigon.integrations.trl
-from tigon.integrations.trl.layers import layer_kinds, second_models
-from tigon.models.patch import unwrap
 
 CONFIG = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "zero_allow_untested_optimizer": True,
@@ -29,10 +24,4 @@ for kind in sys.argv[1:]:
         results[f"{kind} {'fused' if fused else 'plain'}"] = {
             "logs": logs, "fused": report.fused if report else [], "unfused": report.unfused if report else {},
         }  # fmt: skip
-if "DPO" in sys.argv:
-    trainer = build("DPO", deepspeed=CONFIG)
-    tigon.patch(unwrap(trainer.model))
-    said = tigon.integrations.trl.fuse(trainer).unfused
-    models = {"policy": unwrap(trainer.model), "reference": second_models(trainer)["ref_model"]}
-    results["layers"] = {**{name: sorted(layer_kinds(model)) for name, model in models.items()}, "unfused": said}
 print("RESULT" + json.dumps(results))
