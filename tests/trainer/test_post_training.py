@@ -447,6 +447,38 @@ def test_rows_of_text_on_a_chat_model_are_counted_in_a_warning(case, recipe, tig
     assert len(warned) == (says is not None) and (says is None or says in warned[0])
 
 
+ONE_REWARD = {**OWN["grpo"], "rewards": ["my_rewards:short"]}
+
+
+@pytest.mark.parametrize("prompt", ["Hello", [{"role": "user", "content": "Hello"}]], ids=["text", "messages"])
+def test_grpo_trains_on_prompts_without_answers(prompt, recipe, tigon, here):
+    save(here / "checkpoint")
+    (here / "rows.jsonl").write_text("\n".join([json.dumps({"prompt": prompt})] * 24) + "\n", encoding="utf-8")
+    more = {
+        "model": {"name": "checkpoint", "config": None},
+        "data": {"source": "rows.jsonl", "sequence_length": 128, "vocab_size": 8192, "max_text_mib": None},
+        "train": {"steps": 1, "eval_steps": None},
+        "post_training": ONE_REWARD,
+        "output": {"sample_tokens": 4, "save_model": False},
+    }
+    outcome = tigon("train", recipe(**sections("grpo", **more)))
+    assert outcome.code == 0, outcome.err
+
+
+def test_base_steps_need_answers(recipe, tigon, here):
+    row = json.dumps({"prompt": MESSAGES["prompt"]})
+    (here / "rows.jsonl").write_text("\n".join([row] * 24) + "\n", encoding="utf-8")
+    from tigon.data.tokenizer import train_bpe
+
+    tokenizer = train_bpe([json.dumps(MESSAGES)] * 3, 400)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(here / "tokenizer")
+    data = {"source": "rows.jsonl", "max_text_mib": None, "tokenizer": "tokenizer", "vocab_size": 8192}
+    more = {"data": data, "post_training": {**ONE_REWARD, "base_steps": 2}}
+    outcome = tigon("train", recipe(**sections("grpo", **more)))
+    assert outcome.code == 2 and "base_steps trains on answers, and no row has one" in outcome.err
+
+
 def test_base_steps_are_for_random_weights(recipe, tigon, here):
     assert tigon("train", recipe(**sections("dpo", output={"name": "first"}))).code == 0
     more = {"model": {"name": "runs/first/model", "config": None}, "post_training": {"base_steps": 1}}

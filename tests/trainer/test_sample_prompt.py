@@ -21,6 +21,10 @@ def test_prompt_ends_where_the_first_answer_begins():
     assert prompt_of([row(40), row(3)], None) == list(range(40))
 
 
+def test_a_row_without_an_answer_is_all_prompt():
+    assert prompt_of([(list(range(40)), [IGNORE_INDEX] * 40)], None) == list(range(40))
+
+
 def test_prompt_of_text_is_its_first_tokens():
     assert prompt_of([TEXT], 100) == list(range(TEXT_TOKENS))
 

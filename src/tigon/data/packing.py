@@ -88,7 +88,10 @@ class BlankPadded(Sampler[int]):
         self.sampler.set_epoch(epoch)
 
 
-def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_document: bool, too_long: str) -> Packed:
+def pack(
+    documents: Sequence[Encoded], length: int, *, packing: bool, cross_document: bool, too_long: str,
+    keep_unlearned: bool = False,
+) -> Packed:  # fmt: skip
     """Pack documents into samples of at most `length` tokens: text first, then prompts with answers.
 
     Args:
@@ -97,6 +100,7 @@ def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_docu
         packing: Whether a sample may hold several documents.
         cross_document: Whether tokens attend to earlier documents in their sample.
         too_long: error, truncate or drop, for a prompt with its answer of more than `length` tokens.
+        keep_unlearned: Whether to keep samples without a learned token, such as a prompt alone.
 
     Raises:
         DataError: `too_long` is error and a prompt with its answer is too long; the message names the first one.
@@ -109,7 +113,8 @@ def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_docu
     else:
         pieces = [_slice(d, i, i + length) for d in text for i in range(0, len(d.tokens), length)]
         samples = [_sample([piece], cross_document) for piece in [*pieces, *prompted]]
-    samples = [sample for sample in samples if bool((sample.labels_T != IGNORE_INDEX).any())]
+    if not keep_unlearned:
+        samples = [sample for sample in samples if bool((sample.labels_T != IGNORE_INDEX).any())]
     return Packed(samples, sum(len(sample.tokens_T) for sample in samples), n_truncated, n_dropped)
 
 

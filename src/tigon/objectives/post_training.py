@@ -127,7 +127,11 @@ class PostTraining(CausalLM):
     # --- the data of `phase` -----------------------------------------------------------------------------------------
 
     def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
-        return pack(encoded, data.sequence_length, packing=False, cross_document=False, too_long="error")
+        # Rows of prompts have no learned token. They stand for the rows in the fingerprint and the text sample.
+        return pack(
+            encoded, data.sequence_length, packing=False, cross_document=False, too_long="error",
+            keep_unlearned=not self.own.base_steps,
+        )  # fmt: skip
 
     def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
         return Collator(pad_id, packing=False)

@@ -238,6 +238,11 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         data = recipe.data
     else:
         train, packing_line = objective.samples(encoded[0], data), ()
+    if rows is not None and not train.samples:
+        raise DataError(
+            f"{data.source_names}: post_training.base_steps trains on answers, and no row has one; add the column "
+            "completion, or set post_training.base_steps: 0"
+        )
     eval_packed = objective.samples(encoded[1], data) if eval_docs else None
     eval_samples = eval_packed.samples if eval_packed else []
     n_samples = len(train.samples if rows is None else rows[0])

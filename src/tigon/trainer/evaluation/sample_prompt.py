@@ -22,7 +22,7 @@ def prompt_of(examples: Iterable[tuple[Sequence[int], Sequence[int]]], room: int
     """
     first: list[int] = []
     for tokens, labels in examples:
-        n_read = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
+        n_read = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
         # Nothing predicts the first token of plain text, so it is not learned either.
         prompt = list(tokens[: n_read if n_read > 1 else TEXT_TOKENS])
         if room is None or len(prompt) <= room:
