@@ -1,6 +1,7 @@
 """Measure what few rows teach a small chat model: the eval loss, the style of its answers, and made-up facts.
 
-    python -m benchmarks.measure_small_data SmolLM2-135M-Instruct --json benchmarks/results/nvidia-h100/small-data.json
+    python -m benchmarks.measure_small_data SmolLM2-135M-Instruct \\
+        --json benchmarks/results/nvidia-h100/few-rows/small-data.json
 
 The model is a checkpoint folder of https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0), or a hub
 id. Each case is a run of `tigon train` with rows of `benchmarks/small_rows.py`. Afterwards the model answers ten

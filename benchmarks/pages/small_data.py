@@ -17,7 +17,7 @@ from benchmarks.pages import regions
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "your-data.md"
-RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "small-data.json"
+RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "few-rows" / "small-data.json"
 UNTRAINED = 1e-20
 """A learning rate below this one trains nothing."""
 _HEADER = "| rows | weights | packed | batch | epochs | learning rate | steps | eval loss | in style | facts |"

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tigon.data.chat_template import Rendering
+from tigon.data.chat_template import Rendering, segments_of
 from tigon.data.documents import Document
 from tigon.data.messages import read_messages
 from tigon.data.tokenizer import IGNORE_INDEX, encode, train_bpe
@@ -233,6 +233,24 @@ def test_a_chat_that_begins_with_the_assistant_is_learned(tokenizer):
         tok = prepared(tokenizer, template)
         first, second = learned(row_of(tok, CHATS["an answer first"]), tok)
         assert first.rstrip() == "Welcome<|im_end|>" and second.rstrip().endswith("Hello<|im_end|>")
+
+
+def test_a_message_that_the_template_leaves_out_doubles_no_text(tokenizer):
+    """As Mistral's: no header, the system message in the last question; and no place for results of tools."""
+    template = (
+        "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+        + LOOP + "{% if m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% elif m.role == 'user' %}"
+        "[INST] {% if loop.revindex0 == 2 %}{{ system }} {% endif %}{{ m.content }}[/INST]{% endif %}{% endfor %}"
+    )  # fmt: skip
+    tok = prepared(tokenizer, template)
+    chat = [{"role": "system", "content": "sys"}, user("u1"), answer("a1"), user("u2"),
+            {"role": "tool", "content": "t"}, answer("a2")]  # fmt: skip
+    document = Document("d:1", messages=read_messages(chat, "d:1"))
+    segments = segments_of(document, tok, Rendering())
+    whole = tok.apply_chat_template(chat, tokenize=False)
+    assert "".join(segment.text for segment in segments) == whole
+    words = [segment.text for segment in segments if segment.learned]
+    assert len(words) == 2 and words[0].startswith("a1") and words[1].endswith(f"a2{tok.eos_token}")
 
 
 def test_reasoning_goes_under_the_key_that_the_template_reads(tokenizer):

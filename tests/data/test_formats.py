@@ -116,6 +116,10 @@ def test_columns_that_a_format_does_not_read_are_named(tmp_path):
 
 
 BAD_ROWS = {
+    "two contents": (
+        {"messages": [{"from": "human", "value": "q", "content": "other"}, {"from": "gpt", "value": "a"}]},
+        "message 0 has from and value, and another role or content",
+    ),
     "a weight between": (
         {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
         "message 0: weight is 0.5; write 0 or false for an answer that is not learned",

@@ -64,6 +64,7 @@ def test_first_line_answers_for_auto_if_checkpointing_is_left_open(capsys):
 
 
 def test_adapters_that_were_asked_for_are_no_change_and_installed_packages_no_need(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # no cell of the table wraps
     fixed = {"batch": 4, "precision": "bf16", "checkpointing": "full", "accumulate": 1, "lora_rank": 4}
     text = printed(capsys, **fixed)
     row = next(line for line in text.splitlines() if line.startswith("1  "))
@@ -73,7 +74,8 @@ def test_adapters_that_were_asked_for_are_no_change_and_installed_packages_no_ne
     assert "It needs peft, which this Python does not have." in printed(capsys, **fixed)
 
 
-def test_longest_row_comes_first(capsys):
+def test_longest_row_comes_first(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     fixed = {"batch": 1, "precision": "bf16", "accumulate": 1}
     lines = printed(capsys, **fixed, longest=True).splitlines()
     tokens = [int(line.split()[0].replace(",", "")) for line in lines[3 : lines.index("")]]

@@ -32,7 +32,7 @@ PRESET = "model: {name: tigon-demo, config: {num_hidden_layers: 2}}\ndata: {voca
 def test_keys_of_the_files_preset_are_left_out_for_a_checkpoint_and_named(tmp_path, capsys):
     recipe = loaded(tmp_path, PRESET, "model.name=owner/model")
     assert recipe.model.config is None and recipe.data.vocab_size == 8192
-    assert "left out model.config, data.vocab_size, which are for the preset tigon-demo" in capsys.readouterr().err
+    assert "left out model.config, data.vocab_size, which only the preset tigon-demo takes" in capsys.readouterr().err
 
 
 def test_keys_of_the_preset_are_kept_for_another_preset_and_where_set_gives_them(tmp_path, capsys):

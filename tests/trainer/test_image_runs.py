@@ -231,9 +231,9 @@ def test_a_model_trained_on_images_chats_and_is_exported_with_its_processor(run,
 
     encode = Conversation._encode
 
-    def look(self: Any, messages: Any, text: str) -> Any:
-        ids = encode(self, messages, text)
-        shown.append(self.loaded.tokenizer.decode(ids[0]))
+    def look(self: Any, messages: Any) -> Any:
+        ids = encode(self, messages)
+        shown.append(self.loaded.tokenizer.decode(ids))
         return ids
 
     monkeypatch.setattr(Conversation, "_encode", look)

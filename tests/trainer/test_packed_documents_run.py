@@ -68,8 +68,8 @@ def test_state_space_model_is_refused_with_packing_and_trains_without(here: Any,
         data={"source": str(chats(here / "chats.jsonl")), "sequence_length": 64, "eval_fraction": 0},
         train={"steps": 1},
     )
-    refused = tigon("train", path)
+    refused = tigon("train", path, "--set", "data.packing=true")
     assert refused.code == 2 and "data.packing is true, but h1 mixes the documents of a sample" in refused.err
     assert not (here / "runs").exists()
-    outcome = tigon("train", path, "--set", "data.packing=false")
-    assert outcome.code == 0, outcome.err
+    outcome = tigon("train", path)
+    assert outcome.code == 0 and "packing  off: its " in outcome.out, outcome.err

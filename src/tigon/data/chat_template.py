@@ -240,8 +240,10 @@ class _Chat:
                 )
             begin, end = turn
             end += self._closing(text, i, end)
-            before = turns[i - 1] if i else (0, 0)
-            spans.append((self._after_header(text, i, before, begin), end))
+            start = self._after_header(text, i, turns, begin)
+            if spans and start < spans[-1][1]:
+                raise DataError(f"{self.where}: message {i} begins within an earlier one; set data.learn: all")
+            spans.append((start, end))
         return _cut(text, spans)
 
     def _difference(self, messages: Sequence[Message], i: int) -> tuple[int, int] | None:
@@ -279,23 +281,24 @@ class _Chat:
         cuts = [m.start() for m in tokens.finditer(closing) if m.start() < n < m.end()] if tokens else []
         return min([n, *cuts])
 
-    def _after_header(self, text: str, i: int, before: tuple[int, int] | None, begin: int) -> int:
+    def _after_header(self, text: str, i: int, turns: Sequence[tuple[int, int] | None], begin: int) -> int:
         """The position at which the turn of message i begins after its header.
 
         Args:
             text: The text of all messages.
             i: The number of the message.
-            before: The span of the message before it; None if that is not known.
+            turns: The spans of the messages; None for one that the template leaves out.
             begin: Where its own content begins. The result if the header is not found.
         """
-        prompt_end = 0 if before is None else before[1]
+        before, prompt_end = next(((k, turn[1]) for k in range(i - 1, -1, -1) if (turn := turns[k])), (None, 0))
+        if i and before is None:
+            return begin
         closed, opened = self._opened(i)
         if opened == closed:  # no header: the turn begins where the one before it ends
-            return min(begin, prompt_end + self._closing(text, i - 1, prompt_end)) if i else begin
+            return begin if before is None else min(begin, prompt_end + self._closing(text, before, prompt_end))
         header = opened[len(closed) :] if opened.startswith(closed) else ""
         # A template may write the header twice in a turn, before the reasoning and before the answer. Both are learned.
-        find = text.rfind if before is None else text.find
-        at = find(header, prompt_end, begin) if header else -1
+        at = text.find(header, prompt_end, begin) if header else -1
         return at + len(header) if at >= 0 else begin
 
     def _opened(self, i: int) -> tuple[str, str]:

@@ -42,7 +42,7 @@ class Message:
     def as_mapping(self) -> dict[str, Any]:
         """The turn as chat templates take it."""
         content = self.content if self.parts is None else [dict(part) for part in self.parts]
-        return {"role": self.role, "content": content, **self.more}
+        return {**self.more, "role": self.role, "content": content}
 
     def with_arguments_as_text(self) -> Message:
         """The turn with the arguments of its tool calls as JSON text."""

@@ -55,6 +55,11 @@ def read_row(name: str, row: dict[str, Any], where: str) -> Document:
     answers = [s.text for s in document.segments if s.learned]
     answers += [m.content for m in document.messages if m.role == "assistant" and m.learned]
     calls = any(m.more.get("tool_calls") for m in document.messages if m.learned)
+    if document.messages and not any(m.role == "assistant" and m.learned for m in document.messages):
+        raise DataError(
+            f"{where}: nothing to learn from: no message is the assistant's, or all of its messages have weight 0 or "
+            "train: false; add an answer, or remove the row"
+        )
     if not calls and not any(text.strip() for text in answers):
         raise DataError(f"{where}: nothing to learn from, because the answer is empty; fill it in or remove the row")
     unread = tuple(str(column) for column in row if column not in _read_columns(row_format, row))

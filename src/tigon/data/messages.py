@@ -12,6 +12,9 @@ from tigon.errors import DataError
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
          "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
          "observation": "tool", "function": "tool", "ipython": "tool", "function_call": "assistant"}  # fmt: skip
+_FORMS = (("role", "from"), ("content", "value"))
+"""OpenAI's and ShareGPT's names of the same key."""
+_FORM_KEYS = ("role", "content", "from", "value")
 IMAGE_PARTS = ("image", "image_url")
 """Types of the parts of a message that are images."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -45,7 +48,9 @@ def _message(turn: Any, where: str, learned: bool) -> Message:
         raise DataError(f"{where} has role {role!r}; known roles are {', '.join(ROLES)}")
     is_learned = _is_learned(turn, where)
     # Every other key goes to the chat template. `row_notes.py` names those that it does not write.
-    own = {role_key, content_key, *LEARNED}
+    if role_key == "from" and any(turn.get(name, turn[key]) != turn[key] for name, key in _FORMS if key in turn):
+        raise DataError(f"{where} has from and value, and another role or content; keep one of the two forms")
+    own = {*_FORM_KEYS, *LEARNED}
     more = {str(key): value for key, value in turn.items() if key not in own and value is not None}
     texts: tuple[str, ...] = ()
     if "tool_calls" in more:
@@ -104,7 +109,7 @@ def _tool_calls(calls: Any, where: str) -> tuple[list[Any], tuple[str, ...]]:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
         if isinstance(arguments, str) and arguments.strip():
             arguments = _parsed(arguments, f"{where}: arguments of {function['name']}")
-        if arguments is None or arguments == "":
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
             arguments, text = {}, "{}"  # a call without arguments, as some write it
         texts.append(text)
         function = {**function, "arguments": arguments}

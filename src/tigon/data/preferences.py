@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tigon.data.chat_template import special_tokens
 from tigon.data.documents import Document, Segment, string
 from tigon.data.messages import read_messages
 from tigon.data.tokenizer import Encoded
@@ -155,10 +156,9 @@ def without_template(documents: Sequence[Document], tokenizer: Any) -> str | Non
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    marks = tokenizer.get_added_vocab()
-    bare = sum(
-        not is_chat(row) and not any(mark in text.text for text in row.texts for mark in marks) for row in documents
-    )
+    marks = special_tokens(tokenizer, marks_only=True)
+    formatted = marks.search if marks else lambda text: None
+    bare = sum(not is_chat(row) and not any(formatted(text.text) for text in row.texts) for row in documents)
     if not bare:
         return None
     return (

@@ -45,7 +45,11 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
 
 @contextmanager
 def _limited_time() -> Iterator[None]:
-    """Raise TimeoutError in the block after `LIMIT_S`. Without limit outside the main thread, and on Windows."""
+    """Raise TimeoutError in the block after `LIMIT_S` of this process's CPU time.
+
+    A process that is stopped for a while, or waits for others, does not use it up. Without limit outside the main
+    thread, and on Windows.
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -53,10 +57,10 @@ def _limited_time() -> Iterator[None]:
     def end(*_: Any) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

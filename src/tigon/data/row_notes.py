@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from tigon.data.documents import Document, Message
@@ -64,14 +64,14 @@ def of_text(texts: Iterable[str], marks: re.Pattern[str] | None) -> tuple[Note, 
     return () if found is None else ((MARK_IN_TEXT, found),)
 
 
-def warnings_of(encoded: Sequence[Noted]) -> tuple[str, ...]:
-    """One sentence for each kind of note in the data set."""
+def warnings_of(encoded: Sequence[Noted], *, without: Collection[str] = ()) -> tuple[str, ...]:
+    """One sentence for each kind of note in the data set, except the kinds in `without`."""
     rows: dict[str, dict[str, list[Noted]]] = defaultdict(lambda: defaultdict(list))
     for each in encoded:
         for kind, what in each.notes:
             rows[kind][what].append(each)
     writers = {KEY: _keys, CONTENT: _contents, TOOLS: _tools, MARK_IN_TEXT: _marks_in_text, MARK_IN_CHAT: _marks}
-    return tuple(write(rows[kind]) for kind, write in writers.items() if rows[kind])
+    return tuple(write(rows[kind]) for kind, write in writers.items() if rows[kind] and kind not in without)
 
 
 def no_end(n_documents: int) -> str:

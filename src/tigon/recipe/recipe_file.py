@@ -100,13 +100,14 @@ def _drop_keys_of_preset(raw: dict[str, Any], assignments: Mapping[str, Any]) ->
     """
     name = assignments.get("model.name")
     in_file = raw.get("model", {}).get("name", ModelConfig.name)
-    if name is None or name in PRESETS or in_file not in PRESETS:
+    if not isinstance(name, str) or name in PRESETS or not isinstance(in_file, str) or in_file not in PRESETS:
         return set()
     found = {dotted: raw.get(dotted.partition(".")[0], {}) for dotted in OF_PRESETS if dotted not in assignments}
     gone = {dotted for dotted, section in found.items() if section.pop(dotted.partition(".")[2], None) is not None}
     if gone and os.environ.get("RANK", "0") == "0":
         listed = ", ".join(dotted for dotted in OF_PRESETS if dotted in gone)
-        print(f"tigon: --set model.name={name}: left out {listed}, which are for the preset {in_file}", file=sys.stderr)
+        line = f"tigon: --set model.name={name}: left out {listed}, which only the preset {in_file} takes"
+        print(line, file=sys.stderr)
     return gone
 
 

@@ -99,7 +99,7 @@ def check_with_peft(model: Any, choices: Choices) -> None:
         try:
             wrapped = peft.get_peft_model(model, config)
             loaded = peft.set_peft_model_state_dict(wrapped, peft.get_peft_model_state_dict(wrapped))
-        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        except (AttributeError, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise RecipeError(f"lora.targets: PEFT cannot adapt {model.config.model_type}: {reason}") from None
     lost = [name for name in loaded.missing_keys if ".lora_" in name]

@@ -77,6 +77,8 @@ class Conversation:
             KeyboardInterrupt: the user stopped the answer. The conversation is as before.
         """
         check_text(text, "the message")
+        if not text.strip():
+            raise OptionError("the message is empty; type some text.")
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = self._encode(asked) if self.has_template else self.loaded.tokenizer(text)["input_ids"]
         if not ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib.metadata
 import math
@@ -434,8 +435,12 @@ def _undrawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), torch.device(device):
+        # A copy, because the model keeps and changes it: `config` stays as the preset says.
         return auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
+            copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=model.attention,
+            trust_remote_code=model.trust_remote_code,
         )
 
 

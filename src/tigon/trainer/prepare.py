@@ -319,9 +319,12 @@ def check_every_row_has_images(samples: Sequence[Sample], choices: Choices) -> N
 def _row_warnings(
     encoded: tuple[Sequence[Encoded], Sequence[Encoded]], tok: Any, rendering: chat_template.Rendering, *, is_trl: bool
 ) -> tuple[str, ...]:
-    """What the rows have that the run does not teach. is_trl: TRL makes the labels, so their ends are not known."""
+    """What the rows have that the run does not teach.
+
+    is_trl: TRL makes the tokens and labels. It reads special tokens in a text, and which ends it learns is not known.
+    """
     train, evaluated = encoded
-    warnings = row_notes.warnings_of([*train, *evaluated])
+    warnings = row_notes.warnings_of([*train, *evaluated], without={row_notes.MARK_IN_TEXT} if is_trl else ())
     if not is_trl and not all(each.is_text for each in train) and not tokenizer.learns_an_end(train, tok, rendering):
         warnings += (row_notes.no_end(len(train)),)
     return warnings
@@ -469,6 +472,6 @@ def _prompt(recipe: Recipe, tok: Any, config: Any, samples: Sequence[Sample], ro
     pairs = [(row.tokens, row.labels) for row in rows]
     if isinstance(samples[0], images.PicturedSample):  # its images go with its tokens
         return prompt_of([(samples[0].tokens_T.tolist(), samples[0].labels_T.tolist())], None)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = preflight.most_positions(config)
     room = None if limit is None else max(1, limit - recipe.output.sample_tokens)
     return prompt_of(pairs or ((each.tokens_T.tolist(), each.labels_T.tolist()) for each in samples), room)

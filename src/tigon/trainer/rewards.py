@@ -18,16 +18,17 @@ import torch
 from tigon.errors import RecipeError
 
 
-def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float]]]:
+def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
     """The reward functions that the recipe names.
 
     Raises:
         RecipeError: A name is not `module:function`, or the module or the function does not exist.
     """
-    return [_load(name) for name in names]
+    return [_load(name, several=len(names) > 1) for name in names]
 
 
-def _load(name: str) -> Callable[..., list[float]]:
+def _load(name: str, *, several: bool) -> Callable[..., list[float | None]]:
+    """several: Whether there are other functions, so that this one may give None, TRL's word for "does not apply"."""
     where, separator, attribute = name.partition(":")
     if not (separator and where and attribute.isidentifier()):
         raise RecipeError(f"post_training.rewards: {name!r} is not module:function, e.g. my_rewards:politeness")
@@ -49,7 +50,7 @@ def _load(name: str) -> Callable[..., list[float]]:
         )
 
     @functools.wraps(function)
-    def checked(*, completions: list[Any], **columns: Any) -> list[float]:
+    def checked(*, completions: list[Any], **columns: Any) -> list[float | None]:
         try:
             rewards = function(completions=completions, **columns)
         except (Exception, SystemExit) as error:
@@ -61,7 +62,7 @@ def _load(name: str) -> Callable[..., list[float]]:
                 "with a number for each"
             )
         for i, reward in enumerate(rewards):
-            if not _is_number(reward):
+            if not _is_number(reward) and not (reward is None and several):
                 raise RecipeError(
                     f"post_training.rewards: {name} returned {reward!r:.40} for completion {i} of {len(completions)}; "
                     "return a finite number for each"

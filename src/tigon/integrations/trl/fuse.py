@@ -50,6 +50,15 @@ class FusedTrainer:
     """`ref_model` or `teacher_model` -> the report of its patch, if it got the layers of a patched policy."""
     _parts: list[Any] = field(default_factory=list, repr=False)
 
+    def __str__(self) -> str:
+        computed = ", ".join(self.fused) or "nothing"
+        lines = [f"{type(self.trainer).__name__}: tigon's head computes {computed}"]
+        for name, report in self.layers.items():
+            lines.append(f"layers of {name}, as in the policy: {len(report.replaced)} kinds replaced")
+        if not self.layers:
+            lines.append("layers: none patched here; tigon.patch(model) replaces the policy's")
+        return "\n".join([*lines, *(f"left to TRL: {what}: {reason}" for what, reason in self.unfused.items())])
+
     def restore(self) -> None:
         """Undo `fuse`. A second call does nothing."""
         while self._parts:
@@ -61,6 +70,12 @@ class FusedTrainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.restore()
+
+    def _match(self) -> None:
+        """Give the second models the policy's layers again, and warn of those that cannot have them."""
+        for part in self._parts:
+            if hasattr(part, "match"):
+                part.match()
 
     def _add(self, name: str, make: Callable[[], Any]) -> Any:
         """The part that `make` returns, or None if it objects; the objection is noted."""
@@ -95,6 +110,7 @@ def fuse(trainer: Any) -> FusedTrainer:
             f"{type(trainer).__name__} is not a trainer of TRL; pass the trainer itself, after it is built."
         )
     if isinstance(before := vars(trainer).get(MARK), FusedTrainer):
+        before._match()  # the policy may have been patched since
         return before
     result = FusedTrainer(trainer)
     name = _trl_class(trainer).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 import weakref
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from tigon.errors import PatchError
+from tigon.integrations.trl.head import UnfusedWarning
 from tigon.models.fp8 import fp8_options, patch_fp8
 from tigon.models.patch import flags_of, patch, unwrap
 from tigon.models.report import PatchReport
@@ -87,7 +89,12 @@ class SameLayers(TrainerCallback):  # type: ignore[misc]  # transformers is not 
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Match again, because the policy may have been patched, or its patch undone, after `fuse`."""
+        known = dict(self.differences)
         self.match()
+        new = {name: why for name, why in self.differences.items() if name not in known}
+        if new:
+            listed = "; ".join(f"layers of {name}: {why}" for name, why in new.items())
+            warnings.warn(f"tigon leaves parts of {type(self.trainer).__name__} to TRL. {listed}.", UnfusedWarning, 2)
 
     def restore(self) -> None:
         """Undo what was patched. A model that was wrapped since keeps its layers."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -52,5 +53,6 @@ def _can_fork() -> bool:
 
 def _call_and_send(to_parent: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # libgomp's pool does not survive a fork either
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback; the parent says what stopped
     with contextlib.suppress(Exception):  # the parent calls the function again and gets the error itself
         to_parent.send(function(*arguments))

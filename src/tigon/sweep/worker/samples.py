@@ -26,9 +26,9 @@ from tigon.data.sources import BUILT_IN
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
 from tigon.objectives.base import Objective
-from tigon.recipe.keys import Recipe
+from tigon.recipe.keys import DataConfig, Recipe
 from tigon.trainer import model as models
-from tigon.trainer.guards import preflight
+from tigon.trainer.guards import auto_packing, preflight
 
 ALPACA_FILE = "alpaca.jsonl"
 _INPUT_CHARACTERS, _ALPACA_ROWS = 100, 12_000
@@ -47,21 +47,22 @@ def make(
     train = recipe.train
     assert train.steps is not None, "a sweep counts steps"
     count = train.steps * train.batch_size * train.gradient_accumulation * processes
-    flatten = recipe.data.packs and recipe.model.attention.startswith("flash")
+    takes_flat = recipe.model.attention.startswith("flash")
     if how == "random":
         samples, pad_id = _random(count, recipe.data.sequence_length, config.get_text_config().vocab_size), 0
         packed = replace(recipe.data, packing=True)
-        return SampleDataset(samples), objective.collator(packed, pad_id=pad_id, flatten=flatten)
+        return SampleDataset(samples), objective.collator(packed, pad_id=pad_id, flatten=takes_flat)
     if how == "alpaca":
         source = alpaca_file(folder)
         data = replace(
             recipe.data, source=(str(source),), format="alpaca", columns=None, template="plain", too_long="truncate"
         )
         recipe = replace(recipe, data=data)
-    samples, pad_id = _of_recipe(recipe, config, objective)
+    samples, pad_id, data = _of_recipe(recipe, config, objective, processes)
     if len(samples) < count:  # repeated, because the last batch of an epoch could be smaller than the others
         samples = (samples * math.ceil(count / len(samples)))[:count]
-    return SampleDataset(samples), objective.collator(recipe.data, pad_id=pad_id, flatten=flatten)
+    flatten = data.packs and takes_flat
+    return SampleDataset(samples), objective.collator(data, pad_id=pad_id, flatten=flatten)
 
 
 def _random(count: int, length: int, vocab_size: int) -> list[Sample]:
@@ -76,7 +77,10 @@ def _random(count: int, length: int, vocab_size: int) -> list[Sample]:
     return samples
 
 
-def _of_recipe(recipe: Recipe, config: Any, objective: Objective) -> tuple[list[Sample], int]:
+def _of_recipe(
+    recipe: Recipe, config: Any, objective: Objective, processes: int
+) -> tuple[list[Sample], int, DataConfig]:
+    """(samples, id of padding, the recipe's `data` with the choice that `packing: null` stands for)."""
     data, model = recipe.data, recipe.model
     bad = BadRows(data.bad_rows)
     read = reading.used_by_weight(reading.read(data.sources(), data.format, data.max_text_mib, bad))
@@ -92,12 +96,13 @@ def _of_recipe(recipe: Recipe, config: Any, objective: Objective) -> tuple[list[
     preflight.check_vocabulary(recipe, config, len(tok))
     rendering = chat_template.choose(tok, data.template, data.learn, models.end_ids(recipe, config))
     encoded = tokenizer.encode(read, tok, vocab_size=config.get_text_config().vocab_size, bad=bad, rendering=rendering)
-    packed = objective.samples(encoded, data)
+    chosen, packed, _ = auto_packing.chosen(recipe, config, encoded, objective, processes)
     if not packed.samples:
         raise RecipeError(
             f"{data.source_names}: not enough text for one sequence of {data.sequence_length} tokens; name more"
         )
-    return packed.samples, tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
+    pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
+    return packed.samples, pad_id, chosen.data
 
 
 def alpaca_file(folder: Path) -> Path:

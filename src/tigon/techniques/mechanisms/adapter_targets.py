@@ -148,7 +148,7 @@ def left_out(model: Any) -> dict[str, str]:
     return reasons
 
 
-_READS_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size|ndim)\b)")
+_READS_WEIGHT = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size|ndim)\b)")
 
 
 def _weights_read_by(cls: type[nn.Module]) -> frozenset[str]:
@@ -159,7 +159,10 @@ def _weights_read_by(cls: type[nn.Module]) -> frozenset[str]:
     owners = [owner for owner in cls.__mro__ if owner.__module__.startswith(_MODEL_CODE)]
     methods = [method for owner in owners for name, method in vars(owner).items() if name != "__init__"]
     sources = (_source_of(method) for method in methods if inspect.isfunction(method))
-    return frozenset(name for source in sources for name in _READS_WEIGHT.findall(source))
+    # BLOOM, and Llama's code of 2023 that others copied, read weights only if the config's pretraining_tp is above 1,
+    # which repeats the rounding of the pretraining. No checkpoint is trained so.
+    read = (_READS_WEIGHT.findall(source) for source in sources if "pretraining_tp" not in source)
+    return frozenset(name for names in read for name in names)
 
 
 def _source_of(method: Callable[..., Any]) -> str:

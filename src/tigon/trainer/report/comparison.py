@@ -172,7 +172,9 @@ def compare(
             except torch.OutOfMemoryError:
                 measured[choice].error = "out of memory"
             _release(device)
-    n_tokens = short.batch_size * short.gradient_accumulation * len(samples[0].tokens_T)
+    # Samples of unpacked rows differ in length. Every choice takes the same samples, so their mean compares fairly.
+    mean = sum(len(sample.tokens_T) for sample in samples.samples) / len(samples)
+    n_tokens = round(short.batch_size * short.gradient_accumulation * mean)
     return [found.as_repeat(choice, n_tokens) for choice, found in measured.items()]
 
 
