@@ -182,7 +182,7 @@ def test_objective_trains_alike_with_and_without_tigons_kernels(objective, recip
     found = {}
     for kernels in ("none", "tigon"):
         more = {
-            "model": {"kernels": kernels}, "data": {"learn": "answers", "packing": True}, "lora": {"rank": 4},
+            "model": {"kernels": kernels}, "data": {"learn": "answers", "packing": None}, "lora": {"rank": 4},
             "train": {"objective": objective, "steps": 2, "learning_rate": 1e-4}, "post_training": own,
             "output": {"name": kernels},
         }  # fmt: skip
