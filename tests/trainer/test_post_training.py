@@ -578,7 +578,7 @@ def test_recipe_trains_a_checkpoint_by_one_override(objective, tigon, here):
     outcome = tigon("train", path, *options)
     assert outcome.code == 0, outcome.err
     (line,) = [line for line in outcome.err.splitlines() if "left out" in line]
-    assert "model.config, data.vocab_size" in line and "which are for the preset tigon-demo" in line
+    assert "model.config, data.vocab_size" in line and "which only the preset tigon-demo takes" in line
     assert ("post_training.base_steps" in line) == (objective not in ("orpo", "reward"))
 
 
