@@ -217,6 +217,17 @@ def test_reference_follows_a_policy_whose_patch_is_undone_before_training() -> N
     assert trainer.state.log_history[0]["rewards/margins"] == 0
 
 
+def test_fuse_called_again_gives_the_reference_the_layers_of_a_policy_patched_since() -> None:
+    trainer = build("DPO", policy=policy)
+    report = integration.fuse(trainer)
+    assert "layers: none patched here" in str(report)
+    tigon.patch(unwrap(trainer.model))
+    assert not layer_kinds(second_models(trainer)["ref_model"])
+    assert integration.fuse(trainer) is report
+    assert layer_kinds(second_models(trainer)["ref_model"]) == layer_kinds(unwrap(trainer.model)) != set()
+    assert "layers of ref_model, as in the policy" in str(report)
+
+
 def test_restore_gives_the_reference_its_own_layers() -> None:
     trainer = build("DPO", policy=policy)
     tigon.patch(unwrap(trainer.model))
