@@ -15,6 +15,7 @@ from tigon.errors import UsageError
 from tigon.ops import recomputation
 from tigon.planner import model_plan
 from tigon.planner.search.option import estimate_option
+from tigon.techniques.mechanisms import host_offload
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 256}
 
@@ -93,7 +94,7 @@ def test_checkpoint_keeps_loss_and_gradients_and_undo_restores_the_model() -> No
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
     want = gradients()
-    for value in ("full", "full:1,mlp:1,elementwise:1", "none"):
+    for value in ("full", "full:1,mlp:1,elementwise:1", "offload", "none"):
         with tigon.checkpoint(model, value) as applied:
             assert all(torch.equal(a, b) for a, b in zip(gradients(), want, strict=True))
         applied.undo()  # a second time does nothing
@@ -103,6 +104,18 @@ def test_checkpoint_keeps_loss_and_gradients_and_undo_restores_the_model() -> No
             for name, m in model.named_modules()
         )
     assert all(torch.equal(a, b) for a, b in zip(gradients(), want, strict=True))
+
+
+def test_checkpoint_sends_the_input_of_each_layer_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(torch.float32)
+    sent: list[torch.Size] = []
+    send = host_offload.HostOffload.send
+    monkeypatch.setattr(host_offload.HostOffload, "send", lambda self, x: sent.append(x.shape) or send(self, x))
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    with tigon.checkpoint(model, "offload"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    inputs = [shape for shape in sent if shape == (2, 32, model.config.hidden_size)]
+    assert len(inputs) == model.config.num_hidden_layers
 
 
 def test_checkpoint_keeps_attentions_results_on_the_host_and_undo_restores_attention(monkeypatch) -> None:
@@ -135,7 +148,7 @@ def test_checkpoint_twice_is_refused() -> None:
     ("value", "words"),
     [
         ("full:2", "full:2 is for 2 layers, but the model has 3"),
-        ("every-2", "tigon.checkpoint applies none, full, offload-attention, or layers"),
+        ("every-2", "tigon.checkpoint applies none, full, offload, offload-attention, or layers"),
         ("half", "choose one of auto, none, full"),
     ],
 )

@@ -21,7 +21,7 @@ from tigon.planner.search import space
 from tigon.planner.search.checkpointing import choose
 from tigon.planner.search.option import Option
 from tigon.techniques import SETTINGS, head_groups
-from tigon.techniques.checkpointing import KEPT_ON_HOST
+from tigon.techniques.checkpointing import KEPT_ON_HOST, OFFLOAD, inputs_on_host
 from tigon.techniques.layer_checkpointing import STATES, apply, groups_of, is_by_layer, states_of
 from tigon.techniques.mechanisms.attention_offload import LayersOnHost
 from tigon.techniques.mechanisms.recompute import recomputed
@@ -37,6 +37,10 @@ _OPTIMIZER_CLASSES: Mapping[str, str] = {
 _WORDS = {
     "full": "recompute everything", "mlp": "keep attention, recompute the MLP and the norms",
     "elementwise": "keep products and attention, recompute norms and gated units", "none": "recompute nothing",
+}  # fmt: skip
+# Kinds that recompute every layer -> what makes the function that transformers' layers call.
+_WHOLE_LAYERS: Mapping[str, Callable[[], Callable[..., Any]]] = {
+    "full": lambda: recomputed, OFFLOAD: inputs_on_host, KEPT_ON_HOST: LayersOnHost,
 }  # fmt: skip
 
 
@@ -159,15 +163,15 @@ def checkpoint(model: Any, plan: CheckpointPlan | str) -> Checkpointed:
     layers = len(decoder_layers(inner))
     if value == "none":
         return Checkpointed(lambda: None)
-    on_host = value == KEPT_ON_HOST
-    if on_host:
+    if value == KEPT_ON_HOST:
         _check_attention(inner)
     try:
-        states = ["full"] * layers if on_host or value == "full" else states_of(_checked(value), layers)
-        undo_layers = apply(model, states, LayersOnHost() if on_host else recomputed)
+        whole = _WHOLE_LAYERS.get(value)
+        states = states_of(_checked(value), layers) if whole is None else ["full"] * layers
+        undo_layers = apply(model, states, recomputed if whole is None else whole())
     except RecipeError as error:
         raise UsageError(f"{error}.") from None
-    undo_attention = head_groups.replace_attention(inner, 1) if on_host else None
+    undo_attention = head_groups.replace_attention(inner, 1) if value == KEPT_ON_HOST else None
     undo_cache = without_cache(inner)
 
     def undo() -> None:
@@ -193,8 +197,8 @@ def _checked(value: str) -> str:
         raise UsageError(f"plan is {value!r}; {problem}.")
     if not is_by_layer(value):
         raise UsageError(
-            f"plan is {value!r}; tigon.checkpoint applies none, full, {KEPT_ON_HOST}, or layers such as full:7,none:9 "
-            f"with the states {', '.join(STATES)}."
+            f"plan is {value!r}; tigon.checkpoint applies none, full, {OFFLOAD}, {KEPT_ON_HOST}, or layers such as "
+            f"full:7,none:9 with the states {', '.join(STATES)}."
         )
     return value
 

@@ -74,23 +74,28 @@ def selective_contexts() -> Any:
 
 
 def _offload(model: Any, choices: Choices, run_info: RunInfo) -> Any:
-    """Recompute every layer and keep its input on the host.
+    """Recompute every layer and keep its input on the host."""
+    enable(model)
+    if not replace_function(model, inputs_on_host()):
+        raise RecipeError(
+            f"train.checkpointing: offload cannot replace the checkpointing function of any layer of "
+            f"{type(model).__name__}; use full"
+        )
+    return model
+
+
+def inputs_on_host() -> Callable[..., Any]:
+    """Returns a checkpointing function for all layers of a model, which keeps each layer's input on the host.
 
     transformers' own `offload` copies on the compute stream. This one copies on a second stream.
     """
-    enable(model)
     offload = HostOffload()
 
     def offloaded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with offload.saving():
             return recomputed(function, *args, **kwargs)
 
-    if not replace_function(model, offloaded):
-        raise RecipeError(
-            f"train.checkpointing: offload cannot replace the checkpointing function of any layer of "
-            f"{type(model).__name__}; use full"
-        )
-    return model
+    return offloaded
 
 
 def _offload_attention(model: Any, choices: Choices, run_info: RunInfo) -> Any:
@@ -119,6 +124,7 @@ def replace_function(model: Any, function: Callable[..., Any]) -> int:
     return n_replaced
 
 
+OFFLOAD = "offload"
 KEPT_ON_HOST = "offload-attention"
 _COUNT, _STATE = "[1-9][0-9]{0,3}", "(full|mlp|elementwise|none)"
 _EACH_LAYER = "Each layer's input is kept: tokens x hidden x bytes of the autocast dtype."

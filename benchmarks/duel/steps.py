@@ -1,0 +1,140 @@
+"""The timed steps: in a plain loop, or in TRL's SFTTrainer as the process has it."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.duel.inputs import SEED
+
+WARM_UP_STEPS, TIMED_STEPS = 4, 7
+STEPS = WARM_UP_STEPS + TIMED_STEPS
+GIB = 1 << 30
+
+
+def trained(model: Any) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def dtypes(model: Any) -> list[str]:
+    return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained(model)})
+
+
+class Clock:
+    """The time of each step with the GPU's work, and the peak of the steps after the warm-up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.gpu = device.type == "cuda"
+        self.step_s: list[float] = []
+        self.warm_up_peak_bytes = 0
+        gc.collect()
+        if self.gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        self._last_s = self._now_s()
+
+    def _now_s(self) -> float:
+        if self.gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def step_ends(self) -> None:
+        now_s = self._now_s()
+        self.step_s.append(now_s - self._last_s)
+        if self.gpu and len(self.step_s) == WARM_UP_STEPS:
+            self.warm_up_peak_bytes = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        self._last_s = self._now_s()
+
+    def measured(self, tokens: int) -> dict[str, Any]:
+        """Tokens per second of the median step, its milliseconds, and the peaks in GiB."""
+        timed_s = self.step_s[WARM_UP_STEPS:]
+        median_s = statistics.median(timed_s)
+        peak, reserved = (
+            (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if self.gpu else (0, 0)
+        )  # fmt: skip
+        return {
+            "tokens_per_s": round(tokens / median_s),
+            "step_ms": [round(1e3 * s, 1) for s in (min(timed_s), median_s, max(timed_s))],
+            "peak_gib": round(peak / GIB, 2),
+            "reserved_gib": round(reserved / GIB, 2),
+            "warm_up_peak_gib": round(self.warm_up_peak_bytes / GIB, 2),
+            "warm_up_s": round(sum(self.step_s[:WARM_UP_STEPS]), 1),
+        }
+
+
+def in_loop(model: Any, ids: torch.Tensor, learning_rate: float, autocast: bool) -> dict[str, Any]:
+    """Steps of a plain loop: forward with labels, backward, AdamW.
+
+    Args:
+        model: in training mode.
+        ids: (batch, seq), int64, also the labels.
+        autocast: whether the forward runs under autocast to bf16.
+    """
+    device = next(model.parameters()).device
+    ids = ids.to(device)
+    optimizer = torch.optim.AdamW(trained(model), lr=learning_rate, weight_decay=0.0, fused=device.type == "cuda")
+    losses = []
+    clock = Clock(device)
+    for _ in range(STEPS):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        clock.step_ends()
+    return {**clock.measured(ids.numel()), "losses": [round(float(one), 5) for one in losses]}
+
+
+def in_trainer(
+    model: Any, tokenizer: Any, ids: torch.Tensor, learning_rate: float,
+    built: Callable[[Any], None] = lambda trainer: None, **config: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The same steps in SFTTrainer. Import it after Unsloth, which replaces it.
+
+    Args:
+        built: called with the trainer before it trains.
+        config: more arguments of SFTConfig.
+    """
+    datasets, transformers, trl = (importlib.import_module(name) for name in ("datasets", "transformers", "trl"))
+    device = next(model.parameters()).device
+    gpu = device.type == "cuda"
+    rows = datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in ids] * STEPS)
+    arguments = trl.SFTConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=len(ids), max_steps=STEPS, max_length=ids.shape[1],
+        learning_rate=learning_rate, lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, max_grad_norm=0.0,
+        optim="adamw_torch_fused" if gpu else "adamw_torch", bf16=gpu, use_cpu=not gpu, logging_steps=1,
+        save_strategy="no", report_to="none", seed=SEED, packing=False, disable_tqdm=True, dataset_num_proc=1,
+        train_sampling_strategy="sequential", **config,
+    )  # fmt: skip
+    whole = [(p, p.detach().to("cpu", copy=True)) for p in trained(model) if p.dtype == torch.float32]
+    trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer)
+    # TRL casts the adapters of a 4-bit model to bf16, where most of a small step is rounded away. Unsloth does not.
+    recast = [(parameter, values) for parameter, values in whole if parameter.dtype != values.dtype]
+    for parameter, values in recast:
+        parameter.data = values.to(device)
+    built(trainer)
+    clock: list[Clock] = []
+
+    class Timer(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            clock.append(Clock(device))
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock[0].step_ends()
+
+    trainer.add_callback(Timer())
+    trainer.train()
+    losses = [round(float(entry["loss"]), 5) for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        **clock[0].measured(ids.numel()), "losses": losses[:STEPS], "recast_to_fp32": len(recast),
+        "trainer": f"{type(trainer).__module__}.{type(trainer).__name__}",
+    }  # fmt: skip

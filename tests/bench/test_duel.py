@@ -1,0 +1,134 @@
+"""The comparison with Unsloth, Liger and PEFT: which rows agree, what a record keeps, and where a run resumes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.duel import __main__ as duel
+from benchmarks.duel import agreement
+from benchmarks.duel.entries import ENTRIES, ORDER, TASKS, Row, row_of
+
+LOSSES = [12.5 - 0.1 * step for step in range(11)]
+ROW = Row("qlora", "hf", 4, 2048)
+
+
+def line(entry: str = "hf", losses: list[float] | None = None, **fields: Any) -> dict[str, Any]:
+    return {
+        "task": "qlora", "entry": entry, "size": "4x2048", "losses": losses or LOSSES, "tokens_per_s": 1000,
+        "peak_gib": 8.0, "trained_parameters": 100, "trained_dtypes": ["float32"], "row_s": 1.0, **fields,
+    }  # fmt: skip
+
+
+def options(path: Path, *rows: str, budget: float = 540, again: bool = False) -> argparse.Namespace:
+    return duel.options().parse_args([*rows, "--json", str(path), "--budget", str(budget)] + ["--again"] * again)
+
+
+def test_rows_that_round_otherwise_agree() -> None:
+    assert agreement.disagreements(line(losses=[loss + 4e-3 for loss in LOSSES]), line()) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (line(losses=[*LOSSES[:5], LOSSES[5] + 0.05, *LOSSES[6:]]), "the loss of step 5 is 12.05"),
+        (line(losses=[12.5 - 0.085 * step for step in range(11)]), "the loss falls by 0.8500 instead of 1.0000"),
+        (line(losses=[float("nan")] * 11), "the loss of step 0 is nan"),
+        (line(losses=LOSSES[:-1]), "10 losses instead of 11"),
+        (line(trained_parameters=99), "trained weights: 99 instead of 100"),
+        (line(trained_dtypes=["bfloat16"]), "dtypes of trained weights: ['bfloat16'] instead of ['float32']"),
+    ],
+)
+def test_row_that_trains_something_else_is_refused_with_the_reason(other: dict[str, Any], words: str) -> None:
+    assert any(words in reason for reason in agreement.disagreements(other, line()))
+    agreed, refused = agreement.judged([line(), {**other, "entry": "liger"}])
+    assert [one["entry"] for one in agreed] == ["hf"] and [one["entry"] for one in refused] == ["liger"]
+
+
+def test_run_that_learns_slowly_is_refused_although_each_loss_is_close() -> None:
+    small = [12.5 - 0.0009 * step for step in range(11)]
+    slow = [12.5 - 0.0005 * step for step in range(11)]
+    assert agreement.disagreements(line(losses=slow), line(losses=small)) == [
+        "the loss falls by 0.0050 instead of 0.0090"
+    ]
+
+
+def test_rows_are_judged_again_when_the_row_of_hugging_face_comes() -> None:
+    wrong = line("unsloth", losses=[loss + 1 for loss in LOSSES])
+    record = duel.kept(duel.load(Path("none.json")), ROW, wrong)
+    record = duel.kept(record, Row("qlora", "liger", 4, 2048), line("liger"))
+    assert [one["entry"] for one in record["refused"]] == ["liger"]
+    record = duel.kept(record, ROW, line())
+    assert [one["entry"] for one in record["measurements"]] == ["liger", "hf"]
+    assert [one["entry"] for one in record["refused"]] == ["unsloth"]
+
+
+def test_a_row_of_another_task_or_size_is_not_compared() -> None:
+    agreed, refused = agreement.judged([line(), {**line(losses=[1.0] * 11), "size": "1x16384"}])
+    assert len(agreed) == 2 and not refused
+
+
+def test_a_run_resumes_after_the_rows_that_the_record_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def measured(row: Row, *_: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        ran.append(str(row))
+        if row.entry == "liger":
+            return {"task": row.task, "entry": "liger", "size": row.size, "error": "exit 1", "row_s": 1.0}, None
+        return line(row.entry), {"device": "card", "versions": {"torch": "2"}}
+
+    monkeypatch.setattr(duel, "measured", measured)
+    monkeypatch.setattr(duel, "make_checkpoint", lambda *_: None)
+    path, rows = tmp_path / "a" / "steps.json", ("qlora:hf:4x2048", "qlora:liger:4x2048", "qlora:tigon-full:4x2048")
+    duel.drive(options(path, *rows[:2]))
+    duel.drive(options(path, *rows))
+    assert ran == [*rows]
+    record = duel.load(path)
+    assert [one["entry"] for one in record["measurements"]] == ["hf", "tigon-full"]
+    assert [one["entry"] for one in record["failed"]] == ["liger"] and record["environment"]["device"] == "card"
+    duel.drive(options(path, rows[0], again=True))
+    assert ran == [*rows, rows[0]] and len(duel.load(path)["measurements"]) == 2
+
+
+def test_a_row_that_the_budget_ended_is_measured_by_the_next_run(tmp_path: Path, monkeypatch, capsys) -> None:
+    cut = {"task": "qlora", "entry": "hf", "size": "4x2048", "error": duel.OVER_LIMIT, "row_s": 100.0}
+    monkeypatch.setattr(duel, "measured", lambda *_: (cut, None))
+    monkeypatch.setattr(duel, "make_checkpoint", lambda *_: None)
+    path = tmp_path / "steps.json"
+    duel.drive(options(path, str(ROW), budget=100))
+    assert not path.exists() and "the next is qlora:hf:4x2048" in capsys.readouterr().out
+    duel.drive(options(path, str(ROW), budget=1000))
+    assert [one["error"] for one in duel.load(path)["failed"]] == [duel.OVER_LIMIT]
+
+
+def test_a_record_of_another_card_is_not_added_to() -> None:
+    here = {"device": "card", "versions": {"torch": "2"}}
+    assert duel.same_environment(None, here) is duel.same_environment(here, here)
+    with pytest.raises(SystemExit, match="the record has device card, and here is other"):
+        duel.same_environment(here, {**here, "device": "other"})
+
+
+def test_every_row_is_written_and_read_and_listed_once() -> None:
+    assert [row_of(str(row)) for row in ORDER] == [*ORDER] and len({*ORDER}) == len(ORDER)
+    assert {row.entry for row in ORDER} == {*ENTRIES} and {row.task for row in ORDER} == {*TASKS}
+    for wrong, words in (("qlora:hf", "is no row"), ("qlora:other:4x2048", "'other' is not known")):
+        with pytest.raises(ValueError, match=words):
+            row_of(wrong)
+
+
+def test_tigon_and_peft_train_the_same_in_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    from benchmarks.duel import inputs, libraries
+
+    monkeypatch.setenv("DUEL_CHECKPOINTS", str(tmp_path))
+    lines = []
+    for task in ("lora", "full"):
+        inputs.make_checkpoint(TASKS[task].model, tiny=True)
+        lines += [libraries.run(Row(task, entry, 2, 64), tiny=True)["line"] for entry in ("hf", "tigon-offload")]
+    agreed, refused = agreement.judged(lines)
+    assert len(agreed) == 4 and not refused
+    assert agreed[0]["adapters_filled"] == 2 * 2 * len(inputs.TARGETS) and agreed[2]["adapters_filled"] == 0
+    assert agreed[1]["patched"]["lora_linear"] > 0
