@@ -202,11 +202,11 @@ def worse_of(first: Result, second: Result, truth: Result) -> Result:
 
 
 def _in_another_order(op: Op, inputs: Inputs, upstream: Sequence[Tensor], seed: int) -> Result:
-    """The oracle's result if the products of hidden states and weights sum their terms in another order."""
+    """The oracle's result if products, of hidden states and weights or of queries and keys, sum in another order."""
     generator = torch.Generator().manual_seed(seed)
     axes = {"gate_up": -2 if inputs.get("transposed") else -1}  # where the hidden width is not the last axis
     orders: dict[str, Tensor] = {}
-    for group in (("hidden", "weight", "gate_up"), ("teacher_hidden", "teacher_weight")):
+    for group in (("hidden", "weight", "gate_up"), ("teacher_hidden", "teacher_weight"), ("q", "k")):
         if group[0] in inputs:
             order = torch.randperm(inputs[group[0]].shape[-1], generator=generator).to(inputs[group[0]].device)
             orders |= {name: order for name in group if isinstance(inputs.get(name), Tensor)}

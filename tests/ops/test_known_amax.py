@@ -203,7 +203,8 @@ def mlp_of(scaling: str = "tensorwise", **changes: Any) -> nn.Module:
 def results(mlp: nn.Module, x: Tensor, recomputes: bool = False) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = recomputed(mlp, x) if recomputes else mlp(x)
-    gradients = torch.autograd.grad(y, [x, *mlp.parameters()], torch.linspace(-3, 3, y.numel()).view_as(y).bfloat16())
+    upstream = torch.linspace(-3, 3, y.numel(), device=y.device).view_as(y).bfloat16()
+    gradients = torch.autograd.grad(y, [x, *mlp.parameters()], upstream)
     return [y.detach(), *gradients]
 
 

@@ -502,6 +502,6 @@ EXPERTS = Op(
         )
     ),
     cost=_cost,
-    # These are errors of the small cases on a CPU. No GPU has measured them.
-    errors={"fp32": 2.7e-07, "bf16": 6.5e-03, "fp16": 5.9e-04},
+    # On an H100. The fp16 error is that of an adapter's gradient over nine tokens (lora-outside, down_lora_b).
+    errors={"fp32": 3.6e-07, "bf16": 6.9e-03, "fp16": 1.4e-03},
 )  # fmt: skip

@@ -255,5 +255,6 @@ LORA_LINEARS = Op(
     ),
     cost=_cost,
     has_kernel=False,
-    errors={"fp32": 5.7e-07, "bf16": 3.3e-03, "fp16": 3.8e-04},
+    # On an H100.
+    errors={"fp32": 1.2e-06, "bf16": 3.8e-03, "fp16": 4.6e-04},
 )
