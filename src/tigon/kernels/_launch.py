@@ -12,7 +12,11 @@ from tigon.kernels import _device
 
 # The launcher's arguments are known for these versions of Triton only. Other versions, AMD and the interpreter use
 # `kernel[grid](...)`.
-_DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6.")
+_MINOR = tuple(map(int, triton.__version__.split(".")[:2]))
+_DIRECT = torch.version.cuda is not None and (3, 6) <= _MINOR <= (3, 9)
+# Triton 3.6 compiles a launcher for each signature. It takes the kernel's arguments one by one. From 3.7 on, all
+# kernels share one launcher. It takes the arguments as a tuple, and descriptions of their types.
+_ONE_BY_ONE = _MINOR < (3, 7)
 _launches = {}
 _pointers = {}
 # A number that changes with every call would fill the cache, so the cache is emptied at this size. Triton keeps the
@@ -65,7 +69,10 @@ class Launch:
                 self._keep(key, compiled)
             return
         run, fixed = cached
-        run(*self._grid, _raw_stream(device), *fixed, *addresses, *self._values)
+        if _ONE_BY_ONE:
+            run(*self._grid, _raw_stream(device), *fixed, *addresses, *self._values)
+        else:
+            run(*self._grid, _raw_stream(device), *fixed, (*addresses, *self._values))
 
     def _by_triton(self, x, arguments):
         return launch_by_triton(
@@ -74,10 +81,17 @@ class Launch:
 
     def _keep(self, key, compiled):
         run = compiled.run
-        if run.global_scratch_size or run.profile_scratch_size:
+        # gsan is Triton's race detector, whose launches have more arguments.
+        if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             return
-        fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-        self._compiled[key] = run.launch, (*fixed, compiled.packed_metadata, None, None, None)
+        handle, no_scratch, no_hooks = compiled.function, (None, None), (None, None, None)
+        about = (run.launch_cooperative_grid, run.launch_pdl)
+        if _ONE_BY_ONE:
+            fixed = (handle, *about, *no_scratch, compiled.packed_metadata, *no_hooks)
+        else:
+            types = (run.arg_annotations, run.kernel_signature)
+            fixed = (handle, *about, compiled.packed_metadata, *no_hooks, *no_scratch, *types)
+        self._compiled[key] = run.launch, fixed
 
 
 def launch(kernel, grid, x, *, num_warps, **arguments):
@@ -98,12 +112,18 @@ def launch(kernel, grid, x, *, num_warps, **arguments):
 
 
 def launch_by_triton(kernel, grid, x, *, num_warps, num_stages=None, **arguments):
-    """Launch a kernel with Triton's own launcher, which tensor descriptors need."""
+    """Launch a kernel with Triton's own launcher, which tensor descriptors need.
+
+    Products and sums are fused (FMA), as the ops' recorded errors assume. Triton 3.10 no longer does so by default, and
+    3.9 warns about it.
+    """
     if list(arguments) != kernel.arg_names:
         raise TypeError(f"{kernel.__name__} takes {', '.join(kernel.arg_names)} in this order, not {list(arguments)}.")
     options = {} if num_stages is None else {"num_stages": num_stages}
     with _device.on_device(x):
-        return kernel[grid](**arguments, num_warps=_device.clamp_warps(num_warps), **options)
+        return kernel[grid](
+            **arguments, num_warps=_device.clamp_warps(num_warps), enable_fp_fusion=True, **options
+        )  # fmt: skip
 
 
 def _count_pointers(kernel, values):
