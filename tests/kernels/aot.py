@@ -449,6 +449,8 @@ class Binary:
     fp64_instructions: int = 0
     load_bytes: list[int] = field(default_factory=list)
     """Widths of a thread's loads from global memory, one entry for each in the code."""
+    byte_stores: int = 0
+    """Stores of one byte into shared memory (PTX)."""
 
     @classmethod
     def of(cls, launch: Launch, used_by: list[tuple[str, str]], error: str | None = None) -> Binary:
@@ -472,6 +474,7 @@ def read_ptx(ptx: str, ptxas_log: str) -> dict[str, Any]:
         "registers": total(r"Used (\d+) registers", ptxas_log),
         "fp64_instructions": len(re.findall(r"\.f64\b", ptx)),
         "load_bytes": sorted([int(count or 1) * int(bits) // 8 for count, bits in loads] + copies),
+        "byte_stores": len(re.findall(r"st\.shared\.[bsu]8\b", ptx)),
     }
 
 

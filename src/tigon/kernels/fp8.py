@@ -5,8 +5,8 @@
     q       = round(x · (L / amax)) to FP8      x ≈ q · scale
 
 An FP8 product reads both factors along the summed dimension. The forward pass therefore needs x by rows, and the
-weight's gradient needs it transposed. Both come from one read of x. With a scale per row, the transposed matrix has a
-scale per column of x, because a scale must not change along the summed dimension.
+weight's gradient needs it transposed. Both come from one read of x from memory. With a scale per row, the transposed
+matrix has a scale per column of x, because a scale must not change along the summed dimension.
 
 amax is the integer maximum of the bits of |x|. It does not depend on the order, so runs repeat bit for bit. It also
 keeps NaN and infinity: either makes every value that shares its scale NaN.
@@ -149,15 +149,22 @@ def cast_kernel(
             amax = tl.where(amax < SMALLEST, SMALLEST, amax)
             if tile_m == 0:
                 tl.store(COLUMN_SCALES + cols, tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), mask=cols < K)
-            factor = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)[None, :]
+            factor = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)[:, None]
+        # The tile is read again, transposed, from the cache. With one read for both ways Triton transposes the bytes,
+        # in fp32 (Triton 3.6) or in every dtype (3.7 to 3.9), and a quarter of them came to wrong places on sm_90.
+        x_at = X + rows[None, :] * K + cols[:, None]
+        if EVEN:
+            x = tl.load(x_at).to(tl.float32)
+        else:
+            x = tl.load(x_at, mask=(cols < K)[:, None] & (rows < M)[None, :], other=0.0).to(tl.float32)
         q = _fp8_bits(x * factor, MANTISSA, NATIVE)
         transposed = cols.to(tl.int64)[:, None] * PADDED + rows[None, :]
         if EVEN:
-            tl.store(COLUMNS + transposed, tl.trans(q))
+            tl.store(COLUMNS + transposed, q)
         else:
             # Rows past M are zeros of x. Infinity as amax makes the factor 0, and NaN must not reach the filling.
-            q = tl.where(mask, q, 0)
-            tl.store(COLUMNS + transposed, tl.trans(q), mask=(cols < K)[:, None] & (rows < PADDED)[None, :])
+            q = tl.where((cols < K)[:, None] & (rows < M)[None, :], q, 0)
+            tl.store(COLUMNS + transposed, q, mask=(cols < K)[:, None] & (rows < PADDED)[None, :])
 
 
 def padded(rows):
@@ -207,27 +214,15 @@ def fp8_cast(x_MK, amax, rowwise, want_rows, want_columns, gradient):
         return rows, columns, row_scales, column_scales
     chip = chips.chip(device.index)
     native = not INTERPRETED.value and chip is not None and chip.casts_to_fp8
-    for by_rows, by_columns in _launches(x_MK, want_rows, want_columns):
-        launch(
-            cast_kernel, (cdiv(P if by_columns else M, BLOCK_M) * cdiv(K, BLOCK_K),), x_MK, X=x_MK,
-            AMAX=amax.view(torch.int32), ROWS=_bytes(rows), COLUMNS=_bytes(columns), ROW_SCALES=row_scales,
-            COLUMN_SCALES=column_scales, M=M, K=K, PADDED=P, PARTS=amax.numel(), MOST=MOST_PARTS, ROWWISE=rowwise,
-            WANT_ROWS=by_rows, WANT_COLUMNS=by_columns, MANTISSA=mantissa, NATIVE=native,
-            EVEN=WHOLE_TILES and M % BLOCK_M == K % BLOCK_K == 0, LAST_FIRST=LAST_FIRST, BLOCK_M=BLOCK_M,
-            BLOCK_K=BLOCK_K, num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        cast_kernel, (cdiv(P if want_columns else M, BLOCK_M) * cdiv(K, BLOCK_K),), x_MK, X=x_MK,
+        AMAX=amax.view(torch.int32), ROWS=_bytes(rows), COLUMNS=_bytes(columns), ROW_SCALES=row_scales,
+        COLUMN_SCALES=column_scales, M=M, K=K, PADDED=P, PARTS=amax.numel(), MOST=MOST_PARTS, ROWWISE=rowwise,
+        WANT_ROWS=want_rows, WANT_COLUMNS=want_columns, MANTISSA=mantissa, NATIVE=native,
+        EVEN=WHOLE_TILES and M % BLOCK_M == K % BLOCK_K == 0, LAST_FIRST=LAST_FIRST, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K,
+        num_warps=WARPS,
+    )  # fmt: skip
     return rows, columns, row_scales, column_scales
-
-
-def _launches(x_MK, want_rows, want_columns):
-    """(by rows, by columns) of each launch.
-
-    One pass casts both ways, except fp32: there Triton 3.6 writes a quarter of the transposed bytes to wrong places if
-    the program also stores them by rows (sm_90). fp32 has no fast FP8 product, so nobody waits for its cast.
-    """
-    if want_rows and want_columns and x_MK.dtype is torch.float32:
-        return (True, False), (False, True)
-    return ((want_rows, want_columns),)
 
 
 def _bytes(q):
