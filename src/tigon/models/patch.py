@@ -96,7 +96,8 @@ def patch(
             `tigon.models.MODELS` is patched by its row; any other family is matched by structure. Call `patch` before
             `torch.compile` and before FSDP or DeepSpeed wrap the model.
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
-        lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
+        lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`, or call `patch`
+            again.
         experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
             adapters before `patch`, or call `patch` again.
         router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
