@@ -14,8 +14,7 @@ from tigon.errors import PatchError, RecipeError, UsageError
 from tigon.models.fp8 import fp8_options
 from tigon.models.kv_cache import without_cache
 from tigon.models.patch import flags_of, unwrap
-from tigon.models.seams.base import PatchedModule
-from tigon.models.seams.lora import LoraSeam
+from tigon.models.seams.lora import unfused_layers
 from tigon.models.spec import SINKS_FLAG
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
 from tigon.planner.request import Request, refusals
@@ -134,7 +133,7 @@ def plan(
         precision=_precision(inner, precision), optimizer=_optimizer(optimizer), kernels=_kernels(inner),
         attention=attention, attention_sinks=SINKS_FLAG in flags_of(inner), **_adapters(model), **_fp8(inner),
     )  # fmt: skip
-    unfused = _unfused_adapters(inner) if choices.kernels in model_kernels.OF_TIGON else 0
+    unfused = unfused_layers(inner) if choices.kernels in model_kernels.OF_TIGON else 0
     request = Request(
         model=type(inner).__name__, config=inner.config, batch=batch, seq=seq, choices=choices, masked=False,
         adapters_fused=not unfused,
@@ -293,13 +292,6 @@ _UNFUSED = (
     "PEFT computes {} layers with adapters that tigon could fuse, and keeps more activations for them. tigon.patch "
     "ran before PEFT added them, or with lora=False; call tigon.patch(model) again."
 )
-
-
-def _unfused_adapters(model: PreTrainedModel) -> int:
-    """The number of PEFT's layers that `tigon.patch` would fuse now."""
-    seam = LoraSeam()
-    layers = (m for m in model.modules() if seam.candidate(m) and not isinstance(m, PatchedModule))
-    return sum(seam.objection(layer) is None for layer in layers)
 
 
 def _gib(nbytes: int) -> str:
