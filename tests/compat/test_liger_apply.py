@@ -28,14 +28,18 @@ from transformers import (
     MistralForCausalLM,
     PixtralVisionConfig,
     PixtralVisionModel,
+    Qwen3_5TextConfig,
+    Qwen3_5TextModel,
     Qwen3Config,
     Qwen3Model,
 )
 from transformers.models.llama import modeling_llama
 
+import tigon
 from tigon.compat import liger
 from tigon.compat.liger.patching import apply, hooks
 from tigon.compat.liger.patching.families import FAMILIES, SIGNATURES
+from tigon.compat.liger.transformers import modules
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, PatchReport, unpatch
 from tigon.models.seams.base import PatchedModule
@@ -196,6 +200,62 @@ def test_model_without_a_head_gets_its_layers() -> None:
     assert patched_ops(model) == {}
     liger.apply_liger_kernel_to_qwen3(model=model)
     assert patched_ops(model) == {"rms_norm": 9, "swiglu": 2, "rope": 2}
+
+
+OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False, "rms_norm": False, "swiglu": False}
+
+
+def bare(family: str) -> nn.Module:
+    """A model without a head, of the family."""
+    sizes = SIZES | {"head_dim": 8, "num_hidden_layers": 2 if family == "qwen3" else 4}
+    if family == "qwen3":
+        return Qwen3Model(Qwen3Config(**sizes))
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    return Qwen3_5TextModel(Qwen3_5TextConfig(**sizes, **linear, linear_value_head_dim=8))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_model_without_a_head_is_patched_in_parts(family: str) -> None:
+    """As Liger: the flags of one call say what it adds, and a call that adds nothing leaves the model alone."""
+    function = getattr(liger, f"apply_liger_kernel_to_{family}")
+    model = bare(family)
+    report = function(model=model, rope=False, **OFF)
+    assert not report.counts and not patched_ops(model) and "switched off" in str(report)
+    with pytest.warns(
+        UserWarning, match=r"fused_linear_cross_entropy=True has no effect\. .* computes no language-model"
+    ):
+        function(model=model, rope=False, **OFF | {"fused_linear_cross_entropy": True})
+    with pytest.warns(UserWarning, match="cross_entropy=True has no effect"):
+        function(model=model, rope=False, **OFF | {"cross_entropy": True})
+    assert not patched_ops(model)
+    function(model=model, rope=False, **OFF | {"rms_norm": True})
+    assert set(patched_ops(model)) == {"rms_norm"}
+    function(model=model, rope=False, **OFF | {"swiglu": True})
+    function(model=model, rope=False, **OFF)
+    assert set(patched_ops(model)) == {"rms_norm", "swiglu"}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_hook_for_the_loss_alone_leaves_a_model_without_a_head_alone(family: str) -> None:
+    getattr(liger, f"apply_liger_kernel_to_{family}")(rope=False, **OFF | {"fused_linear_cross_entropy": True})
+    assert not patched_ops(bare(family))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("by", ["liger", "tigon"])
+def test_modules_of_tigon_that_a_caller_put_into_a_model_count_as_patched(family: str, by: str) -> None:
+    model = bare(family)
+    for layer in model.layers:
+        layer.mlp = modules.LigerSwiGLUMLP(model.config)
+    norms = [path for path, m in model.named_modules() if type(m).__name__.endswith("RMSNorm")]
+    for path in norms:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, modules.LigerRMSNorm(model.get_submodule(path).weight.shape[0]))
+    own = {path: type(model.get_submodule(path)) for path in norms}
+    function = getattr(liger, f"apply_liger_kernel_to_{family}") if by == "liger" else tigon.patch
+    function(model=model) if by == "liger" else function(model)
+    assert {path: type(model.get_submodule(path)) for path in norms} == own
+    model(input_ids=torch.arange(5)[None]).last_hidden_state.sum().backward()
 
 
 def test_vision_tower_of_pixtral_gets_its_layers() -> None:

@@ -19,7 +19,7 @@ from tigon.compat.liger import functional as short
 from tigon.compat.liger.compositions import activations, attention, hyper_connections, mlps, norms, rotary
 from tigon.compat.liger.compositions.scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 from tigon.compat.liger.transformers import family_mlps, family_norms, functional
-from tigon.errors import DtypeError, OptionError, ShapeError
+from tigon.errors import DtypeError, LabelError, OptionError, ShapeError
 
 Case = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
 """The composition, the formula, and the inputs: tensors of fp64, shapes of random ones, and options."""
@@ -395,6 +395,80 @@ def test_scaled_loss_per_token_equals_log_softmax_and_is_zero_for_ignored_tokens
         torch.autograd.grad(sum(r.square().sum() for r in results), (hidden, head)) for results in (found, expected)
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "words"),
+    [
+        ([4, 0], DtypeError, r"selected_token_ids is a list; pass a tensor \(K,\) of int64"),
+        (torch.tensor([4, 0], dtype=torch.int32), DtypeError, "selected_token_ids has the dtype torch.int32; .*int64"),
+        (torch.tensor([4.0]), DtypeError, "selected_token_ids has the dtype torch.float32"),
+        (torch.tensor([True]), DtypeError, "selected_token_ids has the dtype torch.bool"),
+        (torch.tensor([[4, 0]]), ShapeError, r"selected_token_ids has the shape \(1, 2\); pass \(K,\)"),
+        (torch.tensor(4), ShapeError, r"selected_token_ids has the shape \(\)"),
+        (torch.tensor([4], device="meta"), ShapeError, "selected_token_ids is on meta, weight is on cpu"),
+    ],
+    ids=["list", "int32", "fp32", "bool", "two dimensions", "no dimension", "device"],
+)
+def test_wrong_selected_ids_are_refused_by_name(ids: Any, error: type[Exception], words: str) -> None:
+    hidden, head, target = torch.randn(5, 8), torch.randn(11, 8), torch.tensor([3, -100, 0, 10, 3])
+    with pytest.raises(error, match=words):
+        LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, head, target, selected_token_ids=ids)
+
+
+def test_selected_ids_outside_the_vocabulary_are_refused_also_in_ignored_rows() -> None:
+    hidden, head = torch.randn(2, 8), torch.randn(11, 8)
+    for ids in ([11], [-1], [-100]):
+        for target in ([3, 4], [-100, -100]):
+            with pytest.raises(LabelError, match=rf"selected_token_ids holds {ids[0]}.*\[0, 11\)"):
+                LigerFusedLinearScaledCrossEntropyFunction.apply(
+                    hidden, head, torch.tensor(target), selected_token_ids=torch.tensor(ids)
+                )
+
+
+@pytest.mark.parametrize("used", range(3), ids=["h_pre", "h_post", "h_res"])
+def test_coefficients_that_are_not_used_give_gradients_of_0(used: int) -> None:
+    """A None would keep a parameter from the optimizer and from the reduction over processes."""
+    S, C = 3, 4
+    names = ("x", "phi", "b", "alpha_pre", "alpha_post", "alpha_res")
+    shapes = ((2, 5, S, C), (S * C, S * S + 2 * S), (S * S + 2 * S,), (), (), ())
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    coefficients = hyper_connections.liger_mhc_coeffs(*tensors, allow_fp32=True)
+    coefficients[used].square().sum().backward()
+    zero = {"alpha_pre", "alpha_post", "alpha_res"} - {names[3 + used]}
+    for name, tensor in zip(names, tensors, strict=True):
+        assert tensor.grad is not None, name
+        assert tensor.grad.any() != (name in zero), name
+    alone = [tensor.detach().requires_grad_() for tensor in tensors]
+    sum(c.square().sum() for c in hyper_connections.liger_mhc_coeffs(*alone, allow_fp32=True)).backward()
+    torch.testing.assert_close(tensors[3 + used].grad, alone[3 + used].grad)
+
+
+@pytest.mark.parametrize("mode", ["llama", "gemma", "none"])
+@pytest.mark.parametrize("scale_rows", ["(H,)", "(B, H)", "(B, T, H)"])
+def test_gradients_of_the_modulated_norms_parameters_are_sums_in_fp32(mode: str, scale_rows: str) -> None:
+    """bf16 inputs, fp32 parameters. A gradient that is rounded to bf16 before the sum is 1e-3 off."""
+    B, T, H = 2, 64, 48
+    shape = {"(H,)": (H,), "(B, H)": (B, H), "(B, T, H)": (B, T, H)}[scale_rows]
+    x, dy = (torch.randn(B, T, H).bfloat16() for _ in range(2))
+    weight, scale, shift = torch.rand(H) + 0.5, torch.randn(shape) / 10, torch.randn(shape)
+
+    def formula(x: Tensor, w: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        normed = rounded(normed) if mode != "gemma" else normed  # of a family that rounds before the weight
+        scale, shift = (t[:, None] if t.ndim == 2 else t for t in (scale, shift))
+        return rounded(normed * w) * (1 + scale) + shift
+
+    def rounded(u: Tensor) -> Tensor:
+        return u + (u.detach().float().bfloat16().to(u) - u.detach())
+
+    tensors = [t.requires_grad_() for t in (x, weight, scale, shift)]
+    found = torch.autograd.grad(norms.liger_modulated_rms_norm(*tensors, casting_mode=mode), tensors[1:], dy)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    wanted = torch.autograd.grad(formula(*wide), wide[1:], dy.double())
+    for ours, want in zip(found, wanted, strict=True):
+        # A value near the middle of two bf16 numbers may round to the other one: few do.
+        assert (ours.double() - want).norm() <= 1e-4 * want.norm()
 
 
 def test_short_names_compute_what_the_long_ones_do_and_refuse_a_backend() -> None:

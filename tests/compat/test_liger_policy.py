@@ -265,6 +265,25 @@ def test_gamma_weight_is_1_on_policy_and_bounded_for_any_ratio() -> None:
     torch.testing.assert_close(get_gamma_weights(ADVANTAGES.float(), zero, MASK, with_zero), torch.ones(B, 1))
 
 
+def test_a_bool_as_the_temperature_is_its_number_with_a_warning() -> None:
+    """Liger divides by it. A call whose arguments are one place off passes a bool there."""
+    data = data_of(False)
+    tensors = (data.hidden, data.weight, data.labels, MASK, ADVANTAGES)
+    wanted, _ = LigerFusedLinearGRPOLoss(0.0, use_ref_model=False, temperature=1.0)(*tensors)
+    with pytest.warns(UserWarning, match="temperature=True is used as 1.0"):
+        found, _ = LigerFusedLinearGRPOLoss(0.0, use_ref_model=False, temperature=True)(*tensors)
+    assert torch.equal(found, wanted)
+    logits = torch.nn.functional.pad(data.hidden @ data.weight.t(), (0, 0, 0, 1))
+    with pytest.warns(UserWarning, match="temperature=True is used as 1.0"):
+        triton_grpo_loss(logits, None, None, data.labels, ADVANTAGES, MASK, True, beta=0.0)
+    # A call with the positional order of an older Liger gives `compiled` as the temperature.
+    rest = (None, torch.zeros(B, T), None, None, None, None, 0.1, 0.2, 0.2, "bnpo", None, "token", 1.0, False, True)
+    with pytest.warns(UserWarning, match="an argument that is one place off"):
+        functional.liger_fused_linear_grpo(*tensors, *rest)
+    with pytest.warns(UserWarning, match="temperature=False"), pytest.raises(OptionError, match="must be positive"):
+        LigerFusedLinearGRPOLoss(0.0, use_ref_model=False, temperature=False)(*tensors)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_extreme_log_ratios_and_empty_masks_give_finite_losses(kind: str) -> None:
     data = data_of(False)
@@ -296,14 +315,10 @@ def test_options_without_a_meaning_are_refused_by_name() -> None:
         (call(delta=1.1), "delta=1.1 must be above 1.2"),
         (call(sapo_temperature_pos=0.0), "sapo_temperature_pos must be positive"),
         (call(loss_type="dr_grpo"), "requires max_completion_length"),
-        (call(temperature=True), "temperature=True is a bool"),
+        (call(temperature="1"), "temperature='1'"),
     ):
         with pytest.raises(OptionError, match=words):
             refused()
-    # A call with the positional order of an older Liger gives `compiled` as the temperature.
-    with pytest.raises(OptionError, match="temperature=True"):
-        rest = (None, torch.zeros(B, T), None, None, None, None, 0.1, 0.2, 0.2, "bnpo", None, "token", 1.0, False, True)
-        functional.liger_fused_linear_grpo(*tensors, *rest)
     logits = draw(B, T + 1, V, seed=0)
     with pytest.raises(FlagConflict, match="requires ref_logp"):
         triton_grpo_loss(logits, None, None, data.labels, ADVANTAGES)

@@ -84,6 +84,15 @@ def test_loss_without_a_group_is_that_of_whole_logits() -> None:
     torch.testing.assert_close(found, want)
 
 
+def test_printed_losses_show_their_options() -> None:
+    assert repr(LigerVocabParallelCrossEntropy(-1, 0.1)) == (
+        "LigerVocabParallelCrossEntropy(ignore_index=-1, label_smoothing=0.1, reduction='none', "
+        "label_smoothing_formula='pytorch', label_smoothing_mode='global')"
+    )
+    shown = repr(LigerMegatronCrossEntropy())
+    assert shown.startswith("LigerMegatronCrossEntropy(ignore_index=-100, ") and "'megatron'" in shown
+
+
 def test_options_that_liger_refuses_are_refused() -> None:
     for options in ({"reduction": "mean"}, {"label_smoothing": 1.0}, {"label_smoothing_mode": "local"}):
         with pytest.raises(OptionError, match=next(iter(options))):

@@ -460,7 +460,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             elsewhere="The loss is a mean over all positions. A change of the reference at masked tokens moves it from "
             "0.089 to 0.262, and `triton_grpo_loss` computes another value.",
             known=MEASURED,
-            here="Masked tokens never enter a loss. Both functions compute the same one.",
+            here="Masked tokens never enter a loss, as in TRL 1.16. Both functions compute the same one.",
             tests=(f"{_POLICY}::test_luspo_does_not_count_padding",),
         ),
         Hazard(

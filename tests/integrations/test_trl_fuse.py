@@ -57,6 +57,21 @@ def test_restore_leaves_trainer_models_and_trl_as_they_were(kind: str) -> None:
     assert state_of(trainer) == before
 
 
+def test_report_names_adapters_that_trl_added_to_a_patched_policy() -> None:
+    def patched() -> Any:
+        made = model()
+        tigon.patch(made)
+        return made
+
+    trainer = build("SFT", policy=patched, lora=lora())
+    report = integration.fuse(trainer)
+    count = 2 * len(unwrap(trainer.model).model.layers)
+    assert f"adapters: PEFT computes {count} layers that tigon could fuse" in str(report)
+    tigon.patch(trainer.model)
+    assert "adapters:" not in str(report)
+    assert "adapters:" not in str(integration.fuse(build("SFT", lora=lora()))), "nothing of this policy is patched"
+
+
 def test_another_trainer_of_the_process_is_not_affected() -> None:
     fused, other = build("SFT"), build("SFT")
     before = state_of(other)

@@ -364,6 +364,17 @@ def test_models_without_a_head_get_the_layers_and_say_so():
         assert any("no lm_head" in row.reason for row in report.left_alone)
 
 
+def test_modules_of_tigon_in_a_model_stay_and_satisfy_their_flag():
+    model = llama()
+    for layer in model.model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm = tigon.nn.RMSNorm(SIZES["hidden_size"])
+    model.model.norm = tigon.nn.RMSNorm(SIZES["hidden_size"])
+    report = patch(model, rms_norm=True)
+    assert "rms_norm" not in report.counts and report.counts["swiglu"] == 2
+    assert type(model.model.norm) is tigon.nn.RMSNorm
+    assert "partly patched before" in str(report)
+
+
 def test_custom_loss_function_is_respected_and_reported():
     def half(logits, labels, vocab_size, **kwargs):
         return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1)) / 2

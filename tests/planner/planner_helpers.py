@@ -46,10 +46,12 @@ def config_of(name: str, **changes: Any) -> Any:
 
 def request_of(
     name: str = "llama", *, batch: int = 2, seq: int = 64, masked: bool = False, evaluated: bool = False,
-    objective: PlannedObjective | None = None, shape: dict[str, Any] | None = None, **choices: Any,
+    objective: PlannedObjective | None = None, shape: dict[str, Any] | None = None, adapters_fused: bool = True,
+    **choices: Any,
 ) -> Request:  # fmt: skip
     """A request for a small model with these choices."""
     return Request(
         model=name, config=config_of(name, **(shape or {})), batch=batch, seq=seq, masked=masked,
-        objective=objective or PlannedCausalLM(), evaluated=evaluated, choices=Choices(**choices),
+        objective=objective or PlannedCausalLM(), evaluated=evaluated,
+        adapters_fused=adapters_fused, choices=Choices(**choices),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from planner_helpers import H200, config_of, request_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+import tigon
 from tigon.ops.gradient_sums import add_rows_
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, replay, replay_evaluation
@@ -122,6 +123,38 @@ def test_traced_step_has_the_peak_of_a_real_one(precision: str, checkpointing: s
     outputs.logits = outputs.logits.float()
     loss = outputs.loss
     del outputs
+    loss.backward()
+    measured = meter.stop().step_bytes
+    predicted = _live_peak(trace(request, H200).tape)
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("adapters_fused", [True, False], ids=["patched after PEFT", "patched before PEFT"])
+def test_traced_step_with_adapters_has_the_peak_of_a_real_one(adapters_fused: bool) -> None:
+    """fp32 weights under autocast. PEFT computes adapters that it adds to a patched model, and keeps an input of its
+    own for each. The peak is at the logits, so that temporaries of the CPU's ops in the layers do not count."""
+    peft = pytest.importorskip("peft")
+    batch, seq, targets = 4, 128, ("q_proj", "v_proj", "up_proj", "down_proj")
+    shape = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 4096}
+    request = request_of(
+        batch=batch, seq=seq, kernels="no-flce", attention="eager", shape=shape, lora_rank=8, lora_targets=targets,
+        lora_base="fp32", adapters_fused=adapters_fused,
+    )  # fmt: skip
+    config = config_of("llama", **shape)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    if not adapters_fused:
+        tigon.patch(model, linear_cross_entropy=False)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=list(targets)))
+    model.enable_input_require_grads()
+    if adapters_fused:
+        tigon.patch(adapted, linear_cross_entropy=False)
+    ids = torch.randint(0, 4096, (batch, seq))
+    meter = PeakMeter(torch.device("cpu"))
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    meter.start(training_state(adapted, torch.optim.SGD(trained)))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = adapted(input_ids=ids, labels=ids.clone(), num_items_in_batch=torch.tensor(500)).loss
     loss.backward()
     measured = meter.stop().step_bytes
     predicted = _live_peak(trace(request, H200).tape)

@@ -21,6 +21,7 @@ from tigon.models.seams.base import (
     PatchedModule,
     Seam,
     instance_objection,
+    own_flag,
     package_of,
     replaced_by_package_reason,
     seams_of,
@@ -96,7 +97,8 @@ def patch(
             `tigon.models.MODELS` is patched by its row; any other family is matched by structure. Call `patch` before
             `torch.compile` and before FSDP or DeepSpeed wrap the model.
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
-        lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
+        lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`, or call `patch`
+            again.
         experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
             adapters before `patch`, or call `patch` again.
         router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
@@ -112,7 +114,7 @@ def patch(
 
     Raises:
         PatchError: no module matches a flag that is True or a flag that the family's row promises; or no module
-            matches any flag. The model is unchanged.
+            matches any flag. The model is unchanged. A module of tigon.nn in the model matches its flag.
         OptionError: a flag is not True, False or None, or its name is unknown.
     """
     for name in unknown:
@@ -144,7 +146,9 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
     flags = {**dict.fromkeys(ALL_FLAGS), **(flags or {})}
     decision = _Decision(
         home=package_of(type(model)),
-        patched=sum(isinstance(m, PatchedModule) and m._tigon_seam.reported for m in model.modules()),
+        patched=sum(
+            m._tigon_seam.reported if isinstance(m, PatchedModule) else own_flag(m) is not None for m in model.modules()
+        ),
     )
     # Experts first, so that the seam of their activation leaves these modules to them.
     for flag in (*EXPERT_FLAGS, *LAYER_FLAGS, *ADAPTER_FLAGS):
@@ -242,12 +246,14 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
         if patched:
             decision.notes.append(f"{flag}=False, but it was patched before; undo that patch first")
         return
-    # Another flag's op may serve the modules, as that of experts does for mlp.
+    # Another flag's op may serve the modules, as that of experts does for mlp, or they are tigon's from the start.
     accepted = any(seam.candidate(m) for m in before for seam in seams)
+    accepted = accepted or any(own_flag(m) == flag for m in model.modules())
     fitted: dict[type, Seam] = {}
     changed = {id(change.module) for change in decision.changes}
     for path, module in model.named_modules():
-        candidates = [] if isinstance(module, PatchedModule) else [seam for seam in seams if seam.candidate(module)]
+        runs_op = isinstance(module, PatchedModule) or own_flag(module) is not None
+        candidates = [] if runs_op else [seam for seam in seams if seam.candidate(module)]
         if candidates and id(module) in changed:
             accepted = True
             continue

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class RMSNorm(nn.Module):
         ShapeError, DtypeError, OptionError: in forward, under the conditions of `tigon.rms_norm`.
     """
 
+    tigon_flag: ClassVar[str] = "rms_norm"
+    """The flag of `tigon.patch` that such a module in a model satisfies."""
     weight: nn.Parameter | None
 
     def __init__(
@@ -81,6 +83,7 @@ class LayerNorm(nn.Module):
         ShapeError, DtypeError, OptionError: in forward, under the conditions of `tigon.layer_norm`.
     """
 
+    tigon_flag: ClassVar[str] = "layer_norm"
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -116,6 +119,8 @@ class LayerNorm(nn.Module):
 
 class _GatedMLP(nn.Module):
     """down_proj(act(gate_proj(x)) · up_proj(x)): (..., H) -> (..., H), with intermediate size F."""
+
+    tigon_flag: ClassVar[str] = "mlp"
 
     def __init__(
         self,

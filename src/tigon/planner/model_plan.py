@@ -14,13 +14,14 @@ from tigon.errors import PatchError, RecipeError, UsageError
 from tigon.models.fp8 import fp8_options
 from tigon.models.kv_cache import without_cache
 from tigon.models.patch import flags_of, unwrap
+from tigon.models.seams.lora import unfused_layers
 from tigon.models.spec import SINKS_FLAG
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
 from tigon.planner.search.checkpointing import choose
 from tigon.planner.search.option import Option
-from tigon.techniques import SETTINGS, head_groups
+from tigon.techniques import SETTINGS, head_groups, model_kernels
 from tigon.techniques.checkpointing import KEPT_ON_HOST, OFFLOAD, inputs_on_host
 from tigon.techniques.layer_checkpointing import STATES, apply, groups_of, is_by_layer, states_of
 from tigon.techniques.mechanisms.attention_offload import LayersOnHost
@@ -69,6 +70,8 @@ class CheckpointPlan:
     fits: bool
     compared: tuple[Option, ...]
     """Every choice that was estimated."""
+    notes: tuple[str, ...] = ()
+    """What about the model costs time or memory, and how to change it."""
 
     def __str__(self) -> str:
         batches = f"{self.accumulate} x {self.batch} samples of {self.seq:,} tokens"
@@ -78,6 +81,7 @@ class CheckpointPlan:
             *(f"  {words}" for words in self._layer_lines()),
             f"predicted: peak {_gib(self.peak_allocated_bytes)} allocated, {_gib(self.device_bytes)} on the GPU of "
             f"{_gib(self.memory_bytes)} ({verdict}); {self.step_s:.3g} s per step, {self.tokens_per_s:,.0f} tokens/s",
+            *(f"note: {note}" for note in self.notes),
             "compared, fastest first:",
         ]
         for option in sorted(self.compared, key=lambda one: -one.estimate.tokens_per_s):
@@ -133,9 +137,11 @@ def plan(
         precision=_precision(inner, precision), optimizer=_optimizer(optimizer), kernels=_kernels(inner),
         attention=attention, attention_sinks=SINKS_FLAG in flags_of(inner), **_adapters(model), **_fp8(inner),
     )  # fmt: skip
+    unfused = unfused_layers(inner) if choices.kernels in model_kernels.OF_TIGON else 0
     request = Request(
-        model=type(inner).__name__, config=inner.config, batch=batch, seq=seq, choices=choices, masked=False
-    )
+        model=type(inner).__name__, config=inner.config, batch=batch, seq=seq, choices=choices, masked=False,
+        adapters_fused=not unfused,
+    )  # fmt: skip
     for reason in refusals(request, choices):
         raise UsageError(f"{reason}.")
     gpu = _gpu(memory)
@@ -148,6 +154,7 @@ def plan(
         peak_allocated_bytes=estimate.peak_allocated_bytes, device_bytes=estimate.device_bytes,
         memory_bytes=gpu.memory_bytes, step_s=estimate.step_s, tokens_per_s=estimate.tokens_per_s,
         fits=found.option.fits(gpu), compared=tuple(found.seen.values()),
+        notes=(_UNFUSED.format(unfused),) if unfused else (),
     )  # fmt: skip
 
 
@@ -283,6 +290,12 @@ def _adapters(model: Any) -> dict[str, Any]:
         "quantized": bool(getattr(unwrap(model), "is_loaded_in_4bit", False)),
         "lora_base": "fp32" if frozen is not None and frozen.dtype == torch.float32 else "auto",
     }  # fmt: skip
+
+
+_UNFUSED = (
+    "PEFT computes {} layers with adapters that tigon could fuse, and keeps more activations for them. tigon.patch "
+    "ran before PEFT added them, or with lora=False; call tigon.patch(model) again."
+)
 
 
 def _gib(nbytes: int) -> str:

@@ -34,6 +34,8 @@ class Request:
     objective: PlannedObjective = field(default_factory=PlannedCausalLM)
     clipped: bool = True
     """Whether gradients are clipped by their norm, which the Trainer does unless max_grad_norm is 0."""
+    adapters_fused: bool = True
+    """False: PEFT added the adapters to a model that was patched before, and computes them itself."""
     evaluated: bool = False
     """Whether the run evaluates, in batches of the same size. If so, the evaluation counts in the peak."""
 

@@ -28,8 +28,10 @@ from tigon.integrations.trl.forward import (
 from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.orpo_cpo import FusedPreference
 from tigon.integrations.trl.unread_logits import UnreadLogitsTrainer
-from tigon.models.patch import unwrap
+from tigon.models.patch import flags_of, unwrap
 from tigon.models.report import PatchReport
+from tigon.models.seams.lora import unfused_layers
+from tigon.models.spec import LAYER_FLAGS
 
 OLDEST, NEWEST = (1, 8), (1, 16)
 """The versions of TRL whose code tigon knows."""
@@ -57,6 +59,11 @@ class FusedTrainer:
             lines.append(f"layers of {name}, as in the policy: {len(report.replaced)} kinds replaced")
         if not self.layers:
             lines.append("layers: none patched here; tigon.patch(model) replaces the policy's")
+        policy = unwrap(self.trainer.model)
+        if flags_of(policy) & {*LAYER_FLAGS} and (count := unfused_layers(policy)):
+            lines.append(
+                f"adapters: PEFT computes {count} layers that tigon could fuse; call tigon.patch(trainer.model) again"
+            )
         return "\n".join([*lines, *(f"left to TRL: {what}: {reason}" for what, reason in self.unfused.items())])
 
     def restore(self) -> None:

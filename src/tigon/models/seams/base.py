@@ -90,6 +90,12 @@ class PatchedModule(nn.Module):
         return (_new_patched, (base, *seams), *reduced[2:])
 
 
+def own_flag(module: nn.Module) -> str | None:
+    """The flag of `patch` whose op this module runs by itself, as those of tigon.nn do; None for any other module."""
+    flag: str | None = getattr(type(module), "tigon_flag", None)
+    return flag
+
+
 def _new_patched(base: type[nn.Module], *seams: Seam) -> nn.Module:
     """Rebuild a pickled module's class. `seams` lists the lowest class's seam first."""
     cls = functools.reduce(patched_class, seams, base)

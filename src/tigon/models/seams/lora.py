@@ -66,6 +66,13 @@ class LoraSeam(Seam):
         return {"forward": forward, "saves_only_inputs": True}
 
 
+def unfused_layers(model: nn.Module) -> int:
+    """The number of PEFT's layers that `patch` would fuse now."""
+    seam = LoraSeam()
+    layers = (m for m in model.modules() if seam.candidate(m) and not isinstance(m, PatchedModule))
+    return sum(seam.objection(layer) is None for layer in layers)
+
+
 def adapted(module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], Tensor]) -> Tensor:
     """The result of PEFT's layer `module` with one adapter. weight: that of the layer, or a function that makes it."""
     return after_dropout(module, x, adapter, weight, dropped(module, x, adapter))

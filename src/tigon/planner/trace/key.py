@@ -25,7 +25,7 @@ class TraceKey:
         self.request = request
         chosen = request.choices if checkpointing is None else replace(request.choices, checkpointing=checkpointing)
         choices = tuple(getattr(chosen, name) for name in _TRACE_FIELDS)
-        shape = (request.batch, request.seq, request.masked, request.objective)
+        shape = (request.batch, request.seq, request.masked, request.adapters_fused, request.objective)
         self._parts: Hashable = (request.model, request.config.to_json_string(use_diff=False), shape, choices)
 
     def __hash__(self) -> int:

@@ -222,10 +222,13 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     if choices.quantized:
         watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(choices))
         adapters.quantize(model, choices, watch, compute_dtype(choices))
-    fused_lora = choices.kernels in model_kernels.OF_TIGON
+    fused_lora = choices.kernels in model_kernels.OF_TIGON and request.adapters_fused
+    if not request.adapters_fused:
+        _patch(model, request, layers, recorder, lora=False)
     if choices.lora_rank is not None:
         adapters.attach(model, choices, fused=fused_lora)
-    _patch(model, request, layers, recorder, lora=fused_lora)
+    if request.adapters_fused:
+        _patch(model, request, layers, recorder, lora=fused_lora)
     if choices.precision == "fp8":
         patch_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
     head_groups.check_groups(config, choices.attention_groups)

@@ -8,7 +8,13 @@ from torch import Tensor
 from tigon import ops
 from tigon.compat.liger.chunked_loss.reference import Head, check_batch, reference_of
 from tigon.compat.liger.errors import FlagConflict, warn
-from tigon.compat.liger.ops.policy import Completions, PolicyOptions, check_policy_options, policy_terms
+from tigon.compat.liger.ops.policy import (
+    Completions,
+    PolicyOptions,
+    check_policy_options,
+    number_of,
+    policy_terms,
+)
 
 # B sequences, T tokens per sequence, H hidden, V vocabulary.
 
@@ -45,6 +51,7 @@ class LigerFusedLinearGRPOFunction:
         if loss_type == "dr_grpo" and max_completion_length is None:
             raise FlagConflict("loss_type='dr_grpo' requires max_completion_length.")
         check_batch(_input, selected_token_ids)
+        temperature = number_of(temperature)
         mask = attention_mask != 0
 
         def logps_of(head: Head) -> Tensor:

@@ -29,6 +29,19 @@ def _doubly_stochastic(logits: Tensor, steps: int, eps: float) -> Tensor:
     return matrix
 
 
+class _Together(torch.autograd.Function):
+    """Its arguments. One that has no gradient gets zeros, so that what it was computed from gets zeros and not None."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Coefficients:
+        pre, post, res = (tensor.clone() for tensor in tensors)  # a view could not be changed in place
+        return pre, post, res
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
 class LigerMHCCoeffsFunction:
     """(h_pre (..., S), h_post (..., S), h_res (..., S, S)), fp32, of the streams x (..., S, C)."""
 
@@ -52,7 +65,7 @@ class LigerMHCCoeffsFunction:
         h_pre = torch.sigmoid(pre * alpha_pre + b_pre) + pre_eps
         h_post = torch.sigmoid(post * alpha_post + b_post) * post_mult
         h_res = _doubly_stochastic((res * alpha_res + b_res).unflatten(-1, (S, S)), tmax, sinkhorn_eps)
-        return h_pre, h_post, h_res
+        return _Together.apply(h_pre, h_post, h_res)  # type: ignore[no-any-return]
 
 
 class LigerMHCPreFunction:
@@ -90,7 +103,7 @@ def liger_mhc_coeffs(
         post_mult: multiplies h_post.
 
     Returns:
-        (h_pre (..., S), h_post (..., S), h_res (..., S, S)), fp32.
+        (h_pre (..., S), h_post (..., S), h_res (..., S, S)), fp32. One that is not used gives gradients of 0, not None.
     """
     return LigerMHCCoeffsFunction.apply(
         x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult

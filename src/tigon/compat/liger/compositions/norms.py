@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon import ops
 from tigon.compat.liger.compositions._wide import wide
 from tigon.compat.liger.errors import FlagConflict
 from tigon.compat.liger.ops import functions as f
 from tigon.compat.liger.transformers.modules import initial_weight
 from tigon.errors import ShapeError
+from tigon.ops.norms.norm import check_parameter
 
 # --- group norm -------------------------------------------------------------------------------------------------------
 
@@ -133,8 +135,19 @@ class LigerDyT(nn.Module):
 # --- modulated RMSNorm ------------------------------------------------------------------------------------------------
 
 
+def _rounded(u: Tensor, dtype: torch.dtype) -> Tensor:
+    """u, rounded to the values of `dtype`. The gradient is not rounded."""
+    with torch.no_grad():
+        error = u.to(dtype).to(u.dtype) - u
+    return u + error
+
+
 class LigerModulatedRMSNormFunction:
-    """(1 + scale) · rms_norm(X) + shift; the norm is tigon's kernel."""
+    """(1 + scale) · rms_norm(X) + shift; x / rms(x) is tigon's kernel.
+
+    The values are rounded where Liger rounds them. The gradients that are summed for a parameter are fp32, as in Liger.
+    A norm with a weight would round the gradient of its result to X's dtype before that sum.
+    """
 
     @staticmethod
     def apply(
@@ -149,8 +162,13 @@ class LigerModulatedRMSNormFunction:
             )
         if shift is not None and shift.shape != scale.shape:
             raise ShapeError(f"shift has the shape {tuple(shift.shape)}; scale has {tuple(scale.shape)}.")
-        normed = wide(f.LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode)).reshape(rows, -1, H)
-        y = normed * (1.0 + wide(scale).reshape(rows, 1, H))
+        if W is not None:
+            check_parameter("W", W, X)
+        normed = ops.rms_norm(wide(X), None, eps)
+        if f.casting_of(casting_mode) == "llama":
+            normed = _rounded(normed, X.dtype)
+        weighted = normed if W is None else normed * (wide(W) + offset)
+        y = _rounded(weighted, X.dtype).reshape(rows, -1, H) * (1.0 + wide(scale).reshape(rows, 1, H))
         if shift is not None:
             y = y + wide(shift).reshape(rows, 1, H)
         return y.reshape(X.shape).to(X.dtype)

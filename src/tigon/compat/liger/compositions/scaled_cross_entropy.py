@@ -12,11 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon import ops
-from tigon.errors import OptionError, ShardingError
+from tigon.errors import DtypeError, LabelError, OptionError, ShapeError, ShardingError
+from tigon.ops.losses.common import wants_label_check
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
-    """-log p(target), then the entropy and the log-probabilities of more ids if requested; 0 for ignored tokens."""
+    """-log p(target), then the entropy and the log-probabilities of more ids if requested; 0 for ignored tokens.
+
+    `selected_token_ids` (K,) int64 are the same ids for all tokens.
+    """
 
     @staticmethod
     def apply(
@@ -25,11 +29,10 @@ class LigerFusedLinearScaledCrossEntropyFunction:
     ) -> Any:  # fmt: skip
         if not isinstance(return_entropy, bool):
             raise OptionError(f"return_entropy={return_entropy!r} must be True or False.")
-        valid = target != ignore_index
         ids = target[:, None]
         if selected_token_ids is not None:
-            selected = selected_token_ids.to(ids.dtype).expand(len(target), -1)
-            ids = torch.cat((ids, selected.masked_fill(~valid[:, None], ignore_index)), 1)
+            selected = _checked(selected_token_ids, weight).to(ids.dtype).expand(len(target), -1)
+            ids = torch.cat((ids, selected.masked_fill(ids == ignore_index, ignore_index)), 1)
         found = ops.linear_logprobs(
             _input, weight, ids, temperature=temperature, ignore_index=ignore_index,
             outputs=("entropy",) if return_entropy else (),
@@ -41,6 +44,29 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         if selected_token_ids is not None:
             results.append(logprob[:, 1:])
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _checked(selected: Any, weight: Tensor) -> Tensor:
+    """The ids (K,), those outside the vocabulary as V, whose log-probability is NaN.
+
+    Raises:
+        DtypeError: they are not a tensor of int64.
+        ShapeError: they do not have one dimension, or are on another device than the head.
+        LabelError: an id is outside [0, V), on the CPU or with TIGON_CHECK=1.
+    """
+    name, limit, V = "selected_token_ids", "pass a tensor (K,) of int64", weight.shape[0]
+    if not isinstance(selected, Tensor):
+        raise DtypeError(f"{name} is a {type(selected).__name__}; {limit}.")
+    if selected.dtype != torch.int64:
+        raise DtypeError(f"{name} has the dtype {selected.dtype}; {limit}.")
+    if selected.ndim != 1:
+        raise ShapeError(f"{name} has the shape {tuple(selected.shape)}; pass (K,), the same ids for all tokens.")
+    if selected.device != weight.device:
+        raise ShapeError(f"{name} is on {selected.device}, weight is on {weight.device}; move one of them.")
+    outside = (selected < 0) | (selected >= V)
+    if wants_label_check(weight) and outside.any():
+        raise LabelError(f"{name} holds {int(selected[outside][0])}; the ids of this head are in [0, {V}).")
+    return selected.masked_fill(outside, V)
 
 
 class LigerFusedLinearScaledCrossEntropyTPFunction:

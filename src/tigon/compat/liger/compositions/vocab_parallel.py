@@ -95,6 +95,10 @@ class LigerVocabParallelCrossEntropy(nn.Module):
             self.label_smoothing_formula, self.label_smoothing_mode,
         )  # fmt: skip
 
+    def extra_repr(self) -> str:
+        names = ("ignore_index", "label_smoothing", "reduction", "label_smoothing_formula", "label_smoothing_mode")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
 
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
     """The same with the label smoothing of Megatron-LM as the default."""

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from tigon import ops
 from tigon.compat.liger.errors import FlagConflict
-from tigon.compat.liger.ops.policy import Completions, PolicyOptions, check_policy_options, policy_terms
+from tigon.compat.liger.ops.policy import (
+    Completions,
+    PolicyOptions,
+    check_policy_options,
+    number_of,
+    policy_terms,
+)
 from tigon.errors import ShapeError
 
 # B sequences, T tokens per completion, V vocabulary.
@@ -95,7 +101,7 @@ def grpo_of_logits(
     if options.beta and batch.ref_logps is None:
         raise FlagConflict(f"beta={options.beta} requires ref_logp; pass it, or beta=0.")
     mask = torch.ones_like(batch.completion_ids, dtype=torch.bool) if batch.mask is None else batch.mask != 0
-    logps = _logps(batch.logits, batch.completion_ids, temperature, mask)
+    logps = _logps(batch.logits, batch.completion_ids, number_of(temperature), mask)
     terms = policy_terms(
         Completions(
             logps, batch.advantages, mask, batch.old_logps, batch.ref_logps, batch.is_ratio, batch.phi_seq

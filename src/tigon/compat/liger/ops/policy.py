@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tigon import losses
+from tigon.compat.liger.errors import warn
 from tigon.errors import OptionError
 from tigon.losses.grpo import GRPOLossType, Level
 from tigon.losses.numerics import exp_bounded
@@ -83,6 +84,17 @@ class PolicyTerms(NamedTuple):
         """The mean KL per token if `with_kl`, and the fraction of clipped tokens."""
         tokens = mask.sum().clamp(min=1)
         return [self.kl.sum() / tokens] * with_kl + [self.is_clipped.sum() / tokens]
+
+
+def number_of(temperature: float) -> float:
+    """The temperature; a bool as its number, as in Liger, with a warning."""
+    if isinstance(temperature, bool):
+        warn(
+            f"temperature={temperature} is used as {float(temperature)}. Pass a number; a bool in its place is often "
+            "an argument that is one place off."
+        )
+        return float(temperature)
+    return temperature
 
 
 def check_policy_options(options: PolicyOptions) -> None:

@@ -18,6 +18,7 @@ from tigon.compat.liger.errors import FlagConflict, warn
 from tigon.compat.liger.patching.families import TIGON_FLAG
 from tigon.errors import OptionError, PatchError
 from tigon.models import PatchReport, patch
+from tigon.models.patch import ALL_FLAGS
 from tigon.models.spec import ADAPTER_FLAGS, LAYER_FLAGS, LOSS_FLAGS
 
 
@@ -29,6 +30,8 @@ class Flags:
     """False leaves a layer alone; None patches it if the model has it."""
     optional: Mapping[str, str]
     """tigon's keyword -> Liger's flag, for flags that are off by default and that the caller has set to True."""
+    of_function: tuple[str, ...]
+    """tigon's keywords of all flags that the function has."""
 
     def patch(self, model: nn.Module, *, loss: bool = True) -> PatchReport:
         """Patch `model`.
@@ -41,16 +44,23 @@ class Flags:
             The report of `tigon.patch`.
 
         Raises:
-            PatchError: under the conditions of `tigon.patch`, except for flags in `optional`.
+            PatchError: under the conditions of `tigon.patch`, except for flags in `optional`, a loss that is all that
+                is on, and a call in which all flags are off.
         """
         values = dict(self.values)
         if not loss:
-            values.update(dict.fromkeys(LOSS_FLAGS))
-        for flag, name in self.optional.items():
-            reason = _reason_for_nothing(model, flag) if loss or flag not in LOSS_FLAGS else None
+            values.update(dict.fromkeys(LOSS_FLAGS, False))
+        on = [flag for flag in self.of_function if values.get(flag) is not False]
+        unsure = dict(self.optional)
+        if on == ["linear_cross_entropy"]:  # it is on by default, and the model may compute no loss
+            unsure["linear_cross_entropy"] = "fused_linear_cross_entropy"
+        for flag, name in unsure.items():
+            reason = _reason_for_nothing(model, flag) if flag in on else None
             if reason is not None:
                 values[flag] = False
                 warn(f"{name}=True has no effect. {reason}")
+        if all(values.get(flag) is False for flag in self.of_function):
+            values.update(dict.fromkeys(ALL_FLAGS, False))  # the call asks for nothing
         return patch(model, **values)
 
 
@@ -85,7 +95,8 @@ def read_flags(requested: Mapping[str, Any], signature: inspect.Signature, funct
         values[flag] = None if value else False
         if value and not (parameter is not None and parameter.default is True):
             optional[flag] = name
-    return Flags(values, optional)
+    names = (*signature.parameters, *requested)
+    return Flags(values, optional, tuple(dict.fromkeys(TIGON_FLAG[name] for name in names if name in TIGON_FLAG)))
 
 
 def _reason_for_nothing(model: nn.Module, flag: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ class LigerMLP(LigerSwiGLUMLP):
 
 class LigerBlockSparseTop2MLP(nn.Module):
     """w2(silu(w1(x)) · w3(x)): one expert of transformers 4."""
+
+    tigon_flag: ClassVar[str] = "mlp"
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -128,6 +130,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 class LigerExperts(nn.Module):
     """The experts of transformers 5 in its 3-D layout. Their weights are uninitialised, as in transformers."""
+
+    tigon_flag: ClassVar[str] = "mlp"
 
     def __init__(self, config: Any) -> None:
         super().__init__()

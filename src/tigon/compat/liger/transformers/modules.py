@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class LigerRMSNorm(nn.Module, metaclass=_StandsForPatched):
     """`tigon.rms_norm` over the last dimension. `in_place` and `row_mode` are kept as attributes only."""
 
     stands_for = staticmethod(_is_norm("rms_norm"))
+    tigon_flag: ClassVar[str] = "rms_norm"
+    """The flag of `tigon.patch` that such a module in a model satisfies."""
     weight: nn.Parameter | None
 
     def __init__(
@@ -107,6 +109,7 @@ class LigerLayerNorm(nn.Module, metaclass=_StandsForPatched):
     """`tigon.layer_norm`. As in Liger, the `bias` parameter always exists; it starts at 0."""
 
     stands_for = staticmethod(_is_norm("layer_norm"))
+    tigon_flag: ClassVar[str] = "layer_norm"
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: Any = None,
@@ -137,6 +140,8 @@ def require_silu(config: Any) -> None:
 
 class LigerMLPBase(nn.Module, metaclass=_StandsForPatched):
     """The attributes that all of Liger's MLPs have."""
+
+    tigon_flag: ClassVar[str] = "mlp"
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
