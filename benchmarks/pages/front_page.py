@@ -7,6 +7,8 @@ The picture has colours for light and for dark pages.
 from __future__ import annotations
 
 import json
+import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -15,8 +17,9 @@ from typing import Any
 from benchmarks.pages import duel, published, regions, what_fits
 
 ROOT = Path(__file__).parents[2]
-STUDY = ROOT / "benchmarks" / "results" / "nvidia-h200" / "study"
-LONG_ROWS = ROOT / "benchmarks" / "results" / "nvidia-h100" / "planner" / "long-rows-half-million.json"
+H100, H200 = (ROOT / "benchmarks" / "results" / f"nvidia-{card}" for card in ("h100", "h200"))
+STUDY = H200 / "study"
+LONG_ROWS = H100 / "planner" / "long-rows-half-million.json"
 DOCUMENT, PICTURE = ROOT / "README.md", ROOT / "docs" / "img" / "front-page.svg"
 GIB = 1 << 30
 BATCH, SEQUENCE, MODEL = "train.batch_size", "data.sequence_length", "model.name"
@@ -177,9 +180,41 @@ def fits() -> str:
     return f"{what_fits.table(record)}\n{theirs}"
 
 
+def gains() -> str:
+    """How much faster steps in TRL and LoRA layers are, from the records of both."""
+    full = _gains(H100 / "post-training" / "trl-steps.json", ("trainer", "weights"), "head", "trl")
+    adapters = _gains(H200 / "post-training" / "trl-steps-autocast.json", ("trainer", "weights"), "head", "trl")
+    bf16 = _gains(H200 / "lora" / "steps.json", ("weights", "checkpointing"), "layers", "peft")
+    four_bit = _gains(H100 / "lora" / "steps-4-bit.json", ("weights", "checkpointing"), "layers", "peft")
+    sentences = (
+        f"`fuse` and `patch` make a DPO step of a 1B {full['dpo', 'full']:.2f} times as fast as in TRL, and a GRPO "
+        f"step {full['grpo', 'full']:.2f} times (all weights, H100).",
+        f"With LoRA on an H200 it is {adapters['dpo', 'lora']:.2f} and {adapters['grpo', 'lora']:.2f} times "
+        "([post-training](docs/post-training.md#measured)).",
+        f"tigon's LoRA layers train an 8B in bf16 {bf16['bf16', False]:.2f} times as fast as PEFT's on an H200, and "
+        f"{bf16['bf16', True]:.2f} times if layers are recomputed.",
+        f"With 4-bit weights it is {four_bit['4-bit', False]:.2f} and {four_bit['4-bit', True]:.2f} times, on an H100 "
+        "([LoRA](docs/techniques/lora.md#speed)).",
+    )
+    return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _gains(path: Path, case: tuple[str, str], version: str, before: str) -> Mapping[tuple[Any, Any], float]:
+    """Case -> tokens/s of tigon as a multiple of those of the version `before`, each the mean of its turns."""
+    turns: dict[tuple[Any, Any, str], list[float]] = {}
+    for one in json.loads(path.read_text(encoding="utf-8"))["measurements"]:
+        if "tokens_per_s" in one:
+            turns.setdefault((*(one[key] for key in case), one[version]), []).append(one["tokens_per_s"])
+    return {
+        (a, b): statistics.mean(speeds) / statistics.mean(turns[a, b, before])
+        for (a, b, which), speeds in turns.items()
+        if which == "tigon"
+    }
+
+
 def written(text: str, record: duel.Record | None) -> str:
     """README.md with the parts between their markers written again."""
-    parts: Mapping[str, Callable[[], str]] = {"measured": lambda: measured(record), "fits": fits}
+    parts: Mapping[str, Callable[[], str]] = {"measured": lambda: measured(record), "gains": gains, "fits": fits}
     return regions.written(text, "front", parts, DOCUMENT)
 
 
