@@ -110,6 +110,7 @@ def in_trainer(
     rows = datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in ids] * STEPS)
     arguments = trl.SFTConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=len(ids), max_steps=STEPS, max_length=ids.shape[1],
+        gradient_accumulation_steps=1,  # Unsloth's default is 2
         learning_rate=learning_rate, lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, max_grad_norm=0.0,
         optim="adamw_torch_fused" if gpu else "adamw_torch", bf16=gpu, use_cpu=not gpu, logging_steps=1,
         save_strategy="no", report_to="none", seed=SEED, packing=False, disable_tqdm=True, dataset_num_proc=1,
