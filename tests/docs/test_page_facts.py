@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import tigon
 from tigon.models import MODELS
 from tigon.ops import OPS
 from tigon.recipe.keys import Recipe
@@ -86,6 +88,24 @@ def test_modules_of_the_public_api_list_their_names() -> None:
         module = importlib.import_module(name)
         promised = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
         assert promised and all(hasattr(module, one) for one in promised), name
+
+
+def test_table_of_flags_has_every_flag_of_patch() -> None:
+    rows = section("docs/patching.md", "## Flags").partition("| value of a flag |")[0]
+    flags = [*inspect.signature(tigon.patch).parameters.values()]
+    named = {flag.name for flag in flags if flag.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE) and {*re.findall(r"^\| `(\w+)` \|", rows, re.M)} == named
+
+
+def test_every_record_is_listed_with_the_command_that_writes_it() -> None:
+    """A name in capitals stands for any name, and `*` for the rest of one."""
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(r"`([^`]+\.json)`", " ".join(rows))
+    forms = [re.sub(r"<suite>|NAME|\*", lambda _: "[\\w.-]*", name) for name in named]
+    records = sorted((ROOT / "benchmarks" / "results").glob("*/**/*.json"))
+    paths = {path.relative_to(ROOT / "benchmarks" / "results").as_posix().partition("/")[2] for path in records}
+    assert not {path for path in paths if not any(re.fullmatch(form, path) for form in forms)}
+    assert not [name for name, form in zip(named, forms, strict=True) if not any(re.fullmatch(form, p) for p in paths)]
 
 
 # --- defaults --------------------------------------------------------------------------------------------------------
