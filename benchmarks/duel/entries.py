@@ -1,4 +1,4 @@
-"""What is measured: three tasks, two sizes, and the libraries with the settings that they document."""
+"""The rows of the comparison: three tasks, two sizes, and the libraries with the settings that they document."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def row_of(text: str) -> Row:
         task, entry, size = text.split(":")
         batch, seq = (int(part) for part in size.split("x"))
     except ValueError:
-        raise ValueError(f"{text!r} is no row; write TASK:ENTRY:BATCHxTOKENS, such as qlora:hf:4x2048") from None
+        raise ValueError(f"{text!r} is not a row; write TASK:ENTRY:BATCHxTOKENS, such as qlora:hf:4x2048") from None
     for word, known in ((task, TASKS), (entry, ENTRIES)):
         if word not in known:
             raise ValueError(f"{text!r}: {word!r} is not known; choose one of {', '.join(known)}")
