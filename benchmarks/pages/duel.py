@@ -65,6 +65,12 @@ def tigon_within_unsloths_memory(found: Sequence[Line]) -> Line | None:
     return None if theirs is None else fastest(found, "tigon", within_gib=theirs["peak_gib"])
 
 
+def most_kept(found: Sequence[Line]) -> tuple[Line, Line] | None:
+    """The fastest rows of Unsloth and of tigon that keep what the whole GPU holds; None if one was not measured."""
+    theirs, ours = fastest(found, "unsloth", ["auto", "none"]), fastest(found, "tigon", ["auto"])
+    return None if theirs is None or ours is None else (theirs, ours)
+
+
 def name_of(library: str, task: str) -> str:
     peft = " + PEFT" if TASKS[task].adapters else ""
     return {"hf": f"Hugging Face{peft}", "liger": f"Liger{peft}", "unsloth": "Unsloth", "tigon": "tigon"}[library]
@@ -137,7 +143,7 @@ def summary(record: Record | None) -> str:
         for size in SIZES:
             found = lines(record, task, size)
             small = unsloths(found), tigon_within_unsloths_memory(found)
-            large = fastest(found, "unsloth", ["auto", "none"]), fastest(found, "tigon", ["auto"])
+            large = most_kept(found) or (None, None)
             if None in small:
                 continue
             cells = [figures(small[0]), figures(small[1]), _ratio(*small), *map(figures, large), _ratio(*large)]
@@ -188,15 +194,16 @@ def bars(record: Record | None) -> list[Bar]:
     """QLoRA at the short size: what the front page's picture shows."""
     found = lines(record, "qlora", SIZES[0])
     by_entry = {one["entry"]: one for one in found}
+    kept = most_kept(found)
     chosen: list[tuple[str, str, Line | None]] = [
         (name_of("hf", "qlora"), "other", by_entry.get("hf")),
         (name_of("liger", "qlora"), "liger", by_entry.get("liger")),
         ("Unsloth", "unsloth", unsloths(found)),
         ("tigon, Unsloth's memory", "tigon", tigon_within_unsloths_memory(found)),
         ("tigon, 24 GiB", "tigon", by_entry.get("tigon-auto24")),
-        ("Unsloth, most kept *", "unsloth", fastest(found, "unsloth", ["auto", "none"])),
-        ("tigon, the whole GPU *", "tigon", by_entry.get("tigon-auto")),
     ]
+    if kept is not None:
+        chosen += [("Unsloth, most kept *", "unsloth", kept[0]), ("tigon, most kept *", "tigon", kept[1])]
     return [(label, shade, line) for label, shade, line in chosen if line is not None]
 
 
@@ -215,8 +222,8 @@ def front_rows(record: Record | None) -> Iterator[list[str]]:
             ]
             yield [f"{TASKS[task].words}, {words_of(size)}, H100", *map(figures, cells)]
     found = lines(record, "qlora", SIZES[0])
-    kept = fastest(found, "unsloth", ["auto", "none"]), fastest(found, "tigon", ["auto"])
-    if None not in kept:
+    kept = most_kept(found)
+    if kept is not None:
         yield ["the first of these, most activations kept", "", "", *map(figures, kept)]
 
 
