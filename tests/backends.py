@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pkgutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,3 +88,22 @@ def kernels_on_the_cpu() -> Iterator[None]:
             yield
         finally:
             dispatch.INTERPRET = False
+
+
+@contextmanager
+def tens_of_gib() -> Iterator[None]:
+    """Only one process of this machine is in here, so that tests that share a GPU fit beside each other.
+
+    For a test that takes more than about 4 GiB. Before it leaves, it gives PyTorch's cached memory back.
+    """
+    if not HAS_GPU:
+        yield
+        return
+    import fcntl
+
+    with open(os.path.join(tempfile.gettempdir(), "tigon-tests-large"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()

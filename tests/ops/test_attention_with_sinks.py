@@ -219,3 +219,16 @@ def test_no_matrix_of_scores_is_held() -> None:
     q.requires_grad_()
     attention_with_sinks(q, k, v, torch.zeros(16, device="cuda"), window=128).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 1 << 29
+
+
+def test_flash_gets_copies_of_tensors_that_it_cannot_load() -> None:
+    """FlashAttention loads 16 bytes at once and checks no address; a wrong one ends every kernel of the process."""
+    whole = torch.randn(2 * 5 * 4 * 8 + 8).bfloat16()
+    fits = whole[:320].view(2, 5, 4, 8)
+    behind_one_element, behind_eight = whole[1:321].view(2, 5, 4, 8), whole[8:].view(2, 5, 4, 8)
+    odd_rows = torch.randn(2, 5, 4, 12).bfloat16()[..., :8]
+    for x in (behind_one_element, odd_rows):
+        copy = MODULE._aligned(x)
+        assert torch.equal(copy, x) and copy.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in copy.stride()[:-1])
+    for x in (fits, behind_eight, fits.transpose(1, 2), fits[:, :1]):
+        assert MODULE._aligned(x) is x

@@ -196,6 +196,17 @@ def test_memory_held_by_this_process_is_not_subtracted_from_its_gpu(joined, shor
     assert gpu.memory_bytes == total - short_mib * MIB
 
 
+def test_gpu_that_other_processes_have_filled_is_refused_in_one_line(monkeypatch):
+    def full(device):
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_000_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    with pytest.raises(RecipeError, match=r"cuda:0: other processes have filled this GPU .*nvidia-smi"):
+        prediction.gpu_here(torch.device("cuda:0"), None)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the allocator's memory is compared")
 def test_gpu_of_this_machine_has_at_most_the_memory_of_the_driver(recipe_of):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,14 @@ def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     # what the meter does not know of: two fetched batches of three tensors, and the trainer's own few scalars
     batches = 2 * 3 * 4 * 32 * 8
     assert batches <= profile.peak.nbytes - peaks[0] <= batches + 512
+
+
+def test_profile_of_a_causal_model_needs_neither_trl_nor_datasets(recipe, tigon, here, monkeypatch):
+    for name in ("trl", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("tigon.trainer.post_training", "tigon.trainer.profiled_run"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    profiled(tigon, recipe())
 
 
 def test_profile_shows_checkpointing_and_accumulation(recipe, tigon):

@@ -273,13 +273,15 @@ def _tile(x, columns, rows=None, low=False):
     """The tile of a product with x. low: whether it adds an adapter's product.
 
     columns, rows: of the result; rows are None if they are slots. A result as narrow as an adapter's rank has a tile as
-    narrow. Such a product waits for memory, not for arithmetic.
+    narrow. Such a product waits for memory, not for arithmetic. With an adapter's product in the same tile Triton 3.6
+    compiles it wrongly for Hopper: with steps of 64 for K and 32 for R its wgmma reads behind the shared memory. A
+    model so narrow is a toy, and has the wide tile.
     """
     if INTERPRETED.value:
         return Tile(16, 16, 16, warps=4, group=2)
     shared_bytes = _device.shared_bytes(x.device.index)
     thin_rows = rows is not None and rows <= NARROW
-    if thin_rows or columns <= NARROW:
+    if thin_rows or (columns <= NARROW and not low):
         wide, steps = (64, 32) if x.dtype is torch.float32 or shared_bytes <= 64 << 10 else (128, 64)
         narrow = max(_device.next_power_of_2(rows if thin_rows else columns), 16)
         # A step of 64 rows that are read element by element, as those of rank 3 are, spills registers.

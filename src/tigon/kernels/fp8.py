@@ -207,15 +207,27 @@ def fp8_cast(x_MK, amax, rowwise, want_rows, want_columns, gradient):
         return rows, columns, row_scales, column_scales
     chip = chips.chip(device.index)
     native = not INTERPRETED.value and chip is not None and chip.casts_to_fp8
-    launch(
-        cast_kernel, (cdiv(P if want_columns else M, BLOCK_M) * cdiv(K, BLOCK_K),), x_MK, X=x_MK,
-        AMAX=amax.view(torch.int32), ROWS=_bytes(rows), COLUMNS=_bytes(columns), ROW_SCALES=row_scales,
-        COLUMN_SCALES=column_scales, M=M, K=K, PADDED=P, PARTS=amax.numel(), MOST=MOST_PARTS, ROWWISE=rowwise,
-        WANT_ROWS=want_rows, WANT_COLUMNS=want_columns, MANTISSA=mantissa, NATIVE=native,
-        EVEN=WHOLE_TILES and M % BLOCK_M == K % BLOCK_K == 0, LAST_FIRST=LAST_FIRST, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K,
-        num_warps=WARPS,
-    )  # fmt: skip
+    for by_rows, by_columns in _launches(x_MK, want_rows, want_columns):
+        launch(
+            cast_kernel, (cdiv(P if by_columns else M, BLOCK_M) * cdiv(K, BLOCK_K),), x_MK, X=x_MK,
+            AMAX=amax.view(torch.int32), ROWS=_bytes(rows), COLUMNS=_bytes(columns), ROW_SCALES=row_scales,
+            COLUMN_SCALES=column_scales, M=M, K=K, PADDED=P, PARTS=amax.numel(), MOST=MOST_PARTS, ROWWISE=rowwise,
+            WANT_ROWS=by_rows, WANT_COLUMNS=by_columns, MANTISSA=mantissa, NATIVE=native,
+            EVEN=WHOLE_TILES and M % BLOCK_M == K % BLOCK_K == 0, LAST_FIRST=LAST_FIRST, BLOCK_M=BLOCK_M,
+            BLOCK_K=BLOCK_K, num_warps=WARPS,
+        )  # fmt: skip
     return rows, columns, row_scales, column_scales
+
+
+def _launches(x_MK, want_rows, want_columns):
+    """(by rows, by columns) of each launch.
+
+    One pass casts both ways, except fp32: there Triton 3.6 writes a quarter of the transposed bytes to wrong places if
+    the program also stores them by rows (sm_90). fp32 has no fast FP8 product, so nobody waits for its cast.
+    """
+    if want_rows and want_columns and x_MK.dtype is torch.float32:
+        return (True, False), (False, True)
+    return ((want_rows, want_columns),)
 
 
 def _bytes(q):

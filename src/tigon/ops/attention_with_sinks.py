@@ -44,6 +44,9 @@ FLASH_ARCH = (8, 0)
 NO_WINDOW = 0
 # flash_api.cpp, mha_bwd: the rows of the fp32 accumulator of dQ are rounded up to a multiple of this.
 _FLASH_ROWS = 128
+# FlashAttention 2 loads this many bytes at once and checks neither addresses nor strides. Other addresses end in "CUDA
+# error: misaligned address", after which no kernel of the process runs.
+_FLASH_LOAD_BYTES = 16
 
 
 # --- FlashAttention 2 on CUDA: two thin calls ---
@@ -66,7 +69,16 @@ class _Rows(NamedTuple):
     """cum_seq_q, cum_seq_k, max_q, max_k"""
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy if a head of a token begins where FlashAttention cannot load."""
+    begins = [size * x.element_size() for dim, size in enumerate(x.stride()[:-1]) if x.shape[dim] > 1]
+    if any(begin % _FLASH_LOAD_BYTES for begin in (x.data_ptr(), *begins)):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
 def _rows(tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None, max_length: int) -> _Rows:
+    tensors = tuple(_aligned(x) for x in tensors)
     if cu_seqlens is None:
         T = tensors[0].shape[1]
         return _Rows(list(tensors), (None, None, T, T))

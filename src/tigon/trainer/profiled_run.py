@@ -20,7 +20,7 @@ from tigon.profiler.recording.watch import PhaseHooks
 from tigon.profiler.render.op_table import OpRow, op_table
 from tigon.profiler.timeline.assemble import assemble
 from tigon.profiler.timeline.timeline import Timeline
-from tigon.trainer import engine, post_training
+from tigon.trainer import engine
 from tigon.trainer import trainer as trainers
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.guarded import GuardedTrainer, Safeguards
@@ -91,6 +91,8 @@ def _trainer(prepared: Prepared, built: Any, folder: Path) -> GuardedTrainer:
     """The run's trainer, without evaluation."""
     recipe, objective = prepared.recipe, prepared.objective
     if objective.trl is not None:
+        from tigon.trainer import post_training  # loads TRL and datasets, which other objectives do not need
+
         assert prepared.rows is not None, "a post-training run has rows"
         return post_training.make(folder, replace(prepared, rows=(prepared.rows[0], ())), built, Safeguards())
     args = trainers.arguments(

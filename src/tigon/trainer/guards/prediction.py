@@ -83,10 +83,22 @@ class Prediction:
 
 
 def gpu_here(device: torch.device, choices: Choices) -> Gpu:
-    """The planner's row for this GPU, with the memory that this process can use."""
+    """The planner's row for this GPU, with the memory that this process can use.
+
+    Raises:
+        RecipeError: Other processes have left too little for this one to begin.
+    """
     properties = torch.cuda.get_device_properties(device)
     row = row_of(properties.name, properties.total_memory)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
+    try:
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RecipeError(
+            f"{device}: other processes have filled this GPU ({gib(properties.total_memory)}), so that this one "
+            "cannot begin; nvidia-smi lists them"
+        ) from error
     own_bytes = torch.cuda.memory_reserved(device) + row.context_bytes
     if launch.world_size() > 1 and distributed.is_initialized():  # NCCL's buffers are already allocated
         own_bytes += group_bytes(row, choices)
