@@ -94,7 +94,7 @@ def picture(record: duel.Record | None) -> str:
         if bars:
             y = _group(parts, y + 22, title, bars, form)
     if beside:
-        note = "* Keeps most activations that 80 GB hold, as tigon in 24 GiB does there. The others recompute all layers."
+        note = "* Keeps most activations that 80 GB hold, as tigon in 24 GiB does there. Others recompute all layers."
         parts.append(f'<text class="note" x="10" y="{y + 14}">{escape(note)}</text>')
         y += 14
     height = y + 14
