@@ -22,7 +22,7 @@ class Task:
 TASKS: Mapping[str, Task] = {
     "qlora": Task("llama-3.1-8b", "QLoRA of Llama 3.1 8B", 1e-4, four_bit=True),
     "lora": Task("llama-3.1-8b", "LoRA of Llama 3.1 8B in bf16", 1e-4),
-    # With AdamW an 8B takes 60 GiB before the first activation. Hugging Face's logits of 16,384 tokens do not fit beside.
+    # With AdamW an 8B takes 60 GiB. Hugging Face's logits of 16,384 tokens do not fit beside that in 80 GB.
     "full": Task("llama-3.2-3b", "full fine-tuning of Llama 3.2 3B in bf16", 1e-5, adapters=False),
 }
 
