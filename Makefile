@@ -73,6 +73,7 @@ docs: $(VENV)/.ready
 pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
 	$(BIN)/python -m benchmarks.pages.medusa
+	$(BIN)/python -m benchmarks.pages.duel
 	$(BIN)/python -m benchmarks.pages.front_page
 	$(BIN)/python -m benchmarks.pages.small_data
 	$(BIN)/python -m benchmarks.pages.support

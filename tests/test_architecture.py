@@ -260,7 +260,10 @@ def is_private(name: str) -> bool:
 
 
 def private_names_of_others(text: str, room: str) -> list[str]:
-    """The private names of other packages of tigon that a file imports or reads as an attribute."""
+    """The private names of other packages of tigon that a file imports, reads as an attribute, or names in a string.
+
+    A string counts behind its module: `setattr(module, "_name", ...)`, `(module, "_name")`.
+    """
     tree = tree_of(text)
     bound: dict[str, str] = {}
     found = []
@@ -277,6 +280,19 @@ def private_names_of_others(text: str, room: str) -> list[str]:
                 bound[name] = full
                 if is_private(".".join(rest if other in LEAVES else (other, *rest))):
                     found.append(f"line {node.lineno}: {full}")
+    for node in ast.walk(tree):  # X = importlib.import_module("tigon.ops.rope")
+        value = getattr(node, "value", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, ast.Call) and value.args:
+            full = getattr(value.args[0], "value", None)
+            if ast.unparse(value.func).endswith("import_module") and isinstance(full, str):
+                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+                if full.startswith("tigon.") and full.split(".")[1] != room:
+                    bound[ast.unparse(target)] = full
+    for node in ast.walk(tree):
+        pair = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+        name = pair[1].value if len(pair) > 1 and isinstance(pair[1], ast.Constant) else None
+        if isinstance(name, str) and is_private(name) and ast.unparse(pair[0]) in bound:
+            found.append(f"line {node.lineno}: {ast.unparse(pair[0])}, {name!r}")
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = ast.unparse(node.value)
@@ -296,6 +312,9 @@ def test_no_package_uses_a_private_name_of_another() -> None:
         "from tigon.ops._op import Case", "from tigon.ops import _op", "from tigon.ops.rope import _check",
         "import tigon.ops._op", "from tigon.ops import rope\nrope._check()", "import tigon.ops\ntigon.ops._op",
         "import tigon.ops.rope as r\nr._check()", "def f():\n    from tigon.ops.rope import _check",
+        "import importlib\nR = importlib.import_module('tigon.ops.rope')\nR._check()",
+        "R: Any = import_module('tigon.ops.rope')\nreplaced = {(R, '_check'): 1}",
+        "from tigon.ops import rope\nsetattr(rope, '_check', None)",
     ],
 )  # fmt: skip
 def test_a_private_name_of_another_package_is_found(text: str) -> None:

@@ -3,13 +3,14 @@
     python -m benchmarks.duel --json RECORD --budget 540     # measures rows that the record lacks, for 540 s
     python -m benchmarks.duel --json RECORD --tiny           # a small model on the CPU; without Unsloth
 
-entries.py    what is measured: tasks, sizes, libraries and their settings, in order of importance
-inputs.py     the weights, tokens and adapters that every row starts from
-steps.py      the timed steps, in a plain loop or in TRL's trainer
-libraries.py  loads a model as each library documents it
-agreement.py  when two rows trained the same
-__main__.py   runs each row in a process of its own, and keeps the record
+    entries.py    tasks, sizes, libraries and their settings, the most important first
+    inputs.py     the weights, tokens and adapters that every row starts from
+    steps.py      the timed steps, in a plain loop or in TRL's trainer
+    libraries.py  loads a model as each library documents it
+    agreement.py  decides whether two rows trained the same
+    __main__.py   runs each row in its own process, and keeps the record
 
-A row whose losses, dtypes or number of trained weights differ from those of the first row of its task and size has no
-speed in the record: it is listed under `refused`, with the reason.
+Each row is compared with Hugging Face's row of its task and size, or with the first row if that one is missing. A row
+with other losses, dtypes or another number of trained weights is listed under `refused`, with the reason. Pages show no
+figure of it.
 """

@@ -1,4 +1,4 @@
-"""Runs each row in a process of its own, and keeps the record: see `benchmarks/duel/__init__.py`."""
+"""Runs each row in its own process, and keeps the record. `benchmarks/duel/__init__.py` says how to call it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def missing(record: Record, rows: Sequence[Row]) -> list[Row]:
 
 
 def measured(row: Row, limit_s: float, tiny: bool, xformers: Path | None) -> tuple[dict[str, Any], Record | None]:
-    """The line of a row from a process of its own, and that process's environment.
+    """Measure a row in its own process. Returns its line and the environment of that process.
 
     A row that failed has its reason under `error`, and no environment.
     """
@@ -163,7 +163,7 @@ def drive(given: argparse.Namespace) -> None:
 
 @functools.cache
 def make_checkpoint(model: str, tiny: bool) -> None:
-    """Make the checkpoint in a process of its own, so that this one takes no memory of the GPU."""
+    """Make the checkpoint in another process, so that this one takes no memory of the GPU."""
     subprocess.run([sys.executable, "-m", "benchmarks.duel.inputs", model, *["--tiny"] * tiny], check=True)
 
 

@@ -1,4 +1,4 @@
-"""What is measured: three tasks, two sizes, and the libraries with the settings that they document."""
+"""The rows of the comparison: three tasks, two sizes, and the libraries with the settings that they document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Task:
 TASKS: Mapping[str, Task] = {
     "qlora": Task("llama-3.1-8b", "QLoRA of Llama 3.1 8B", 1e-4, four_bit=True),
     "lora": Task("llama-3.1-8b", "LoRA of Llama 3.1 8B in bf16", 1e-4),
-    # With AdamW an 8B takes 60 GiB before the first activation. Hugging Face's logits no longer fit beside that.
+    # With AdamW an 8B takes 60 GiB. Hugging Face's logits of 16,384 tokens do not fit beside that in 80 GB.
     "full": Task("llama-3.2-3b", "full fine-tuning of Llama 3.2 3B in bf16", 1e-5, adapters=False),
 }
 
@@ -88,7 +88,7 @@ def row_of(text: str) -> Row:
         task, entry, size = text.split(":")
         batch, seq = (int(part) for part in size.split("x"))
     except ValueError:
-        raise ValueError(f"{text!r} is no row; write TASK:ENTRY:BATCHxTOKENS, such as qlora:hf:4x2048") from None
+        raise ValueError(f"{text!r} is not a row; write TASK:ENTRY:BATCHxTOKENS, such as qlora:hf:4x2048") from None
     for word, known in ((task, TASKS), (entry, ENTRIES)):
         if word not in known:
             raise ValueError(f"{text!r}: {word!r} is not known; choose one of {', '.join(known)}")

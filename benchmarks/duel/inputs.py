@@ -57,7 +57,7 @@ def config(model: str, tiny: bool) -> Any:
 
 
 def folder_of(model: str, tiny: bool) -> Path:
-    """Where the checkpoint is: in memory if /dev/shm has room, so that a load reads no disk."""
+    """The folder of the checkpoint. It is in memory if /dev/shm has room, so that loading reads no disk."""
     shared = Path("/dev/shm")
     named = os.environ.get("DUEL_CHECKPOINTS")
     if named:

@@ -37,7 +37,11 @@ def run(row: Row, tiny: bool) -> dict[str, Any]:
 
 
 def _checked(line: Line, model: Any, task: Task, start_s: float) -> None:
-    """What the row is about to train. A load that fell back to 16 bits is no row of QLoRA."""
+    """Fill the adapters and count what is trained.
+
+    Raises:
+        RuntimeError: the layers are in 4 bits and should not be, or the load fell back to 16 bits.
+    """
     stored = sum(type(m).__name__ == "Linear4bit" for m in model.modules())
     if (stored >= model.config.num_hidden_layers * len(inputs.TARGETS)) != task.four_bit:
         raise RuntimeError(f"{stored} layers are stored in 4 bits, and the task has four_bit={task.four_bit}")

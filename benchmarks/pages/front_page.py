@@ -7,15 +7,19 @@ The picture has colours for light and for dark pages.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import published, regions, what_fits
+from benchmarks.pages import duel, published, regions, what_fits
 
 ROOT = Path(__file__).parents[2]
-STUDY = ROOT / "benchmarks" / "results" / "nvidia-h200" / "study"
+H100, H200 = (ROOT / "benchmarks" / "results" / f"nvidia-{card}" for card in ("h100", "h200"))
+STUDY = H200 / "study"
+LONG_ROWS = H100 / "planner" / "long-rows-half-million.json"
 DOCUMENT, PICTURE = ROOT / "README.md", ROOT / "docs" / "img" / "front-page.svg"
 GIB = 1 << 30
 BATCH, SEQUENCE, MODEL = "train.batch_size", "data.sequence_length", "model.name"
@@ -56,45 +60,53 @@ def _paper(model: str, variant: str) -> Point:
 STYLE = """
   text { font: 14px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2937; }
   .title { font-weight: 600; } .note { fill: #6b7280; font-size: 12px; } .other { fill: #9ca3af; }
-  .liger { fill: #3b82f6; } .tigon { fill: #c2410c; } .more { fill: #ea580c; }
+  .liger { fill: #3b82f6; } .unsloth { fill: #15803d; } .tigon { fill: #c2410c; }
   @media (prefers-color-scheme: dark) {
     text { fill: #e5e7eb; } .note { fill: #9ca3af; } .other { fill: #6b7280; } .liger { fill: #60a5fa; }
-    .tigon { fill: #ea580c; } .more { fill: #fb923c; }
+    .unsloth { fill: #4ade80; } .tigon { fill: #ea580c; }
   }
 """
 WIDTH, BAR, GAP, LEFT, LONGEST = 860, 22, 10, 230, 500
 
-Bar = tuple[str, str, int]
+Bar = tuple[str, str, float]
 """Label, class, value."""
 
 
-def picture() -> str:
-    """Two groups of bars: the largest batch in 24 GiB, and the speed of an 8B model at one batch size."""
-    batch: list[Bar] = [
-        (NAMES[HUGGING_FACE], "other", largest("batch", HUGGING_FACE, BATCH)),
-        (NAMES[LIGER], "liger", largest("batch", LIGER, BATCH)),
-        (NAMES[TIGON], "tigon", largest("batch", TIGON, BATCH)),
-        ("tigon, more techniques *", "more", largest("largest-batch", TILED, BATCH)),
-    ]
+def picture(record: duel.Record | None) -> str:
+    """Groups of bars: speed and memory of QLoRA beside Unsloth, and the speed of full fine-tuning.
+
+    record: the one of `benchmarks.duel`. Without it the picture has the last group only.
+    """
+    short = f"QLoRA of Llama 3.1 8B, {duel.words_of(duel.SIZES[0])}, one H100"
+    beside = duel.bars(record)
     speed: list[Bar] = [
         (NAMES[variant], shade, round(_paper("llama-3-8b", variant)["tokens_per_s"]))
         for variant, shade in ((HUGGING_FACE, "other"), (LIGER, "liger"), (TIGON, "tigon"))
     ]
+    groups: list[tuple[str, list[Bar], str]] = [
+        (f"Tokens per second: {short}", [(label, shade, line["tokens_per_s"]) for label, shade, line in beside], ","),
+        (f"Peak memory, GiB: {short}", [(label, shade, line["peak_gib"]) for label, shade, line in beside], ".1f"),
+        ("Tokens per second: full fine-tuning of Llama 3 8B, 64 x 512 tokens, one H200", speed, ","),
+    ]
     parts: list[str] = []
-    y = _group(parts, 24, "Largest batch in 24 GiB: sequences of 1,024 tokens, Llama 3.2 1B, full fine-tuning", batch)
-    y = _group(parts, y + 22, "Tokens per second: Llama 3 8B, 64 sequences of 512 tokens, full fine-tuning", speed)
-    note = "One NVIDIA H200. * Inputs of the layers on the host, tiled MLPs; Liger was not measured with these."
-    parts.append(f'<text class="note" x="10" y="{y + 14}">{escape(note)}</text>')
-    height = y + 28
+    y = 2
+    for title, bars, form in groups:
+        if bars:
+            y = _group(parts, y + 22, title, bars, form)
+    if beside:
+        note = "* Keeps most activations that 80 GB hold, as tigon in 24 GiB does there. Others recompute all layers."
+        parts.append(f'<text class="note" x="10" y="{y + 14}">{escape(note)}</text>')
+        y += 14
+    height = y + 14
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'role="img"><title>The largest batch and the speed of Hugging Face, Liger and tigon on one H200</title>'
+        f'role="img"><title>Speed and memory of Hugging Face, Liger, Unsloth and tigon on one GPU</title>'
         f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
 
-def _group(parts: list[str], y: int, title: str, bars: Sequence[Bar]) -> int:
-    """Append a title and its bars to `parts`; returns the y below them."""
+def _group(parts: list[str], y: int, title: str, bars: Sequence[Bar], form: str) -> int:
+    """Append a title and its bars to `parts`; returns the y below them. form: the format of the values."""
     parts.append(f'<text class="title" x="10" y="{y}">{escape(title)}</text>')
     most = max(value for _, _, value in bars)
     y += 14
@@ -102,7 +114,7 @@ def _group(parts: list[str], y: int, title: str, bars: Sequence[Bar]) -> int:
         length = max(2, round(LONGEST * value / most))
         parts.append(f'<text x="{LEFT - 10}" y="{y + 16}" text-anchor="end">{escape(label)}</text>')
         parts.append(f'<rect class="{shade}" x="{LEFT}" y="{y}" width="{length}" height="{BAR}" rx="3"/>')
-        parts.append(f'<text x="{LEFT + length + 8}" y="{y + 16}">{value:,}</text>')
+        parts.append(f'<text x="{LEFT + length + 8}" y="{y + 16}">{value:{form}}</text>')
         y += BAR + GAP
     return y
 
@@ -110,38 +122,54 @@ def _group(parts: list[str], y: int, title: str, bars: Sequence[Bar]) -> int:
 # --- the tables ------------------------------------------------------------------------------------------------------
 
 
-def measured() -> str:
-    """The table of the three, one row per experiment of the records."""
-    rows = [
-        "| full fine-tuning on one H200, if not named | Hugging Face | Liger 0.8.5 | tigon | Unsloth publishes |",
-        "|---|---:|---:|---:|---:|",
-    ]
+def measured(record: duel.Record | None) -> str:
+    """The table of the four, one row per experiment of the records. record: the one of `benchmarks.duel`."""
+    versions = {} if record is None else record["environment"]["versions"]
+    unsloth = f"Unsloth {versions['unsloth']}" if versions else "Unsloth"
+    rows = [f"| | Hugging Face | Liger 0.8.5 | {unsloth} | tigon |", "|---|---:|---:|---:|---:|"]
+    rows += [f"| {' | '.join(cells)} |" for cells in duel.front_rows(record)]
     for model, name in PAPER_MODELS.items():
-        cells = (_peak_and_speed(_paper(model, variant)) for variant in NAMES)
-        rows.append(f"| {name}, 64 x 512 tokens: peak, tokens/s | {' | '.join(cells)} | |")
-    batch = [f"{largest('batch', variant, BATCH):,}" for variant in NAMES]
-    batch[-1] += f" ({largest('largest-batch', TILED, BATCH):,} with more techniques)"
-    rows.append(f"| 1B, largest batch of 1,024 tokens in 24 GiB | {' | '.join(batch)} | |")
-    sequence = [f"{largest('sequence', variant, SEQUENCE):,}" for variant in NAMES]
-    rows.append(f"| 1B, longest of 4 sequences in 24 GiB | {' | '.join(sequence)} | |")
-    longest = largest("longest-sequence", "layers in pieces", SEQUENCE)
-    rows.append(f"| 1B, longest single sequence in 24 GiB, with more techniques | | | {longest:,} | |")
-    return "\n".join([*rows, *_published()])
+        unpatched, liger, tigon = (_peak_and_speed(_paper(model, variant)) for variant in NAMES)
+        rows.append(f"| {name}, all weights, 64 x 512 tokens, H200 | {unpatched} | {liger} | | {tigon} |")
+    unpatched, liger, tigon = (f"{largest('batch', variant, BATCH):,}" for variant in NAMES)
+    most = f"{tigon} ({largest('largest-batch', TILED, BATCH):,} with more techniques)"
+    rows.append(f"| 1B, all weights, largest batch of 1,024 tokens in 24 GiB | {unpatched} | {liger} | | {most} |")
+    unpatched, liger, tigon = (f"{largest('sequence', variant, SEQUENCE):,}" for variant in NAMES)
+    rows.append(f"| 1B, all weights, longest of 4 sequences in 24 GiB | {unpatched} | {liger} | | {tigon} |")
+    rows.append(
+        f"| 1B, all weights, longest single sequence in 24 GiB, with more techniques | | | | {longest_row():,} |"
+    )
+    return "\n".join([*rows, _published()])
 
 
-def _published() -> Iterator[str]:
-    """The rows of Unsloth's page. tigon was not measured in these tests; the last row is the planner's."""
+def longest_row() -> int:
+    """Tokens of the longest sequence that a process within 24 GiB trained.
+
+    Raises:
+        SystemExit: the record's process took more.
+    """
+    (row,) = json.loads(LONG_ROWS.read_text(encoding="utf-8"))["rows"]
+    taken_bytes = row["measured"]["peak_reserved_bytes"] + row["measured"]["non_allocator_bytes"]
+    if taken_bytes > 24 * GIB:
+        raise SystemExit(f"{LONG_ROWS}: the process took {taken_bytes / GIB:.2f} GiB")
+    return int(row["tokens"])
+
+
+def _published() -> str:
+    """The longest sequence that Unsloth publishes. tigon's is the planner's: it was not run."""
     card = "24 GB"
     planned = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))["tokens"]["8B, QLoRA"][card]
     theirs, unpatched = published.UNSLOTH_QLORA_8B[card], published.UNSLOTH_HUGGING_FACE_8B
-    yield f"| *Unsloth's test*: speed of 8B, QLoRA, 80 GB | 1x | | not measured | {published.UNSLOTH_SPEED_8B} |"
-    yield f"| *Unsloth's test*: 8B, QLoRA, longest in {card} | {unpatched:,} | | {planned:,} (planned) | {theirs:,} |"
+    return (
+        f"| *Unsloth's test*: 8B, QLoRA, longest in {card} | {unpatched:,} (published) | | {theirs:,} (published) "
+        f"| {planned:,} (planned) |"
+    )
 
 
 def _peak_and_speed(point: Point) -> str:
     if not _ran(point):
         return "out of memory"
-    return f"{point['peak_allocated_bytes'] / GIB:.1f} GiB, {point['tokens_per_s']:,.0f}"
+    return f"{point['tokens_per_s']:,.0f} ({point['peak_allocated_bytes'] / GIB:.1f} GiB)"
 
 
 def fits() -> str:
@@ -152,17 +180,48 @@ def fits() -> str:
     return f"{what_fits.table(record)}\n{theirs}"
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"measured": measured, "fits": fits}
+def gains() -> str:
+    """How much faster steps in TRL and LoRA layers are, from the records of both."""
+    full = _gains(H100 / "post-training" / "trl-steps.json", ("trainer", "weights"), "head", "trl")
+    adapters = _gains(H200 / "post-training" / "trl-steps-autocast.json", ("trainer", "weights"), "head", "trl")
+    bf16 = _gains(H200 / "lora" / "steps.json", ("weights", "checkpointing"), "layers", "peft")
+    four_bit = _gains(H100 / "lora" / "steps-4-bit.json", ("weights", "checkpointing"), "layers", "peft")
+    sentences = (
+        f"`fuse` and `patch` make a DPO step of a 1B {full['dpo', 'full']:.2f} times as fast as in TRL, and a GRPO "
+        f"step {full['grpo', 'full']:.2f} times (all weights, H100).",
+        f"With LoRA on an H200 it is {adapters['dpo', 'lora']:.2f} and {adapters['grpo', 'lora']:.2f} times "
+        "([post-training](docs/post-training.md#measured)).",
+        f"tigon's LoRA layers train an 8B in bf16 {bf16['bf16', False]:.2f} times as fast as PEFT's on an H200, and "
+        f"{bf16['bf16', True]:.2f} times if layers are recomputed.",
+        f"With 4-bit weights it is {four_bit['4-bit', False]:.2f} and {four_bit['4-bit', True]:.2f} times, on an H100 "
+        "([LoRA](docs/techniques/lora.md#speed)).",
+    )
+    return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
 
 
-def written(text: str) -> str:
+def _gains(path: Path, case: tuple[str, str], version: str, before: str) -> Mapping[tuple[Any, Any], float]:
+    """Case -> tokens/s of tigon as a multiple of those of the version `before`, each the mean of its turns."""
+    turns: dict[tuple[Any, Any, str], list[float]] = {}
+    for one in json.loads(path.read_text(encoding="utf-8"))["measurements"]:
+        if "tokens_per_s" in one:
+            turns.setdefault((*(one[key] for key in case), one[version]), []).append(one["tokens_per_s"])
+    return {
+        (a, b): statistics.mean(speeds) / statistics.mean(turns[a, b, before])
+        for (a, b, which), speeds in turns.items()
+        if which == "tigon"
+    }
+
+
+def written(text: str, record: duel.Record | None) -> str:
     """README.md with the parts between their markers written again."""
-    return regions.written(text, "front", PARTS, DOCUMENT)
+    parts: Mapping[str, Callable[[], str]] = {"measured": lambda: measured(record), "gains": gains, "fits": fits}
+    return regions.written(text, "front", parts, DOCUMENT)
 
 
 def main() -> None:
-    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
-    PICTURE.write_text(picture(), encoding="utf-8")
+    record = duel.load()
+    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8"), record), encoding="utf-8")
+    PICTURE.write_text(picture(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,3 @@ UNSLOTH_QLORA_8B: Mapping[str, int] = {"8 GB": 2972, "16 GB": 40724, "24 GB": 78
 Source: `UNSLOTH_PAGE`, read on 2026-11-24."""
 UNSLOTH_HUGGING_FACE_8B = 5789
 """The same in 24 GB with Hugging Face and FlashAttention 2, as Unsloth measured it. The same source."""
-UNSLOTH_SPEED_8B = "2x, over 70 % less memory"
-"""Against Hugging Face with FlashAttention 2: Llama 3.1 8B, QLoRA of rank 32, 2 samples of Alpaca per micro-batch, on a
-card of 80 GB. The same source, which gives no tokens per second."""

@@ -114,7 +114,7 @@ def test_a_record_of_another_card_is_not_added_to() -> None:
 def test_every_row_is_written_and_read_and_listed_once() -> None:
     assert [row_of(str(row)) for row in ORDER] == [*ORDER] and len({*ORDER}) == len(ORDER)
     assert {row.entry for row in ORDER} == {*ENTRIES} and {row.task for row in ORDER} == {*TASKS}
-    for wrong, words in (("qlora:hf", "is no row"), ("qlora:other:4x2048", "'other' is not known")):
+    for wrong, words in (("qlora:hf", "is not a row"), ("qlora:other:4x2048", "'other' is not known")):
         with pytest.raises(ValueError, match=words):
             row_of(wrong)
 

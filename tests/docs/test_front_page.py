@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.pages import front_page, published, what_fits
+from duel_record import made_up
+
+from benchmarks.pages import duel, front_page, published, what_fits
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_tables_of_the_readme_are_those_of_the_records() -> None:
     text = front_page.DOCUMENT.read_text(encoding="utf-8")
-    assert front_page.written(text) == text, "make pages writes them again"
+    assert front_page.written(text, duel.load()) == text, "make pages writes them again"
 
 
-def test_picture_is_that_of_the_records_and_has_colours_for_dark_pages() -> None:
+def test_picture_is_that_of_the_records() -> None:
     text = front_page.PICTURE.read_text(encoding="utf-8")
-    assert text == front_page.picture(), "make pages draws it again"
+    assert text == front_page.picture(duel.load()), "make pages draws it again"
+
+
+def test_picture_has_colours_for_dark_pages_and_every_bar_fits() -> None:
+    text = front_page.picture(made_up())
     assert "prefers-color-scheme: dark" in text
     root = ElementTree.fromstring(text)
     shown = [element.text or "" for element in root.iter(f"{SVG}text")]
     width = float(root.attrib["width"])
     bars = [(float(bar.attrib["x"]), float(bar.attrib["width"])) for bar in root.iter(f"{SVG}rect")]
-    assert len(bars) == 7 and all(x + length < width for x, length in bars)
-    assert {"8", "112", "304"} <= set(shown)
+    assert len(bars) == 6 + 6 + 3 and all(x + length < width for x, length in bars)
+    assert {"300", "900", "19.0", "40.0"} <= {*shown} and not {"112", "304"} & {*shown}
+
+
+def test_longest_row_is_refused_if_its_process_took_more_than_24_gib(tmp_path: Path, monkeypatch: Any) -> None:
+    assert front_page.longest_row() == 524288
+    row = {"tokens": 1, "measured": {"peak_reserved_bytes": 24 << 30, "non_allocator_bytes": 1}}
+    path = tmp_path / "row.json"
+    path.write_text(json.dumps({"rows": [row]}), encoding="utf-8")
+    monkeypatch.setattr(front_page, "LONG_ROWS", path)
+    with pytest.raises(SystemExit, match=r"the process took 24\.00 GiB"):
+        front_page.longest_row()
 
 
 def test_largest_value_is_the_largest_that_ran() -> None:

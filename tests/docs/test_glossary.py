@@ -30,3 +30,20 @@ def test_identifiers_occur_in_the_named_file(term: str, meaning: str, file: str)
     assert identifiers, f"{term}: no identifier"
     assert [name for name in identifiers if not re.search(rf"\b{name}\b", source)] == []
     assert [name for name in re.findall(r"`([^`]+)`", meaning) if name not in source] == []
+
+
+def test_classes_and_functions_are_defined_in_the_named_file() -> None:
+    """A file that only imports the name is the wrong place to send a reader to."""
+    sources = {
+        path.relative_to(ROOT / "src" / "tigon").as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted((ROOT / "src" / "tigon").rglob("*.py"))
+    }
+    defined = {name for text in sources.values() for name in re.findall(r"^(?:class|def) (\w+)", text, re.MULTILINE)}
+    wrong = [
+        (name, file)
+        for term, _, file in TERMS
+        for name in re.findall(r"`(\w+)`", term)
+        if name in defined
+        and not re.search(rf"^\s*(?:(?:class|def) {name}\b|{name}\s*[:=])", sources[file], re.MULTILINE)
+    ]
+    assert not wrong

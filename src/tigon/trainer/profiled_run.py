@@ -91,7 +91,7 @@ def _trainer(prepared: Prepared, built: Any, folder: Path) -> GuardedTrainer:
     """The run's trainer, without evaluation."""
     recipe, objective = prepared.recipe, prepared.objective
     if objective.trl is not None:
-        from tigon.trainer import post_training  # loads TRL and datasets, which other objectives do not need
+        from tigon.trainer import post_training  # loads datasets
 
         assert prepared.rows is not None, "a post-training run has rows"
         return post_training.make(folder, replace(prepared, rows=(prepared.rows[0], ())), built, Safeguards())

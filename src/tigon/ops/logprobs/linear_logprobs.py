@@ -226,7 +226,7 @@ def linear_logprobs(
         check_ids(hidden, ids_NK, weight.shape[0], ignore_index)
     call = LinearLogprobsCall(
         ids_NK=ids_NK,
-        index=_rows_that_count(ids_NK, ignore_index, weight, "ids" if mask is None else "mask"),
+        index=rows_that_count(ids_NK, ignore_index, weight, "ids" if mask is None else "mask"),
         options=options,
         lse="lse" in outputs,
         chunk_bytes=bytes_of_blocks,
@@ -243,7 +243,7 @@ def _most_top_k(weight: Tensor, divided: DividedHead | None) -> int:
     return ANY_VOCABULARY
 
 
-def _rows_that_count(ids_NK: Tensor, ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:
+def rows_that_count(ids_NK: Tensor, ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:
     """Flat positions of the tokens that count, or None to compute all.
 
     All are computed if few are left out, if the host cannot wait for their number, or if waiting takes longer than the

@@ -71,7 +71,7 @@ _PRODUCT_BYTES = 64 * MIB
 _WORTH_A_WAIT_FLOPS = 5 * 10**11
 
 
-def _rows_that_count(
+def rows_that_count(
     target: Tensor, prepared: PreparedTargets | None, ignore_index: int, weight_VH: Tensor
 ) -> Tensor | None:
     """Flat positions of the labels that are not ignored, or None to use all rows.
@@ -469,7 +469,7 @@ def linear_cross_entropy(
         inv_denominator=common.inverse_denominator(
             hidden, target_N, class_weight, num_items=num_items, ignore_index=ignore_index, reduction=reduction
         ),
-        index=_rows_that_count(labels, prepared, ignore_index, weight),
+        index=rows_that_count(labels, prepared, ignore_index, weight),
         options=options,
         per_row=reduction == "none",
         entropy=common.wants_entropy(outputs),

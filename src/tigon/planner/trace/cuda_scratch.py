@@ -114,13 +114,13 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
         return _ExpertsProduct.apply(mat_a, mat_b, recorder)  # type: ignore[no-any-return]
 
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
-        (_LOSS, "_rows_that_count"): rows_that_count,
+        (_LOSS, "rows_that_count"): rows_that_count,
         (_LOSS, "product_into"): product_into,
         (_LOSS, "add_exp_weight_grad"): add_exp_weight_grad,
         (fused_linear, "product_into"): product_into,
         (_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (_MULTI_HEAD_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
-        (_LOGPROBS, "_rows_that_count"): tokens_that_count,
+        (_LOGPROBS, "rows_that_count"): tokens_that_count,
         (_LOGPROBS, "can_bypass_dispatcher"): lambda tensors: True,
         (_LOGPROBS, "backward_in_place"): logprobs_backward,
         (_KL, "can_bypass_dispatcher"): lambda tensors: True,
