@@ -21,6 +21,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels on this platform")
 
+import triton
 from aot import ACCUMULATION, ALL_TARGETS, EACH_KERNEL_ONCE, IN_BF16, Binary, amd_loads, read_ptx
 from filelock import FileLock  # torch depends on it
 
@@ -141,6 +142,8 @@ class Known:
     backend: str
     cause: str
     flags: dict[str, Any] = field(default_factory=dict)
+    since: tuple[int, int] = (0, 0)
+    """The Triton with which it came."""
 
     def explains(self, b: Binary) -> bool:
         same = b.kernel == self.kernel and ALL_TARGETS[b.target].backend == self.backend
@@ -150,7 +153,10 @@ class Known:
 _ROW = "32 columns a thread, with x, dy and two fp32 sums of each alive, in the 128 registers that 16 warps leave"
 _TILE = "a tile of 1024 elements leaves 4 to each of the 256 lanes of 4 warps"
 
-KNOWN = (
+INSTALLED = tuple(map(int, triton.__version__.split(".")[:2]))
+_PTXAS = "ptxas of CUDA 13.4, which Triton 3.9 brings, where 3.6's spills nothing"
+
+_ALL_KNOWN = (
     Known(spills, "norm_bwd_kernel", "cuda", _ROW, {"BLOCK": 16384}),
     Known(spills, "norm_bwd_dx_wide_kernel", "cuda", _ROW, {"BLOCK": 16384}),
     Known(
@@ -165,7 +171,11 @@ KNOWN = (
         "cuda",
         "the tiles come through tensor descriptors; threads load a row's label and shift, and the bias",
     ),
+    # docs/support.md has both compilers' registers and spills.
+    Known(spills, "exp_logits_kernel", "cuda", _PTXAS, {"HAS_BIAS": True}, since=(3, 9)),
+    Known(spills, "grouped_product_kernel", "cuda", _PTXAS, {"BLOCK_M": 128, "BLOCK_N": 256}, since=(3, 9)),
 )
+KNOWN = tuple(known for known in _ALL_KNOWN if known.since <= INSTALLED)
 
 
 # Kernels of chips whose product writes exponentials.

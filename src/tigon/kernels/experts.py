@@ -174,7 +174,7 @@ def combine_kernel(Z, Weight, Expert, Y, H, E, top_k, WEIGHTED: tl.constexpr, BL
         slot = token * top_k + k
         expert = tl.load(Expert + slot)
         there = (expert >= 0) & (expert < E)
-        z = tl.load(Z + slot * H + cols, mask=(cols < H) & there, other=0.0).to(tl.float32)
+        z = tl.load(Z + slot * H + cols, mask=tl.where(there, cols < H, False), other=0.0).to(tl.float32)
         if WEIGHTED:
             z *= tl.load(Weight + slot)
         total += z

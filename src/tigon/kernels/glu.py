@@ -39,7 +39,10 @@ TANH_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def activation(g, alpha, ACTIVATION: tl.constexpr):
-    """f(g) and f'(g); the compiler removes the one that is not used. alpha: silu is g · σ(alpha · g)."""
+    """f(g) and f'(g); the compiler removes the one that is not used. alpha: silu is g · σ(alpha · g).
+
+    Constants stand on the right: the interpreter of Triton 3.8 and newer cannot multiply a constexpr by a tensor.
+    """
     if ACTIVATION == "silu":
         s = tl.sigmoid(alpha * g)
         f = g * s
@@ -49,9 +52,9 @@ def activation(g, alpha, ACTIVATION: tl.constexpr):
         f = g * cdf
         df = cdf + g * INV_SQRT_2PI * tl.exp(-0.5 * g * g)
     else:
-        s = tl.sigmoid(TANH_SCALE * (g + TANH_CUBIC * g * g * g))
+        s = tl.sigmoid((g + g * TANH_CUBIC * g * g) * TANH_SCALE)
         f = g * s
-        df = s + f * (1.0 - s) * TANH_SCALE * (1.0 + 3.0 * TANH_CUBIC * g * g)
+        df = s + f * (1.0 - s) * TANH_SCALE * (1.0 + g * (3.0 * TANH_CUBIC) * g)
     return f, df
 
 

@@ -286,7 +286,7 @@ def scaled_rows_kernel(P, W, Target, Factors, DX, V, H, N, stride_w, BLOCK: tl.c
     for start in range(0, H, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < H
-        w = tl.load(W + y * stride_w + cols, mask=mask & valid, other=0.0).to(tl.float32)
+        w = tl.load(W + y * stride_w + cols, mask=tl.where(valid, mask, False), other=0.0).to(tl.float32)
         p = tl.load(P + row * H + cols, mask=mask, other=0.0)
         tl.store(DX + row * H + cols, (p * f + w * c).to(tl.bfloat16), mask=mask)
 

@@ -78,7 +78,7 @@ def _rotate_heads(
     largest_passed = tl.zeros([ROWS, BLOCK_PASS], dtype=tl.int32)
     for i in tl.static_range(HEADS):
         head = first_head + i
-        mask = row_mask & (head < heads)
+        mask = tl.where(head < heads, row_mask, False)
         x_offsets = batch * stride_xb + head * stride_xh + token * stride_xt
         y_offsets = batch * stride_yb + head * stride_yh + token * stride_yt
         a, b = _load_pair(X, x_offsets, mask, R // 2, INTERLEAVED, ROWS, BLOCK)
@@ -145,7 +145,7 @@ def _rotate_flat_heads(
 ):  # fmt: skip
     for i in tl.static_range(HEADS):
         head = first + i
-        here = mask & (head < heads)
+        here = tl.where(head < heads, mask, False)
         x, y = X + head * stride_xh + x_offsets, Y + head * stride_yh + y_offsets
         a = tl.load(x, mask=here, other=0.0).to(tl.float32)
         b = tl.load(x + SPLIT, mask=here, other=0.0).to(tl.float32)
