@@ -1,7 +1,7 @@
 """Keeps the documents of a packed sample apart in families whose own code does not.
 
 A packed batch has positions that restart at each document. With them, transformers makes a mask of blocks for sdpa and
-eager attention. Four kinds of families do something else (transformers 5.23):
+eager attention. Five kinds of families do something else (transformers 5.24):
 
 - Some make their mask without the positions (Falcon before 5.24). They get the mask ready made.
 - Models of text and images have three positions per token, and read documents from a fourth row only.
