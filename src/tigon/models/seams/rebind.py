@@ -26,7 +26,8 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _inner(function: FunctionType) -> Iterator[FunctionType]:
+def inner_functions(function: FunctionType) -> Iterator[FunctionType]:
+    """The functions in the closure cells of `function`, such as the one that it decorates."""
     for cell in function.__closure__ or ():
         try:
             content = cell.cell_contents
@@ -45,7 +46,7 @@ def _chain(function: FunctionType) -> Iterator[FunctionType]:
         if id(f) not in seen:
             seen.add(id(f))
             yield f
-            queue.extend(_inner(f))
+            queue.extend(inner_functions(f))
 
 
 def names_of(function: Any) -> list[str]:
