@@ -57,12 +57,10 @@ ROUNDS, STEPS, WARM_UP_STEPS = 2, 5, 2
 SEARCHING = "fp8 tensorwise searching"
 """As `fp8 tensorwise`, but every FP8 layer looks for the largest magnitudes of its factors, and casts use masks and
 begin with the first tile."""
-ADDING = "add_rms_norm"
-"""The last word of a precision whose model has `tigon.patch(model, add_rms_norm=True)`."""
 # (precision, with CUDA graphs)
 VARIANTS = (
     ("bf16", False), *((f"fp8 {scaling}", False) for scaling in SCALINGS), (SEARCHING, False), ("bf16", True),
-    ("fp8 tensorwise", True), (f"bf16 {ADDING}", False), (f"fp8 tensorwise {ADDING}", False),
+    ("fp8 tensorwise", True),
 )  # fmt: skip
 # name -> (input width, output width) of Llama-3.1-8B's layer, and of a small one.
 SHAPES = {"qo": (4096, 4096), "kv": (4096, 1024), "gate-up": (4096, 14336), "down": (14336, 4096)}
@@ -304,8 +302,7 @@ def prepared(model: Any, precision: str, checkpointing: str, graphs: bool) -> Ca
     if precision == SEARCHING:
         known_amax.parts_for = lambda x, tensors: None
         fp8_kernels.WHOLE_TILES = fp8_kernels.LAST_FIRST = False
-    reports = [tigon.patch(model, add_rms_norm=True)] if precision.endswith(ADDING) else []
-    reports += [tigon.patch_fp8(model, scaling=scaling)] if scaling else []
+    report = tigon.patch_fp8(model, scaling=scaling) if scaling else None
     layer_graphs = cuda_graphs.graph(model, recomputes=checkpointing == "full") if graphs else None
     if checkpointing == "full" and not graphs:
         enable(model)
@@ -317,7 +314,7 @@ def prepared(model: Any, precision: str, checkpointing: str, graphs: bool) -> Ca
         model.gradient_checkpointing_disable()
         if layer_graphs is not None:
             layer_graphs.release()
-        for report in reversed(reports):
+        if report is not None:
             report.undo()
         gc.collect()
         if DEVICE == "cuda":

@@ -205,14 +205,14 @@ def test_variants_in_graphs_learn_the_same_and_the_fused_one_adds_in_the_product
     monkeypatch.setattr(fused_linear, "product_into", watched)
     case = Case(model=str(model), batch=4, seq=8, precision="fp32", memory=None)
     trainee, losses = Trainee(case, CPU, 2), {}
-    for name in ("tigon", "tigon-graphs", "tigon-graphs-fused", "tigon-graphs-fused-add"):
+    for name in ("tigon", "tigon-graphs", "tigon-graphs-fused"):
         ready = parse(f"{name}:{recomputed}").prepare(trainee.model, recomputed)
         trainee.restore()
-        assert not added or name == "tigon-graphs-fused-add"
+        assert not added
         with ready.active():
             losses[name] = torch.stack([trainee.step(ready.loss, number, 2) for number in range(2)])
     assert added.count(True) > 0 and added.count(False) > 0
-    for name in ("tigon-graphs", "tigon-graphs-fused", "tigon-graphs-fused-add"):
+    for name in ("tigon-graphs", "tigon-graphs-fused"):
         torch.testing.assert_close(losses[name], losses["tigon"], rtol=1e-5, atol=0)
 
 
@@ -278,7 +278,7 @@ def test_nothing_is_written_if_nothing_was_measured(bench, model, tmp_path, monk
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--variant", "unsloth:full"), "choose one of hf, compile, liger, trl, tigon, tigon-add"),
+        (("--variant", "unsloth:full"), "choose one of hf, compile, liger, trl, tigon, tigon-graphs, "),
         (("--variant", "tigon-graphs:auto"), "tigon-graphs recomputes none, full; got 'auto'"),
         (("--variant", "hf"), "hf recomputes none, full; got ''"),
         (("--variant", "liger:auto"), "liger recomputes none, full; got 'auto'"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tigon.medusa import HeadsSpec, Objective, attach
 from tigon.models import MODELS, patch
+from tigon.models.kv_cache import CACHE_ARGUMENTS
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def by_definition(
         for depth, module in enumerate(heads.mtp, start=1):
             ids = torch.cat([inputs["input_ids"][:, depth:], inputs["input_ids"][:, :depth]], dim=1)
             joined = torch.cat([module.enorm(model.model.embed_tokens(ids)), module.hnorm(h)], dim=-1)
-            call = {name: value for name, value in kept.items() if name not in ("past_key_values", "use_cache")}
+            call = {name: value for name, value in kept.items() if name not in (*CACHE_ARGUMENTS, "use_cache")}
             h = module.norm(module.layer(module.eh_proj(joined), **call))
             logits.append(F.linear(h, head.weight))
     else:

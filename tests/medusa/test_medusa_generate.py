@@ -10,11 +10,13 @@ from heads_helpers import MEDUSA, MTP, SPECS, with_heads
 
 import tigon
 from second_proofs import DIFFERENT, proved_by
+from tigon._trunk import decoder_layers
 from tigon.errors import UsageError
 from tigon.medusa import HeadsSpec, Objective, attach, medusa_generate
+from tigon.medusa.attach import layer_inputs_kept
 from tigon.medusa.generate import _Tree
 from tigon.models import MODELS
-from tigon.models.verification.tiny import tiny_batch
+from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,6 +52,20 @@ def test_decoding_gives_the_text_of_greedy_decoding(spec: HeadsSpec, implementat
         assert found.forward_passes <= NEW
     assert medusa_generate(model, prompt(), max_new_tokens=NEW, tree=()).forward_passes == NEW
     assert model.training is False and model.train().training
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "gpt2", "gpt_neox"])
+def test_mtp_modules_do_not_receive_the_cache_of_the_model(family: str) -> None:
+    """They would write into it, at the place of the last layer."""
+    model: Any = tiny_model(family, MODELS[family].tiny).eval()
+    kept: dict[str, Any] = {}
+    given: list[Any] = []
+    last = decoder_layers(model)[-1]
+    last.register_forward_pre_hook(lambda _, args, kwargs: given.extend([*args, *kwargs.values()]), with_kwargs=True)
+    with layer_inputs_kept(model, kept), torch.no_grad():
+        model(prompt(), use_cache=True)
+    assert any(isinstance(value, transformers.Cache) for value in given)
+    assert kept and not any(isinstance(value, transformers.Cache) for value in kept.values())
 
 
 WITH_A_TREE = [name for name in MODELS if name not in (*STATEFUL, *WINDOWED)]
@@ -113,6 +129,15 @@ def test_decoding_refuses_prompts_trees_and_models_it_cannot_handle() -> None:
     for family in STATEFUL:
         with pytest.raises(UsageError, match="has a recurrent state"):
             medusa_generate(with_heads(MEDUSA, Objective(), family=family), prompt(), max_new_tokens=8)
+
+
+def test_decoding_refuses_a_model_without_a_cache() -> None:
+    """Its forward would ignore a cache, and guesses would not see the prompt."""
+    config = transformers.AutoConfig.for_model("openai-gpt", vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    attach(model, HeadsSpec(count=2), Objective(stage=2))
+    with pytest.raises(UsageError, match="OpenAIGPTLMHeadModel keeps no keys and values"):
+        medusa_generate(model, prompt(), max_new_tokens=2)
 
 
 def test_tree_stays_within_the_positions_of_the_model() -> None:

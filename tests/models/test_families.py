@@ -244,16 +244,20 @@ def test_moved_and_cast_model_stays_patched(name):
 # --- families without a row -------------------------------------------------------------------------------------------
 
 UNNAMED = ("arcee", "bert", "bloom", "lfm2", "gpt_bigcode", "seed_oss", "dots1")
+NEWER = ("qwen4_exp_text", "dory", "lara_mini")
 
 
-@pytest.mark.parametrize("name", UNNAMED)
+@pytest.mark.parametrize("name", (*UNNAMED, *NEWER))
 def test_family_without_a_row_is_patched_by_structure_and_verified(name):
-    from tigon.models.verification.survey import surveyed
+    from transformers import CONFIG_MAPPING
 
+    from tigon.models.verification.survey import small_model, surveyed
+
+    if name in NEWER and name not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know it")
     outcome = surveyed(name)
     assert name not in MODELS and outcome.outcome == "verified", outcome
-    model = tiny_model(name)
-    report = patch(model)
+    report = patch(small_model(name)[0])
     assert "matched by structure" in str(report) and report.counts
 
 

@@ -159,6 +159,54 @@ def test_rotary_function_of_queries_without_a_batch_is_replaced():
     torch.testing.assert_close(attention(q, k, angle.cos(), angle.sin()), want)
 
 
+def apply_rotary_emb_to_some(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    """As Qwen4's, which gives the queries alone if there are no keys."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    turned = [None if x is None else x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin
+              for x in (q, k)]  # fmt: skip
+    return turned[0] if k is None else (turned[0], turned[1])
+
+
+class IndexedAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        alone = apply_rotary_emb_to_some(q.transpose(1, 2), cos=cos, sin=sin, unsqueeze_dim=2)
+        return alone, *apply_rotary_emb_to_some(q, k, cos, sin)
+
+
+def test_rotary_function_whose_keys_may_be_absent_is_replaced():
+    attention, seam = IndexedAttention(), RopeSeam(styles=("half-split",))
+    assert seam.objection(attention) is None
+    q, k, angle = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 7, 8)
+    want = attention(q, k, angle.cos(), angle.sin())
+    attention.__class__ = patched_class(IndexedAttention, seam)
+    torch.testing.assert_close(attention(q, k, angle.cos(), angle.sin()), want)
+
+
+def hub_module(function):
+    """As the decorator of the package kernels, which transformers puts around rotary functions if it is installed."""
+
+    class Func(nn.Module):
+        def forward(self, *args, **kwargs):
+            return function(*args, **kwargs)
+
+    return Func()
+
+
+@pytest.mark.parametrize("package", [None, "kernels"])
+def test_rotary_function_that_transformers_offers_to_hub_kernels_is_replaced(package, monkeypatch):
+    wrap = pytest.importorskip(package).use_kernel_forward_from_hub("rotary_pos_emb") if package else hub_module
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", wrap(apply_rotary_pos_emb))
+    attention, seam = InterleavedAttention(), RopeSeam(styles=("interleaved",))
+    assert isinstance(InterleavedAttention.forward.__globals__["apply_rotary_pos_emb"], nn.Module)
+    assert seam.candidate(attention) and seam.objection(attention) is None
+    assert "differs" in str(RopeSeam(styles=("half-split",)).objection(attention))
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
+    angle = torch.randn(1, 5, 4).repeat_interleave(2, -1)
+    want = attention(q, k, angle.cos(), angle.sin())
+    attention.__class__ = patched_class(InterleavedAttention, seam)
+    torch.testing.assert_close(attention(q, k, angle.cos(), angle.sin()), want)
+
+
 class GatedNorm(type(llama().model.norm)):
     def forward(self, hidden_states, gate):
         return super().forward(hidden_states) * self.gated(gate)

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 from second_proofs import proved_by
 from tigon.models import MODELS
+from tigon.models.kv_cache import cache_argument
 from tigon.models.seams.base import PatchedModule
 from tigon.models.seams.mask import MaskSeam
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "nonzero"})
 # A count that a GPU's event announces, and two checks that only labels on the CPU get.
@@ -108,8 +109,9 @@ def test_masks_of_padding_and_of_a_cache_are_those_of_transformers() -> None:
     with torch.no_grad():
         results = []
         for model in (with_seam, plain):
-            first = model.model(ids[:, :9], use_cache=True)
-            second = model.model(ids[:, 9:], past_key_values=first.past_key_values).last_hidden_state
+            cache = {cache_argument(model.model.forward): transformers.DynamicCache(config=model.config)}
+            first = model.model(ids[:, :9], use_cache=True, **cache)
+            second = model.model(ids[:, 9:], **cache).last_hidden_state
             results.append((model.model(ids, attention_mask=mask).last_hidden_state, first.last_hidden_state, second))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

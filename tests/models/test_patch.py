@@ -132,6 +132,14 @@ def test_a_flag_that_is_off_leaves_its_modules_alone():
         assert f"switched off: {flag}" in report.notes
 
 
+def test_removed_flag_is_an_option_error_that_says_what_to_do_without_it():
+    model = llama()
+    before = classes(model)
+    with pytest.raises(OptionError, match=r"add_rms_norm is not a flag of tigon.patch any more; .* Leave it out"):
+        patch(model, add_rms_norm=True)
+    assert classes(model) == before
+
+
 def test_unknown_flag_is_an_option_error_that_names_the_nearest():
     model = llama()
     with pytest.raises(OptionError, match=r"rmsnorm is not a flag of tigon.patch; the nearest is rms_norm"):

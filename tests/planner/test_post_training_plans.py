@@ -13,7 +13,7 @@ import torch
 from planner_helpers import BARE, H200, config_of, request_of, small_gpu
 
 from tigon.errors import UsageError
-from tigon.models.kv_cache import kv_widths
+from tigon.models.kv_cache import cache_argument, kv_widths
 from tigon.models.loading.reward_model import with_score
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import PlannedObjective
@@ -149,7 +149,7 @@ def test_cache_of_generation_is_that_of_the_model(family):
     model = AutoModelForCausalLM.from_config(config).eval()
     cache = DynamicCache(config=config)
     with torch.no_grad():
-        model(torch.ones(batch, tokens, dtype=torch.long), past_key_values=cache, use_cache=True)
+        model(torch.ones(batch, tokens, dtype=torch.long), use_cache=True, **{cache_argument(model.forward): cache})
     real = [(layer.keys.numel(), layer.values.numel()) for layer in cache.layers]
     assert real == [(batch * keys, batch * values) for keys, values in kv_widths(config, tokens)]
 

@@ -250,29 +250,10 @@ def test_buffer_of_another_layout_or_dtype_is_left_alone() -> None:
     assert grad is None and torch.equal(wide, torch.full_like(wide, 3.0))
 
 
-@on_each_device
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fused_residual_additions_run_in_the_graphs(device: str, recomputes: bool, dtype: torch.dtype) -> None:
-    def patched(model: Any) -> Any:
-        tigon.patch(model, add_rms_norm=True)
-        fuse_linears(model)
-        return model
-
-    def steps(model: Any) -> list[Tensor]:
-        return train(model.to(dtype), device, micro_batches=3)
-
-    got, want = (patched(model_of(device, recomputes)) for _ in range(2))
-    graphs = graphs_of(got, recomputes)
-    assert all(torch.equal(a, b) for a, b in zip(steps(got), steps(want), strict=True))
-    assert [len(layer.passes) for layer in graphs.layers] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_all_fusions_together_err_at_most_twice_the_usual_error(recomputes: bool) -> None:
     together = model_of(recomputes=recomputes).bfloat16()
-    report = tigon.patch(together, add_rms_norm=True)
-    assert any("add_rms_norm" in str(line) for line in str(report).splitlines())
+    tigon.patch(together)
     fuse_linears(together)
     graphs_of(together, recomputes)
     usual, got = gradients(model_of(recomputes=recomputes).bfloat16()), gradients(together)

@@ -9,9 +9,10 @@ from unittest.mock import patch as replaced
 
 import pytest
 import torch
+from torch import nn
 
 from helpers import Count
-from tigon import patch
+from tigon import add_rms_norm, patch
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.models.verification.tiny import tiny_model
@@ -181,6 +182,24 @@ def test_inputs_shared_by_linear_layers_are_computed_once():
     with replaced.object(dropped_inputs, "_COMPUTE", counting):
         gradients(llama(), ("elementwise",) * 4)
     assert runs == {"RMSNorm": 8, "GLU": 4}
+
+
+def test_input_of_a_linear_layer_after_an_added_norm_is_dropped_and_recomputed():
+    x, residual = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    weight, linear = torch.rand(8, requires_grad=True), nn.Linear(8, 4, bias=False)
+
+    def run(dropped: dropped_inputs.DroppedInputs | None) -> list[torch.Tensor]:
+        normed, total = add_rms_norm(x, residual, weight)
+        if dropped is None:
+            out = linear(normed)
+        else:
+            assert isinstance(dropped._pack(normed), dropped_inputs._Dropped) and dropped._pack(total) is total
+            with dropped.saving():
+                out = linear(normed)
+        return list(torch.autograd.grad(out.square().sum() + total.sum(), [x, residual, weight, linear.weight]))
+
+    got, want = run(dropped_inputs.DroppedInputs()), run(None)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def peak_bytes(states: tuple[str, ...]) -> int:

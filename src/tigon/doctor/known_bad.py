@@ -16,7 +16,7 @@ OLDEST: Mapping[str, str] = MappingProxyType(
         "deepspeed": "0.19", "bitsandbytes": "0.50", "trl": "1.16",
     }
 )  # fmt: skip
-UNTESTED_FROM: Mapping[str, str] = MappingProxyType({"transformers": "5.24", "trl": "1.17"})
+UNTESTED_FROM: Mapping[str, str] = MappingProxyType({"transformers": "5.25", "trl": "1.17"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from tigon.medusa import loss
 from tigon.medusa.heads import MedusaHeads, MtpHeads, Visit, inside, make_heads
 from tigon.medusa.record import HeadMetrics
 from tigon.medusa.spec import HeadsSpec, Objective
+from tigon.models.kv_cache import CACHE_ARGUMENTS
 from tigon.models.patch import unwrap
 from tigon.models.seams.base import Change, PatchedModule, Seam, imitate
 from tigon.models.seams.head.deferred_logits import version_of
@@ -208,13 +209,12 @@ def trunk(model: Any, inputs: Mapping[str, Any]) -> Any:
     return trunk_of(model)(**{name: value for name, value in inputs.items() if name not in _NOT_THE_TRUNKS})
 
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache")
-"""Names of decoder layers' cache arguments. The cache belongs to the model; MTP modules do not use it."""
-
-
 @contextlib.contextmanager
 def layer_inputs_kept(model: Any, kept: dict[str, Any]) -> Iterator[None]:
-    """Store in `kept` the arguments of the last decoder layer except the hidden state: masks and rotary tables."""
+    """Store in `kept` the arguments of the last decoder layer except the hidden state: masks and rotary tables.
+
+    The cache is left out too. It belongs to the model, and MTP modules do not use it.
+    """
 
     last = decoder_layers(model)[-1]
     # The class's forward, because an activation checkpoint's forward on the instance accepts any arguments.
@@ -224,7 +224,7 @@ def layer_inputs_kept(model: Any, kept: dict[str, Any]) -> Iterator[None]:
     def keep(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         bound = signature.bind_partial(layer, *args, **kwargs).arguments  # GPT-2 passes masks by position
         inputs = {**bound, **(bound.get(more[0], {}) if more else {})}
-        own = {*list(signature.parameters)[:2], *more, *_CACHES}  # the layer itself and the hidden state
+        own = {*list(signature.parameters)[:2], *more, *CACHE_ARGUMENTS, "use_cache"}  # [:2]: self, the hidden state
         kept.update({name: value for name, value in inputs.items() if name not in own})
 
     handle = last.register_forward_pre_hook(keep, with_kwargs=True)

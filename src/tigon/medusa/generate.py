@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon._trunk import trunk_of
 from tigon.errors import UsageError
 from tigon.medusa.attach import heads_of, layer_inputs_kept, trunk
+from tigon.models.kv_cache import cache_argument
 from tigon.models.patch import unwrap
 
 # Q nodes of the tree, P tokens in the cache, H hidden, K heads.
@@ -134,6 +136,8 @@ def _check(
         raise UsageError(f"tree is {branching}; MTP modules guess one token each, so every width must be 1.")
     if getattr(model, "_is_stateful", False):
         raise UsageError(f"{type(model).__name__} has a recurrent state, from which wrong guesses cannot be removed.")
+    if cache_argument(trunk_of(model).forward) is None:
+        raise UsageError(f"{type(model).__name__} keeps no keys and values between passes, which decoding needs.")
     implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if implementation not in (None, "sdpa", "eager"):
         raise UsageError(f"attention is {implementation}, which takes no tree mask; load the model with sdpa or eager.")
@@ -157,6 +161,7 @@ class _Decoder:
 
         self.model, self.heads, self.tree, self.widest = model, heads, tree, max(widest, 1)
         self.cache = DynamicCache()
+        self.cache_name = cache_argument(trunk_of(model).forward) or ""
         self.passes = 0
         self.head = model.get_output_embeddings()
         self.device = self.head.weight.device
@@ -199,7 +204,7 @@ class _Decoder:
     def _pass(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """(1, Q, H) hidden states of these tokens; adds their keys and values to the cache."""
         self.passes += 1
-        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
+        inputs: dict[str, Any] = {"input_ids": ids, self.cache_name: self.cache, "use_cache": True}
         if mask is not None and positions is not None:
             inputs |= {"attention_mask": mask, "position_ids": positions.unsqueeze(0)}
         if self.mtp is not None:

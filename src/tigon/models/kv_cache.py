@@ -1,8 +1,10 @@
-"""The cache of keys and values: its size while a model writes text, and the setting that makes a forward fill it."""
+"""The cache of keys and values: its size while a model writes text, the argument of a forward that takes it, and the
+setting that makes a forward fill it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +32,22 @@ def queries_per_key(config: Any) -> int:
 
 def _key_heads(text: Any) -> int:
     return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
+"""Names of the argument that takes the cache. From transformers 5.24 on it is `cache` in most forwards, which accept
+the former `past_key_values` and `cache_params` too. BLOOM's and Falcon's layers keep `layer_past`."""
+
+
+def cache_argument(function: Callable[..., Any]) -> str | None:
+    """The argument of a function or method of transformers that takes the cache, or None."""
+    parameters = inspect.signature(function).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the named arguments of a call, under any of its names; None if there is none."""
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def without_cache(model: Any) -> Callable[[], None]:

@@ -1,9 +1,9 @@
 """Keeps the documents of a packed sample apart in families whose own code does not.
 
 A packed batch has positions that restart at each document. With them, transformers makes a mask of blocks for sdpa and
-eager attention. Four kinds of families do something else (transformers 5.23):
+eager attention. Five kinds of families do something else (transformers 5.24):
 
-- Some make their mask without the positions. They get the mask ready made.
+- Some make their mask without the positions (Falcon before 5.24). They get the mask ready made.
 - Models of text and images have three positions per token, and read documents from a fourth row only.
 - Some number the tokens of the whole sample themselves. They are refused.
 - Linear attention, state-space layers and convolutions carry a state from one document to the next, which no mask
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon._trunk import trunk_of
+from tigon.models.kv_cache import cache_in
 
 MASK_WITHOUT_POSITIONS = frozenset({"afmoe", "biogpt", "falcon", "gpt_oss", "xglm"})
 COUNT_THEIR_OWN_POSITIONS = frozenset({"bloom", "mpt", "opt"})
@@ -83,7 +84,7 @@ def _with_four_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
 
 def _with_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     positions_BT = kwargs.get("position_ids")
-    if positions_BT is None or kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
+    if positions_BT is None or kwargs.get("attention_mask") is not None or cache_in(kwargs) is not None:
         return args, kwargs
     config = module.config.get_text_config()
     if (rows_of := getattr(module, "_tigon_causal_rows", None)) is not None:  # seams/attention_sinks.py

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -31,8 +32,7 @@ from tigon.models.seams.head.lora_head import LoraHeadSeam
 from tigon.models.seams.head.loss import CausalLMSeam, HeadSeam, peel
 from tigon.models.seams.lora import LoraSeam, find_siblings
 from tigon.models.seams.mask import MaskSeam
-from tigon.models.seams.norm import NormSeam, mark_finds_amax
-from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
+from tigon.models.seams.norm import mark_finds_amax
 from tigon.models.spec import (
     ADAPTER_FLAGS,
     ADAPTER_SEAMS,
@@ -49,6 +49,11 @@ from tigon.models.table import MODELS
 
 Flags = Mapping[str, bool | None]
 ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPTIONAL_FLAGS, *LOSS_FLAGS)
+REMOVED_FLAGS: Mapping[str, str] = MappingProxyType({
+    "add_rms_norm": "it saved less than 1 % of a step. Leave it out: `rms_norm` patches the norms, and "
+    "`tigon.add_rms_norm` is the op for layers of your own.",
+})  # fmt: skip
+"""Former flag -> what the caller does without it."""
 
 # Objections that do not name the package that caused them. Another package's kernels often refuse the probe's tensors.
 UNTOLD = ("cannot be compared", "overridden on the instance")
@@ -81,7 +86,6 @@ def patch(
     lora: bool | None = None,
     experts: bool | None = None,
     router: bool | None = None,
-    add_rms_norm: bool | None = None,
     attention_sinks: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
@@ -102,8 +106,6 @@ def patch(
         experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
             adapters before `patch`, or call `patch` again.
         router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
-        add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
-            pass. The norm has to run rms_norm.
         attention_sinks: eager attention with sinks, as in GPT-OSS, without its (heads, T, T) scores.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
@@ -118,6 +120,8 @@ def patch(
         OptionError: a flag is not True, False or None, or its name is unknown.
     """
     for name in unknown:
+        if name in REMOVED_FLAGS:
+            raise OptionError(f"{name} is not a flag of tigon.patch any more; {REMOVED_FLAGS[name]}")
         near = difflib.get_close_matches(name, ALL_FLAGS, n=1)
         hint = f"the nearest is {near[0]}" if near else f"the flags are {', '.join(ALL_FLAGS)}"
         raise OptionError(f"{name} is not a flag of tigon.patch; {hint}.")
@@ -129,7 +133,6 @@ def patch(
         "lora": lora,
         "experts": experts,
         "router": router,
-        "add_rms_norm": add_rms_norm,
         "attention_sinks": attention_sinks,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
@@ -153,8 +156,6 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
     # Experts first, so that the seam of their activation leaves these modules to them.
     for flag in (*EXPERT_FLAGS, *LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
-    if flags["add_rms_norm"]:
-        _decide_residual_norms(model, decision)
     # After rope, whose seam may be below on the same attention.
     if flags[SINKS_FLAG] is not False:
         _decide_sinks(model, flags[SINKS_FLAG], decision)
@@ -270,29 +271,6 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
         raise PatchError(
             f"{flag}: nothing in this {type(model).__name__} can run it: {reasons}. "
             f"Nothing was changed; pass {flag}=False to leave it alone."
-        )
-
-
-def _decide_residual_norms(model: nn.Module, decision: _Decision) -> None:
-    """Fuse the residual addition of every layer whose norm has, or is about to get, tigon's rms_norm."""
-    seam = ResidualNormSeam()
-    if any(isinstance(m, PatchedModule) and m._tigon_seam == seam for m in model.modules()):
-        return
-    normed = {id(change.module) for change in decision.changes if isinstance(change.seam, NormSeam)}
-    normed |= {id(m) for m in model.modules() if isinstance(m, PatchedModule) and isinstance(m._tigon_seam, NormSeam)}
-    accepted = False
-    for path, module in model.named_modules():
-        if isinstance(module, PatchedModule) or not seam.candidate(module):
-            continue
-        norm = norm_after_residual(type(module)) or ""
-        if id(getattr(module, norm, None)) in normed:
-            accepted = _judge(path, module, [seam], decision) or accepted
-        else:
-            decision.refused.append((path, module, seam, f"its {norm} does not run rms_norm"))
-    if not accepted:
-        reasons = decision.reasons(seam.flag) or "no layer adds the residual right before a norm"
-        raise PatchError(
-            f"add_rms_norm=True, but {reasons}. Nothing was changed; leave add_rms_norm out, or pass False."
         )
 
 

@@ -19,8 +19,8 @@ LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
 EXPERT_FLAGS = ("experts", "router")
 SINKS_FLAG = "attention_sinks"
-# Models need no module for them. add_rms_norm is off unless it is True.
-OPTIONAL_FLAGS = (*EXPERT_FLAGS, "add_rms_norm", SINKS_FLAG)
+# Models need no module for them.
+OPTIONAL_FLAGS = (*EXPERT_FLAGS, SINKS_FLAG)
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.

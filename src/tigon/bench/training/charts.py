@@ -16,7 +16,6 @@ CODE_COLOURS = {
     "liger": "#1d4ed8",
     "trl": "#be185d",
     "tigon": "#c2410c",
-    "tigon-add": "#fb923c",
     "tigon-graphs": "#7f1d1d",
     "tigon-graphs-fused": "#e11d48",
     "tigon-graphs-fused-add": "#fb7185",

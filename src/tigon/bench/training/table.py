@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tigon.bench.training.record import OVER, CaseRecord, StepMeasurement, TrainRecord
 from tigon.bench.training.time_by_kind import KINDS
-from tigon.bench.training.variants import CODES
+from tigon.bench.training.variants import CODES, RETIRED
 from tigon.units import in_bytes, off_by
 
 REFERENCES = ("liger:full", "hf:full")
@@ -92,6 +92,8 @@ def section(run: TrainRecord) -> str:
         limit = "" if case.limit_bytes is None else f" The memory limit is {in_bytes(case.limit_bytes)}."
         over = any(m.status == OVER for m in case.measurements)
         note = f" {EXCEEDS}: the peak exceeds the limit." if over else ""
+        retired = {m.code for m in case.measurements} & RETIRED.keys()
+        note += "".join(f" `{code}` was {RETIRED[code]}." for code in sorted(retired))
         parts += [
             f"**{case.id}**: {case.tokens:,} tokens per optimizer step.{limit}{note}", f"`{case.command}`",
             case_table(case),

@@ -156,11 +156,6 @@ def _tigon(model: Any) -> Ready:
     return Ready(_by_forward(model))
 
 
-def _tigon_add(model: Any) -> Ready:
-    patch(model, add_rms_norm=True)
-    return Ready(_by_forward(model))
-
-
 def _graphs_of(model: Any, recomputed: str) -> LayerGraphs:
     if next(model.parameters()).device.type != "cuda":
         raise NotImplementedError("CUDA graphs need a GPU")
@@ -202,19 +197,19 @@ CODES: Mapping[str, Code] = {
         Code(name="trl", meaning="transformers with the head that TRL's SFTTrainer adds (`add_fused_lm_head`)",
              prepare=_trl),
         Code(name="tigon", meaning="transformers with `tigon.patch`", prepare=_tigon, kernels="tigon", ours=True),
-        Code(name="tigon-add", meaning="`tigon` with `tigon.patch(model, add_rms_norm=True)`; the planner's `auto` and "
-             "predictions are those of `tigon`", prepare=_tigon_add, kernels="tigon", ours=True),
         Code(name="tigon-graphs", meaning="`tigon` with `train.cuda_graphs`", prepare=_tigon,
              kernels="tigon", ours=True, finish=_in_graphs, choices={"cuda_graphs": True}),
         Code(name="tigon-graphs-fused", meaning="`tigon-graphs` with `train.gradient_accumulation_fusion`",
              prepare=_tigon, kernels="tigon", ours=True, finish=_in_fused_graphs,
              choices={"cuda_graphs": True, "accumulation_fusion": True}),
-        Code(name="tigon-graphs-fused-add", meaning="`tigon-graphs-fused` with `tigon.patch(model, "
-             "add_rms_norm=True)`; the planner's predictions are those of `tigon-graphs-fused`",
-             prepare=_tigon_add, kernels="tigon", ours=True, finish=_in_fused_graphs,
-             choices={"cuda_graphs": True, "accumulation_fusion": True}),
     )
 }  # fmt: skip
+
+# A code that records name and that no longer exists -> its meaning.
+RETIRED: Mapping[str, str] = {
+    "tigon-graphs-fused-add": "`tigon-graphs-fused` with decoder layers whose residual addition and norm were one op, "
+    "an option of `tigon.patch` that was removed because it is not faster",
+}
 
 DEFAULT = (
     "hf:full", "compile:full", "liger:full", "liger:none@fits", "trl:full", "tigon:full", "tigon:none@fits",

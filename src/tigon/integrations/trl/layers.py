@@ -28,7 +28,6 @@ SECOND_MODELS = ("ref_model", "teacher_model")
 """The attributes of TRL's trainers that hold a model whose log-probabilities the policy's are compared with."""
 FLAGS = (*LAYER_FLAGS, *OPTIONAL_FLAGS)
 """The flags of `tigon.patch` that change layers. Adapters and the loss are the policy's alone."""
-OFF_BY_DEFAULT = "add_rms_norm"
 
 
 def second_models(trainer: Any) -> dict[str, nn.Module]:
@@ -130,4 +129,4 @@ def _flags_like(policy: nn.Module, same_family: bool) -> dict[str, bool | None]:
         return off
     used = flags_of(policy)
     layers: dict[str, bool | None] = {flag: None if flag in used else False for flag in FLAGS}
-    return {**layers, OFF_BY_DEFAULT: OFF_BY_DEFAULT in used, **off}
+    return {**layers, **off}

@@ -2,7 +2,6 @@
 
 base.py       the class swap that installs and removes a forward     rebind.py   a function with other globals
 norm.py, rope.py, mlp.py    RMSNorm and LayerNorm, rotary embedding, gated MLPs and experts
-residual_norm.py    the residual addition and the norm that follows it
 experts.py, experts_lora.py    the experts of a mixture as one op, without and with PEFT's adapters
 attention_sinks.py    causal attention with sinks, and its masks
 router.py     the router of a mixture: softmax, top-k and normalisation

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tigon import ops
+from tigon.models.kv_cache import CACHE_ARGUMENTS, cache_in
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.seams.mask import MaskSeam, choose_by_positions, makes_consecutive_positions, without_positions
 from tigon.models.seams.rebind import owner_of, rebind, rebind_each
@@ -233,16 +234,17 @@ def _mask_functions(cls: type[nn.Module]) -> dict[str, FunctionType]:
 def mask_or_rows(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """`original`, a mask function of transformers, or a `CausalRows` if that says the same."""
     try:
-        given = inspect.signature(original).bind(*args, **options).arguments
+        given = dict(inspect.signature(original).bind(*args, **options).arguments)
     except TypeError:
         return original(*args, **options)
-    rows = _rows_of(dict(given))
+    cache = cache_in(given)
+    rows = _rows_of(cache, {name: value for name, value in given.items() if name not in CACHE_ARGUMENTS})
     return original(*args, **options) if rows is None else rows
 
 
-def _rows_of(given: dict[str, Any]) -> CausalRows | None:
+def _rows_of(cache: Any, given: dict[str, Any]) -> CausalRows | None:
     """Returns the mask of these arguments as a `CausalRows`, or None if it says more than that."""
-    config, cache, embeddings = given.pop("config"), given.pop("past_key_values"), given.pop("inputs_embeds", None)
+    config, embeddings = given.pop("config"), given.pop("inputs_embeds", None)
     padding_BT, positions = given.pop("attention_mask"), given.pop("position_ids", None)
     given.pop("cache_position", None)  # transformers before 5.17 takes it and ignores it
     if embeddings is None or any(value is not None for value in given.values()):

@@ -26,7 +26,8 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _inner(function: FunctionType) -> Iterator[FunctionType]:
+def inner_functions(function: FunctionType) -> Iterator[FunctionType]:
+    """The functions in the closure cells of `function`, such as the one that it decorates."""
     for cell in function.__closure__ or ():
         try:
             content = cell.cell_contents
@@ -36,7 +37,7 @@ def _inner(function: FunctionType) -> Iterator[FunctionType]:
             yield content
 
 
-def chain(function: FunctionType) -> Iterator[FunctionType]:
+def _chain(function: FunctionType) -> Iterator[FunctionType]:
     """`function` and every function reachable through closure cells, which are the functions that decorators wrap."""
     seen: set[int] = set()
     queue = [function]
@@ -45,40 +46,33 @@ def chain(function: FunctionType) -> Iterator[FunctionType]:
         if id(f) not in seen:
             seen.add(id(f))
             yield f
-            queue.extend(_inner(f))
+            queue.extend(inner_functions(f))
 
 
 def names_of(function: Any) -> list[str]:
     """The distinct names in the code of `function` and of the functions in its decorator chain."""
     if not isinstance(function, FunctionType):
         return []
-    return list(dict.fromkeys(name for f in chain(function) for name in _names(f.__code__)))
+    return list(dict.fromkeys(name for f in _chain(function) for name in _names(f.__code__)))
 
 
 def owner_of(function: Any, name: str) -> FunctionType | None:
     """The function of the decorator chain under `function` whose code reads the global `name`, or None."""
     if not isinstance(function, FunctionType):
         return None
-    return next((f for f in chain(function) if name in f.__globals__ and name in _names(f.__code__)), None)
+    return next((f for f in _chain(function) if name in f.__globals__ and name in _names(f.__code__)), None)
 
 
-def rebind(
-    function: FunctionType, owner: FunctionType, replacements: Mapping[str, Any], code: CodeType | None = None
-) -> FunctionType:
-    """`function`, rebuilt so that `owner`, somewhere in its decorator chain, sees `replacements` as globals.
-
-    code: runs instead of the owner's code, which must have the same arguments and no closure.
-    """
-    ran = function.__code__
+def rebind(function: FunctionType, owner: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:
+    """`function`, rebuilt so that `owner`, somewhere in its decorator chain, sees `replacements` as globals."""
     if function is owner:
-        ran = code or owner.__code__
-        mentioned = {name: owner.__globals__[name] for name in _names(ran) if name in owner.__globals__}
+        mentioned = {name: owner.__globals__[name] for name in _names(owner.__code__) if name in owner.__globals__}
         scope = {"__builtins__": owner.__globals__["__builtins__"], **mentioned, **replacements}
         cells = function.__closure__
     else:
         scope = function.__globals__
-        cells = tuple(_rebound_cell(function, cell, owner, replacements, code) for cell in function.__closure__ or ())
-    copy = FunctionType(ran, scope, function.__name__, function.__defaults__, cells)
+        cells = tuple(_rebound_cell(function, cell, owner, replacements) for cell in function.__closure__ or ())
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = dict(function.__annotations__)
     copy.__qualname__, copy.__doc__, copy.__module__ = function.__qualname__, function.__doc__, function.__module__
@@ -96,7 +90,7 @@ def rebind_each(function: Any, replacements: Mapping[str, Any]) -> Any:
 
 
 def _rebound_cell(
-    function: FunctionType, cell: CellType, owner: FunctionType, replacements: Mapping[str, Any], code: CodeType | None
+    function: FunctionType, cell: CellType, owner: FunctionType, replacements: Mapping[str, Any]
 ) -> CellType:
     """The cell of `function` with its content rebuilt, if it leads to the owner.
 
@@ -107,5 +101,5 @@ def _rebound_cell(
         content = cell.cell_contents
     except ValueError:
         return cell
-    reaches = content is not function and isinstance(content, FunctionType) and any(f is owner for f in chain(content))
-    return CellType(rebind(content, owner, replacements, code)) if reaches else cell
+    reaches = content is not function and isinstance(content, FunctionType) and any(f is owner for f in _chain(content))
+    return CellType(rebind(content, owner, replacements)) if reaches else cell

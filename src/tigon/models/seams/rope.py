@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
-from tigon.models.seams.rebind import names_of, owner_of, rebind
+from tigon.models.seams.rebind import inner_functions, names_of, owner_of, rebind
 from tigon.models.verification import probe
 
 # B batch, H heads, T tokens, D head width, R rotary width.
@@ -114,9 +114,21 @@ def _rotary_functions(cls: type[nn.Module]) -> Iterator[tuple[str, FunctionType]
     for name in names_of(cls.forward):
         if _ROTARY_NAME.match(name):
             owner = owner_of(cls.forward, name)
-            function = None if owner is None else owner.__globals__[name]
-            if isinstance(function, FunctionType):
+            function = None if owner is None else _function_of(owner.__globals__[name])
+            if function is not None:
                 yield name, function
+
+
+def _function_of(value: Any) -> FunctionType | None:
+    """The rotary function that a global of a modeling module stands for, or None.
+
+    If the package kernels is installed, transformers puts the function into a module. Its forward calls the function
+    until a kernel of the hub takes the place of that forward.
+    """
+    if isinstance(value, nn.Module) and "forward" not in vars(value):
+        forward: Any = type(value).forward
+        value = next(inner_functions(forward), None) if isinstance(forward, FunctionType) else None
+    return value if isinstance(value, FunctionType) else None
 
 
 @functools.cache
@@ -176,9 +188,9 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
         return rotation(x, x.narrow(heads_dim, 0, 0), cos, sin, heads_dim)[0]
 
     def apply_rotary_pos_emb(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **keywords: Any
-    ) -> tuple[Tensor, Tensor]:
-        if is_dtensor(q):
+        q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, *rest: Any, **keywords: Any
+    ) -> Any:
+        if k is None or is_dtensor(q):  # Qwen4's indexer rotates queries alone
             return original(q, k, cos, sin, *rest, **keywords)  # type: ignore[no-any-return]
         heads_dim = keywords.get("unsqueeze_dim", heads_default)
         if heads_at is not None and len(rest) > heads_at:

@@ -111,11 +111,12 @@ def tiny_model(
     the choice between two nearly equal experts, and the results could not be compared.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     config = tiny_config(model_type, overrides)
     if every_expert and hasattr(config, "num_experts_per_tok"):
         config.num_experts_per_tok = SIZES["num_experts"]
-    sees = "vision_config" in getattr(config, "sub_configs", {})
+    sees = "vision_config" in config.sub_configs and model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)

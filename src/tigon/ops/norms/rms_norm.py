@@ -67,15 +67,13 @@ class RMSNorm(torch.autograd.Function):
 class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
-        fp32_weight: bool, find_amax: bool = False,
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool,
+        find_amax: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, s, rstd = _normed(x, residual, weight, norm.norm_options(eps, offset, False, fp32_weight), find_amax)
-        s = x if residual is None else s
         ctx.save_for_backward(s, weight, rstd)
         ctx.eps, ctx.offset, ctx.fp32_weight = eps, offset, fp32_weight
-        # Without a residual x is the sum of another layer, of which an FP8 layer has computed an addend.
-        ctx.wanted = find_amax if residual is None else known_amax.wanted_for_gradient(x)
+        ctx.wanted = known_amax.wanted_for_gradient(x)
         ctx.set_materialize_grads(False)
         return y, s
 
@@ -191,38 +189,6 @@ def add_rms_norm(
     if torch.compiler.is_compiling():
         return _add_rms_norm(x, residual, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
     return AddRMSNorm.apply(x, residual, weight, eps, offset, fp32_weight, find_amax)  # type: ignore[no-any-return]
-
-
-def rms_norm_and_input(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    casting: Casting = "llama",
-    find_amax: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` without an addition: the backward pass adds the gradients of both results in the norm's pass.
-
-    Args:
-        x: (..., H), fp16, bf16, fp32 or fp64, any strides; never written to.
-        weight, eps, offset, casting: as in `rms_norm`.
-        find_amax: as in `rms_norm`, and the backward also finds the largest magnitudes of x's gradient.
-
-    Returns:
-        (rms_norm(x), x). The second result has the memory of x.
-
-    Raises:
-        ShapeError: x is 0-dim, or weight is not (H,) or is on another device than x.
-        DtypeError: a dtype is not fp16, bf16, fp32 or fp64, or weight is fp64 and x is not.
-        OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
-        DoubleBackwardError: in backward, with create_graph=True.
-    """
-    if torch.compiler.is_compiling():
-        return rms_norm(x, weight, eps, offset=offset, casting=casting), x
-    eps, offset = norm.check_scalars(eps, offset)
-    fp32_weight = _check(x, weight, casting)
-    return AddRMSNorm.apply(x, None, weight, eps, offset, fp32_weight, find_amax)  # type: ignore[no-any-return]
 
 
 def rms_norm_oracle(
