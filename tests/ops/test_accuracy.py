@@ -201,8 +201,11 @@ def test_gradient_is_linear_in_the_upstream_gradient(op: Op, case: Case, value: 
     one = run(op.call, op, with_leaves(op, inputs))
     upstream = upstream_for(one.outputs)
     scaled = run(op.call, op, with_leaves(op, inputs), [g * value for g in upstream])
-    truth, baseline = truth_and_baseline(op, inputs, [g * value for g in upstream], case.product_orders)
-    assert_result_within(scaled, truth, baseline, op.error_factor)
+    upstream = [g * value for g in upstream]
+    truth, baseline = truth_and_baseline(op, inputs, upstream, case.product_orders)
+    # The largest error of a few hundred sums is a matter of luck, so the inputs' own rounding is allowed too.
+    beside = run(op.oracle, op, with_leaves(op, nudged(cast(inputs, torch.float64))), upstream)
+    assert_result_within(scaled, truth, baseline, op.error_factor, beside)
     if value == 0.0:
         assert all(not t.any() for t in scaled.grads.values() if t is not None)
     assert math.isfinite(sum(float(t.sum()) for t in scaled.named().values()))

@@ -229,6 +229,22 @@ def _infinite_rows() -> Tensor:
     return rows
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_label_far_below_the_maximum_has_the_exact_gradient(loss: Any, backend: Any) -> None:
+    """A GPU flushes exp(-87.4) to 0, and exp(88.8) overflows: no distance between them may lose a row.
+
+    The interpreter has numbers below 1e-38, so only a GPU finds a distance that the kernel forgets.
+    """
+    distances = torch.arange(56.0, 96.0, 0.25)
+    logits = torch.zeros(len(distances), V, device=backend.device)
+    logits[:, 1] = distances.to(backend.device)
+    logits.requires_grad_()
+    target = torch.zeros(len(distances), dtype=torch.long, device=backend.device)
+    (got,) = torch.autograd.grad(loss(logits, target), logits)
+    (exact,) = torch.autograd.grad(cross_entropy_oracle(logits.double(), target), logits)
+    assert relative_error(got, exact) < 1e-6
+
+
 @pytest.mark.parametrize("loss", [LOSSES[0]])
 def test_infinite_logits_give_nan_or_infinity_exactly_as_in_torch(loss: Any, backend: Any) -> None:
     """NaN exactly where torch has NaN, infinite where it is infinite, else equal; the entropy finite too."""

@@ -157,8 +157,9 @@ def cross_entropy_fwd_kernel(
     each (N,).
 
     Each lane keeps separate sums, so that threads exchange nothing before the end of the row. This needs a shift that
-    is known before the row is read: the label's logit, which is at most the maximum. If the maximum is more than 88
-    above the shift, the sum overflows and the row is read again with its maximum as the shift.
+    is known before the row is read: the label's logit, which is at most the maximum. If the maximum is more than 64
+    above the shift, the row is read again with its maximum as the shift. From 88.7 on the sum would overflow, and from
+    87.3 on a GPU flushes exp(shift - m) to 0.
 
     HAS_EDGES: rows do not start or end at multiples of 16 bytes (an odd V). The elements before the first such address
     and after the last are handled separately, so that tiles are loaded and stored 16 bytes at a time.
@@ -255,7 +256,7 @@ def cross_entropy_fwd_kernel(
                 s += tl.sum(edge_s, axis=0)
                 sum_wz += tl.sum(edge_wz, axis=0)
                 sum_ez += tl.sum(edge_ez, axis=0)
-            over = (s == float("inf")) & (m < float("inf")) & (shift < m)
+            over = (shift < m - 64.0) & (m < float("inf"))
             # If the label's logit is -inf, the shift is 0, and all exponentials of large negative logits underflow.
             under = (shift > m + 64.0) & (m > -float("inf"))
             again = over | under
