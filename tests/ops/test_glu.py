@@ -76,7 +76,9 @@ def test_activation_is_rounded_only_after_the_product(name: str, backend: Any) -
     exact = TORCH[name](gate.double()) * up.double()
     got = CALLS[name](gate, up)
     step = torch.finfo(torch.float16).eps * exact.abs().clamp_min(2.0**-14)
-    assert bool(((got.double() - exact).abs() <= 0.5 * step * (1 + 1e-3)).all())
+    # 1 + erf(g) cancels for negative gates, also in PyTorch's formula: fp32's rounding of 1 is left, times g and up.
+    cancelled = torch.finfo(torch.float32).eps / 2 * (gate.double() * up.double()).abs()
+    assert bool(((got.double() - exact).abs() <= 0.5 * step * (1 + 1e-3) + cancelled).all())
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
