@@ -5,6 +5,7 @@
 # make docs   the tests of the pages and of examples/
 # make release-check  build the wheel and the sdist, check them, and use the wheel in a fresh environment
 # make workflows      lint .github/workflows
+# make nightly        every test, with a report for make nightly-issue, which writes what failed into an issue
 # make numeric  run the numerical tests with the instruction sets of older x86 CPUs
 # make pages  write docs/ again: measured parts from the records in benchmarks/results, examples by running them
 # make pictures  draw terminals and take pictures of pages for docs/
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: demo test test-all setup check lint types docs numeric pages site notebooks gpu sanitize format release-check
-.PHONY: trl-versions workflows clean pictures check-notebooks
+.PHONY: trl-versions workflows clean pictures check-notebooks nightly nightly-issue
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -35,6 +36,16 @@ test: $(VENV)/.engines
 
 test-all: $(VENV)/.engines
 	$(PYTEST)
+
+# The workflow "Nightly" sets PRERELEASES=1, so that the newest pre-releases of the dependencies are installed.
+NIGHTLY := build/nightly.xml
+nightly: $(VENV)/.engines
+	mkdir -p build && rm -f $(NIGHTLY)
+	$(PYTEST) --junitxml=$(NIGHTLY)
+
+RUN_URL ?=
+nightly-issue:
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tools/nightly_issue.py $(NIGHTLY) --run "$(RUN_URL)"
 
 # PyTorch and oneDNN choose their loops by the CPU's instruction set, and different loops round differently. An error
 # bound that holds on this machine by luck fails with one of these sets. Kernels are left out, because Triton's

@@ -24,6 +24,7 @@ from tigon.kernels.chips import CHIPS
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "support.md"
 RESULTS = ROOT / "benchmarks" / "results"
+COMPILED = RESULTS / "compiled" / "kernels" / "triton.json"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 PACKAGES = (
     "torch", "triton", "transformers", "trl", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao", "kernels"
@@ -156,11 +157,37 @@ def extras() -> str:
     return _table("| extra | package | Python, system, date |", rows())
 
 
+def compilers() -> str:
+    """Each chip of the record of two Tritons: registers and spills of all launches that both compiled."""
+    record = json.loads(COMPILED.read_text(encoding="utf-8"))
+    old, new = record["triton"]
+
+    def rows() -> Iterator[str]:
+        for chip, found in record["chips"].items():
+            worst = max((*found["spills"], {"kernel": "", "bytes": (0, 0)}), key=_growth)
+            small, large = worst["bytes"]
+            most = f"`{worst['kernel']}`, {small} to {large}" if large > small else NONE
+            before, after = found["registers"]
+            spilling = " to ".join(map(str, found["spilling"]))
+            counts = f"{found['launches']} | {100 * (after / before - 1):+.1f} % | {found['fewer']} | {found['more']}"
+            yield f"| `{chip}` | {counts} | {spilling} | {most} |"
+
+    titles = "| chip | kernels | registers | fewer | more | kernels that spill | largest growth, bytes |"
+    return f"Triton {old} to {new}, commit {record['tigon_commit']}, {record['date']}:\n\n" + _table(titles, rows())
+
+
+def _growth(launch: Row) -> int:
+    before, after = launch["bytes"]
+    return int(after - before)
+
+
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"gpus": gpus, "packages": packages, "pythons": pythons, "extras": extras}
+PARTS: Mapping[str, Callable[[], str]] = {
+    "gpus": gpus, "packages": packages, "compilers": compilers, "pythons": pythons, "extras": extras
+}  # fmt: skip
 
 
 def written(text: str) -> str:

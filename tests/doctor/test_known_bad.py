@@ -34,13 +34,13 @@ def test_good_environment_has_no_finding() -> None:
     assert found(GOOD) == set()
 
 
-# A version of each package that a specifier of the table matches.
-BAD_VERSIONS = {"triton": "3.3.1", "numpy": "2.4.0", "liger_kernel": "0.8.5"}
+# A version of each package that a specifier of the table matches, unless it has a lower limit.
+BAD_VERSIONS = {"triton": "3.3.1", "liger_kernel": "0.8.5"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row_fires_only_on_its_packages_and_conditions(row: KnownBad) -> None:
-    versions = {p: BAD_VERSIONS.get(p) or ("99.0" if s.startswith(">=") else "0.1") for p, s in row.packages.items()}
+    versions = {p: "99.0" if s.startswith(">=") else BAD_VERSIONS.get(p, "0.1") for p, s in row.packages.items()}
     env = replace(GOOD, packages={**GOOD.packages, **versions}, conditions=GOOD.conditions | row.conditions)
     assert row.id in found(env)
     for condition in row.conditions:
@@ -51,7 +51,13 @@ def test_row_fires_only_on_its_packages_and_conditions(row: KnownBad) -> None:
 
 @pytest.mark.parametrize(
     ("triton", "numpy", "bad"),
-    [("3.6.0", "2.4.0", True), ("3.6.0", "2.3.5", False), ("3.7.0", "2.4.0", False), ("3.4.0", "2.10.1", True)],
+    [
+        ("3.6.0", "2.4.0", True),
+        ("3.6.0", "2.3.5", False),
+        ("3.7.0", "2.4.0", False),
+        ("3.9.0", "2.4.6", False),
+        ("3.4.0", "2.10.1", True),
+    ],
 )
 def test_interpreter_with_numpy_it_cannot_run_is_reported(triton: str, numpy: str, bad: bool) -> None:
     packages = {**GOOD.packages, "triton": triton, "numpy": numpy}
@@ -72,6 +78,20 @@ def test_interpreter_with_numpy_it_cannot_run_is_reported(triton: str, numpy: st
 )
 def test_transformers_outside_the_tested_range_is_reported(version: str, expected: set[str]) -> None:
     assert found(replace(GOOD, packages={**GOOD.packages, "transformers": version})) == expected
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "expected"),
+    [
+        ("torch", "2.14.1+cu130", set()),
+        ("torch", "2.15.0", {"torch-newer-than-tried"}),
+        ("torch", "2.16.0.dev20261126+cpu", {"torch-newer-than-tried"}),
+        ("triton", "3.9.0", set()),
+        ("triton", "3.10.0", {"triton-newer-than-tried"}),
+    ],
+)
+def test_torch_and_triton_that_were_not_tried_are_noted(package: str, version: str, expected: set[str]) -> None:
+    assert found(replace(GOOD, packages={**GOOD.packages, package: version})) == expected
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)

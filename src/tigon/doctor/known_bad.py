@@ -18,6 +18,9 @@ OLDEST: Mapping[str, str] = MappingProxyType(
 )  # fmt: skip
 UNTESTED_FROM: Mapping[str, str] = MappingProxyType({"transformers": "5.25", "trl": "1.17"})
 
+# pyproject.toml sets no limit for these two: a limit in a library would hold back everything else that needs them.
+UNTRIED_FROM: Mapping[str, str] = MappingProxyType({"torch": "2.15", "triton": "3.10"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class KnownBad:
@@ -157,6 +160,18 @@ ROWS: tuple[KnownBad, ...] = (
             source="pyproject.toml",
         )
         for package, version in UNTESTED_FROM.items()
+    ),
+    *(
+        KnownBad(
+            id=f"{package}-newer-than-tried",
+            level="note",
+            packages={package: f">={version}"},
+            what=f"{package} {version} and newer have not been tried with tigon. The self-test below compares the ops "
+            "with fp64.",
+            fix=f"pip install '{package}<{version}' if something is odd, or a newer tigon.",
+            source="docs/support.md",
+        )
+        for package, version in UNTRIED_FROM.items()
     ),
 )
 
