@@ -30,7 +30,7 @@ def command(
         bool, typer.Option("--others", help="With --into: also list families missing from the table; takes minutes.")
     ] = False,
 ) -> None:
-    """Show what tigon patches in every model family, what it leaves and why; exit code 1 if one differs or fails."""
+    """Show what tigon patches in each family, what it leaves and why; exit code 1 if one differs or is refused."""
     if trained:
         if as_json or verified or device or dtype or others:
             raise OptionError("--train goes with families and --into alone; leave out the other options.")

@@ -200,7 +200,7 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
         q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, *rest: Any, **keywords: Any
     ) -> Any:
         if k is None or is_dtensor(q):  # Qwen4's indexer rotates queries alone
-            return original(q, k, cos, sin, *rest, **keywords)  # type: ignore[no-any-return]
+            return original(q, k, cos, sin, *rest, **keywords)
         heads_dim = keywords.get("unsqueeze_dim", heads_default)
         if heads_at is not None and len(rest) > heads_at:
             heads_dim = rest[heads_at]
