@@ -71,9 +71,9 @@ def test_interpreter_with_numpy_it_cannot_run_is_reported(triton: str, numpy: st
         ("4.57.1", {"transformers-older-than-supported"}),
         ("5.7.9", {"transformers-older-than-supported"}),
         ("5.8.0", set()),
-        ("5.24.1", set()),
-        ("5.25.0", {"transformers-newer-than-tested"}),
-        ("5.26.0.dev0", {"transformers-newer-than-tested"}),
+        ("5.24.1", {"add-adapter-needs-newer-peft"}),
+        ("5.25.0", {"add-adapter-needs-newer-peft", "transformers-newer-than-tested"}),
+        ("5.26.0.dev0", {"add-adapter-needs-newer-peft", "transformers-newer-than-tested"}),
     ],
 )
 def test_transformers_outside_the_tested_range_is_reported(version: str, expected: set[str]) -> None:

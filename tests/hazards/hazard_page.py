@@ -23,7 +23,7 @@ Kernels in a model can fail without an error: a gradient is missing, the loss is
 changes too. For each such hazard this page describes what happens elsewhere and what tigon does. It names the tests
 that fail if tigon stops doing so.
 
-Checked with transformers 5.17.0 and 5.23.0 and torch 2.13.0. *Elsewhere* means Liger Kernel 0.8.5 with transformers
+Checked with transformers 5.17.0 and 5.24.0 and torch 2.13.0. *Elsewhere* means Liger Kernel 0.8.5 with transformers
 5.17, unless another project is named. *Measured* claims were run with Triton's interpreter on a CPU. *Read in the
 source* and *reported* claims were not run. Liger Kernel has found and fixed more of these hazards than any other
 project. They are listed because the same mistakes are easy to make in tigon.

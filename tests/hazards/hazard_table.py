@@ -617,8 +617,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             links=(f"{LIGER}/issues/526", f"{LIGER}/issues/978", f"{LIGER}/issues/1242"),
             here="Importing tigon imports neither transformers nor a modeling file, and patching one family imports "
             "no other. `tigon doctor` knows the tested range. The tests of models, trainers, hazards and convergence "
-            "pass with transformers 5.17.0 and 5.23.0. With 5.8.0, 31 of 36 families verify. granitemoe, deepseek_v3 "
-            "and qwen2_5_vl are refused with a PatchError, and gpt_neox and gemma3 train with full logits.",
+            "pass with transformers 5.17.0 and 5.24.0. With 5.8.0, granitemoe is refused with a PatchError, and "
+            "gpt_neox and gemma3 train with full logits.",
             tests=(
                 "test_architecture.py::test_importing_tigon_imports_neither_transformers_nor_triton",
                 "hazards/test_imports.py::test_patching_one_family_imports_no_code_of_another",

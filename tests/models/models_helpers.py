@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from tigon.models import MODELS
@@ -16,6 +17,18 @@ VOCAB = 97  # of tiny_model too
 # Rows with a plain head, and with heads whose output the model caps, divides and multiplies; the second and the fourth
 # are tied.
 HEADS = ("llama", "gemma2", "granite", "cohere")
+
+# Families whose code in releases before the given one is another: patch refuses them, or leaves their loss alone.
+# 5.12.1 is too old for the first two, and 5.15.1 for the third.
+FITS_FROM = {"granitemoe": "5.15", "gpt_neox": "5.15", "gemma3": "5.17"}
+
+
+def too_old(release: str) -> bool:
+    """Whether the installed transformers is older than this release."""
+    import transformers
+
+    return Version(transformers.__version__) < Version(release)
+
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

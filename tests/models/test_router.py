@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from models_helpers import too_old
 from torch import nn
 
 import tigon
@@ -96,6 +97,8 @@ def test_function_with_another_formula_stays() -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "llama4_text"])
 def test_router_with_another_formula_keeps_its_forward_with_the_reason_unless_the_op_was_asked_for(family: str) -> None:
+    if family != "llama4_text" and too_old("5.15"):
+        pytest.skip("DeepSeek's router is no module of its own there")
     model = model_of(family)
     with pytest.raises(PatchError, match=r"router: nothing in this .* can run it"):
         tigon.patch(model, router=True)

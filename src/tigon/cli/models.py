@@ -30,7 +30,7 @@ def command(
         bool, typer.Option("--others", help="With --into: also list families missing from the table; takes minutes.")
     ] = False,
 ) -> None:
-    """Show what tigon patches in every model family, what it leaves and why; exit code 1 if a family differs."""
+    """Show what tigon patches in each family, what it leaves and why; exit code 1 if one differs or is refused."""
     if trained:
         if as_json or verified or device or dtype or others:
             raise OptionError("--train goes with families and --into alone; leave out the other options.")
@@ -52,7 +52,7 @@ def models(
     into: Path | None = None,
     others: bool = False,
 ) -> bool:
-    """Print the table or write it into a document. Returns False if a patched family differs from the unpatched one.
+    """Print the table or write it into a document. Returns False if a family is refused, or differs when patched.
 
     Raises:
         OptionError: A family has no row, a device or dtype is unknown, the document lacks markers, or options exclude
@@ -78,7 +78,7 @@ def models(
         for family in families:
             listed.append(family)
             print("\n".join(listing.text_lines(family)), flush=True)
-    return all(family.verification is None or family.verification.passed for family in listed)
+    return all(not family.refused and (family.verification is None or family.verification.passed) for family in listed)
 
 
 def train(names: Sequence[str] = (), into: Path | None = None) -> None:

@@ -137,6 +137,15 @@ ROWS: tuple[KnownBad, ...] = (
         fix="leave use_liger_kernel off in runs that call tigon.patch.",
         source="measured: Liger Kernel 0.8.5, docs/hazards.md",
     ),
+    KnownBad(
+        id="add-adapter-needs-newer-peft",
+        level="note",
+        packages={"transformers": ">=5.24", "peft": "<0.22"},
+        what="transformers from 5.24 on refuses PEFT below 0.22 in its own `add_adapter`, `set_adapter` and "
+        "`disable_adapters`. tigon adds and loads adapters through PEFT, which is not affected.",
+        fix="add adapters with peft.get_peft_model.",
+        source="measured: transformers 5.24.0, PEFT 0.21.2",
+    ),
     *(
         KnownBad(
             id=f"{package}-older-than-supported",

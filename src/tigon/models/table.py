@@ -32,7 +32,7 @@ HALF = RopeSeam(styles=("half-split",))
 PAIRS = RopeSeam(styles=("interleaved",))
 GLM = RopeSeam(styles=("interleaved-from-halves",))
 HALF_TABLES = RopeSeam(styles=("half-tables",))
-DEEPSEEK = RopeSeam(styles=("half-split", "pairs-to-halves"))
+DEEPSEEK = RopeSeam(styles=("half-split", "pairs-to-halves", "pairs-to-halves-whole-tables"))
 COMPLEX = RopeSeam(styles=("interleaved-half-tables",))
 # --- scaling and capping of the logits
 CAPPED = LogitAttributes(softcap="final_logit_softcapping")

@@ -1,7 +1,7 @@
 """The seam for the causal mask: a trunk that need not ask the GPU whether its positions are consecutive.
 
 transformers' `create_causal_mask` looks for the documents of a packed sample: it asks whether the positions of each row
-are consecutive, and the host waits for the GPU's answer (5.17 and 5.23: `find_packed_sequence_indices`). A trunk whose
+are consecutive, and the host waits for the GPU's answer (5.17 to 5.24: `find_packed_sequence_indices`). A trunk whose
 caller gives no positions makes consecutive ones itself, so the answer is known. The forward is rebuilt with globals in
 which the mask functions get no positions (`rebind.py`). It runs only if the caller gave none.
 """

@@ -58,6 +58,14 @@ def _pairs_to_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: 
     return ops.rope(q, k, cos, sin, unsqueeze_dim=heads_dim)
 
 
+def _pairs_to_halves_whole_tables(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int
+) -> tuple[Tensor, Tensor]:
+    """As `_pairs_to_halves`, with both halves of the tables, as in DeepSeek up to transformers 5.10."""
+    q, k = (torch.cat((x[..., 0::2], x[..., 1::2]), -1) for x in (q, k))
+    return ops.rope(q, k, cos, sin, unsqueeze_dim=heads_dim)
+
+
 def _interleaved_half_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
     """Interleaved pairs; each angle is in the table once. Tables of complex numbers are of this form."""
     cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
@@ -72,6 +80,7 @@ STYLES: Mapping[str, _Rotation] = MappingProxyType(
         "half-tables": _half_tables,
         "interleaved-from-halves": _interleaved_from_halves,
         "pairs-to-halves": _pairs_to_halves,
+        "pairs-to-halves-whole-tables": _pairs_to_halves_whole_tables,
         "interleaved-half-tables": _interleaved_half_tables,
     }
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tigon.errors import OptionError
+from tigon.errors import OptionError, PatchError
 from tigon.models.patch import apply_row
 from tigon.models.report import PatchReport
 from tigon.models.spec import PatchSpec
@@ -33,6 +33,8 @@ class Family:
     row: PatchSpec
     report: PatchReport
     verification: Verification | None = None
+    refused: str = ""
+    """Why `patch` refuses the family in the installed transformers; the report is then empty."""
 
     @property
     def logits(self) -> str:
@@ -44,6 +46,8 @@ class Family:
     @property
     def left_alone(self) -> list[tuple[str, str]]:
         """(what, why), from the row and from the report."""
+        if self.refused:
+            return [("the family", self.refused)]
         named = [*self.row.keep.items(), *((entry.cls, entry.reason) for entry in self.report.left_alone)]
         return [*named, *_without_op(self.report.counts, named)]
 
@@ -56,6 +60,7 @@ class Family:
             "logits": self.logits,
             "left_alone": [{"what": what, "why": why} for what, why in self.left_alone],
             "verification": None if self.verification is None else self.verification.to_dict(),
+            "refused": self.refused or None,
         }
 
 
@@ -88,7 +93,12 @@ def _has(device: str) -> bool:
 def _families(names: list[str], verified: bool, device: str, dtype: torch.dtype) -> Iterator[Family]:
     for name in names:
         row = MODELS[name]
-        report = apply_row(tiny_model(name, row.tiny), row)
+        model = tiny_model(name, row.tiny)
+        try:
+            report = apply_row(model, row)
+        except PatchError as error:  # an older transformers has other code for it
+            yield Family(row, PatchReport(type(model).__name__), refused=str(error))
+            continue
         yield Family(row, report, verify(row, device=device, dtype=dtype) if verified else None)
 
 

@@ -82,8 +82,6 @@ _SHAPES: Mapping[str, dict[str, Any]] = {
     "bailing_hybrid": _KDA,
     "blenderbot": {"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
                    "encoder_attention_heads": 4, "decoder_attention_heads": 4},
-    "blt": {"encoder_hash_byte_group_vocab": 50, "use_cache": False, "encoder_config": {"hidden_size_global": 32},
-            "decoder_config": {"hidden_size_global": 32}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"full_attention": None, "sliding_attention": {
@@ -107,8 +105,6 @@ _SHAPES: Mapping[str, dict[str, Any]] = {
         "nemo_conv_channels": 8, "num_blocks": 1, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32}},
     "qwen4_exp": {"text_config": _INDEXED},
     "qwen4_exp_text": _INDEXED,
-    "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False,
-                 "feed_forward_size": 48, "attention_head_size": 8, "local_attn_chunk_length": 6},
     "roc_bert": {"is_decoder": True, "pronunciation_embed_dim": 8, "pronunciation_vocab_size": VOCAB,
                  "shape_embed_dim": 8, "shape_vocab_size": VOCAB},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]},
