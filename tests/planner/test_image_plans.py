@@ -174,10 +174,13 @@ def test_a_request_of_a_recipe_is_that_of_the_same_model(checkpoint, tmp_path):
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.005), ("amp-bf16", 0.02)])
 @pytest.mark.parametrize("family", ["smolvlm", "llava"])
-def test_a_traced_step_with_images_has_the_peak_of_a_real_one(checkpoint, family, precision):
-    """Eager attention on the CPU runs the operators that are traced, so the peaks must agree."""
+def test_a_traced_step_with_images_has_the_peak_of_a_real_one(checkpoint, family, precision, tolerance):
+    """Eager attention on the CPU runs the operators that are traced, so the peaks must agree.
+
+    Under autocast the lists of the CPU and of CUDA, for which the trace plans, differ: here by the q, k and v of a layer.
+    """
     from transformers import AutoModelForImageTextToText
 
     folder, batch, seq = checkpoint(family), 6, 128
@@ -202,4 +205,4 @@ def test_a_traced_step_with_images_has_the_peak_of_a_real_one(checkpoint, family
     del outputs
     loss.backward()
     measured = meter.stop().step_bytes
-    assert live_peak(trace(request, GPU).tape) == pytest.approx(measured, rel=0.005)
+    assert live_peak(trace(request, GPU).tape) == pytest.approx(measured, rel=tolerance)
