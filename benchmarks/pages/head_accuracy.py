@@ -71,7 +71,7 @@ def where(record: Mapping[str, Any]) -> str:
 
 
 def written(text: str) -> str:
-    """`text` with the tables of the record between their markers, or with a line that says that there is no record."""
+    """`text` with the tables of the record between their markers, or with `NO_RECORD`."""
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else None
 
     def part(table: Any, field: str) -> str:

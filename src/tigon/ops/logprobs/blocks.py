@@ -13,10 +13,10 @@ Splitting the vocabulary first is what saves memory: linear_cross_entropy, which
 and writes a sum of dX that takes as long as its products.
 
 Forward and backward have products of the same shapes. In another shape a library may sum in another order, and a logit
-may differ by a rounding. Where a probability p is near 1, its gradient is of the size of 1 - p, which has p's error.
+may differ by a rounding. If a probability p is near 1, its gradient is of the size of 1 - p and has the error of p.
 
-If the logits of all tokens fit, they are kept from forward to backward, which saves one of the four products. Their
-gradient still comes in blocks of columns, in memory of its own.
+If the logits of all tokens fit, they are kept from forward to backward, which saves one of the four products. The
+backward then writes the gradient of one block of columns after another.
 """
 
 from __future__ import annotations

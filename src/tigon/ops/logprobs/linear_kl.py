@@ -18,7 +18,7 @@ from tigon.errors import OptionError, ShapeError, ShardingError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_number, first_order
 from tigon.ops.lm_head import check_head, may_wait, settle_dtypes, spread, worth_gathering
-from tigon.ops.logprobs.blocks import keeps_logits
+from tigon.ops.logprobs.blocks import keeps_logits, logit_bytes
 from tigon.ops.logprobs.divided_kl import DividedKlCall, divided_kl
 from tigon.ops.logprobs.kl_backward import kl_gradients, save_for_backward
 from tigon.ops.logprobs.kl_blocks import HeadPair, linear_kl_fwd
@@ -339,11 +339,11 @@ def _cost(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight
     if not any(trained):
         trained = [True, True]
     operand_bytes = [h.nbytes + w.nbytes for h, w in heads]
-    logits_bytes = [N * V * h.element_size() for h, _ in heads]
+    sizes = [logit_bytes(h.dtype) for h, _ in heads]
     return Cost(
         moved_bytes=sum(
-            (3 if t else 2) * o + (8 if t else 5) * b
-            for t, o, b in zip(trained, operand_bytes, logits_bytes, strict=True)
+            (3 if t else 2) * o + N * V * (5 * size.logits + (3 if t else 0) * size.gradients)
+            for t, o, size in zip(trained, operand_bytes, sizes, strict=True)
         ),
         saved_bytes=sum(operand_bytes),
         flops=sum((8 if t else 4) * N * w.numel() for t, (_, w) in zip(trained, heads, strict=True)),

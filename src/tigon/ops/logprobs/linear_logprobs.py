@@ -23,6 +23,7 @@ from tigon.ops.logprobs.blocks import (
     keeps_logits,
     linear_logprobs_bwd,
     linear_logprobs_fwd,
+    logit_bytes,
 )
 from tigon.ops.logprobs.divided_logprobs import divided_logprobs
 from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
@@ -290,12 +291,12 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
 
 
 def _cost(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> Cost:
-    # Four products of 2·N·H·V operations; operands move once in each pass, logits are written and read twice.
+    # Four products of 2·N·H·V operations; operands move once in each pass. Logits are written and read twice, their
+    # gradient is written once and read twice.
     H, V = weight.shape[1], weight.shape[0]
-    N = hidden.numel() // H
-    logits_bytes = N * V * hidden.element_size()
+    N, size = hidden.numel() // H, logit_bytes(hidden.dtype)
     return Cost(
-        moved_bytes=3 * (hidden.nbytes + weight.nbytes) + 5 * logits_bytes,
+        moved_bytes=3 * (hidden.nbytes + weight.nbytes) + N * V * (4 * size.logits + 3 * size.gradients),
         saved_bytes=hidden.nbytes + weight.nbytes,
         flops=8 * N * H * V,
     )

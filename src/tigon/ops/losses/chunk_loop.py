@@ -56,7 +56,7 @@ def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_
 
 
 def needs_fp32_logits(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> bool:
-    """Whether logits have memory of their own: a pass reads them, and they are wider than their gradient.
+    """Whether the loop stores fp32 logits: a pass reads the logits, and the hidden states have 16 bits.
 
     other_outputs: a bias is trained, or there is an adapter, entropy or predictions.
     """
@@ -346,8 +346,10 @@ def _logits_chunk(
     tensors: ChunkTensors, options: ChunkOptions, outputs: ChunkResults, rows: slice, logits_CV: Tensor | None,
     grad_CV: Tensor,
 ) -> ChunkResults:  # fmt: skip
-    """The results of a chunk, whose logits' gradient goes into `grad_CV`. logits_CV: memory for the logits of a part of
-    the chunk; None if they share that of their gradient."""
+    """The results of a chunk; writes the gradient of its logits into `grad_CV`.
+
+    logits_CV: memory for the logits of a part of the chunk; None if `grad_CV` holds the logits too.
+    """
     N = tensors.hidden_NH.shape[0]
     step = len(grad_CV) if logits_CV is None else len(logits_CV)
     for start in range(rows.start, rows.stop, max(step, 1)):

@@ -70,16 +70,13 @@ def make_chunk_plan(
 ) -> Plan:  # fmt: skip
     """Choose the mode and the chunk size. Reads no tensor, so the planner calls it too.
 
-    chunk_bytes: (least, most). fp32_logits: whether logits have memory of their own, because they are wider than
-    `itemsize`.
+    chunk_bytes: (least, most). fp32_logits: whether fp32 logits exist beside their gradient of `itemsize` bytes.
     """
     least, most = chunk_bytes
     accumulator_bytes = 4 * vocab * hidden if want_weight and fp32_accumulate else 0
     bytes_alive = min(max(least, accumulator_bytes), most)
     if not (want_hidden or want_weight):
-        fitting = bytes_alive // (vocab * (_LOGIT_BYTES if fp32_logits else itemsize))
-        chunk = even_chunk(tokens, fitting)
-        return Plan("loss", chunk, logit_tokens=chunk if fp32_logits else 0)
+        return _loss_plan(bytes_alive, tokens, vocab, itemsize, fp32_logits)
     fitting, logit_tokens = split_bytes(bytes_alive, vocab, itemsize, fp32_logits)
     logits_bytes = min(logit_tokens, tokens) * vocab * _LOGIT_BYTES
     if tokens * vocab * itemsize + logits_bytes <= least + accumulator_bytes and not per_row:
@@ -98,6 +95,14 @@ def make_chunk_plan(
             fp32_logits=fp32_logits,
         )
     return Plan("recompute" if per_row else "stream", chunk, fp32_accumulate, min(logit_tokens, chunk))
+
+
+def _loss_plan(bytes_alive: int, tokens: int, vocab: int, itemsize: int, fp32_logits: bool) -> Plan:
+    """The plan without gradients. A chunk of fp32 logits is no larger than a part of one is beside its gradient."""
+    if not fp32_logits:
+        return Plan("loss", even_chunk(tokens, bytes_alive // (vocab * itemsize)))
+    chunk = even_chunk(tokens, min(bytes_alive // (vocab * _LOGIT_BYTES), _LOGIT_TOKENS))
+    return Plan("loss", chunk, logit_tokens=chunk)
 
 
 def split_bytes(bytes_alive: int, vocab: int, itemsize: int, fp32_logits: bool) -> tuple[int, int]:
@@ -135,9 +140,7 @@ def plan_within(
         want_weight=want_weight, fp32_logits=fp32_logits,
     )  # fmt: skip
     if usual.mode == "loss":
-        row_bytes = vocab * (_LOGIT_BYTES if fp32_logits else itemsize)
-        chunk = even_chunk(tokens, min(memory_bytes, chunk_bytes[1]) // row_bytes)
-        return Plan("loss", chunk, logit_tokens=chunk if fp32_logits else 0)
+        return _loss_plan(min(memory_bytes, chunk_bytes[1]), tokens, vocab, itemsize, fp32_logits)
     mode: Mode = "recompute" if per_row else "stream"
 
     def of_sum(fp32: bool, least_rows: int) -> Plan:
