@@ -161,7 +161,7 @@ def test_16_bit_sum_takes_half_the_memory_and_has_few_addends(monkeypatch: Any) 
 
     monkeypatch.setattr(chunk_loop, "_chunks_outputs", outputs)
     for fp32 in (True, False):
-        linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 128, fp32_accumulate=fp32).backward()
+        linear_cross_entropy(x, w, target, chunk_bytes=4 * V * 128, fp32_accumulate=fp32).backward()
     linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 60, fp32_accumulate=False).backward()
     assert sums == [4 * V * H, 2 * V * H, 4 * V * H], "five chunks, five chunks, ten chunks"
 

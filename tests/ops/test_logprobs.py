@@ -16,7 +16,7 @@ from second_proofs import proved_by
 from tigon.errors import DoubleBackwardError, DtypeError, LabelError, OptionError, ShapeError
 from tigon.ops import linear_cross_entropy, linear_logprobs, lm_head, logprobs
 from tigon.ops.logprobs import blocks
-from tigon.ops.logprobs.blocks import keeps_logits, plan_blocks
+from tigon.ops.logprobs.blocks import BlockPlan, LogitBytes, keeps_logits, plan_blocks, plan_kept
 from tigon.ops.logprobs.linear_logprobs import linear_logprobs_oracle
 from tigon.ops.logprobs.oracle import logprobs_oracle
 
@@ -25,7 +25,7 @@ op_module = sys.modules["tigon.ops.logprobs.linear_logprobs"]  # the package's a
 N, H, V = 10, 8, 37
 ALL = ("lse", "entropy", "predicted")
 KEPT, BLOCKS = 1 << 20, N * 12 * 4
-"""chunk_bytes that keep all logits, and that give four blocks of columns in fp32."""
+"""chunk_bytes that keep all logits, and that give several blocks of tokens and of columns."""
 CHUNKS = [pytest.param(KEPT, id="kept"), pytest.param(BLOCKS, id="blocks"), pytest.param(BLOCKS // 2, id="both-split")]
 FIELDS = ("logprob", "lse", "entropy", "topk_logprob")
 
@@ -34,6 +34,7 @@ FIELDS = ("logprob", "lse", "entropy", "topk_logprob")
 def short_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens too are split at these sizes, where a block of few columns would otherwise take all of them."""
     monkeypatch.setattr(blocks, "_FEWEST_COLUMNS", 12)
+    monkeypatch.setattr(blocks, "_LOGIT_TOKENS", 4)
 
 
 def head(device: Any = "cpu", dtype: torch.dtype = torch.float32, tokens: int = N) -> tuple[Tensor, Tensor, Tensor]:
@@ -323,12 +324,31 @@ def test_one_result_alone_has_its_gradient(only: str, call: str, backend: Any) -
             assert relative_error(mine, theirs) < 2e-6
 
 
-def test_plan_takes_all_tokens_first_and_keeps_what_fits() -> None:
-    assert plan_blocks(4096, 128256, 2, 512 << 20).tokens == 4096
-    plan = plan_blocks(131072, 128256, 2, 512 << 20)
-    assert plan.tokens <= blocks._MOST_TOKENS and plan.tokens * plan.columns * 2 <= 512 << 20
-    assert keeps_logits(4096, 128256, 2, 1 << 30) and not keeps_logits(8192, 151936, 2, 1 << 30)
-    assert plan_blocks(1, 5, 4, 1) == blocks.BlockPlan(1, 1)
+IN_BF16 = LogitBytes(logits=4, gradients=2)
+
+
+@pytest.mark.parametrize("size", [IN_BF16, LogitBytes(4, 4), LogitBytes(8, 2), LogitBytes(8, 4)])
+@pytest.mark.parametrize(("tokens", "vocab"), [(4096, 128256), (131072, 128256), (1000, 50257), (64, 300)])
+@pytest.mark.parametrize("block_bytes", [1 << 20, 64 << 20, 512 << 20])
+def test_logits_of_a_block_and_their_gradient_fit_into_the_bytes(
+    size: LogitBytes, tokens: int, vocab: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the sizes of a model
+    plan = plan_blocks(tokens, vocab, size, block_bytes)
+    assert 0 < plan.logit_tokens <= plan.tokens
+    assert plan.columns * (plan.logit_tokens * size.logits + plan.tokens * size.gradients) <= block_bytes
+    if keeps_logits(tokens, vocab, size, block_bytes):
+        kept = plan_kept(tokens, vocab, size, block_bytes)
+        assert kept.tokens == tokens
+        assert tokens * (vocab * size.logits + kept.columns * size.gradients) <= block_bytes
+
+
+def test_plan_takes_all_tokens_first_and_keeps_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert plan_blocks(4096, 128256, IN_BF16, 512 << 20).tokens == 4096
+    assert plan_blocks(131072, 128256, IN_BF16, 512 << 20).tokens <= blocks._MOST_TOKENS
+    assert plan_blocks(1, 5, IN_BF16, 1) == BlockPlan(1, 1, 1)
+    assert keeps_logits(1900, 128256, IN_BF16, 1 << 30) and not keeps_logits(2048, 128256, IN_BF16, 1 << 30)
 
 
 @pytest.mark.parametrize(
@@ -433,16 +453,23 @@ def test_frozen_half_and_no_grad_skip_their_products(products: Products, backend
             found.sum().backward()
         return len(products.products)
 
-    for chunk_bytes, logits in ((KEPT, 1), (N * V * 4, 1)):
-        assert count(hidden, weight, chunk_bytes) == logits + 2
-        assert count(hidden, weight.detach(), chunk_bytes) == logits + 1
-        assert count(hidden.detach(), weight, chunk_bytes) == logits + 1
-        assert count(hidden.detach(), weight.detach(), chunk_bytes) == 1
-        assert count(hidden, weight, chunk_bytes, grad=False) == 1
-    # Four blocks of columns, whose logits are computed again in the backward.
-    assert count(hidden, weight, BLOCKS) == 16
-    assert count(hidden, weight.detach(), BLOCKS) == 12
-    assert count(hidden, weight, BLOCKS, grad=False) == 4
+    parts = -(-N // blocks._LOGIT_TOKENS)
+    assert count(hidden, weight, KEPT) == 1 + 2
+    assert count(hidden, weight.detach(), KEPT) == 1 + 1
+    assert count(hidden.detach(), weight, KEPT) == 1 + 1
+    assert count(hidden.detach(), weight.detach(), KEPT) == parts
+    assert count(hidden, weight, KEPT, grad=False) == parts
+    # Kept logits beside an eighth of their gradient.
+    assert count(hidden, weight, N * (V + 5) * 4) == 1 + 8 * 2
+    # Blocks of tokens and columns, whose logits are computed again in the backward.
+    plan = plan_blocks(N, V, LogitBytes(4, 4), BLOCKS)
+    columns = len(plan.column_slices(V))
+    gradients = columns * len(plan.token_slices(N))
+    logits = columns * sum(len(plan.logit_slices(rows)) for rows in plan.token_slices(N))
+    assert logits > gradients > columns > 1
+    assert count(hidden, weight, BLOCKS) == 2 * logits + 2 * gradients
+    assert count(hidden, weight.detach(), BLOCKS) == 2 * logits + gradients
+    assert count(hidden, weight, BLOCKS, grad=False) == logits
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -617,8 +644,8 @@ def test_products_get_whole_lines_of_an_odd_vocabulary(products: Products) -> No
     """A block starts at a multiple of its columns, whose last block is what is left."""
     hidden, weight, ids = head()
     linear_logprobs(hidden, weight, ids, chunk_bytes=BLOCKS).sum().backward()
-    columns = [product[2] for product in products.products if product[:2] == (N, H)]
-    assert sum(columns) == 2 * V and max(columns) * N * 4 <= BLOCKS
+    blocks_of_logits = [product[0] * product[2] for product in products.products if product[1] == H]
+    assert sum(blocks_of_logits) == 2 * N * V and max(blocks_of_logits) * 4 <= BLOCKS
     assert lm_head.product_into is not blocks.product_into
 
 

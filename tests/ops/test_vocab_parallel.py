@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peaked_logits import FACTOR, of_fp32_logits, peaked
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
@@ -33,6 +34,7 @@ from helpers import (
 from second_proofs import proved_by
 from tigon.errors import LabelError, OptionError, ShapeError, ShardingError
 from tigon.ops import OPS, Op, VocabParallelOptions, linear_cross_entropy, linear_kl, linear_logprobs, logprobs
+from tigon.ops.logprobs.blocks import LogitBytes, plan_whole_rows
 from two_ranks import Scenarios
 
 REFUSED = ("label_smoothing", "rank")
@@ -183,6 +185,19 @@ def divergence_with_one_process_alone(rank: int, mesh: Any) -> float:
     return 0.0
 
 
+def peaked_logits(rank: int, mesh: Any) -> float:
+    """The error is that of fp32 logits, in all chunks and kept."""
+    for name in ("linear_cross_entropy", "linear_logprobs", "linear_kl"):
+        for chunk_bytes in (1 << 20, 100 * 4 * 11):
+            op, case = OPS[name], case_of(name, chunk_bytes=chunk_bytes)
+            inputs = peaked(op, case, torch.bfloat16, torch.device("cpu"), 30.0)
+            found = divided(op, rank, mesh, cut(100, 0.37), inputs)
+            upstream = upstream_for(found.outputs)
+            truth, _ = truth_and_baseline(op, inputs, upstream)
+            assert_result_within(found, truth, of_fp32_logits(op, inputs, upstream), FACTOR)
+    return 0.0
+
+
 def outputs_of_the_loss(rank: int, mesh: Any) -> float:
     op, case = OPS["linear_cross_entropy"], case_of("linear_cross_entropy", bias=True)
     inputs = make(op, case, torch.float32)
@@ -271,7 +286,7 @@ def second_backward(rank: int, mesh: Any) -> float:
 
 
 def chunks_of_tokens_compute_each_product_once(rank: int, mesh: Any) -> float:
-    """Three products in each of several chunks, and none in the backward."""
+    """Two products in each of several chunks, one in each part of a chunk, and none in the backward."""
     inputs = make(OPS["linear_cross_entropy"], OPS["linear_cross_entropy"].cases[0], torch.float32)
     rows = cut(100, 0.37)[rank]
     part = VocabParallelOptions(rows.start, rows.stop)
@@ -281,8 +296,12 @@ def chunks_of_tokens_compute_each_product_once(rank: int, mesh: Any) -> float:
         loss = linear_cross_entropy(**inputs, vocab_parallel=part)
     with Count() as backward:
         loss.backward()
-    chunks = forward.n["tigon::linear_logprobs_fwd"]  # a product each
-    assert chunks >= 3 and forward.n["aten::mm"] + forward.n["aten::addmm"] == 2 * chunks, forward.n
+    size, tokens = LogitBytes(4, 4), int((inputs["target"] != -100).sum())
+    plan = plan_whole_rows(inputs["target"].numel(), 63, size, inputs["chunk_bytes"])
+    chunks = plan.token_slices(tokens)
+    assert len(chunks) >= 3
+    assert forward.n["tigon::linear_logprobs_fwd"] == sum(len(plan.logit_slices(rows)) for rows in chunks)
+    assert forward.n["aten::mm"] + forward.n["aten::addmm"] == 2 * len(chunks), forward.n
     assert not any(n for name, n in backward.n.items() if name.endswith("mm") or "linear" in name), backward.n
     return 0.0
 
@@ -395,7 +414,7 @@ SCENARIOS: Scenarios = {
         f.__name__: f
         for f in (
             kernels, one_process_has_all_labels, divergence_with_one_process_alone, outputs_of_the_loss,
-            largest_logits, frozen_head_and_frozen_hidden, hidden_gradient_that_other_code_adds_up,
+            peaked_logits, largest_logits, frozen_head_and_frozen_hidden, hidden_gradient_that_other_code_adds_up,
             second_backward, chunks_of_tokens_compute_each_product_once, nothing_counts, refusals,
             compiled_around, logits_that_exist, parts_of_a_vocabulary,
         )

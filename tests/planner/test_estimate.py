@@ -334,7 +334,11 @@ def test_dequantisation_of_4_bit_weights_takes_its_time_on_the_gpu() -> None:
 
 
 def test_adapter_of_the_head_is_planned_without_logits() -> None:
-    """The fused loss reads the adapter; PEFT's own head would hold fp32 logits, and their gradient."""
+    """The fused loss reads the adapter; PEFT's own head would hold fp32 logits, and their gradient.
+
+    The plain head's product writes exponentials. With an adapter, the fp32 logits of 512 tokens exist beside their
+    gradient.
+    """
     tokens = {"batch": 8, "seq": 512, "precision": "amp-bf16", "lora_rank": 2, "shape": {"vocab_size": 32000}}
     common = {**tokens, "checkpointing": "full"}
     plain, head, unfused = (
@@ -344,7 +348,8 @@ def test_adapter_of_the_head_is_planned_without_logits() -> None:
         )
     )  # fmt: skip
     logits = 8 * 512 * 32000 * 2
-    assert head.peak_allocated_bytes - plain.peak_allocated_bytes < 0.1 * logits
+    part = 512 * 32000 * 4
+    assert 0.9 * part < head.peak_allocated_bytes - plain.peak_allocated_bytes < 0.1 * logits + part
     assert unfused.peak_allocated_bytes - head.peak_allocated_bytes > logits
     assert head.step_s > plain.step_s
 

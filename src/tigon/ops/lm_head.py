@@ -88,18 +88,19 @@ def product_dtype(hidden: Tensor, *others: Tensor) -> torch.dtype:
 # --- products ---
 
 
-def logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
-    """A buffer for (rows, V) logits.
+def logits_buffer(rows: int, vocab: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A buffer for (rows, V) logits, or for their gradient; `like`'s dtype unless another is given.
 
     For kernels, rows start at a multiple of 16 bytes, because unaligned rows halve the width of every load. On the CPU
     rows are contiguous: its bf16 product (oneDNN for AMX, torch 2.13) multiplies the padding between rows by 0, which
     gives NaN if that memory holds a NaN.
     """
+    dtype = like.dtype if dtype is None else dtype
     if dispatch.planned_device(like) == "cpu" and not dispatch.uses_kernel(like):
-        return like.new_empty(rows, vocab)
-    align = 16 // like.element_size()
+        return like.new_empty((rows, vocab), dtype=dtype)
+    align = 16 // dtype.itemsize
     padded = -(-vocab // align) * align
-    return like.new_empty(rows, padded)[:, :vocab]
+    return like.new_empty((rows, padded), dtype=dtype)[:, :vocab]
 
 
 _WORTH_SPLITTING = 1024
@@ -168,8 +169,24 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False)
 
 
+def logits_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the logits of hidden states of `dtype`: fp32 for 16-bit ones.
+
+    A logit of 100 in bf16 is off by up to 0.25, and a probability that follows from it by a quarter. The sums of the
+    product are fp32 already, and are only stored without rounding.
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+_CPU_ELEMENTS = 1 << 20
+"""Elements of the weight that the CPU has in fp32 at once."""
+
+
 def logits_into(x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, out_CV: Tensor) -> None:
-    if bias is None:
+    """out = x @ weight.T + bias. out has the dtype of x, or a wider one."""
+    if out_CV.dtype != x_CH.dtype:
+        _wide_logits_into(x_CH, weight_VH, bias, out_CV)
+    elif bias is None:
         product_into(x_CH, weight_VH.t(), out_CV, accumulate=False)
     elif x_CH.is_cuda:
         v = _whole_lines(len(bias), x_CH)  # see product_into
@@ -179,6 +196,17 @@ def logits_into(x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, out_CV: Te
     else:
         # The CPU's addmm rounds the product to 16 bits before it adds the bias; F.linear rounds after.
         out_CV.copy_(F.linear(x_CH, weight_VH, bias))
+
+
+def _wide_logits_into(x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, out_CV: Tensor) -> None:
+    """As `logits_into` for an `out` that is wider than x. The CPU casts the weight a part at a time."""
+    if bias is not None:
+        out_CV.copy_(bias.unsqueeze(0).expand_as(out_CV))
+    V, H = weight_VH.shape
+    v = _whole_lines(V, x_CH) if x_CH.is_cuda else max(_CPU_ELEMENTS // H, 1)
+    for start in range(0, V, v):
+        part = slice(start, min(start + v, V))
+        product_into(x_CH, weight_VH[part].t(), out_CV[:, part], accumulate=bias is not None)
 
 
 def column_sum(g_CV: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The loop over blocks of logits: log-probabilities from hidden states and an lm_head, and the gradients of both.
 
-A block is some tokens by some columns of the vocabulary. Each block's logits are one matrix product into a reused
-buffer. The forward adds them to the statistics of its rows. The backward computes them again, turns them in place into
-their gradient, and two products reduce that:
+A block is some tokens by some columns of the vocabulary. Its logits are matrix products into a reused buffer, of at
+most `_LOGIT_TOKENS` tokens each, in fp32 also for 16-bit factors. The forward adds them to the statistics of their
+rows. The backward computes them again and writes their gradient in the factors' dtype. Two products of the whole block
+reduce that:
 
     dX += G W_block       summed over the blocks of columns, in fp32 (N · H elements)
     dW_block = Gᵀ X       complete after one product, so the weight gradient needs no fp32 sum
@@ -11,27 +12,48 @@ Splitting the vocabulary first is what saves memory: linear_cross_entropy, which
 (V · H elements). Tokens are split too if there are more than `_MOST_TOKENS`, because every block of columns then reads
 and writes a sum of dX that takes as long as its products.
 
-If the logits of all tokens fit, they are kept from forward to backward, which saves one of the four products.
+Forward and backward have products of the same shapes. In another shape a library may sum in another order, and a logit
+may differ by a rounding. If a probability p is near 1, its gradient is of the size of 1 - p and has the error of p.
+
+If the logits of all tokens fit, they are kept from forward to backward, which saves one of the four products. The
+backward then writes the gradient of one block of columns after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tigon.ops import lm_head
 from tigon.ops.dispatch import Primitive, planned_device, uses_kernel
 from tigon.ops.lm_head import column_sum, logits_into, no_autocast, product_into
 from tigon.ops.logprobs.rows import Block, LogprobOptions, Rows, Upstream, add_block, check_ids, gradient_into
-from tigon.ops.losses.chunk_plan import even_chunk
+from tigon.ops.losses.chunk_plan import TILE, even_chunk
 
 # N tokens, H hidden, V vocabulary, K ids of a token, J largest logits; a block has n tokens and c columns.
 
 _MOST_TOKENS = 32768
+_LOGIT_TOKENS = 2048
+"""The most tokens whose logits exist at once if they are computed twice: products of as many run at full rate."""
 _FEWEST_COLUMNS = 1024
+_KEPT_BLOCKS = 8
+"""Logits are kept if there is room for the gradient of one in this many of their columns."""
+
+
+class LogitBytes(NamedTuple):
+    """Bytes of one token's logits of one column, and of their gradients. For two heads, of both together."""
+
+    logits: int
+    gradients: int
+
+
+def logit_bytes(dtype: torch.dtype) -> LogitBytes:
+    """For a head whose hidden states have this dtype."""
+    return LogitBytes(lm_head.logits_dtype(dtype).itemsize, dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -40,42 +62,81 @@ class BlockPlan:
 
     tokens: int
     columns: int
+    logit_tokens: int
+    """Tokens whose logits exist at once."""
 
     def token_slices(self, N: int) -> list[slice]:
-        return [slice(start, min(start + self.tokens, N)) for start in range(0, N, self.tokens)]
+        return _slices(0, N, self.tokens)
 
     def column_slices(self, V: int) -> list[slice]:
-        return [slice(start, min(start + self.columns, V)) for start in range(0, V, self.columns)]
+        return _slices(0, V, self.columns)
+
+    def logit_slices(self, rows: slice) -> list[slice]:
+        """The parts of a slice of the tokens whose logits exist at once."""
+        return _slices(rows.start, rows.stop, self.logit_tokens)
 
 
-def plan_blocks(tokens: int, vocab: int, itemsize: int, block_bytes: int) -> BlockPlan:
-    """The largest blocks of at most `block_bytes` of logits, all tokens first. Reads no tensor."""
-    fitting = max(block_bytes // itemsize, 1)
-    n = even_chunk(tokens, min(_MOST_TOKENS, max(fitting // min(vocab, _FEWEST_COLUMNS), 1)))
-    return BlockPlan(n, even_chunk(vocab, max(fitting // n, 1)))
+def _slices(start: int, stop: int, step: int) -> list[slice]:
+    return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
-def keeps_logits(tokens: int, vocab: int, itemsize: int, most_bytes: int) -> bool:
-    """Whether the logits of all tokens are kept for backward."""
-    return tokens * vocab * itemsize <= most_bytes
+def plan_blocks(tokens: int, vocab: int, size: LogitBytes, block_bytes: int) -> BlockPlan:
+    """The largest blocks of at most `block_bytes` of logits and their gradient, all tokens first. Reads no tensor."""
+    # Bytes of one column, if a block has no more than the fewest.
+    column_bytes = block_bytes // min(vocab, _FEWEST_COLUMNS)
+    n = column_bytes // (size.logits + size.gradients)
+    if n > _LOGIT_TOKENS:
+        n = (column_bytes - _LOGIT_TOKENS * size.logits) // size.gradients
+    n = even_chunk(tokens, min(_MOST_TOKENS, max(n, 1)))
+    logit_tokens = min(n, _LOGIT_TOKENS)
+    most = block_bytes // (logit_tokens * size.logits + n * size.gradients)
+    return BlockPlan(n, _even_columns(vocab, most), logit_tokens)
+
+
+def _even_columns(vocab: int, most: int) -> int:
+    """Columns of even blocks, whole tiles if one fits: rows of a block then start at multiples of 16 bytes."""
+    if most >= vocab:
+        return vocab
+    return even_chunk(vocab, most if most < TILE else most // TILE * TILE)
+
+
+def plan_whole_rows(tokens: int, vocab: int, size: LogitBytes, block_bytes: int) -> BlockPlan:
+    """As `plan_blocks`, with all columns in a block, and as many logits at once as half of the bytes hold."""
+    logit_tokens = max(min(block_bytes // 2 // (vocab * size.logits), _LOGIT_TOKENS), 1)
+    most = (block_bytes - logit_tokens * vocab * size.logits) // (vocab * size.gradients)
+    n = even_chunk(tokens, most)
+    return BlockPlan(n, vocab, min(n, logit_tokens))
+
+
+def keeps_logits(tokens: int, vocab: int, size: LogitBytes, most_bytes: int) -> bool:
+    """Whether the logits of all tokens are kept for backward: they fit together with a block of their gradient."""
+    columns = -(-vocab // _KEPT_BLOCKS)
+    return tokens * (vocab * size.logits + columns * size.gradients) <= most_bytes
+
+
+def plan_kept(tokens: int, vocab: int, size: LogitBytes, most_bytes: int) -> BlockPlan:
+    """Blocks of all tokens for the gradient of kept logits, which fit together with the logits."""
+    n = max(tokens, 1)
+    most = (most_bytes - n * vocab * size.logits) // (n * size.gradients)
+    return BlockPlan(n, _even_columns(vocab, max(most, -(-vocab // _KEPT_BLOCKS))), n)
 
 
 class _Buffer:
-    """Memory for the logits of one block.
+    """Memory of a dtype for the logits or the gradient of one block.
 
     For kernels, rows start at multiples of 16 bytes. On the CPU they are contiguous (see `lm_head.logits_buffer`).
     """
 
-    def __init__(self, plan: BlockPlan, like: Tensor) -> None:
+    def __init__(self, tokens: int, columns: int, like: Tensor, dtype: torch.dtype) -> None:
         aligned = planned_device(like) != "cpu" or uses_kernel(like)
-        self._line = 16 // like.element_size() if aligned else 1
-        self.memory = like.new_empty(plan.tokens * self._width(plan.columns))
+        self._line = 16 // dtype.itemsize if aligned else 1
+        self.memory = like.new_empty(tokens * self._width(columns), dtype=dtype)
 
     def _width(self, columns: int) -> int:
         return -(-columns // self._line) * self._line
 
     def view(self, n: int, c: int) -> Tensor:
-        """(n, c) logits at the start of the buffer."""
+        """(n, c) at the start of the buffer."""
         width = self._width(c)
         return self.memory[: n * width].view(n, width)[:, :c]
 
@@ -87,6 +148,26 @@ class HeadTensors:
     hidden_NH: Tensor
     weight_VH: Tensor
     bias: Tensor | None
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return lm_head.logits_dtype(self.hidden_NH.dtype)
+
+    @property
+    def logit_bytes(self) -> LogitBytes:
+        return logit_bytes(self.hidden_NH.dtype)
+
+    def logits_buffer(self, plan: BlockPlan) -> _Buffer:
+        """Memory for the logits that exist at once."""
+        return _Buffer(plan.logit_tokens, plan.columns, self.hidden_NH, self.logits_dtype)
+
+    def gradient_buffer(self, plan: BlockPlan) -> _Buffer:
+        """Memory for the gradient of a block of logits."""
+        return _Buffer(plan.tokens, plan.columns, self.hidden_NH, self.hidden_NH.dtype)
+
+    def no_logits(self) -> Tensor:
+        """Logits that are not kept."""
+        return self.hidden_NH.new_empty((0, self.weight_VH.shape[0]), dtype=self.logits_dtype)
 
     def logits(self, rows: slice, columns: slice, out_nc: Tensor) -> Block:
         """Compute the logits of a block into `out_nc`."""
@@ -107,18 +188,26 @@ class ForwardResults(NamedTuple):
     kept_NV: Tensor
 
 
+def _forward_plan(tensors: HeadTensors, keep: bool, block_bytes: int) -> BlockPlan:
+    N, V = tensors.hidden_NH.shape[0], tensors.weight_VH.shape[0]
+    if keep:
+        n = max(N, 1)
+        return BlockPlan(n, V, n)
+    return plan_blocks(N, V, tensors.logit_bytes, block_bytes)
+
+
 def _forward_body(
     tensors: HeadTensors, ids_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int
 ) -> ForwardResults:  # fmt: skip
     hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
     check_ids(hidden_NH, ids_NK, V, options.ignore_index)
-    plan = BlockPlan(max(N, 1), V) if keep else plan_blocks(N, V, hidden_NH.element_size(), block_bytes)
-    buffer = _Buffer(plan, hidden_NH)
-    kept_NV = buffer.view(N, V) if keep else hidden_NH.new_empty((0, V))
+    plan = _forward_plan(tensors, keep, block_bytes)
+    buffer = tensors.logits_buffer(plan)
+    kept_NV = buffer.view(N, V) if keep else tensors.no_logits()
     parts: list[_RowResults] = []
     with no_autocast(hidden_NH):
-        for rows in plan.token_slices(N):
+        for rows in (part for chunk in plan.token_slices(N) for part in plan.logit_slices(chunk)):
             at = None
             for columns in plan.column_slices(V):
                 block = tensors.logits(rows, columns, buffer.view(rows.stop - rows.start, columns.stop - columns.start))
@@ -159,13 +248,13 @@ def _forward_fake(
     N = hidden_NH.shape[0]
     if keep or not isinstance(N, int):
         rows = Rows.empty(ids_NK, hidden_NH, options, one_block=True)
-        kept_NV = _Buffer(BlockPlan(N, V), hidden_NH).view(N, V) if keep else hidden_NH.new_empty((0, V))
+        kept_NV = tensors.logits_buffer(BlockPlan(N, V, N)).view(N, V) if keep else tensors.no_logits()
     else:
         # The planner traces this fake: the buffer is alive inside the operator.
-        plan = plan_blocks(N, V, hidden_NH.element_size(), block_bytes)
-        buffer = _Buffer(plan, hidden_NH)
+        plan = _forward_plan(tensors, keep, block_bytes)
+        buffer = tensors.logits_buffer(plan)
         rows = Rows.empty(ids_NK, hidden_NH, options, one_block=plan.columns >= V)
-        kept_NV = hidden_NH.new_empty((0, V))
+        kept_NV = tensors.no_logits()
         del buffer
     return ForwardResults(
         rows.logprob_NK, rows.stats_2N, rows.entropy_N, rows.predicted_N, torch.empty_like(rows.topk_raw_NJ),
@@ -184,6 +273,7 @@ class BackwardOptions:
     want_weight: bool
     want_bias: bool
     block_bytes: int
+    """The most bytes of logits and of their gradient. For kept logits, of these and a block of their gradient."""
     fp32_hidden: bool = False
     """Whether the gradient of hidden is at least fp32, because other processes' parts are added to it."""
     gathered: bool = False
@@ -203,9 +293,10 @@ def _sum_dtype(x: Tensor, several: bool) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32) if several or x.dtype == torch.float16 else x.dtype
 
 
-def _backward_plan(tensors: HeadTensors, options: BackwardOptions) -> BlockPlan:
-    hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
-    return plan_blocks(hidden_NH.shape[0], V, hidden_NH.element_size(), options.block_bytes)
+def _backward_plan(tensors: HeadTensors, options: BackwardOptions, kept: bool) -> BlockPlan:
+    N, V = tensors.hidden_NH.shape[0], tensors.weight_VH.shape[0]
+    plan = plan_kept if kept else plan_blocks
+    return plan(N, V, tensors.logit_bytes, options.block_bytes)
 
 
 def empty_gradients(tensors: HeadTensors, options: BackwardOptions, plan: BlockPlan) -> Gradients:
@@ -225,43 +316,25 @@ def _backward_body(
     tensors: HeadTensors, upstream: Upstream, kept_NV: Tensor | None, logprob: LogprobOptions,
     options: BackwardOptions,
 ) -> Gradients:  # fmt: skip
-    hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
-    plan = _backward_plan(tensors, options)
-    buffer = _Buffer(plan, hidden_NH)
-
-    def logits(rows: slice, columns: slice) -> tuple[Block, Tensor]:
-        grad_nc = buffer.view(rows.stop - rows.start, columns.stop - columns.start)
-        if kept_NV is None:
-            return tensors.logits(rows, columns, grad_nc), grad_nc
-        return Block(kept_NV[rows, columns], columns.start, V), grad_nc
-
-    return _gradients(tensors, upstream, plan, (logprob, options), logits)
-
-
-def backward_in_place(
-    tensors: HeadTensors, upstream: Upstream, kept_NV: Tensor, logprob: LogprobOptions, options: BackwardOptions
-) -> Gradients:
-    """As `linear_logprobs_bwd`, but the kept logits become their gradient, so that no second backward can follow."""
-    N, V = kept_NV.shape
-    plan = BlockPlan(max(N, 1), V)
-    return _gradients(tensors, upstream, plan, (logprob, options), lambda *_: (Block(kept_NV, 0, V), kept_NV))
-
-
-def _gradients(
-    tensors: HeadTensors, upstream: Upstream, plan: BlockPlan, options: tuple[LogprobOptions, BackwardOptions],
-    logits: Callable[[slice, slice], tuple[Block, Tensor]],
-) -> Gradients:  # fmt: skip
-    """The gradients of all blocks. logits: (rows, columns) -> a block and the memory for its gradient."""
+    """The gradients of all blocks. kept_NV: the logits of all tokens; None to compute them again."""
     N, V = tensors.hidden_NH.shape[0], tensors.weight_VH.shape[0]
-    logprob, wanted = options
-    sums = GradientSums(tensors, wanted, plan)
+    plan = _backward_plan(tensors, options, kept_NV is not None)
+    gradients, logits = tensors.gradient_buffer(plan), None if kept_NV is not None else tensors.logits_buffer(plan)
+    sums = GradientSums(tensors, options, plan)
     with no_autocast(tensors.hidden_NH):
         for rows in plan.token_slices(N):
-            of_rows = upstream.part(rows)
-            sums.begin(rows, None if wanted.gathered else (of_rows.ids_NK == logprob.ignore_index).all(1))
+            parts = [(part, upstream.part(part)) for part in plan.logit_slices(rows)]
+            of_rows = upstream.ids_NK[rows]
+            sums.begin(rows, None if options.gathered else (of_rows == logprob.ignore_index).all(1))
             for columns in plan.column_slices(V):
-                block, grad_nc = logits(rows, columns)
-                gradient_into(block, of_rows, logprob, grad_nc)
+                c = columns.stop - columns.start
+                grad_nc = gradients.view(rows.stop - rows.start, c)
+                for part, of_part in parts:
+                    if logits is None:
+                        block = Block(kept_NV[part, columns], columns.start, V)  # type: ignore[index]
+                    else:
+                        block = tensors.logits(part, columns, logits.view(part.stop - part.start, c))
+                    gradient_into(block, of_part, logprob, grad_nc[part.start - rows.start : part.stop - rows.start])
                 sums.add(grad_nc, columns)
             sums.end()
     return sums.gradients
@@ -319,12 +392,14 @@ def _backward_fake(
     tensors: HeadTensors, upstream: Upstream, kept_NV: Tensor | None, logprob: LogprobOptions,
     options: BackwardOptions,
 ) -> Gradients:  # fmt: skip
-    N = tensors.hidden_NH.shape[0]
-    plan = _backward_plan(tensors, options) if isinstance(N, int) else BlockPlan(N, 1)
+    N, kept = tensors.hidden_NH.shape[0], kept_NV is not None
+    plan = _backward_plan(tensors, options, kept) if isinstance(N, int) else BlockPlan(N, 1, N)
     gradients = empty_gradients(tensors, options, plan)
     if isinstance(N, int):
-        # The planner traces this fake: the buffer, the copy of X and the sum of dX are alive inside the operator.
-        alive = [_Buffer(plan, tensors.hidden_NH).memory]
+        # The planner traces this fake: the buffers, the copy of X and the sum of dX are alive inside the operator.
+        alive = [tensors.gradient_buffer(plan).memory]
+        if not kept:
+            alive.append(tensors.logits_buffer(plan).memory)
         if options.want_weight and not options.gathered:
             alive.append(tensors.hidden_NH.new_empty((min(plan.tokens, N), tensors.hidden_NH.shape[1])))
         if options.want_hidden and plan.columns < tensors.weight_VH.shape[0]:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tigon.ops.dispatch import first_order
 from tigon.ops.lm_head import no_autocast, spread
-from tigon.ops.logprobs.blocks import BlockPlan
+from tigon.ops.logprobs.blocks import BlockPlan, keeps_logits
 from tigon.ops.logprobs.kl_backward import kl_gradients, save_for_backward
-from tigon.ops.logprobs.kl_blocks import HeadPair, _Buffers, _kept, _logits_into
+from tigon.ops.logprobs.kl_blocks import HeadPair, LogitBuffers, _kept, _logits_into
 from tigon.ops.logprobs.kl_rows import DivergenceRows, KlOptions, divergence
 from tigon.ops.losses.chunk_plan import even_chunk
 from tigon.ops.vocab_parallel import VocabParallelOptions, exchange, outside_graphs
@@ -49,10 +49,11 @@ class DividedKl(torch.autograd.Function):
         ctx.want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:6])
         pair = pair if index is None else pair.tokens_at(index)
         N, (block_bytes, most_kept) = pair.tokens, call.chunk_bytes
-        widest = call.most_rows * pair.itemsize
-        keep = any(ctx.want) and N * widest <= most_kept
-        plan = BlockPlan(max(N, 1) if keep else even_chunk(N, block_bytes // max(widest, 1)), pair.vocab)
-        buffers, results = _Buffers(pair, plan), pair.empty_rows(call.counts_N)
+        size = pair.logit_bytes(ctx.want)
+        keep = any(ctx.want) and keeps_logits(N, call.most_rows, size, most_kept)
+        n = max(N, 1) if keep else even_chunk(N, block_bytes // max(call.most_rows * size.logits, 1))
+        plan = BlockPlan(n, pair.vocab, n)
+        buffers, results = LogitBuffers(pair, plan), pair.empty_rows(call.counts_N)
         with no_autocast(pair.p_hidden_NG):
             for at in plan.token_slices(N):
                 logits, of_rows = buffers.view(at.stop - at.start, pair.vocab), results.part(at)
@@ -68,7 +69,8 @@ class DividedKl(torch.autograd.Function):
             save_for_backward(
                 ctx, pair, call.counts_N, index, results, None if kept is None else (kept.p_NC, kept.q_NC)
             )
-        ctx.options, ctx.rows, ctx.block_bytes, ctx.part = call.options, rows, block_bytes, call.part
+        ctx.options, ctx.rows, ctx.part = call.options, rows, call.part
+        ctx.block_bytes = most_kept if keep else block_bytes
         return spread(results.value_N, index, rows, 0.0)
 
     @staticmethod

@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import LabelError
-from tigon.ops.dispatch import can_bypass_dispatcher, first_order
-from tigon.ops.lm_head import keeps_graph, may_wait, settle_dtypes, worth_gathering
+from tigon.ops.dispatch import first_order
+from tigon.ops.lm_head import may_wait, settle_dtypes, worth_gathering
 from tigon.ops.logprobs.blocks import (
     BackwardOptions,
     ForwardResults,
     Gradients,
     HeadTensors,
-    backward_in_place,
     keeps_logits,
     linear_logprobs_bwd,
     linear_logprobs_fwd,
@@ -117,7 +116,7 @@ class DividedLogprobs(torch.autograd.Function):
         local = local_ids(ids_NK, ids_NK == options.ignore_index, call.part)
         block_bytes, most_kept = call.chunk_bytes
         N, U = hidden_NH.shape[0], weight_UH.shape[0]
-        keep = any(ctx.want) and keeps_logits(N, U, hidden_NH.element_size(), most_kept)
+        keep = any(ctx.want) and keeps_logits(N, U, tensors.logit_bytes, most_kept)
         of_local = local_options(options, U)
         computed = local_forward(tensors, local.local_NK, of_local, keep, block_bytes)
         results, parted = combined(computed, local, options, call.part)
@@ -125,7 +124,8 @@ class DividedLogprobs(torch.autograd.Function):
         if any(ctx.want):
             kept = computed.kept_NV if keep else None
             ctx.save_for_backward(hidden_NH, weight_UH, bias, *parted, kept, index)
-        ctx.options, ctx.rows, ctx.block_bytes, ctx.part = of_local, rows, block_bytes, call.part
+        ctx.options, ctx.rows, ctx.part = of_local, rows, call.part
+        ctx.block_bytes = most_kept if keep else block_bytes
         ctx.sizes = (ids_NK.shape[1], options.top_k)
         ctx.set_materialize_grads(False)
         results = spread_results(results, index, rows, options, lse=True)
@@ -176,7 +176,7 @@ def local_forward(
         predicted_N=local_NK.new_zeros(N if options.predicted else 0),
         topk_logprob_NJ=nothing.new_empty((N, 0)),
         topk_ids_NJ=local_NK.new_empty((N, 0)),
-        kept_NV=x_NH.new_empty((N, 0)),
+        kept_NV=nothing.new_empty((N, 0)),
     )
 
 
@@ -192,12 +192,10 @@ def _local_backward(
     scale = left = None
     if x_NH.dtype == torch.float16 and N:
         scale, left = fp16_scales(upstream.dlogprob_NK, upstream.dlse_N, upstream.dentropy_N, ctx.options)
-    reuse = kept_NV is not None and not keeps_graph() and can_bypass_dispatcher((kept_NV,))
-    backward: Any = backward_in_place if reuse else linear_logprobs_bwd
     want_hidden, want_weight, want_bias = ctx.want
     options = BackwardOptions(want_hidden, want_weight, want_bias, ctx.block_bytes, fp32_hidden=True)
     scaled = Upstream(**{**vars(upstream), "scale": scale})
-    return backward(tensors, scaled, kept_NV, ctx.options, options), left
+    return linear_logprobs_bwd(tensors, scaled, kept_NV, ctx.options, options), left
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.dispatch import can_bypass_dispatcher
-from tigon.ops.lm_head import keeps_graph
-from tigon.ops.logprobs.kl_blocks import HeadPair, KlBackwardOptions, KlGradients, backward_in_place, linear_kl_bwd
+from tigon.ops.logprobs.kl_blocks import HeadPair, KlBackwardOptions, KlGradients, linear_kl_bwd
 from tigon.ops.logprobs.kl_rows import DivergenceRows, KlUpstream, fp16_scale
 from tigon.ops.logprobs.results import finished
 from tigon.ops.logprobs.rows import contiguous
@@ -43,9 +41,7 @@ def kl_gradients(ctx: Any, dvalue_N: Tensor, part: VocabParallelOptions | None) 
     upstream = KlUpstream(counts_N, stats_8N, peaks_2N, dvalue_N, p_scale, q_scale)
     wanted = KlBackwardOptions._make((*ctx.want, ctx.block_bytes, part is not None))
     if pair.vocab:
-        reuse = p_kept_NV is not None and not keeps_graph() and can_bypass_dispatcher((p_kept_NV, q_kept_NV))
-        backward: Any = backward_in_place if reuse else linear_kl_bwd
-        gradients = backward(pair, upstream, p_kept_NV, q_kept_NV, options, wanted)
+        gradients = linear_kl_bwd(pair, upstream, p_kept_NV, q_kept_NV, options, wanted)
     else:
         gradients = _no_gradients(pair, stats_8N.dtype)
     results: list[Tensor | None] = []

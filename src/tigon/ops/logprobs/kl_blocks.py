@@ -1,16 +1,16 @@
 """The loop over blocks of logits of two lm_heads: divergences per token, and the gradients of both heads.
 
-The logits of both heads exist for the same block. The forward's blocks are some tokens by the whole vocabulary, because
-a divergence needs both log-sum-exps before its first term. One kernel turns them into the divergences. The backward
-computes the logits again, in blocks of columns as in `blocks.py`. One kernel turns the logits of each head that is
-trained into their gradient, in place.
+The logits of both heads exist for the same block, in fp32 as in `blocks.py`. The forward's blocks are some tokens by
+the whole vocabulary, because a divergence needs both log-sum-exps before its first term. One kernel turns them into the
+divergences. The backward computes the logits again, in blocks of columns as in `blocks.py`. One kernel writes the
+gradient of the logits of each head that is trained.
 
 If the logits of all tokens fit, they are kept from forward to backward, which saves two products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,10 +24,11 @@ from tigon.ops.logprobs.blocks import (
     BlockPlan,
     GradientSums,
     HeadTensors,
-    _Buffer,
+    LogitBytes,
     _sum_dtype,
     empty_gradients,
     plan_blocks,
+    plan_kept,
 )
 from tigon.ops.logprobs.kl_rows import (
     DivergenceRows,
@@ -74,10 +75,11 @@ class HeadPair:
     def vocab(self) -> int:
         return self.p_weight_VG.shape[0]
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a token's two logits of one column."""
-        return self.p_hidden_NG.element_size() + self.q_hidden_NH.element_size()
+    def logit_bytes(self, wants: Sequence[bool]) -> LogitBytes:
+        """wants: whether a gradient is wanted: of p's hidden states, weight and bias, then of q's."""
+        p, q = self.p.logit_bytes, self.q.logit_bytes
+        gradients = (p.gradients if any(wants[:3]) else 0) + (q.gradients if any(wants[3:6]) else 0)
+        return LogitBytes(p.logits + q.logits, gradients)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -95,11 +97,11 @@ class HeadPair:
         )  # fmt: skip
 
 
-class _Buffers:
-    """Memory for the logits of one block of both heads."""
+class LogitBuffers:
+    """Memory for the logits of both heads that exist at once."""
 
     def __init__(self, pair: HeadPair, plan: BlockPlan) -> None:
-        self._p, self._q = _Buffer(plan, pair.p_hidden_NG), _Buffer(plan, pair.q_hidden_NH)
+        self._p, self._q = pair.p.logits_buffer(plan), pair.q.logits_buffer(plan)
 
     def view(self, n: int, c: int, first: int = 0) -> LogitPair:
         return LogitPair(self._p.view(n, c), self._q.view(n, c), first)
@@ -108,11 +110,6 @@ class _Buffers:
 def _logits_into(pair: HeadPair, rows: slice, columns: slice, out: LogitPair) -> None:
     pair.p.logits(rows, columns, out.p_NC)
     pair.q.logits(rows, columns, out.q_NC)
-
-
-def keeps_logits(pair: HeadPair, most_bytes: int) -> bool:
-    """Whether the logits of all tokens are kept for backward."""
-    return pair.tokens * pair.vocab * pair.itemsize <= most_bytes
 
 
 class KlResults(NamedTuple):
@@ -127,23 +124,22 @@ class KlResults(NamedTuple):
 
 def _forward_plan(pair: HeadPair, keep: bool, block_bytes: int) -> BlockPlan:
     N, V = pair.tokens, pair.vocab
-    n = max(N, 1) if keep else even_chunk(N, block_bytes // (V * pair.itemsize))
-    return BlockPlan(n, V)
+    n = max(N, 1) if keep else even_chunk(N, block_bytes // (V * pair.logit_bytes((False,) * 6).logits))
+    return BlockPlan(n, V, n)
 
 
-def _kept(pair: HeadPair, buffers: _Buffers | None) -> LogitPair:
+def _kept(pair: HeadPair, buffers: LogitBuffers | None) -> LogitPair:
     """The logits in `buffers`, of all tokens; empty for None."""
-    V = pair.vocab
     if buffers is None:
-        return LogitPair(pair.p_hidden_NG.new_empty((0, V)), pair.q_hidden_NH.new_empty((0, V)))
-    return buffers.view(pair.tokens, V)
+        return LogitPair(pair.p.no_logits(), pair.q.no_logits())
+    return buffers.view(pair.tokens, pair.vocab)
 
 
 def _forward_body(
     pair: HeadPair, counts_N: Tensor | None, options: KlOptions, keep: bool, block_bytes: int
 ) -> KlResults:  # fmt: skip
     plan = _forward_plan(pair, keep, block_bytes)
-    buffers, results = _Buffers(pair, plan), pair.empty_rows(counts_N)
+    buffers, results = LogitBuffers(pair, plan), pair.empty_rows(counts_N)
     with no_autocast(pair.p_hidden_NG):
         for rows in plan.token_slices(pair.tokens):
             logits = buffers.view(rows.stop - rows.start, pair.vocab)
@@ -162,7 +158,7 @@ def _forward_fake(
     buffers = None
     if isinstance(pair.tokens, int):
         # The planner traces this fake: the buffers are alive inside the operator.
-        buffers = _Buffers(pair, _forward_plan(pair, keep, block_bytes))
+        buffers = LogitBuffers(pair, _forward_plan(pair, keep, block_bytes))
     results = pair.empty_rows(counts_N)
     return _results(results, _kept(pair, buffers if keep else None))
 
@@ -209,78 +205,72 @@ class KlGradients(NamedTuple):
 _NOTHING = BackwardOptions(want_hidden=False, want_weight=False, want_bias=False, block_bytes=0)
 
 
-def _backward_plan(pair: HeadPair, options: KlBackwardOptions) -> BlockPlan:
-    return plan_blocks(pair.tokens, pair.vocab, pair.itemsize, options.block_bytes)
+def _backward_plan(pair: HeadPair, options: KlBackwardOptions, kept: bool) -> BlockPlan:
+    plan = plan_kept if kept else plan_blocks
+    return plan(pair.tokens, pair.vocab, pair.logit_bytes(options[:6]), options.block_bytes)
+
+
+class _Side:
+    """The gradients of one head, and memory for the gradient of a block of its logits; neither if it is frozen."""
+
+    def __init__(self, head: HeadTensors, wanted: BackwardOptions | None, plan: BlockPlan) -> None:
+        self.sums = GradientSums(head, wanted or _NOTHING, plan)
+        self._buffer = None if wanted is None else head.gradient_buffer(plan)
+
+    def block(self, n: int, c: int) -> Tensor | None:
+        return None if self._buffer is None else self._buffer.view(n, c)
 
 
 def _backward_body(
     pair: HeadPair, upstream: KlUpstream, p_kept_NV: Tensor | None, q_kept_NV: Tensor | None, kl: KlOptions,
     options: KlBackwardOptions,
 ) -> KlGradients:  # fmt: skip
-    plan = _backward_plan(pair, options)
-    buffers = _Buffers(pair, plan)
-
-    def logits(rows: slice, columns: slice) -> tuple[LogitPair, LogitPair]:
-        grads = buffers.view(rows.stop - rows.start, columns.stop - columns.start, columns.start)
-        if p_kept_NV is None or q_kept_NV is None:
-            _logits_into(pair, rows, columns, grads)
-            return grads, grads
-        return LogitPair(p_kept_NV[rows, columns], q_kept_NV[rows, columns], columns.start), grads
-
-    return _gradients(pair, upstream, plan, (kl, options), logits)
-
-
-def backward_in_place(
-    pair: HeadPair, upstream: KlUpstream, p_kept_NV: Tensor, q_kept_NV: Tensor, kl: KlOptions,
-    options: KlBackwardOptions,
-) -> KlGradients:  # fmt: skip
-    """As `linear_kl_bwd`, but the kept logits become their gradients, so that no second backward can follow."""
-    kept = LogitPair(p_kept_NV, q_kept_NV)
-    plan = BlockPlan(max(pair.tokens, 1), pair.vocab)
-    return _gradients(pair, upstream, plan, (kl, options), lambda *_: (kept, kept))
-
-
-def _gradients(
-    pair: HeadPair, upstream: KlUpstream, plan: BlockPlan, options: tuple[KlOptions, KlBackwardOptions],
-    logits: Callable[[slice, slice], tuple[LogitPair, LogitPair]],
-) -> KlGradients:  # fmt: skip
-    """The gradients of all blocks. logits: (rows, columns) -> a block of logits and the memory for its gradients."""
-    kl, wanted = options
-    p_sums = GradientSums(pair.p, wanted.p or _NOTHING, plan)
-    q_sums = GradientSums(pair.q, wanted.q or _NOTHING, plan)
+    """The gradients of all blocks. p_kept_NV, q_kept_NV: the logits of all tokens; None to compute them again."""
+    kept = None if p_kept_NV is None or q_kept_NV is None else LogitPair(p_kept_NV, q_kept_NV)
+    plan = _backward_plan(pair, options, kept is not None)
+    buffers = LogitBuffers(pair, plan) if kept is None else None
+    sides = _Side(pair.p, options.p, plan), _Side(pair.q, options.q, plan)
     with no_autocast(pair.p_hidden_NG):
         for rows in plan.token_slices(pair.tokens):
-            of_rows = upstream.part(rows)
-            left_out_n = None if of_rows.counts_N is None else of_rows.counts_N == 0
-            p_sums.begin(rows, left_out_n)
-            q_sums.begin(rows, left_out_n)
+            parts = [(part, upstream.part(part)) for part in plan.logit_slices(rows)]
+            counts_N = upstream.part(rows).counts_N
+            for side in sides:
+                side.sums.begin(rows, None if counts_N is None else counts_N == 0)
             for columns in plan.column_slices(pair.vocab):
-                block, grads = logits(rows, columns)
-                divergence_gradient(
-                    block, of_rows, kl, grads.p_NC if wanted.p else None, grads.q_NC if wanted.q else None
-                )
-                if wanted.p:
-                    p_sums.add(grads.p_NC, columns)
-                if wanted.q:
-                    q_sums.add(grads.q_NC, columns)
-            p_sums.end()
-            q_sums.end()
-    return KlGradients(*p_sums.gradients, *q_sums.gradients)
+                grads = [side.block(rows.stop - rows.start, columns.stop - columns.start) for side in sides]
+                for part, of_part in parts:
+                    if buffers is None:
+                        assert kept is not None
+                        block = LogitPair(kept.p_NC[part, columns], kept.q_NC[part, columns], columns.start)
+                    else:
+                        block = buffers.view(part.stop - part.start, columns.stop - columns.start, columns.start)
+                        _logits_into(pair, part, columns, block)
+                    at = slice(part.start - rows.start, part.stop - rows.start)
+                    divergence_gradient(block, of_part, kl, *(g if g is None else g[at] for g in grads))
+                for side, grad_nc in zip(sides, grads, strict=True):
+                    if grad_nc is not None:
+                        side.sums.add(grad_nc, columns)
+            for side in sides:
+                side.sums.end()
+    return KlGradients(*sides[0].sums.gradients, *sides[1].sums.gradients)
 
 
 def _backward_fake(
     pair: HeadPair, upstream: KlUpstream, p_kept_NV: Tensor | None, q_kept_NV: Tensor | None, kl: KlOptions,
     options: KlBackwardOptions,
 ) -> KlGradients:  # fmt: skip
-    N = pair.tokens
-    plan = _backward_plan(pair, options) if isinstance(N, int) else BlockPlan(N, 1)
+    N, kept = pair.tokens, p_kept_NV is not None
+    plan = _backward_plan(pair, options, kept) if isinstance(N, int) else BlockPlan(N, 1, N)
     gradients = KlGradients(
         *empty_gradients(pair.p, options.p or _NOTHING, plan), *empty_gradients(pair.q, options.q or _NOTHING, plan)
     )
     if isinstance(N, int):
         # The planner traces this fake: the buffers, copies of X and sums of dX are alive inside the operator.
-        alive: list[object] = [_Buffers(pair, plan)]
-        for x, wanted in ((pair.p_hidden_NG, options.p), (pair.q_hidden_NH, options.q)):
+        alive: list[object] = [] if kept else [LogitBuffers(pair, plan)]
+        for head, wanted in ((pair.p, options.p), (pair.q, options.q)):
+            x = head.hidden_NH
+            if wanted is not None:
+                alive.append(head.gradient_buffer(plan))
             if wanted is not None and wanted.want_weight and upstream.counts_N is not None:
                 alive.append(torch.empty_like(x[: plan.tokens]))
             if wanted is not None and wanted.want_hidden and plan.columns < pair.vocab:

@@ -18,9 +18,10 @@ from tigon.errors import OptionError, ShapeError, ShardingError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_number, first_order
 from tigon.ops.lm_head import check_head, may_wait, settle_dtypes, spread, worth_gathering
+from tigon.ops.logprobs.blocks import keeps_logits, logit_bytes
 from tigon.ops.logprobs.divided_kl import DividedKlCall, divided_kl
 from tigon.ops.logprobs.kl_backward import kl_gradients, save_for_backward
-from tigon.ops.logprobs.kl_blocks import HeadPair, keeps_logits, linear_kl_fwd
+from tigon.ops.logprobs.kl_blocks import HeadPair, linear_kl_fwd
 from tigon.ops.logprobs.kl_rows import DivergenceRows, KlOptions
 from tigon.ops.logprobs.linear_logprobs import WORTH_A_WAIT_FLOPS
 from tigon.ops.logprobs.rows import check_logit_map, check_mask, check_temperature
@@ -44,7 +45,7 @@ class LinearKlCall:
     """Flat positions of the tokens that count; None for all."""
     options: KlOptions
     chunk_bytes: Sequence[int]
-    """(bytes of a block's logits, most bytes of logits that are kept)"""
+    """(most bytes of logits and of their gradient in a block, most bytes if logits are kept)"""
 
 
 class LinearKl(torch.autograd.Function):
@@ -56,13 +57,17 @@ class LinearKl(torch.autograd.Function):
         pair = pair if index is None else pair.tokens_at(index)
         block_bytes, most_kept = call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
-        keep = any(ctx.want) and isinstance(pair.tokens, int) and keeps_logits(pair, most_kept)
+        keep = (
+            any(ctx.want)
+            and isinstance(pair.tokens, int)
+            and keeps_logits(pair.tokens, pair.vocab, pair.logit_bytes(ctx.want), most_kept)
+        )
         computed = linear_kl_fwd(pair, call.counts_N, call.options, keep, block_bytes)
         if any(ctx.want):
             rows_of_results = DivergenceRows(call.counts_N, computed.value_N, computed.stats_8N, computed.peaks_2N)
             kept = (computed.p_kept_NV, computed.q_kept_NV) if keep else None
             save_for_backward(ctx, pair, call.counts_N, index, rows_of_results, kept)
-        ctx.options, ctx.rows, ctx.block_bytes = call.options, rows, block_bytes
+        ctx.options, ctx.rows, ctx.block_bytes = call.options, rows, most_kept if keep else block_bytes
         return spread(computed.value_N, index, rows, 0.0)
 
     @staticmethod
@@ -132,9 +137,11 @@ def linear_kl(
         mask: (...) bool; tokens where it is False are left out: their divergence and gradient are 0. They take no time,
             because they are dropped before the products. To know their number, the host waits for the device once.
             Under torch.compile and CUDA graphs every token is computed.
-        chunk_bytes: largest number of bytes of logits, the student's and the teacher's together, alive at once. One
-            token's are the least. Logits of all tokens that fit are kept for backward, which saves two products. The
-            default is blocks of 512 MiB, and up to 1 GiB kept, on GPUs; 16 MiB on the CPU.
+        chunk_bytes: largest number of bytes of logits and of their gradient, the student's and the teacher's together,
+            alive at once. One token's are the least. Logits are fp32, 4 bytes each, also for 16-bit inputs. Logits of
+            all tokens are kept for backward if they fit together with an eighth of their gradient, which saves two
+            products. The default is 512 MiB for logits that are computed again, and 1 GiB for logits that are kept, on
+            GPUs; 16 MiB on the CPU.
         vocab_parallel: the rows of both weights that this process holds, if the heads are divided by vocabulary. The
             weights and biases are then these rows. Weights that are DTensors of Shard(0) need no such options, and
             hidden states are DTensors of Replicate(). Both heads must be divided alike.
@@ -332,11 +339,11 @@ def _cost(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight
     if not any(trained):
         trained = [True, True]
     operand_bytes = [h.nbytes + w.nbytes for h, w in heads]
-    logits_bytes = [N * V * h.element_size() for h, _ in heads]
+    sizes = [logit_bytes(h.dtype) for h, _ in heads]
     return Cost(
         moved_bytes=sum(
-            (3 if t else 2) * o + (8 if t else 5) * b
-            for t, o, b in zip(trained, operand_bytes, logits_bytes, strict=True)
+            (3 if t else 2) * o + N * V * (5 * size.logits + (3 if t else 0) * size.gradients)
+            for t, o, size in zip(trained, operand_bytes, sizes, strict=True)
         ),
         saved_bytes=sum(operand_bytes),
         flops=sum((8 if t else 4) * N * w.numel() for t, (_, w) in zip(trained, heads, strict=True)),

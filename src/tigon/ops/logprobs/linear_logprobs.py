@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, first_order
-from tigon.ops.lm_head import check_head, keeps_graph, may_wait, settle_dtypes, worth_gathering
+from tigon.ops.dispatch import Differentiable, first_order
+from tigon.ops.lm_head import check_head, may_wait, settle_dtypes, worth_gathering
 from tigon.ops.logprobs.blocks import (
     BackwardOptions,
     HeadTensors,
-    backward_in_place,
     keeps_logits,
     linear_logprobs_bwd,
     linear_logprobs_fwd,
+    logit_bytes,
 )
 from tigon.ops.logprobs.divided_logprobs import divided_logprobs
 from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
@@ -63,7 +63,7 @@ class LinearLogprobsCall:
     options: LogprobOptions
     lse: bool
     chunk_bytes: Sequence[int]
-    """(bytes of a block's logits, most bytes of logits that are kept)"""
+    """(most bytes of logits and of their gradient in a block, most bytes if logits are kept)"""
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -79,8 +79,9 @@ class LinearLogprobs(torch.autograd.Function):
         (N, _), V = hidden_NH.shape, weight_VH.shape[0]
         block_bytes, most_kept = call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
-        keep = any(ctx.want) and isinstance(N, int) and keeps_logits(N, V, hidden_NH.element_size(), most_kept)
-        computed = linear_logprobs_fwd(HeadTensors(hidden_NH, weight_VH, bias), ids_NK, options, keep, block_bytes)
+        tensors = HeadTensors(hidden_NH, weight_VH, bias)
+        keep = any(ctx.want) and isinstance(N, int) and keeps_logits(N, V, tensors.logit_bytes, most_kept)
+        computed = linear_logprobs_fwd(tensors, ids_NK, options, keep, block_bytes)
         if any(ctx.want):
             all_ids, options_of_backward = backward_ids(ids_NK, computed.topk_ids_NJ, options)
             ctx.options = options_of_backward
@@ -88,7 +89,8 @@ class LinearLogprobs(torch.autograd.Function):
             ctx.save_for_backward(
                 hidden_NH, weight_VH, bias, all_ids, computed.stats_2N, computed.entropy_N, kept, index
             )  # fmt: skip
-        ctx.lse, ctx.rows, ctx.block_bytes, ctx.ids = call.lse, rows, block_bytes, ids_NK.shape[1]
+        ctx.lse, ctx.rows, ctx.ids = call.lse, rows, ids_NK.shape[1]
+        ctx.block_bytes = most_kept if keep else block_bytes
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
         lse_N = computed.stats_2N.sum(0) if call.lse else computed.entropy_N.new_empty(0)
@@ -119,9 +121,7 @@ class LinearLogprobs(torch.autograd.Function):
         if hidden_NH.dtype == torch.float16 and N:
             scale, left = fp16_scales(dlogprob_NK, dlse, dentropy, ctx.options)
         want_hidden, want_weight, want_bias = ctx.want
-        reuse = kept_NV is not None and not keeps_graph() and can_bypass_dispatcher((kept_NV,))
-        backward: Any = backward_in_place if reuse else linear_logprobs_bwd
-        gradients = backward(
+        gradients = linear_logprobs_bwd(
             HeadTensors(hidden_NH, weight_VH, bias),
             Upstream(ids_NK, stats_2N, entropy_N, dlogprob_NK, dlse, dentropy, scale),
             kept_NV,
@@ -182,9 +182,10 @@ def linear_logprobs(
             take longer than 25 ms). Under torch.compile and CUDA graphs every token is computed.
         outputs: values to return in addition: "lse", "entropy", "predicted"; see `Logprobs`.
         top_k: also return the `top_k` largest log-probabilities of each token and their ids.
-        chunk_bytes: largest number of bytes of logits alive at once; logits of all tokens that fit are kept for
-            backward, which saves a product. The default is blocks of 512 MiB, and up to 1 GiB kept, on GPUs; 16 MiB on
-            the CPU.
+        chunk_bytes: largest number of bytes of logits and of their gradient alive at once. Logits are fp32, 4 bytes
+            each, also for 16-bit inputs. Logits of all tokens are kept for backward if they fit together with an
+            eighth of their gradient, which saves a product. The default is 512 MiB for logits that are computed again,
+            and 1 GiB for logits that are kept, on GPUs; 16 MiB on the CPU.
         vocab_parallel: the rows of the weight that this process holds, if the head is divided by vocabulary. weight and
             bias are then these rows. A weight that is a DTensor of Shard(0) needs no such options, and hidden is a
             DTensor of Replicate().
@@ -290,12 +291,12 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
 
 
 def _cost(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> Cost:
-    # Four products of 2·N·H·V operations; operands move once in each pass, logits are written and read twice.
+    # Four products of 2·N·H·V operations; operands move once in each pass. Logits are written and read twice, their
+    # gradient is written once and read twice.
     H, V = weight.shape[1], weight.shape[0]
-    N = hidden.numel() // H
-    logits_bytes = N * V * hidden.element_size()
+    N, size = hidden.numel() // H, logit_bytes(hidden.dtype)
     return Cost(
-        moved_bytes=3 * (hidden.nbytes + weight.nbytes) + 5 * logits_bytes,
+        moved_bytes=3 * (hidden.nbytes + weight.nbytes) + N * V * (4 * size.logits + 3 * size.gradients),
         saved_bytes=hidden.nbytes + weight.nbytes,
         flops=8 * N * H * V,
     )

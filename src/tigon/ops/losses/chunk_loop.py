@@ -1,7 +1,8 @@
 """The loop over chunks of linear cross entropy. `linear_cross_entropy.py` decides on the number of chunks.
 
-For each chunk, one product computes the logits, one pass turns them in place into their gradient, and two products
-compute the gradients of hidden and weight.
+For each chunk, one product computes the logits, one pass turns them into their gradient, and two products compute the
+gradients of hidden and weight. Logits of 16-bit inputs are fp32, a part of the chunk at a time, and their gradient has
+16 bits. Otherwise the gradient takes the logits' place.
 
 On chips with a `logits_tile` in kernels/chips.py, the product of bf16 logits writes exponentials instead, and the pass
 is not needed (kernels/linear_cross_entropy.py). Each row of exponentials still lacks a factor, which is applied to dX,
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.chips import LogitsTile
-from tigon.ops import dispatch
+from tigon.ops import dispatch, lm_head
 from tigon.ops.dispatch import Primitive
 from tigon.ops.lm_head import column_sum, logits_buffer, logits_into, no_autocast, product_into
 from tigon.ops.losses import common
@@ -52,6 +53,15 @@ def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_
         return None
     chip = dispatch.planned_chip(hidden_NH)
     return None if chip is None else chip.logits_tile
+
+
+def needs_fp32_logits(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> bool:
+    """Whether the loop stores fp32 logits: a pass reads the logits, and the hidden states have 16 bits.
+
+    other_outputs: a bias is trained, or there is an adapter, entropy or predictions.
+    """
+    wide = lm_head.logits_dtype(hidden_NH.dtype) != hidden_NH.dtype
+    return wide and _exp_tile(hidden_NH, weight_VH, options, other_outputs) is None
 
 
 def _starts_aligned(x: Tensor) -> bool:
@@ -211,6 +221,8 @@ class ChunkOptions:
     loss: LossOptions
     chunk: Annotated[int, SYMBOLIC]
     """Tokens of a chunk."""
+    logit_tokens: Annotated[int, SYMBOLIC] = 0
+    """As in `Plan`."""
     keep: bool = False
     """Return the logits' gradient instead of the gradients of hidden and weight."""
     fp32_accumulate: bool = True
@@ -277,57 +289,104 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     tile = _tile_of(tensors, options)
     outputs = _chunks_outputs(tensors, options, tile is not None)
     hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
-    chunk, keep, want_grad = options.chunk, options.keep, options.want_grad
-    want_hidden, want_weight, want_bias = options.want_hidden, options.want_weight, options.want_bias
-    entropy, predicted = options.entropy, options.predicted
-    dx_NH, dw_VH, db_V, kept_NV, factors_N, dlow_NR, dlora_b_VR = outputs[4:]
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
     if tile is not None and (N < _FEWEST_EXP_ROWS or not _starts_aligned(weight_VH)):
         tile = None
-        factors_N[0], factors_N[1] = 1.0, 0.0
-    stored = tile is None or want_grad
-    buffer_CV = kept_NV if keep else logits_buffer(min(chunk, N) if stored else 0, V, hidden_NH)
+        outputs.factors[0], outputs.factors[1] = 1.0, 0.0
+    most = min(options.chunk, N)
+    logits_CV = _logits_memory(tensors, options, most) if tile is None else None
+    shared = tile is None and logits_CV is None
+    buffer_CV = outputs.kept_NV
+    if not options.keep:
+        buffer_CV = logits_buffer(most if options.want_grad or shared else 0, V, hidden_NH)
     with no_autocast(hidden_NH):
-        for number, rows in enumerate(_chunks(N, chunk)):
-            part, logits_CV = tensors.part(rows), buffer_CV[: rows.stop - rows.start]
-            x_CH, target = part.hidden_NH, part.target
+        for number, rows in enumerate(_chunks(N, options.chunk)):
+            grad_CV = buffer_CV[: rows.stop - rows.start]
             if tile is not None:
-                loss, stats, factors = _exp_logits(part, options.loss, tile, logits_CV if want_grad else None)
-                outputs = _with_rows(outputs, rows, N, loss=loss, stats=stats)
-                del loss, stats  # otherwise they stay until the next chunk's exist: 16 bytes per token of a chunk
-                if keep:
-                    outputs = _with_rows(outputs, rows, N, factors=factors)
-                if want_hidden and not keep:
-                    dx_NH[rows] = _exp_hidden_grad_body(logits_CV, weight_VH, factors, target, None, len(x_CH))
-                if want_weight and not keep:
-                    _exp_weight_grad_into(logits_CV, x_CH, factors, target, dw_VH, accumulate=number > 0)
-                continue
-            part.logits_into(logits_CV)
-            loss, stats, entropies, argmax = common.rows_with_gradient(
-                common.Rows(logits_CV, target, part.class_weight, part.token_weight, options.loss),
-                entropy, predicted, part.grad_scale, logits_CV if want_grad else None,
-            )  # fmt: skip
-            outputs = _with_rows(outputs, rows, N, loss=loss, stats=stats)
-            if entropy:
-                outputs = _with_rows(outputs, rows, N, entropy=entropies)
-            if predicted:
-                outputs = _with_rows(outputs, rows, N, predicted=argmax)
-            del loss, stats, entropies, argmax
-            if want_bias:
-                db_V.copy_(column_sum(logits_CV) if number == 0 else db_V + column_sum(logits_CV))
-            if want_hidden and not keep:
-                product_into(logits_CV, weight_VH, dx_NH[rows], accumulate=False)
-            if want_weight and not keep:
-                product_into(logits_CV.t(), x_CH, dw_VH, accumulate=number > 0)
-            if part.low_NR is not None and part.lora_b_VR is not None and not keep:
-                if options.want_low:
-                    product_into(logits_CV, part.lora_b_VR, dlow_NR[rows], accumulate=False)
-                if options.want_lora_b:
-                    product_into(logits_CV.t(), part.low_NR, dlora_b_VR, accumulate=number > 0)
+                outputs = _exp_chunk(tensors, options, outputs, rows, tile, grad_CV, number > 0)
+            else:
+                outputs = _logits_chunk(tensors, options, outputs, rows, logits_CV, grad_CV)
+                _gradients_of_chunk(tensors.part(rows), options, outputs, rows, grad_CV, number > 0)
     if N == 0:
-        for empty_sum in (dw_VH, db_V, dlora_b_VR):
+        for empty_sum in (outputs.dw_VH, outputs.db_V, outputs.dlora_b_VR):
             empty_sum.zero_()
     return outputs
+
+
+def _logits_memory(tensors: ChunkTensors, options: ChunkOptions, rows: int) -> Tensor | None:
+    """Memory for logits that are wider than their gradient; None if both share memory. rows: of a chunk."""
+    hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
+    dtype = lm_head.logits_dtype(hidden_NH.dtype)
+    if dtype == hidden_NH.dtype:
+        return None
+    # Without a number, the product of the plan was one that writes exponentials, and was then found unfit.
+    return logits_buffer(min(options.logit_tokens or _FEWEST_EXP_ROWS, rows), V, hidden_NH, dtype)
+
+
+def _exp_chunk(
+    tensors: ChunkTensors, options: ChunkOptions, outputs: ChunkResults, rows: slice, tile: LogitsTile,
+    e_CV: Tensor, accumulate: bool,
+) -> ChunkResults:  # fmt: skip
+    """The results of a chunk whose logits leave their product as exponentials."""
+    part, N, keep = tensors.part(rows), tensors.hidden_NH.shape[0], options.keep
+    x_CH, target = part.hidden_NH, part.target
+    loss, stats, factors = _exp_logits(part, options.loss, tile, e_CV if options.want_grad else None)
+    outputs = _with_rows(outputs, rows, N, loss=loss, stats=stats)
+    if keep:
+        return _with_rows(outputs, rows, N, factors=factors)
+    del loss, stats  # otherwise they stay until the next chunk's exist: 16 bytes per token of a chunk
+    if options.want_hidden:
+        outputs.dx_NH[rows] = _exp_hidden_grad_body(e_CV, part.weight_VH, factors, target, None, len(x_CH))
+    if options.want_weight:
+        _exp_weight_grad_into(e_CV, x_CH, factors, target, outputs.dw_VH, accumulate)
+    return outputs
+
+
+def _logits_chunk(
+    tensors: ChunkTensors, options: ChunkOptions, outputs: ChunkResults, rows: slice, logits_CV: Tensor | None,
+    grad_CV: Tensor,
+) -> ChunkResults:  # fmt: skip
+    """The results of a chunk; writes the gradient of its logits into `grad_CV`.
+
+    logits_CV: memory for the logits of a part of the chunk; None if `grad_CV` holds the logits too.
+    """
+    N = tensors.hidden_NH.shape[0]
+    step = len(grad_CV) if logits_CV is None else len(logits_CV)
+    for start in range(rows.start, rows.stop, max(step, 1)):
+        at = slice(start, min(start + step, rows.stop))
+        part, of_part = tensors.part(at), grad_CV[at.start - rows.start : at.stop - rows.start]
+        logits = of_part if logits_CV is None else logits_CV[: at.stop - at.start]
+        part.logits_into(logits)
+        loss, stats, entropies, argmax = common.rows_with_gradient(
+            common.Rows(logits, part.target, part.class_weight, part.token_weight, options.loss),
+            options.entropy, options.predicted, part.grad_scale, of_part if options.want_grad else None,
+        )  # fmt: skip
+        outputs = _with_rows(outputs, at, N, loss=loss, stats=stats)
+        if options.entropy:
+            outputs = _with_rows(outputs, at, N, entropy=entropies)
+        if options.predicted:
+            outputs = _with_rows(outputs, at, N, predicted=argmax)
+        del loss, stats, entropies, argmax  # as in _exp_chunk
+    return outputs
+
+
+def _gradients_of_chunk(
+    part: ChunkTensors, options: ChunkOptions, outputs: ChunkResults, rows: slice, grad_CV: Tensor, accumulate: bool
+) -> None:
+    """Write a chunk's gradient of hidden, and add those of the weight, the bias and the adapter."""
+    if options.want_bias:
+        outputs.db_V.copy_(outputs.db_V + column_sum(grad_CV) if accumulate else column_sum(grad_CV))
+    if options.keep:
+        return
+    if options.want_hidden:
+        product_into(grad_CV, part.weight_VH, outputs.dx_NH[rows], accumulate=False)
+    if options.want_weight:
+        product_into(grad_CV.t(), part.hidden_NH, outputs.dw_VH, accumulate)
+    if part.low_NR is not None and part.lora_b_VR is not None:
+        if options.want_low:
+            product_into(grad_CV, part.lora_b_VR, outputs.dlow_NR[rows], accumulate=False)
+        if options.want_lora_b:
+            product_into(grad_CV.t(), part.low_NR, outputs.dlora_b_VR, accumulate)
 
 
 def _with_rows(outputs: ChunkResults, rows: slice, tokens: int, **parts: Tensor) -> ChunkResults:
@@ -345,8 +404,11 @@ def _chunks_fake(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     hidden_NH, keep, want_grad = tensors.hidden_NH, options.keep, options.want_grad
     # The planner traces this fake: besides the outputs, the loop holds a chunk's logits and its kernels' buffers.
     rows, (V, H) = options.chunk, tensors.weight_VH.shape
-    alive = []
-    if not keep and (want_grad or tile is None):
+    logits = _logits_memory(tensors, options, rows) if tile is None else None
+    alive = [] if logits is None else [logits]
+    shared = tile is None and logits is None
+    del logits
+    if not keep and (want_grad or shared):
         alive.append(logits_buffer(rows, V, hidden_NH))
     if tile is not None:
         alive.append(hidden_NH.new_empty((rows, -(-V // tile.vocab)), dtype=torch.float32))

@@ -11,6 +11,9 @@
                factors. Multiplying a 16-bit G by g would save that product but round twice, with three times the
                unfused op's error in bf16. If the weights are known beforehand, `token_weight` costs nothing.
     loss       No gradient is needed: only logits and statistics are computed.
+
+Logits of 16-bit inputs are fp32, unless their product writes exponentials. They exist for a part of a chunk at a time,
+beside the 16-bit gradient of the whole chunk. So a chunk is hardly smaller than it would be with logits in 16 bits.
 """
 
 from __future__ import annotations
@@ -43,6 +46,11 @@ _FEWEST_TOKENS = 512
 """A limit of memory makes no smaller chunks with an fp32 sum. Each chunk reads and writes the sum, 8 bytes per weight.
 At 4 TB/s that takes 1.4 times as long as the product of 512 tokens at 700 TFLOP/s (computed, not measured)."""
 
+_LOGIT_TOKENS = 512
+"""The most tokens whose fp32 logits exist at once. For 128256 columns they take 251 MiB, and their product takes twice
+as long as reading the weight (computed for an H100, not measured)."""
+_LOGIT_BYTES = 4
+
 Mode = Literal["keep", "stream", "recompute", "loss"]
 
 
@@ -52,20 +60,27 @@ class Plan(NamedTuple):
     mode: Mode
     chunk: int
     fp32_accumulate: bool = True
+    logit_tokens: int = 0
+    """Tokens whose fp32 logits exist at once, beside the gradient of a chunk's logits; 0 if both share memory."""
 
 
 def make_chunk_plan(
     tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: tuple[int, int], per_row: bool,
-    want_hidden: bool, want_weight: bool, fp32_accumulate: bool = True,
+    want_hidden: bool, want_weight: bool, fp32_accumulate: bool = True, fp32_logits: bool = False,
 ) -> Plan:  # fmt: skip
-    """Choose the mode and the chunk size. chunk_bytes: (least, most). Reads no tensor, so the planner calls it too."""
+    """Choose the mode and the chunk size. Reads no tensor, so the planner calls it too.
+
+    chunk_bytes: (least, most). fp32_logits: whether fp32 logits exist beside their gradient of `itemsize` bytes.
+    """
     least, most = chunk_bytes
     accumulator_bytes = 4 * vocab * hidden if want_weight and fp32_accumulate else 0
-    fitting = min(max(least, accumulator_bytes), most) // (vocab * itemsize)
+    bytes_alive = min(max(least, accumulator_bytes), most)
     if not (want_hidden or want_weight):
-        return Plan("loss", even_chunk(tokens, fitting))
-    if tokens * vocab * itemsize <= least + accumulator_bytes and not per_row:
-        return Plan("keep", max(tokens, 1), fp32_accumulate)
+        return _loss_plan(bytes_alive, tokens, vocab, itemsize, fp32_logits)
+    fitting, logit_tokens = split_bytes(bytes_alive, vocab, itemsize, fp32_logits)
+    logits_bytes = min(logit_tokens, tokens) * vocab * _LOGIT_BYTES
+    if tokens * vocab * itemsize + logits_bytes <= least + accumulator_bytes and not per_row:
+        return Plan("keep", max(tokens, 1), fp32_accumulate, min(logit_tokens, max(tokens, 1)))
     chunk = even_chunk(tokens, fitting)
     if not fp32_accumulate and tokens > _MOST_16_BIT_ADDENDS * chunk:
         return make_chunk_plan(
@@ -77,8 +92,26 @@ def make_chunk_plan(
             per_row=per_row,
             want_hidden=want_hidden,
             want_weight=want_weight,
+            fp32_logits=fp32_logits,
         )
-    return Plan("recompute" if per_row else "stream", chunk, fp32_accumulate)
+    return Plan("recompute" if per_row else "stream", chunk, fp32_accumulate, min(logit_tokens, chunk))
+
+
+def _loss_plan(bytes_alive: int, tokens: int, vocab: int, itemsize: int, fp32_logits: bool) -> Plan:
+    """The plan without gradients. A chunk of fp32 logits is no larger than a part of one is beside its gradient."""
+    if not fp32_logits:
+        return Plan("loss", even_chunk(tokens, bytes_alive // (vocab * itemsize)))
+    chunk = even_chunk(tokens, min(bytes_alive // (vocab * _LOGIT_BYTES), _LOGIT_TOKENS))
+    return Plan("loss", chunk, logit_tokens=chunk)
+
+
+def split_bytes(bytes_alive: int, vocab: int, itemsize: int, fp32_logits: bool) -> tuple[int, int]:
+    """(the most tokens of a chunk, tokens whose fp32 logits exist at once), within these bytes if they suffice."""
+    if not fp32_logits:
+        return bytes_alive // (vocab * itemsize), 0
+    logit_tokens = max(min(bytes_alive // 2 // (vocab * _LOGIT_BYTES), _LOGIT_TOKENS), 1)
+    fitting = (bytes_alive - logit_tokens * vocab * _LOGIT_BYTES) // (vocab * itemsize)
+    return fitting, logit_tokens
 
 
 def buffer_bytes(
@@ -89,12 +122,13 @@ def buffer_bytes(
     # A kept gradient of the logits is multiplied once, into the final dtype.
     wide = plan.mode != "keep" and plan.fp32_accumulate
     gradient = vocab * hidden * (max(itemsize, 4) if wide else itemsize) if want_weight and plan.mode != "loss" else 0
-    return rows * vocab * itemsize + gradient
+    of_gradient = 0 if plan.mode == "loss" and plan.logit_tokens else rows
+    return (of_gradient * itemsize + plan.logit_tokens * _LOGIT_BYTES) * vocab + gradient
 
 
 def plan_within(
     memory_bytes: int, tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: tuple[int, int],
-    per_row: bool, want_hidden: bool, want_weight: bool, may_sum_in_16_bits: bool,
+    per_row: bool, want_hidden: bool, want_weight: bool, may_sum_in_16_bits: bool, fp32_logits: bool = False,
 ) -> Plan:  # fmt: skip
     """The fastest plan whose buffers fit into `memory_bytes`, or else the plan with the smallest buffers.
 
@@ -103,19 +137,21 @@ def plan_within(
     """
     usual = make_chunk_plan(
         tokens, hidden, vocab, itemsize, chunk_bytes=chunk_bytes, per_row=per_row, want_hidden=want_hidden,
-        want_weight=want_weight,
+        want_weight=want_weight, fp32_logits=fp32_logits,
     )  # fmt: skip
-    row_bytes = vocab * itemsize
     if usual.mode == "loss":
-        return Plan("loss", even_chunk(tokens, min(memory_bytes, chunk_bytes[1]) // row_bytes))
+        return _loss_plan(min(memory_bytes, chunk_bytes[1]), tokens, vocab, itemsize, fp32_logits)
     mode: Mode = "recompute" if per_row else "stream"
 
     def of_sum(fp32: bool, least_rows: int) -> Plan:
         """A plan with as many tokens per chunk as fit beside the sum, and at least `least_rows`."""
         sum_bytes = buffer_bytes(Plan(mode, 0, fp32), tokens, hidden, vocab, itemsize, want_weight=want_weight)
-        most = max(min(memory_bytes - sum_bytes, chunk_bytes[1]) // row_bytes, least_rows)
+        bytes_alive = min(memory_bytes - sum_bytes, chunk_bytes[1])
+        fitting, logit_tokens = split_bytes(bytes_alive, vocab, itemsize, fp32_logits)
+        most = max(fitting, least_rows)
         most = most if most < TILE else most // TILE * TILE
-        return Plan(mode, even_chunk(tokens, most), fp32)
+        chunk = even_chunk(tokens, most)
+        return Plan(mode, chunk, fp32, min(max(logit_tokens, TILE), chunk) if fp32_logits else 0)
 
     plans = [usual, of_sum(True, min(_FULL_RATE_TOKENS, max(tokens, 1)))]
     if may_sum_in_16_bits and itemsize == 2 and want_weight:
@@ -147,7 +183,7 @@ def even_chunk(tokens: int, most: int) -> int:
 
 def plan_for(
     hidden_NH: Tensor, weight_VH: Tensor, per_row: bool, want: tuple[bool, ...], chunk_bytes: Sequence[int],
-    fp32_accumulate: bool, memory_bytes: int = 0,
+    fp32_accumulate: bool, memory_bytes: int = 0, *, fp32_logits: bool,
 ) -> Plan:  # fmt: skip
     """The plan of a call.
 
@@ -159,14 +195,15 @@ def plan_for(
     if not isinstance(N, int):
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
-        return Plan(mode, max(1, least // (V * itemsize)), fp32_accumulate)
+        fitting, logit_tokens = split_bytes(least, V, itemsize, fp32_logits)
+        return Plan(mode, max(1, fitting), fp32_accumulate, min(logit_tokens, max(1, fitting)))
     want_hidden, want_weight = want[0] or any(want[3:]), want[1] or want[2]
     if memory_bytes:
         return plan_within(
             memory_bytes, N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want_hidden,
-            want_weight=want_weight, may_sum_in_16_bits=hidden_NH.dtype == torch.bfloat16,
+            want_weight=want_weight, may_sum_in_16_bits=hidden_NH.dtype == torch.bfloat16, fp32_logits=fp32_logits,
         )  # fmt: skip
     return make_chunk_plan(
         N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want_hidden, want_weight=want_weight,
-        fp32_accumulate=fp32_accumulate,
+        fp32_accumulate=fp32_accumulate, fp32_logits=fp32_logits,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """The reduced loss of a divided head with its gradient in the forward, in chunks of tokens.
 
-A reduced loss knows the gradient of each token's loss before the backward. So a chunk's logits become their gradient at
-once, and no product runs twice. Each chunk needs an exchange, between its statistics and its gradient. The weight's
-gradient is a sum over chunks, in fp32. `divided_logprobs` needs neither, but computes logits again that it cannot keep.
+A reduced loss knows the gradient of each token's loss before the backward. So a chunk's logits become their gradient
+at once, and no product runs twice. The fp32 logits of a part of a chunk exist at a time. Each part needs an exchange,
+between its statistics and its gradient. The weight's gradient is a sum over chunks, in fp32. `divided_logprobs` needs
+neither, but computes logits again that it cannot keep.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class DividedChunksCall:
     scales: tuple[Tensor, Tensor | None]
     """(factor of the gradient in the forward, factor still to multiply by or None); their product is 1 / D."""
     options: LogprobOptions
-    chunk: int
-    """Tokens of a chunk, as many in each process."""
+    plan: BlockPlan
+    """The tokens of a chunk and of a part of it, as many in each process. A block has all columns of the process."""
     part: VocabParallelOptions
 
 
@@ -82,13 +83,19 @@ class DividedChunks(torch.autograd.Function):
         if index is not None:
             hidden_NH, call = hidden_NH.index_select(0, index), replace(call, tokens=call.tokens.at(index))
         heads = HeadTensors(hidden_NH, weight_UH, bias)
-        plan = BlockPlan(call.chunk, weight_UH.shape[0])
+        plan = call.plan
         wanted = BackwardOptions(want_hidden, want_weight, want_bias, block_bytes=0, fp32_hidden=True)
         sums = GradientSums(heads, wanted, plan)
         with no_autocast(hidden_NH):
             # Without a token that counts, one empty chunk gives the results their form.
-            slices = plan.token_slices(hidden_NH.shape[0]) or [slice(0, 0)]
-            parts = [_chunk(heads, call, rows, sums) for rows in slices]
+            slices, gradients = plan.token_slices(hidden_NH.shape[0]) or [slice(0, 0)], heads.gradient_buffer(plan)
+            parts = []
+            for rows in slices:
+                grad_nU = gradients.view(rows.stop - rows.start, weight_UH.shape[0])
+                for part in plan.logit_slices(rows) or [rows]:
+                    of_part = grad_nU[part.start - rows.start : part.stop - rows.start]
+                    parts.append(_part(heads, call, part, of_part))
+                _add_gradients(sums, call, rows, grad_nU)
         results = Results._make(torch.cat(fields) for fields in zip(*parts, strict=True))
         loss = call.tokens.values(results.logprob_NK.squeeze(1), results.lse_N).sum() * call.inv_denominator
         dx_NH, dw_UH, db_U = sums.gradients
@@ -115,8 +122,8 @@ class DividedChunks(torch.autograd.Function):
         )
 
 
-def _chunk(heads: HeadTensors, call: DividedChunksCall, rows: slice, sums: GradientSums) -> Results:
-    """The results of some tokens; adds their gradients, times `call.scales[0]`, to `sums`."""
+def _part(heads: HeadTensors, call: DividedChunksCall, rows: slice, grad_nU: Tensor) -> Results:
+    """The results of some tokens; writes the gradient of their logits, times `call.scales[0]`."""
     x_NH, options, tokens = heads.hidden_NH[rows], call.options, call.tokens.at(rows)
     U = heads.weight_VH.shape[0]
     local = local_ids(tokens.ids_N1, tokens.ids_N1 == options.ignore_index, call.part)
@@ -124,18 +131,22 @@ def _chunk(heads: HeadTensors, call: DividedChunksCall, rows: slice, sums: Gradi
     computed = local_forward(HeadTensors(x_NH, heads.weight_VH, heads.bias), local.local_NK, of_local, True, 0)
     results, parted = combined(computed, local, options, call.part)
     check_known(tokens.ids_N1, parted.unknown_NK, x_NH)
-    dlogprob, dlse = (g if g is None else g * call.scales[0] for g in tokens.gradients(results.lse_N))
-    upstream = local_upstream(parted, (dlogprob, dlse, None, None), (1, 0))
     if U and len(x_NH):
-        logits_NU = computed.kept_NV
-        gradient_into(Block(logits_NU, 0, U), upstream, of_local, logits_NU)
-        left_out_NK = local.local_NK == of_local.ignore_index
-        sums.begin(rows, None if call.index is not None else left_out_NK.squeeze(1))
-        sums.add(logits_NU, slice(0, U))
-        sums.end()
-    else:
-        sums.gradients.dx_NH[rows] = 0.0
+        dlogprob, dlse = (g if g is None else g * call.scales[0] for g in tokens.gradients(results.lse_N))
+        upstream = local_upstream(parted, (dlogprob, dlse, None, None), (1, 0))
+        gradient_into(Block(computed.kept_NV, 0, U), upstream, of_local, grad_nU)
     return results
+
+
+def _add_gradients(sums: GradientSums, call: DividedChunksCall, rows: slice, grad_nU: Tensor) -> None:
+    """Add the gradients of a chunk, whose logits have the gradient `grad_nU`, to `sums`."""
+    if not grad_nU.numel():
+        sums.gradients.dx_NH[rows] = 0.0
+        return
+    left_out_n = call.tokens.ids_N1[rows, 0] == call.options.ignore_index
+    sums.begin(rows, None if call.index is not None else left_out_n)
+    sums.add(grad_nU, slice(0, grad_nU.shape[1]))
+    sums.end()
 
 
 def divided_chunks(head: DividedHead, call: DividedChunksCall) -> tuple[Tensor, Results]:

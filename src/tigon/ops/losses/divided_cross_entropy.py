@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tigon.errors import ShapeError
 from tigon.ops.lm_head import product_dtype
+from tigon.ops.logprobs.blocks import BlockPlan, keeps_logits, logit_bytes, plan_whole_rows
 from tigon.ops.logprobs.divided_logprobs import divided_logprobs, tokens_that_count
 from tigon.ops.logprobs.rows import LogprobOptions
 from tigon.ops.losses import common
-from tigon.ops.losses.chunk_plan import default_chunk_bytes, even_chunk
+from tigon.ops.losses.chunk_plan import default_chunk_bytes
 from tigon.ops.losses.common import LossOutput
 from tigon.ops.losses.divided_chunks import DividedChunksCall, TokenLoss, divided_chunks
 from tigon.ops.losses.options import LossOptions, check_vector
@@ -49,14 +50,16 @@ class DividedLoss:
             most = max(self.memory_bytes - head.weight.nbytes, head.weight.element_size())
         return default_chunk_bytes(head.hidden) if most is None else (most, most)
 
-    def chunk_of(self, head: DividedHead, tokens: int) -> int:
-        """Tokens of a chunk if the gradient is computed in the forward, else 0. Each process decides alike."""
+    def plan(self, head: DividedHead, tokens: int) -> BlockPlan | None:
+        """The chunks if the gradient is computed in the forward, else None. Each process decides alike."""
         trained = any(t is not None and t.requires_grad for t in head.tensors)
         if not (trained and torch.is_grad_enabled()) or self.reduction == "none" or self.memory_bytes is not None:
-            return 0
+            return None
         block_bytes, most_kept = self.bytes_of_blocks(head)
-        token_bytes = head.most_rows() * product_dtype(head.hidden, head.weight).itemsize
-        return 0 if tokens * token_bytes <= most_kept else even_chunk(tokens, block_bytes // token_bytes)
+        size = logit_bytes(product_dtype(head.hidden, head.weight))
+        if keeps_logits(tokens, head.most_rows(), size, most_kept):
+            return None
+        return plan_whole_rows(tokens, head.most_rows(), size, block_bytes)
 
 
 @outside_graphs
@@ -81,14 +84,14 @@ def divided_cross_entropy(head: DividedHead, options: LossOptions, loss: Divided
         predicted=common.wants_predicted(loss.outputs),
     )  # fmt: skip
     tokens = _token_loss(target_N, class_weight, token_weight, options, hidden.dtype)
-    chunk = loss.chunk_of(head, len(target_N))
-    if chunk:
+    plan = loss.plan(head, len(target_N))
+    if plan is not None:
         scales = common.gradient_scales(
             product_dtype(hidden, head.weight), inverse, token_weight, class_weight, options
         )  # fmt: skip
         call = DividedChunksCall(
             tokens=tokens, index=tokens_that_count(tokens.ids_N1, ignored), inv_denominator=inverse, scales=scales,
-            options=of_logits, chunk=chunk, part=head.part,
+            options=of_logits, plan=plan, part=head.part,
         )  # fmt: skip
         value, found = divided_chunks(head, call)
     else:

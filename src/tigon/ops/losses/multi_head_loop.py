@@ -20,15 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.dispatch import Primitive
-from tigon.ops.lm_head import no_autocast, product_into
+from tigon.ops.lm_head import logits_dtype, logits_into, no_autocast, product_into
 from tigon.ops.losses.chunk_loop import (
     ChunkOptions,
     ChunkTensors,
     _exp_weight_grad_into,
     chunk_loop,
     exp_hidden_grad,
+    needs_fp32_logits,
 )
-from tigon.ops.losses.chunk_plan import even_chunk
+from tigon.ops.losses.chunk_plan import even_chunk, split_bytes
 from tigon.ops.losses.common import labels_ahead
 from tigon.ops.losses.options import LossOptions
 
@@ -153,7 +154,7 @@ class _Loop:
     def _group(self, group: list[int]) -> None:
         number = self.heads.weight_of[group[0]]
         weight_VH, want = self.weights[number], self.heads.want_weights[number]
-        chunk = chunk_of(self.tokens, weight_VH, want, self.chunk_bytes)
+        chunk, logit_tokens = chunk_of(self.tokens, weight_VH, want, self.chunk_bytes, self.options)
         acc = torch.promote_types(weight_VH.dtype, torch.float32)
         # A single product needs no fp32 sum, except in fp16, because the loss scale is not applied yet.
         alone = len(group) == 1 and self.tokens <= chunk and weight_VH.dtype != torch.float16
@@ -162,7 +163,7 @@ class _Loop:
         for rows_C, at in self._chunks(chunk):
             parts: dict[int, Tensor] = {}
             for k in group:
-                dx_CH = self._head(k, rows_C, at, weight_VH, dw_VH, first)
+                dx_CH = self._head(k, rows_C, at, weight_VH, dw_VH, first, logit_tokens)
                 first = False
                 hidden = self.heads.hidden_of[k]
                 if dx_CH is not None and self.heads.want_hiddens[hidden]:
@@ -194,8 +195,9 @@ class _Loop:
             out_NH.index_copy_(0, at, part_CH.to(out_NH.dtype))
 
     def _head(
-        self, k: int, rows_C: Tensor, at: Tensor | slice, weight_VH: Tensor, dw_VH: Tensor | None, first: bool
-    ) -> Tensor | None:
+        self, k: int, rows_C: Tensor, at: Tensor | slice, weight_VH: Tensor, dw_VH: Tensor | None, first: bool,
+        logit_tokens: int,
+    ) -> Tensor | None:  # fmt: skip
         """Process one chunk for head k: add to its loss, its hits, dW and the gradients of its blocks.
 
         Returns its part of the hidden gradient, or None if nothing before the output weight needs a gradient.
@@ -211,7 +213,9 @@ class _Loop:
         keep, C = want_x or want_w, int(x_CH.shape[0])
         results = chunk_loop(
             ChunkTensors(hidden_NH=x_CH, weight_VH=weight_VH, target=target, grad_scale=self.stored_K[k]),
-            ChunkOptions(loss=self.options, chunk=C, keep=keep, want_hidden=want_x, want_weight=want_w),
+            ChunkOptions(
+                loss=self.options, chunk=C, logit_tokens=logit_tokens, keep=keep, want_hidden=want_x, want_weight=want_w
+            ),
         )
         g_CV, factors = results.kept_NV, results.factors
         self.losses[k] += results.loss.sum()
@@ -253,12 +257,13 @@ class _Loop:
 def hits(x_CH: Tensor, weight_VH: Tensor, target: Tensor, options: LossOptions) -> Tensor:
     """(TOP,) int64: the number of tokens whose target is among the 1, 2, ... TOP largest logits; a tie counts.
 
-    The logits are computed again, a quarter of the chunk at a time, because after the loss their buffer holds their
+    The logits are computed again, an eighth of the chunk at a time, because after the loss their buffer holds their
     gradient, or exponentials too coarse to rank. This adds a third to the work, so it is not done at every step.
     """
     counts = torch.zeros(TOP, dtype=torch.int64, device=x_CH.device)
-    for x, y in zip(x_CH.chunk(4), target.chunk(4), strict=True):
-        logits = x @ weight_VH.t()
+    for x, y in zip(x_CH.chunk(8), target.chunk(8), strict=True):
+        logits = x.new_empty((len(x), weight_VH.shape[0]), dtype=logits_dtype(x.dtype))
+        logits_into(x, weight_VH, None, logits)
         if options.logit_scale < 0:
             logits = -logits
         # The loss reports labels out of range. A gather with such an index would crash a GPU.
@@ -269,11 +274,19 @@ def hits(x_CH: Tensor, weight_VH: Tensor, target: Tensor, options: LossOptions) 
     return counts
 
 
-def chunk_of(tokens: int, weight_VH: Tensor, want_weight: bool, chunk_bytes: Sequence[int]) -> int:
-    """Tokens per chunk: as many as `chunk_bytes` (least, most) of logits hold, more if the sum of dW is larger."""
+def chunk_of(
+    tokens: int, weight_VH: Tensor, want_weight: bool, chunk_bytes: Sequence[int], options: LossOptions
+) -> tuple[int, int]:
+    """(tokens per chunk, tokens whose fp32 logits exist at once or 0).
+
+    `chunk_bytes` (least, most) hold the logits and their gradient; more bytes are taken if the sum of dW is larger.
+    """
     (V, H), (least, most) = weight_VH.shape, chunk_bytes
-    fitting = min(max(least, 4 * V * H if want_weight else 0), most) // (V * weight_VH.element_size())
-    return even_chunk(tokens, fitting)
+    bytes_alive = min(max(least, 4 * V * H if want_weight else 0), most)
+    fp32_logits = needs_fp32_logits(weight_VH, weight_VH, options, other_outputs=False)
+    fitting, logit_tokens = split_bytes(bytes_alive, V, weight_VH.element_size(), fp32_logits)
+    chunk = even_chunk(tokens, fitting) if isinstance(tokens, int) else max(fitting, 1)
+    return chunk, min(logit_tokens, chunk)
 
 
 def rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -326,19 +339,17 @@ def _fake(
     heads, tokens = call.heads(), call.tokens()
     results = empty_outputs(hiddens, weights, blocks, call)
     # The planner traces this fake: besides the outputs, the loop holds a chunk's logits and blocks and one sum of dW.
-    least, _ = call.chunk_bytes
     for group in heads.groups():
         number = heads.weight_of[group[0]]
         weight_VH, want = weights[number], heads.want_weights[number]
         (V, H), acc = weight_VH.shape, torch.promote_types(weight_VH.dtype, torch.float32)
         known = isinstance(tokens, int)
-        chunk = (
-            chunk_of(tokens, weight_VH, want, call.chunk_bytes) if known else least // (V * weight_VH.element_size())
-        )
+        chunk, logit_tokens = chunk_of(tokens, weight_VH, want, call.chunk_bytes, call.options)
         alone = known and len(group) == 1 and tokens <= chunk and weight_VH.dtype != torch.float16
         total = rows_like(weight_VH, weight_VH.dtype if alone else acc) if want else None
         deepest = max(heads.block_counts[k] for k in group)
         alive = [weight_VH.new_empty((chunk, H)) for _ in range(2 + 2 * deepest)] + [weight_VH.new_empty((chunk, V))]
+        alive.append(weight_VH.new_empty((logit_tokens, V), dtype=acc))
         del alive
         if total is not None:
             results.dw[number] = total.to(results.dw[number].dtype)

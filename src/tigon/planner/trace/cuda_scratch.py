@@ -17,14 +17,12 @@ from torch.nn import functional
 
 from tigon.ops import dispatch
 from tigon.ops.lm_head import worth_gathering
-from tigon.ops.logprobs import blocks, kl_blocks
 from tigon.planner.trace.dispatch_recorder import Scratch, TraceRecorder
 from tigon.techniques.mechanisms import fused_linear
 
 # Imported by name, because the attribute `tigon.ops.linear_cross_entropy` is the function, not a module.
 _LOSS: Any = importlib.import_module("tigon.ops.losses.linear_cross_entropy")
 _MULTI_HEAD_LOSS: Any = importlib.import_module("tigon.ops.losses.multi_head")
-_KL: Any = importlib.import_module("tigon.ops.logprobs.kl_backward")
 _LOGPROBS: Any = importlib.import_module("tigon.ops.logprobs.linear_logprobs")
 
 
@@ -55,7 +53,7 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     """Context in which tigon's ops plan for a GPU of `arch`. ignored: number of ignored labels in a micro-batch.
 
     It replaces:
-    - functions of the losses, of linear_logprobs, of linear_kl and of fused linear layers, which depend on values, on
+    - functions of the losses, of linear_logprobs and of fused linear layers, which depend on values, on
       the device, or on whether a tensor is fake;
     - dropout, whose mask has the input's dtype on a CPU and one byte per element on CUDA;
     - the product of experts, whose fake rejects fp32, which CUDA multiplies expert by expert.
@@ -70,28 +68,6 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
         if not ignored or 6 * N * weight_VH.numel() < _LOGPROBS.WORTH_A_WAIT_FLOPS[by]:
             return None
         return worth_gathering(torch.empty(N - ignored, dtype=torch.int64), N)
-
-    def logprobs_backward(
-        tensors: blocks.HeadTensors, _upstream: Any, _kept_NV: Any, _logprob: Any, options: blocks.BackwardOptions
-    ) -> blocks.Gradients:
-        # The kept logits become their gradient, so nothing but the gradients is allocated.
-        (N, H), V = tensors.hidden_NH.shape, tensors.weight_VH.shape[0]
-        products = options.want_hidden + options.want_weight
-        recorder.count(flops=2.0 * N * H * V * products, dtype=tensors.hidden_NH.dtype, launches=1 + products)
-        return blocks.empty_gradients(tensors, options, blocks.BlockPlan(max(N, 1), V))
-
-    def divergence_backward(
-        pair: kl_blocks.HeadPair, _upstream: Any, _p_kept: Any, _q_kept: Any, _kl: Any,
-        options: kl_blocks.KlBackwardOptions,
-    ) -> kl_blocks.KlGradients:  # fmt: skip
-        gradients: list[Tensor] = []
-        for head, wanted in ((pair.p, options.p), (pair.q, options.q)):
-            (N, H), V = head.hidden_NH.shape, head.weight_VH.shape[0]
-            wanted = wanted or blocks.BackwardOptions(False, False, False, 0)
-            products = wanted.want_hidden + wanted.want_weight
-            recorder.count(flops=2.0 * N * H * V * products, dtype=head.hidden_NH.dtype, launches=1 + products)
-            gradients += blocks.empty_gradients(head, wanted, blocks.BlockPlan(max(N, 1), V))
-        return kl_blocks.KlGradients(*gradients)
 
     def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         # cuBLAS adds a product of 16-bit factors to an fp32 sum without casting the factors.
@@ -121,10 +97,6 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
         (_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (_MULTI_HEAD_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (_LOGPROBS, "rows_that_count"): tokens_that_count,
-        (_LOGPROBS, "can_bypass_dispatcher"): lambda tensors: True,
-        (_LOGPROBS, "backward_in_place"): logprobs_backward,
-        (_KL, "can_bypass_dispatcher"): lambda tensors: True,
-        (_KL, "backward_in_place"): divergence_backward,
         (functional, "dropout"): dropout,
     }
     if plain_grouped_mm is not None:

@@ -1,0 +1,85 @@
+"""The errors of the ops over an lm_head on peaked logits, and the cost of fp32 logits: two tables of
+docs/post-training.md.
+
+    python -m benchmarks.pages.head_accuracy
+
+The record is one of `python -m benchmarks.measure_head_accuracy`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import regions
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "post-training.md"
+RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "accuracy" / "heads.json"
+NO_RECORD = "*Not measured on a GPU yet.*"
+_DTYPE = "bf16"
+
+
+def errors(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The largest error of a gradient by case and deviation, in percent: the op's, and with logits in 16 bits."""
+    of_dtype = [row for row in rows if row["dtype"] == _DTYPE]
+    deviations = sorted({row["deviation"] for row in of_dtype})
+    header = f"| {_DTYPE}, largest error of a gradient | {' | '.join(f'std {d:g}' for d in deviations)} |"
+    lines = [header, f"|---|{'---:|' * len(deviations)}"]
+    for name in dict.fromkeys(row["case"] for row in of_dtype):
+        by_deviation = {row["deviation"]: row["errors"] for row in of_dtype if row["case"] == name}
+        cells = [
+            " / ".join(_percent(_largest(by_deviation[d][variant])) for variant in ("tigon", "16-bit logits"))
+            for d in deviations
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _largest(results: Mapping[str, float]) -> float:
+    return max(error for name, error in results.items() if name != "value")
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.2g} %"
+
+
+def times(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The time and memory of each op, with logits in fp32 and in 16 bits."""
+    lines = [
+        "| forward and backward | ms | ms, 16-bit logits | MiB | MiB, 16-bit logits |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        if "16-bit logits" not in row:
+            continue
+        ours, narrow = row["fp32 logits"], row["16-bit logits"]
+        size = " x ".join(map(str, row["shape"]))
+        cells = (f"{ours['ms']:.1f}", f"{narrow['ms']:.1f}", f"{ours['mib']:,.0f}", f"{narrow['mib']:,.0f}")
+        lines.append(f"| {size}, {row['dtype']}: {row['op']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def where(record: Mapping[str, Any]) -> str:
+    """The sentence that says where and with what the record was measured."""
+    environment = record["environment"]
+    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "triton"))
+    commit, date = environment["tigon_commit"][:7], environment["date"]
+    return f"*On one {environment['device']}: {versions}, commit {commit}, {date}.*"
+
+
+def written(text: str) -> str:
+    """`text` with the tables of the record between their markers, or with `NO_RECORD`."""
+    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else None
+
+    def part(table: Any, field: str) -> str:
+        return NO_RECORD if record is None else f"{table(record[field])}\n\n{where(record)}"
+
+    parts = {"errors": lambda: part(errors, "errors"), "times": lambda: part(times, "times")}
+    return regions.written(text, "head accuracy", parts, DOCUMENT)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
