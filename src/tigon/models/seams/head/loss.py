@@ -48,9 +48,12 @@ from tigon.models.seams.router import with_balancing_loss
 TRANSPARENT_WRAPPERS = frozenset({"ModulesToSaveWrapper", "FullyShardedDataParallel"})
 
 
-def peel(head: nn.Module) -> Iterator[nn.Module]:
-    """The modules that may compute when `head` is called: `head` itself, or the modules of a transparent wrapper."""
-    yield from head.modules() if type(head).__name__ in TRANSPARENT_WRAPPERS else (head,)
+def peel(head: nn.Module) -> list[nn.Module]:
+    """The modules that may compute when `head` is called: `head` itself, or the modules of a transparent wrapper.
+
+    It is no generator: Dynamo of torch 2.14 cannot compile one with a `yield from` that is left before its end.
+    """
+    return [*head.modules()] if type(head).__name__ in TRANSPARENT_WRAPPERS else [head]
 
 
 def next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
