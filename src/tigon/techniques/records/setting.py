@@ -60,8 +60,6 @@ class Setting:
     """A further value that only recipes know; it is their default, and the trainer replaces it by one of `words`."""
     recipe_default: Any = None
     """A recipe's default, if it is not that of `Choices`."""
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Former values -> new ones."""
     flag: Flag | None = None
     traced: bool = False
     """A trace of the model depends on it."""
