@@ -23,8 +23,11 @@ from tests.docs.page_examples import ROOT, read_blocks, text_of
 
 pytestmark = forks.forks
 PAGE = "CONTRIBUTING.md"
-TABLE_BEGINS = {"src/tigon/models/table.py": "_ROWS = (\n"}
-"""Files with a table -> the line above its first row."""
+TABLE_BEGINS = {
+    "src/tigon/models/table.py": "_ROWS = (\n",
+    "src/tigon/techniques/records/choices.py": "    loss_memory_mib: int = 0\n",
+}
+"""Files with a table -> a line below which a row may stand."""
 
 
 class Copy:
@@ -152,9 +155,11 @@ assert "--empty-cache-steps" in options
 """
 
 
-def test_a_new_technique_is_one_file(copy: Copy) -> None:
+def test_a_new_technique_is_one_file_and_a_field(copy: Copy) -> None:
     """tests/techniques/test_one_file.py follows one through the search, the exclusions and the pages."""
-    assert copy.add("A new technique: one file") == ["src/tigon/techniques/empty_cache.py"]
+    assert copy.add("A new technique: one file and a field") == [
+        "src/tigon/techniques/empty_cache.py", "src/tigon/techniques/records/choices.py",
+    ]  # fmt: skip
     copy.check(TECHNIQUE)
 
 

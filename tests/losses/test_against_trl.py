@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tigon import losses
 from tigon.losses.dpo import FORMULAS as DPO_FORMULAS
-from tigon.losses.dpo import USE_F_DIVERGENCE
 from tigon.losses.grpo import FORMULAS as GRPO_FORMULAS
 
 trl = pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
@@ -48,18 +47,17 @@ def compare(theirs: Tensor, ours: Tensor, leaf: Tensor) -> None:
 # --- functions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3])
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
-def test_cpo_is_trls(loss_type: Any, alpha: float) -> None:
+def test_cpo_is_trls(loss_type: Any) -> None:
     trainer = part_of_trl("experimental.cpo.cpo_trainer", "CPOTrainer")
     e = 0.1 if loss_type in ("sigmoid", "simpo") else 0.0
     stand_in = SimpleNamespace(
-        alpha=alpha, beta=0.3, simpo_gamma=0.5, label_smoothing=e, loss_type=loss_type,
+        alpha=0.0, beta=0.3, simpo_gamma=0.5, label_smoothing=e, loss_type=loss_type,
         accelerator=SimpleNamespace(device="cpu"),
     )  # fmt: skip
     leaf = values(0).requires_grad_()
     theirs = trainer.cpo_loss(stand_in, leaf[0], leaf[1])
-    ours = losses.cpo(leaf[0], leaf[1], beta=0.3, loss_type=loss_type, label_smoothing=e, alpha=alpha)
+    ours = losses.cpo(leaf[0], leaf[1], beta=0.3, loss_type=loss_type, label_smoothing=e)
     compare(theirs[0], ours.loss, leaf)
     torch.testing.assert_close(ours.chosen_rewards, theirs[1])
     torch.testing.assert_close(ours.rejected_rewards, theirs[2])
@@ -89,19 +87,14 @@ def test_generalized_jsd_is_trls(beta: float) -> None:
     compare(expected, losses.distillation(found, labels != -100).loss, student)
 
 
-@pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_top_k_divergence_is_trls(beta: float, tail: bool) -> None:
+def test_top_k_divergence_is_trls(beta: float) -> None:
     theirs = part_of_trl("experimental.sdpo.loss_utils", "compute_topk_self_distillation_loss")
     student, teacher = values(0).requires_grad_(), values(1)
-    expected = theirs(student, teacher, distillation_topk=3, distillation_alpha=beta, distillation_add_tail=tail)
+    expected = theirs(student, teacher, distillation_topk=3, distillation_alpha=beta, distillation_add_tail=True)
     ids = student.topk(3, -1).indices  # TRL takes the student's
     found = losses.topk_divergence(
-        student.log_softmax(-1).gather(-1, ids),
-        teacher.log_softmax(-1).gather(-1, ids),
-        kind="jsd",
-        beta=beta,
-        tail=tail,
+        student.log_softmax(-1).gather(-1, ids), teacher.log_softmax(-1).gather(-1, ids), kind="jsd", beta=beta
     )
     compare(expected, found, student)
 
@@ -132,19 +125,16 @@ class LogProbabilities:
 
 
 @only_1_16
-@pytest.mark.parametrize("score", ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"])
 @pytest.mark.parametrize("loss_type", DPO_FORMULAS)
-def test_dpo_and_its_metrics_are_trls(loss_type: Any, score: Any) -> None:
-    if score != "reverse_kl" and loss_type not in USE_F_DIVERGENCE:
-        return
+def test_dpo_and_its_metrics_are_trls(loss_type: Any) -> None:
     # TRL's sigmoid takes no label smoothing.
     e = 0.1 if loss_type in ("robust", "exo_pair", "aot", "aot_unpaired") else 0.0
     leaf, ref = values(0).requires_grad_(), (values(1) * MASK).sum(1)
     model, metrics = LogProbabilities(leaf), defaultdict(list)
     stand_in = SimpleNamespace(
         model=model, accelerator=ACCELERATOR, aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True,
-        f_divergence_type=score, f_alpha_divergence_coef=0.5, loss_types=[loss_type], loss_weights=[1.0], beta=0.3,
-        label_smoothing=e, args=SimpleNamespace(discopop_tau=0.05), use_weighting=False, _metrics={"train": metrics},
+        f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=0.3, label_smoothing=e,
+        args=SimpleNamespace(discopop_tau=0.05), use_weighting=False, _metrics={"train": metrics},
         _total_train_tokens=0, _tp_size=1,
     )  # fmt: skip
     completion = torch.cat([torch.zeros(B, 1), MASK], 1).long()
@@ -157,7 +147,7 @@ def test_dpo_and_its_metrics_are_trls(loss_type: Any, score: Any) -> None:
     chosen, rejected = losses.sequence_sum(leaf, MASK).chunk(2)
     lengths = dict(zip(("chosen_lengths", "rejected_lengths"), losses.sequence_lengths(MASK).chunk(2), strict=True))
     ours = losses.dpo(
-        chosen, rejected, *ref.chunk(2), beta=0.3, loss_type=loss_type, label_smoothing=e, f_divergence_type=score,
+        chosen, rejected, *ref.chunk(2), beta=0.3, loss_type=loss_type, label_smoothing=e,
         **(lengths if loss_type in ("ipo", "sigmoid_norm") else {}),
     )  # fmt: skip
     compare(theirs, ours.loss.mean(), leaf)
@@ -187,8 +177,8 @@ def test_grpo_and_its_metrics_are_trls(loss_type: Any, level: Any, delta: Any, c
         args=SimpleNamespace(use_bias_correction_kl=correct, delta=delta, steps_per_generation=1), epsilon_high=5.0,
         loss_type="grpo" if loss_type == "gspo" else loss_type, use_vllm=weighted, accelerator=ACCELERATOR,
         vllm_importance_sampling_correction=weighted, model=SimpleNamespace(training=True), max_completion_length=9,
-        current_gradient_accumulation_steps=1, _entropy_bonus_enabled=True, use_adaptive_entropy=False,
-        entropy_coef=0.1, _metrics={"train": metrics},
+        current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False, use_adaptive_entropy=False,
+        entropy_coef=0.0, _metrics={"train": metrics},
     )  # fmt: skip
     inputs = {
         "prompt_ids": mask[:, :0], "prompt_mask": mask[:, :0], "completion_ids": mask, "completion_mask": mask,
@@ -198,13 +188,12 @@ def test_grpo_and_its_metrics_are_trls(loss_type: Any, level: Any, delta: Any, c
     theirs = trl.GRPOTrainer._compute_loss(stand_in, None, inputs)
     ours = losses.grpo(
         leaf, advantages, mask, old_logps=old, ref_logps=ref, importance_sampling_ratio=weight if weighted else None,
-        entropy=entropy, entropy_coef=0.1, loss_type=loss_type, beta=0.2, epsilon_high=5.0, delta=delta,
+        loss_type=loss_type, beta=0.2, epsilon_high=5.0, delta=delta,
         importance_sampling_level=level, use_bias_correction_kl=correct,
         max_completion_length=9 if loss_type == "dr_grpo" else None,
         num_items=31 if loss_type in ("dapo", "cispo") else None,
     )  # fmt: skip
     compare(theirs, ours.loss, leaf)
-    assert metrics["policy_loss"] == [pytest.approx(ours.policy_loss.item(), rel=1e-5)]
     logged = {"kl": ours.kl}
     if level == "token" and loss_type == "cispo":
         logged["cispo_clip_ratio"] = ours.clipped_high

@@ -48,15 +48,13 @@ def test_divergence_and_gradients_are_the_formula(kind: Any, beta: float) -> Non
     check(ours, formula, {"student": STUDENT, "teacher": TEACHER})
 
 
-@pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
-def test_topk_divergence_and_gradients_are_the_formula(kind: Any, beta: float, tail: bool) -> None:
+def test_topk_divergence_and_gradients_are_the_formula(kind: Any, beta: float) -> None:
     ids = TEACHER.topk(K, -1).indices
 
     def bins(logits: Tensor, chosen: Tensor) -> list[Tensor]:
         p = probabilities(logits)
-        top = [p[i] for i in chosen.tolist()]
-        return [*top, sum(p[i] for i in range(V) if i not in chosen.tolist())] if tail else [x / sum(top) for x in top]
+        return [*(p[i] for i in chosen.tolist()), sum(p[i] for i in range(V) if i not in chosen.tolist())]
 
     def formula(student: Tensor, teacher: Tensor) -> Tensor:
         rows = zip(student.reshape(-1, V), teacher.reshape(-1, V), ids.reshape(-1, K), strict=True)
@@ -64,9 +62,8 @@ def test_topk_divergence_and_gradients_are_the_formula(kind: Any, beta: float, t
 
     def ours(student: Tensor, teacher: Tensor) -> Tensor:
         return topk_divergence(
-            student.log_softmax(-1).gather(-1, ids), teacher.log_softmax(-1).gather(-1, ids),
-            kind=kind, beta=beta, tail=tail,
-        )  # fmt: skip
+            student.log_softmax(-1).gather(-1, ids), teacher.log_softmax(-1).gather(-1, ids), kind=kind, beta=beta
+        )
 
     check(ours, formula, {"student": STUDENT, "teacher": TEACHER})
 
@@ -80,9 +77,6 @@ def test_beta_0_and_1_of_jsd_are_the_forward_and_the_reverse_kl() -> None:
 def test_all_ids_in_the_top_k_give_the_full_divergence() -> None:
     student, teacher = STUDENT.log_softmax(-1), TEACHER.log_softmax(-1)
     for kind in ("forward", "reverse", "jsd"):
-        torch.testing.assert_close(
-            topk_divergence(student, teacher, kind=kind, tail=False), divergence(student, teacher, kind=kind)
-        )
         # The tail of a whole vocabulary is rounding alone, and costs no more than that.
         torch.testing.assert_close(
             topk_divergence(student, teacher, kind=kind), divergence(student, teacher, kind=kind), rtol=0, atol=1e-12
@@ -103,7 +97,6 @@ def test_extreme_log_probabilities_give_finite_divergences_and_gradients(kind: A
     for student in peaks:
         for teacher in peaks:
             check_finite(lambda s, t: topk_divergence(s, t, kind=kind), {"s": student, "t": teacher})
-            check_finite(lambda s, t: topk_divergence(s, t, kind=kind, tail=False), {"s": student, "t": teacher})
             check_finite(lambda s, t: divergence(s, t, kind=kind), {"s": student, "t": teacher})
 
 
@@ -165,8 +158,6 @@ def test_module_combines_divergence_and_mean() -> None:
     student, teacher = STUDENT.log_softmax(-1), TEACHER.log_softmax(-1)
     expected = distillation(divergence(student, teacher, kind="jsd", beta=0.3), MASK).loss
     assert torch.equal(GKDLoss(beta=0.3)(student, teacher, MASK).loss, expected)
-    top = distillation(topk_divergence(student[..., :K], teacher[..., :K], kind="reverse"), MASK).loss
-    assert torch.equal(GKDLoss(kind="reverse", top_k=True)(student[..., :K], teacher[..., :K], MASK).loss, top)
 
 
 def test_invalid_options_and_tensors_are_refused() -> None:
@@ -176,12 +167,10 @@ def test_invalid_options_and_tensors_are_refused() -> None:
             "kind='kl' is not known; choose one of forward",
         ),
         (lambda: topk_divergence(STUDENT, TEACHER, kind="jsd", beta=1.5), "beta=1.5 must be at least 0 and at most 1"),
-        (lambda: topk_divergence(STUDENT, TEACHER, tail=1), "tail=1 must be True or False"),
         (lambda: distillation(SOFT, weight_hard_loss=0.5), "weight_hard_loss=0.5 requires nll"),
         (lambda: distillation(SOFT, temperature=0.0), "temperature=0.0 must be above 0"),
         (lambda: distillation(SOFT, num_items=-1), "num_items=-1"),
         (lambda: GKDLoss(beta=2.0), "beta=2.0"),
-        (lambda: GKDLoss(top_k=3), "top_k=3 must be True or False"),
     ):
         with pytest.raises(OptionError) as caught:
             call()

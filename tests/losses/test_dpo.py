@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.losses import DPOLoss, dpo
-from tigon.losses.dpo import FORMULAS, SORT, USE_F_DIVERGENCE, USE_LABEL_SMOOTHING, DPOLossType
+from tigon.losses.dpo import FORMULAS, USE_LABEL_SMOOTHING, DPOLossType
 
 BETA, TAU = 0.3, 0.7
 NAMES = ("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps")
@@ -57,15 +57,9 @@ PAIR: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
         + sigmoid(BETA * (w - l) / TAU) * torch.exp(-BETA * (w - l))
     ),
 }
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {  # f'(t), with t = exp(r)
-    "reverse_kl": lambda r: r,
-    "forward_kl": lambda r: 1 - 1 / torch.exp(r),
-    "js_divergence": lambda r: torch.log(2 * torch.exp(r) / (1 + torch.exp(r))),
-    "alpha_divergence": lambda r: (torch.exp(r) ** (0.5 - 1) - 1) / (0.5 - 1),
-}
 
 
-def formula(loss_type: str, e: float, lengths: tuple[Tensor, Tensor] | None, score: str = "reverse_kl") -> Any:
+def formula(loss_type: str, e: float, lengths: tuple[Tensor, Tensor] | None) -> Any:
     def of(
         chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
     ) -> Tensor:
@@ -76,7 +70,6 @@ def formula(loss_type: str, e: float, lengths: tuple[Tensor, Tensor] | None, sco
             return each(lambda a, b: log_loss(BETA * (a - b), e), w, l)
         if loss_type == "aot_unpaired":
             w, l = torch.stack(sorted(w, key=Tensor.item)), torch.stack(sorted(l, key=Tensor.item))
-        w, l = SCORES[score](w), SCORES[score](l)
         if lengths is not None:
             w, l = w / lengths[0].to(w.dtype), l / lengths[1].to(l.dtype)
         return each(lambda a, b: PAIR[loss_type](a, b, e), w, l)
@@ -103,43 +96,22 @@ def test_loss_and_gradients_are_the_formulas(loss_type: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("loss_type", [name for name in FORMULAS if name not in SORT])
-def test_lengths_divide_the_log_ratios_of_every_type_that_does_not_sort(loss_type: str) -> None:
-    e = smoothing(loss_type)
-    check(
-        lambda **x: dpo(
-            **x, beta=BETA, loss_type=loss_type, label_smoothing=e, chosen_lengths=LENGTHS[0],
-            rejected_lengths=LENGTHS[1], length_normalize=True, discopop_tau=TAU,
-        ).loss,
-        formula(loss_type, e, LENGTHS), inputs(),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("loss_type", USE_F_DIVERGENCE)
-def test_f_divergences_replace_the_log_ratios(loss_type: str, score: Any) -> None:
-    lengths = LENGTHS if loss_type == "sigmoid_norm" else None
-    more = {"chosen_lengths": LENGTHS[0], "rejected_lengths": LENGTHS[1]} if lengths else {}
-    e = smoothing(loss_type)
-    check(
-        lambda **x: dpo(
-            **x, beta=BETA, loss_type=loss_type, label_smoothing=e, f_divergence_type=score, discopop_tau=TAU, **more
-        ).loss,
-        formula(loss_type, e, lengths, score), inputs(scale=0.5),
-    )  # fmt: skip
-
-
 def test_ipo_divides_by_lengths_if_they_are_given() -> None:
-    x = inputs()
     lengths = {"chosen_lengths": LENGTHS[0], "rejected_lengths": LENGTHS[1]}
-    given = dpo(**x, loss_type="ipo", **lengths).loss
-    assert torch.equal(given, dpo(**x, loss_type="ipo", length_normalize=True, **lengths).loss)
-    assert not torch.equal(given, dpo(**x, loss_type="ipo").loss)
+    check(lambda **x: dpo(**x, beta=BETA, loss_type="ipo", **lengths).loss, formula("ipo", 0.0, LENGTHS), inputs())
+
+
+@pytest.mark.parametrize("loss_type", [name for name in FORMULAS if name not in ("sigmoid_norm", "ipo")])
+def test_other_types_do_not_use_lengths(loss_type: str) -> None:
+    options: dict[str, Any] = {"loss_type": loss_type, "label_smoothing": smoothing(loss_type)}
+    given = dpo(**inputs(), **options, chosen_lengths=LENGTHS[0], rejected_lengths=LENGTHS[1]).loss
+    assert torch.equal(given, dpo(**inputs(), **options).loss)
 
 
 def test_rewards_are_beta_times_the_log_ratio_without_gradient_whatever_the_lengths() -> None:
     x = {name: value.requires_grad_() for name, value in inputs().items()}
-    result = dpo(**x, beta=BETA, chosen_lengths=LENGTHS[0], rejected_lengths=LENGTHS[1], length_normalize=True)
+    lengths = {"chosen_lengths": LENGTHS[0], "rejected_lengths": LENGTHS[1]}
+    result = dpo(**x, beta=BETA, loss_type="sigmoid_norm", **lengths)
     chosen = BETA * (x["chosen_logps"] - x["ref_chosen_logps"])
     rejected = BETA * (x["rejected_logps"] - x["ref_rejected_logps"])
     torch.testing.assert_close(result.chosen_rewards, chosen.detach())
@@ -150,26 +122,13 @@ def test_rewards_are_beta_times_the_log_ratio_without_gradient_whatever_the_leng
 
 
 @pytest.mark.parametrize("ratio", [500.0, -500.0, 1e4, -1e4])
-@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("loss_type", FORMULAS)
-def test_extreme_log_ratios_give_finite_losses_and_gradients(loss_type: str, score: Any, ratio: float) -> None:
-    if score != "reverse_kl" and loss_type not in USE_F_DIVERGENCE:
-        return
+def test_extreme_log_ratios_give_finite_losses_and_gradients(loss_type: str, ratio: float) -> None:
     x = {name: torch.zeros(2) for name in NAMES} | {"chosen_logps": torch.tensor([ratio, 0.0])}
     x["rejected_logps"] = torch.tensor([0.0, ratio])
     lengths = {"chosen_lengths": torch.ones(2), "rejected_lengths": torch.ones(2)}
     check_finite(
-        lambda **x: (
-            dpo(
-                **x,
-                beta=1.0,
-                loss_type=loss_type,
-                label_smoothing=smoothing(loss_type),
-                f_divergence_type=score,
-                **lengths,
-            ).loss
-        ),
-        x,
+        lambda **x: dpo(**x, beta=1.0, loss_type=loss_type, label_smoothing=smoothing(loss_type), **lengths).loss, x
     )
 
 
@@ -225,11 +184,7 @@ def test_an_empty_batch_gives_empty_losses() -> None:
         ({"label_smoothing": 0.5, "loss_type": "robust"}, "must be below 0.5"),
         ({"loss_type": "exo_pair"}, "above 0 and below 1"),
         ({"loss_type": "exo_pair", "label_smoothing": 1.0}, "above 0 and below 1"),
-        ({"f_divergence_type": "kl"}, "choose one of reverse_kl, forward_kl"),
-        ({"f_divergence_type": "forward_kl", "loss_type": "apo_zero"}, "does not apply to loss_type='apo_zero'"),
         ({"discopop_tau": 0.0}, "discopop_tau"),
-        ({"length_normalize": True}, "length_normalize=True requires chosen_lengths"),
-        ({"length_normalize": True, "loss_type": "aot"}, "sorts the batch"),
         ({"loss_type": "sigmoid_norm"}, "loss_type='sigmoid_norm' requires chosen_lengths"),
         ({"reference_free": True}, "reference_free=True takes no ref_chosen_logps"),
         ({"reference_free": 1}, "reference_free=1 must be True or False"),
@@ -250,7 +205,7 @@ def test_missing_references_and_wrong_tensors_are_refused() -> None:
     with pytest.raises(ShapeError):
         dpo(*[torch.zeros(2, 3)] * 4)
     with pytest.raises(ShapeError, match="chosen_lengths"):
-        dpo(**x, length_normalize=True, chosen_lengths=torch.ones(2), rejected_lengths=torch.ones(5))
+        dpo(**x, loss_type="ipo", chosen_lengths=torch.ones(2), rejected_lengths=torch.ones(5))
     with pytest.raises(DtypeError, match=r"chosen_logps is torch.int64"):
         dpo(**{**x, "chosen_logps": torch.zeros(5, dtype=torch.int64)})
 

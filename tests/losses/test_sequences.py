@@ -16,13 +16,13 @@ from tigon.losses import sequence_lengths, sequence_mean, sequence_sum
 MASK = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 0, 1, 0]], dtype=torch.bool)
 PADDED = draw(3, 4, seed=1)
 PACKED = draw(8, seed=2)
-# (segment of each token or None, layout) of PACKED; the last two sequences of each hold one token and none
+# (segment of each token or None, layout) of PACKED
 IDS = torch.tensor([0, 0, 0, 1, 1, -1, 2, 0])
-CU = torch.tensor([1, 4, 4, 6, 7], dtype=torch.int32)
+CU = torch.tensor([1, 4, 4, 6, 7, 7], dtype=torch.int32)
 LAYOUTS: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
-    "segment ids": ([[0, 1, 2, 7], [3, 4], [6], []], {"segment_ids": IDS, "num_sequences": 4}),
-    "segment ids alone": ([[0, 1, 2, 7], [3, 4], [6]], {"segment_ids": IDS.int()}),
-    "cu_seqlens": ([[1, 2, 3], [], [4, 5], [6]], {"cu_seqlens": CU}),
+    "segment ids": ([[0, 1, 2, 7], [3, 4], [6]], {"segment_ids": IDS}),
+    "int32 segment ids": ([[0, 1, 2, 7], [3, 4], [6]], {"segment_ids": IDS.int()}),
+    "cu_seqlens": ([[1, 2, 3], [], [4, 5], [6], []], {"cu_seqlens": CU}),
 }
 PACKED_MASK = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1])
 
@@ -59,7 +59,7 @@ def test_lengths_count_the_tokens_of_the_mask() -> None:
     assert sequence_lengths(MASK).tolist() == [3, 0, 1]
     places, options = LAYOUTS["cu_seqlens"]
     assert sequence_lengths(torch.ones(8), **options).tolist() == [len(p) for p in places]
-    assert sequence_lengths(PACKED_MASK, **options).tolist() == [2, 0, 1, 1]
+    assert sequence_lengths(PACKED_MASK, **options).tolist() == [2, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("function", [sequence_sum, sequence_mean])
@@ -83,8 +83,6 @@ def test_half_precision_is_summed_in_fp32_and_empty_batches_are_empty() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(OptionError, match="pass one of them"):
         sequence_sum(PACKED, segment_ids=IDS, cu_seqlens=CU)
-    with pytest.raises(OptionError, match="num_sequences=3 goes with segment_ids"):
-        sequence_sum(PACKED, num_sequences=3)
     for call in (
         lambda: sequence_sum(PADDED, MASK[0]),
         lambda: sequence_sum(PADDED, segment_ids=IDS),

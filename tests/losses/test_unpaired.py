@@ -56,12 +56,6 @@ def test_bco_and_its_gradients_are_the_formula() -> None:
     check(lambda **x: bco(**x, labels=LABELS, delta=0.2, beta=BETA, **WEIGHTS).loss, bco_formula(0.2), INPUTS)
 
 
-def test_bco_weights_multiply_the_losses() -> None:
-    weights = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.5])
-    weighted = bco(**INPUTS, labels=LABELS, weights=weights).loss
-    torch.testing.assert_close(weighted, bco(**INPUTS, labels=LABELS).loss * weights)
-
-
 def test_kl_is_the_mean_log_ratio_at_least_0_and_has_no_gradient() -> None:
     logps = torch.tensor([-1.0, -3.0], requires_grad=True)
     z = kto_kl(logps, torch.tensor([-2.0, -3.0]))
@@ -117,8 +111,6 @@ def test_wrong_tensors_are_refused() -> None:
         kto(**INPUTS, labels=LABELS[:2], kl=0.0)
     with pytest.raises(ShapeError, match=r"kl is \(5,\)"):
         kto(**INPUTS, labels=LABELS, kl=torch.zeros(5))
-    with pytest.raises(ShapeError, match="weights"):
-        bco(**INPUTS, labels=LABELS, weights=torch.ones(2))
 
 
 def test_modules_give_the_functions_results() -> None:

@@ -1,4 +1,4 @@
-"""A technique is one file: a made-up one reaches recipes, flags, the search and the pages without another edit."""
+"""A technique is one file and its fields in `Choices`: a made-up one reaches recipes, flags, search and pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import tigon
 pytestmark = forks.forks
 PAGES = str(Path(__file__).parent)
 """The folder of technique_pages.py."""
-NEW_FIELD = "            new_type=int, new_default=1,\n"
 FILE = '''
 """A made-up technique."""
 
@@ -24,7 +23,6 @@ DECLARATION = Declaration(
     settings=(
         Setting(
             field="ring_size", key="train.ring_size", help="Ranks of the ring.", minimum=1, maximum=8,
-            new_type=int, new_default=1,
             flag=Flag(name="ring-size", help="How many ranks the ring has."), traced=True, search="run",
             candidates=lambda config: (1, 2),
             label=lambda choices: f"ring of {choices.ring_size}" if choices.ring_size > 1 else "",
@@ -90,19 +88,22 @@ print("reached")
 """
 
 
-def test_a_technique_in_one_file_reaches_recipe_flag_search_checks_and_pages(tmp_path: Path):
-    """In a copy of the package."""
-    source = tmp_path / "src"
+def copy_with_technique(folder: Path) -> Path:
+    """A copy of the package with the made-up technique's file."""
+    source = folder / "src"
     shutil.copytree(Path(tigon.__file__).parent, source / "tigon", ignore=shutil.ignore_patterns("__pycache__"))
-    folder = source / "tigon" / "techniques"
-    (folder / "ring.py").write_text(FILE, encoding="utf-8")
+    (source / "tigon" / "techniques" / "ring.py").write_text(FILE, encoding="utf-8")
+    return source
+
+
+def test_a_technique_in_one_file_reaches_recipe_flag_search_checks_and_pages(tmp_path: Path):
+    source = copy_with_technique(tmp_path)
+    with (source / "tigon" / "techniques" / "records" / "choices.py").open("a", encoding="utf-8") as choices:
+        choices.write("    ring_size: int = 1\n")  # the class is the file's last
     done = forks.python(code=f"import sys; sys.path.append({PAGES!r})\n{CHECKS}", cwd=tmp_path, source=source)
     assert done.stdout.strip() == "reached", done.stderr[-2000:]
 
 
-def test_a_setting_with_neither_field_nor_type_is_refused_on_import(tmp_path: Path):
-    source = tmp_path / "src"
-    shutil.copytree(Path(tigon.__file__).parent, source / "tigon", ignore=shutil.ignore_patterns("__pycache__"))
-    (source / "tigon" / "techniques" / "ring.py").write_text(FILE.replace(NEW_FIELD, ""), encoding="utf-8")
-    done = forks.python(code="import tigon.techniques", source=source)
-    assert "Choices lacks it" in done.stderr
+def test_a_setting_without_a_field_is_refused_on_import(tmp_path: Path):
+    done = forks.python(code="import tigon.techniques", source=copy_with_technique(tmp_path))
+    assert "ring_size: Choices lacks it" in done.stderr

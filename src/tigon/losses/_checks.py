@@ -27,7 +27,6 @@ def check_number(
     *,
     above: float | None = None,
     at_least: float | None = None,
-    below: float | None = None,
     at_most: float | None = None,
 ) -> float:
     """Return the value, or raise `OptionError` unless it is a finite number within the limits."""
@@ -37,7 +36,6 @@ def check_number(
     for word, limit, holds in (
         ("above", above, above is None or value > above),
         ("at least", at_least, at_least is None or value >= at_least),
-        ("below", below, below is None or value < below),
         ("at most", at_most, at_most is None or value <= at_most),
     ):
         if limit is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.losses._checks import as_float, check_choice, check_number
+from tigon.losses._checks import as_float, check_choice
 
 ScaleRewards = Literal["group", "batch", "none"]
+_EPS = 1e-4
+"""Added to standard deviations, so that equal rewards give advantages of 0. TRL has the same."""
 
 
 def _groups(rewards: Tensor, num_generations: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,12 +34,10 @@ def _std(deviations: Tensor, count: Tensor, dim: tuple[int, ...]) -> Tensor:
     return (deviations.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
-def group_advantages(
-    rewards: Tensor, num_generations: int, *, scale_rewards: ScaleRewards = "group", eps: float = 1e-4
-) -> Tensor:
+def group_advantages(rewards: Tensor, num_generations: int, *, scale_rewards: ScaleRewards = "group") -> Tensor:
     """Advantages of GRPO: each reward minus its group's mean, divided by a standard deviation.
 
-    A = (R - mean) / (std + eps) (Shao et al. 2024, arXiv 2402.03300). Dr. GRPO divides by nothing (arXiv 2503.20783),
+    A = (R - mean) / (std + 1e-4) (Shao et al. 2024, arXiv 2402.03300). Dr. GRPO divides by nothing (arXiv 2503.20783),
     and "batch" by the deviation of all rewards (arXiv 2508.08221).
 
     Args:
@@ -46,7 +45,6 @@ def group_advantages(
             it enters no mean, and its advantage is 0.
         num_generations: completions per prompt, a divisor of B.
         scale_rewards: "group" divides by the group's standard deviation, "batch" by the batch's, "none" by nothing.
-        eps: added to the standard deviation.
 
     Returns:
         (B,) advantages without gradient.
@@ -57,17 +55,15 @@ def group_advantages(
         DtypeError: rewards is not a floating-point tensor.
     """
     check_choice("scale_rewards", scale_rewards, get_args(ScaleRewards))
-    check_number("eps", eps, at_least=0)
     values, scored, count = _groups(rewards.detach(), num_generations)
     centred = (values - values.sum(1, keepdim=True) / count.clamp(min=1)).masked_fill(~scored, 0.0)
     if scale_rewards == "group":
-        centred = centred / (_std(centred, count, (1,)) + eps)
+        centred = centred / (_std(centred, count, (1,)) + _EPS)
     elif scale_rewards == "batch":
         total = scored.sum()
         around_mean = (values - values.sum() / total.clamp(min=1)).masked_fill(~scored, 0.0)
-        centred = centred / (_std(around_mean, total, (0, 1)) + eps)
-    # With eps=0 and equal rewards the quotient is 0 / 0, and no completion is better than another.
-    return torch.where(centred.isnan(), 0.0, centred).reshape(-1)
+        centred = centred / (_std(around_mean, total, (0, 1)) + _EPS)
+    return centred.reshape(-1)
 
 
 def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:

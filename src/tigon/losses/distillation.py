@@ -129,18 +129,17 @@ def topk_divergence(
     *,
     kind: DivergenceKind = "forward",
     beta: float = 0.5,
-    tail: bool = True,
 ) -> Tensor:
     """Divergence from a teacher whose K most probable ids are known, with a bin for the rest of the vocabulary.
 
-    Without the bin the student could move all its probability to ids that the teacher does not name, at no cost.
+    `add_tail` adds the bin. Without it the student could move all its probability to ids that the teacher does not
+    name, at no cost.
 
     Args:
         student_logprobs: (..., K) the student's log-probabilities of the teacher's ids, as `tigon.linear_logprobs`
             gives for ids (..., K).
         teacher_topk_logprobs: (..., K) the teacher's, over its whole vocabulary.
         kind, beta: as in `divergence`.
-        tail: True adds the bin, as in `add_tail`. False divides both by their sums over the K ids instead.
 
     Returns:
         (...,) divergence of each token, in nats.
@@ -150,20 +149,12 @@ def topk_divergence(
         ShapeError: the shapes differ, or are ().
         DtypeError: a tensor is not floating-point.
     """
-    _check_divergence_options(kind, beta)
-    if not isinstance(tail, bool):
-        raise OptionError(f"tail={tail!r} must be True or False.")
     if student_logprobs.shape != teacher_topk_logprobs.shape:
         raise ShapeError(
             f"student_logprobs is {tuple(student_logprobs.shape)}; it must be {tuple(teacher_topk_logprobs.shape)}, "
             "as teacher_topk_logprobs is."
         )
-    if tail:
-        student, teacher = add_tail(student_logprobs), add_tail(teacher_topk_logprobs)
-    else:
-        student = torch.log_softmax(as_float("student_logprobs", student_logprobs), -1)
-        teacher = torch.log_softmax(as_float("teacher_topk_logprobs", teacher_topk_logprobs), -1)
-    return divergence(student, teacher, kind=kind, beta=beta)
+    return divergence(add_tail(student_logprobs), add_tail(teacher_topk_logprobs), kind=kind, beta=beta)
 
 
 def distillation(
@@ -206,14 +197,7 @@ def distillation(
     same_shape(soft_tokens.shape, nll=nll)
     soft_tokens = soft_tokens.reshape(-1)
     layout = layout_of(soft_tokens, None if mask is None else _flat("mask", mask, divergences))
-    if num_items is None:
-        denominator = layout.num_tokens(soft_tokens.dtype).clamp(min=1)
-    elif isinstance(num_items, Tensor):
-        if num_items.numel() != 1:
-            raise ShapeError(f"num_items is {tuple(num_items.shape)}; it must be one number.")
-        denominator = num_items.detach().reshape(()).to(soft_tokens.dtype).clamp(min=1)
-    else:
-        denominator = soft_tokens.new_tensor(max(check_number("num_items", num_items, at_least=0), 1.0))
+    denominator = layout.items_of_step(num_items, soft_tokens.dtype)
     soft = layout.masked(soft_tokens).sum() / denominator
     loss = (weight_soft_loss * temperature**2) * soft
     hard = None
@@ -237,10 +221,10 @@ def _check_distillation_options(weight_soft_loss: float, weight_hard_loss: float
 
 
 class GKDLoss(LossModule):
-    """`distillation` of a `divergence` or `topk_divergence`, as a module that holds their options.
+    """`distillation` of a `divergence`, as a module that holds their options.
 
-    forward takes student_logprobs and teacher_logprobs, and optionally mask, nll and num_items, and returns
-    `DistillationLoss`. The log-probabilities are (..., V), or with top_k=True (..., K) of the teacher's top-K ids.
+    forward takes student_logprobs and teacher_logprobs (..., V), and optionally mask, nll and num_items, and returns
+    `DistillationLoss`.
 
     Raises:
         OptionError: when the module is made, under the conditions of `divergence` and `distillation`.
@@ -250,19 +234,16 @@ class GKDLoss(LossModule):
         self,
         beta: float = 0.5,
         kind: DivergenceKind = "jsd",
-        top_k: bool = False,
         weight_soft_loss: float = 1.0,
         weight_hard_loss: float = 0.0,
         temperature: float = 1.0,
     ) -> None:
         super().__init__(
-            beta=beta, kind=kind, top_k=top_k, weight_soft_loss=weight_soft_loss, weight_hard_loss=weight_hard_loss,
+            beta=beta, kind=kind, weight_soft_loss=weight_soft_loss, weight_hard_loss=weight_hard_loss,
             temperature=temperature,
         )  # fmt: skip
         _check_divergence_options(kind, beta)
         _check_distillation_options(weight_soft_loss, weight_hard_loss, temperature)
-        if not isinstance(top_k, bool):
-            raise OptionError(f"top_k={top_k!r} must be True or False.")
 
     def forward(
         self,
@@ -274,7 +255,6 @@ class GKDLoss(LossModule):
         num_items: Tensor | float | None = None,
     ) -> DistillationLoss:
         options = dict(self.options)
-        kind, beta, top_k = options.pop("kind"), options.pop("beta"), options.pop("top_k")
-        of_vectors = topk_divergence if top_k else divergence
-        per_token = of_vectors(student_logprobs, teacher_logprobs, kind=kind, beta=beta)
+        kind, beta = options.pop("kind"), options.pop("beta")
+        per_token = divergence(student_logprobs, teacher_logprobs, kind=kind, beta=beta)
         return distillation(per_token, mask, nll=nll, num_items=num_items, **options)

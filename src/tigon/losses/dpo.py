@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,12 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.losses._checks import as_float, check_choice, check_number, vectors
 from tigon.losses.common import LossFormula, LossModule, PairLoss, smoothed_logistic
-from tigon.losses.numerics import exp_bounded, expm1_bounded
+from tigon.losses.numerics import exp_bounded
 
 DPOLossType = Literal[
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
     "aot_unpaired", "apo_zero", "apo_down", "discopop",
 ]  # fmt: skip
-FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 FORMULAS: dict[str, LossFormula] = {
     "sigmoid": LossFormula("-(1-e) log σ(βΔ) - e log σ(-βΔ)", ("2305.18290",)),
@@ -43,8 +42,6 @@ FORMULAS: dict[str, LossFormula] = {
     "discopop": LossFormula("-σ(-βΔ/τ) log σ(βΔ) + σ(βΔ/τ) exp(-βΔ)", ("2406.08414",)),
 }
 USE_LABEL_SMOOTHING = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
-USE_F_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")
-SORT = ("aot", "aot_unpaired")
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,16 @@ class _Pairs:
     """r_w"""
     rejected: Tensor
     """r_l"""
-    delta: Tensor
-    """Δ of the scores f'(r), divided by the lengths where that was asked for."""
     policy_margin: Tensor
     ref_margin: Tensor
     beta: float
     label_smoothing: float
     discopop_tau: float
+
+    @property
+    def delta(self) -> Tensor:
+        """Δ"""
+        return self.chosen - self.rejected
 
 
 def _sigmoid(p: _Pairs) -> Tensor:
@@ -132,38 +132,21 @@ _FUNCTIONS: dict[str, Callable[[_Pairs], Tensor]] = {
 }  # fmt: skip
 
 
-def f_scores(log_ratio: Tensor, f_divergence_type: FDivergence, coef: float) -> Tensor:
-    """f'(t) of an f-divergence at t = exp(log_ratio), up to a constant (arXiv 2309.16240)."""
-    if f_divergence_type == "forward_kl":
-        return -expm1_bounded(-log_ratio)
-    if f_divergence_type == "js_divergence":
-        return math.log(2.0) + F.logsigmoid(log_ratio)
-    if f_divergence_type == "alpha_divergence" and abs(coef - 1.0) >= 1e-6:
-        return expm1_bounded((coef - 1.0) * log_ratio) / (coef - 1.0)
-    return log_ratio
-
-
 def check_dpo_options(
     *,
     beta: float,
     loss_type: str,
     label_smoothing: float,
-    length_normalize: bool,
     reference_free: bool,
-    f_divergence_type: str,
-    f_alpha_divergence_coef: float,
     discopop_tau: float,
 ) -> None:
     """Raise `OptionError` for an option of `dpo`, or a combination of them, that is not valid."""
     check_choice("loss_type", loss_type, FORMULAS)
-    check_choice("f_divergence_type", f_divergence_type, get_args(FDivergence))
     check_number("beta", beta, above=0)
     check_number("discopop_tau", discopop_tau, above=0)
-    check_number("f_alpha_divergence_coef", f_alpha_divergence_coef)
     check_number("label_smoothing", label_smoothing, at_least=0, at_most=1)
-    for name, value in (("length_normalize", length_normalize), ("reference_free", reference_free)):
-        if not isinstance(value, bool):
-            raise OptionError(f"{name}={value!r} must be True or False.")
+    if not isinstance(reference_free, bool):
+        raise OptionError(f"reference_free={reference_free!r} must be True or False.")
     if label_smoothing and loss_type not in USE_LABEL_SMOOTHING:
         raise OptionError(
             f"label_smoothing={label_smoothing} does not apply to loss_type={loss_type!r}; "
@@ -176,13 +159,6 @@ def check_dpo_options(
             f"label_smoothing={label_smoothing} must be above 0 and below 1 for loss_type='exo_pair', "
             "whose paper recommends 1e-3."
         )
-    if f_divergence_type != "reverse_kl" and loss_type not in USE_F_DIVERGENCE:
-        raise OptionError(
-            f"f_divergence_type={f_divergence_type!r} does not apply to loss_type={loss_type!r}; "
-            f"it applies to {', '.join(USE_F_DIVERGENCE)}."
-        )
-    if length_normalize and loss_type in SORT:
-        raise OptionError(f"length_normalize does not apply to loss_type={loss_type!r}, which sorts the batch.")
 
 
 def dpo(
@@ -196,10 +172,7 @@ def dpo(
     label_smoothing: float = 0.0,
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
-    length_normalize: bool = False,
     reference_free: bool = False,
-    f_divergence_type: FDivergence = "reverse_kl",
-    f_alpha_divergence_coef: float = 0.5,
     discopop_tau: float = 0.05,
 ) -> PairLoss:
     """Direct preference optimization: the chosen sequence shall gain more log-probability than the rejected one.
@@ -214,12 +187,9 @@ def dpo(
         beta: β, above 0. For "ipo" the paper's τ, for "sppo_hard" 1 / η.
         loss_type: a row of the table in docs/losses.md.
         label_smoothing: e, the assumed share of swapped labels. "sigmoid" with e is conservative DPO.
-        chosen_lengths, rejected_lengths: (B,) tokens of each sequence; lengths below 1 count as 1.
-        length_normalize: divide the log-ratios by the lengths in the loss, for any type that does not sort.
-            "sigmoid_norm" always does, and "ipo" does if lengths are given. The rewards are not divided.
+        chosen_lengths, rejected_lengths: (B,) tokens of each sequence; lengths below 1 count as 1. "sigmoid_norm"
+            divides the log-ratios by them, and so does "ipo" if they are given. The rewards are not divided.
         reference_free: the reference log-probabilities are 0.
-        f_divergence_type: the divergence from the reference that replaces the reverse KL divergence (arXiv 2309.16240).
-        f_alpha_divergence_coef: α of "alpha_divergence".
         discopop_tau: τ of "discopop".
 
     Returns:
@@ -232,9 +202,8 @@ def dpo(
         DtypeError: a log-probability is not a floating-point tensor.
     """
     check_dpo_options(
-        beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, length_normalize=length_normalize,
-        reference_free=reference_free, f_divergence_type=f_divergence_type,
-        f_alpha_divergence_coef=f_alpha_divergence_coef, discopop_tau=discopop_tau,
+        beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, reference_free=reference_free,
+        discopop_tau=discopop_tau,
     )  # fmt: skip
     chosen_logps, rejected_logps = vectors(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     if reference_free:
@@ -250,20 +219,14 @@ def dpo(
     chosen, rejected = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
     chosen_rewards, rejected_rewards = beta * chosen.detach(), beta * rejected.detach()
 
-    chosen_scores = f_scores(chosen, f_divergence_type, f_alpha_divergence_coef)
-    rejected_scores = f_scores(rejected, f_divergence_type, f_alpha_divergence_coef)
-    has_lengths = chosen_lengths is not None and rejected_lengths is not None
-    if length_normalize or loss_type == "sigmoid_norm" or (loss_type == "ipo" and has_lengths):
-        if chosen_lengths is None or rejected_lengths is None:
-            what = "length_normalize=True" if length_normalize else f"loss_type={loss_type!r}"
-            raise OptionError(f"{what} requires chosen_lengths and rejected_lengths.")
-        chosen_count = _lengths("chosen_lengths", chosen_lengths, chosen)
-        rejected_count = _lengths("rejected_lengths", rejected_lengths, chosen)
-        chosen, rejected = chosen / chosen_count, rejected / rejected_count
-        chosen_scores, rejected_scores = chosen_scores / chosen_count, rejected_scores / rejected_count
+    if loss_type in ("sigmoid_norm", "ipo") and chosen_lengths is not None and rejected_lengths is not None:
+        chosen = chosen / _lengths("chosen_lengths", chosen_lengths, chosen)
+        rejected = rejected / _lengths("rejected_lengths", rejected_lengths, rejected)
+    elif loss_type == "sigmoid_norm":
+        raise OptionError("loss_type='sigmoid_norm' requires chosen_lengths and rejected_lengths.")
     pairs = _Pairs(
-        chosen, rejected, chosen_scores - rejected_scores, chosen_logps - rejected_logps,
-        ref_chosen_logps - ref_rejected_logps, beta, label_smoothing, discopop_tau,
+        chosen, rejected, chosen_logps - rejected_logps, ref_chosen_logps - ref_rejected_logps, beta, label_smoothing,
+        discopop_tau,
     )  # fmt: skip
     return PairLoss(_FUNCTIONS[loss_type](pairs), chosen_rewards, rejected_rewards)
 
@@ -289,16 +252,12 @@ class DPOLoss(LossModule):
         beta: float = 0.1,
         loss_type: DPOLossType = "sigmoid",
         label_smoothing: float = 0.0,
-        length_normalize: bool = False,
         reference_free: bool = False,
-        f_divergence_type: FDivergence = "reverse_kl",
-        f_alpha_divergence_coef: float = 0.5,
         discopop_tau: float = 0.05,
     ) -> None:
         super().__init__(
-            beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, length_normalize=length_normalize,
-            reference_free=reference_free, f_divergence_type=f_divergence_type,
-            f_alpha_divergence_coef=f_alpha_divergence_coef, discopop_tau=discopop_tau,
+            beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, reference_free=reference_free,
+            discopop_tau=discopop_tau,
         )  # fmt: skip
         check_dpo_options(**self.options)
 

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from tigon.errors import OptionError, ShapeError
+from tigon.errors import OptionError
 from tigon.losses._checks import as_float, check_choice, check_number, same_shape
 from tigon.losses.common import LossFormula, LossModule
-from tigon.losses.kl import KL_ESTIMATORS, KLEstimator, kl_estimate
+from tigon.losses.kl import kl_estimate
 from tigon.losses.numerics import exp_bounded
 from tigon.losses.sequences import SequenceLayout, layout_of
 
@@ -40,7 +40,6 @@ class PolicyLoss(NamedTuple):
 
     Attributes:
         loss: scalar, to differentiate.
-        policy_loss: scalar, the loss before the entropy bonus, without gradient.
         ratio: ρ of each token; with sequence level the value of its sequence.
         kl: KL of each token, or None without a reference.
         clipped_low: True where the ratio is below 1 - ε and the advantage negative.
@@ -50,7 +49,6 @@ class PolicyLoss(NamedTuple):
     """
 
     loss: Tensor
-    policy_loss: Tensor
     ratio: Tensor
     kl: Tensor | None
     clipped_low: Tensor
@@ -66,17 +64,13 @@ def check_grpo_options(
     epsilon_high: float | None,
     delta: float | None,
     importance_sampling_level: str | None,
-    kl_estimator: str,
     use_bias_correction_kl: bool,
-    entropy_coef: float,
     max_completion_length: int | None,
 ) -> None:
     """Raise `OptionError` for an option of `grpo`, or a combination of them, that is not valid."""
     check_choice("loss_type", loss_type, FORMULAS)
-    check_choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     check_number("beta", beta, at_least=0)
     check_number("epsilon", epsilon, at_least=0)
-    check_number("entropy_coef", entropy_coef)
     if importance_sampling_level is not None:
         check_choice("importance_sampling_level", importance_sampling_level, get_args(Level))
         if loss_type == "gspo" and importance_sampling_level != "sequence":
@@ -111,21 +105,17 @@ def grpo(
     ref_logps: Tensor | None = None,
     kl: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
-    entropy: Tensor | None = None,
     loss_type: GRPOLossType = "dapo",
     beta: float = 0.0,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
     importance_sampling_level: Level | None = None,
-    kl_estimator: KLEstimator = "k3",
     use_bias_correction_kl: bool = False,
-    entropy_coef: float = 0.0,
     max_completion_length: int | None = None,
     num_items: Tensor | float | None = None,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    num_sequences: int | None = None,
 ) -> PolicyLoss:
     """Policy gradient with a clipped ratio: GRPO, DAPO, Dr. GRPO, BNPO, GSPO and CISPO.
 
@@ -138,11 +128,11 @@ def grpo(
         advantages: (B,) or (S,), one per sequence, or one per token.
         mask: of logps' shape, bool or numbers: False or 0 leaves a token out, whatever its values are.
         old_logps: of logps' shape, at the time of the sampling. None: logps without gradient, so that ρ is 1.
-        ref_logps: of logps' shape, under the reference model, for a KL estimated by kl_estimator.
-        kl: of logps' shape, an exact KL per token such as `tigon.linear_kl` gives, instead of ref_logps.
+        ref_logps: of logps' shape, under the reference model, for the k3 estimate of the KL.
+        kl: of logps' shape, another KL per token instead of ref_logps: exact as `tigon.linear_kl` gives it, or another
+            estimate of `kl_estimate`.
         importance_sampling_ratio: w, per token or sequence, as `importance_sampling_ratio` gives. No gradient flows
             into it. It weights the policy term and not the KL.
-        entropy: of logps' shape, the entropy of each token's distribution, for the entropy bonus.
         loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "gspo" or "cispo".
         beta: β, the weight of the KL, at least 0.
         epsilon: ε; the ratio is clipped at 1 - ε.
@@ -150,17 +140,15 @@ def grpo(
         delta: the largest ratio for negative advantages, above 1 + ε_high (two-sided clipping, arXiv 2505.07291).
         importance_sampling_level: "token", or "sequence" for one ratio per sequence. None: "sequence" for "gspo", else
             "token".
-        kl_estimator: "k1", "k2" or "k3", as in `kl_estimate`.
         use_bias_correction_kl: multiply the KL by the ratio, which makes its gradient unbiased (arXiv 2512.02556).
-        entropy_coef: the mean entropy of the batch's tokens times this is subtracted from the loss.
         max_completion_length: for "dr_grpo", which divides by it.
         num_items: for "dapo" and "cispo", the denominator: the tokens of all micro-batches of the step. None: this
             batch's tokens. Values below 1 count as 1.
-        segment_ids, cu_seqlens, num_sequences: the sequences of a packed batch, as in `layout_of`.
+        segment_ids, cu_seqlens: the sequences of a packed batch, as in `layout_of`.
 
     Returns:
-        `PolicyLoss`: loss (scalar), policy_loss, per_token, and without gradient per token ratio, kl, clipped_low and
-        clipped_high. A batch without tokens gives 0.
+        `PolicyLoss`: loss (scalar), per_token, and without gradient per token ratio, kl, clipped_low and clipped_high.
+        A batch without tokens gives 0.
 
     Raises:
         OptionError: an option is unknown or out of range, does not apply to the loss type, or lacks its tensor.
@@ -169,21 +157,18 @@ def grpo(
     """
     check_grpo_options(
         loss_type=loss_type, beta=beta, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta,
-        importance_sampling_level=importance_sampling_level, kl_estimator=kl_estimator,
-        use_bias_correction_kl=use_bias_correction_kl, entropy_coef=entropy_coef,
+        importance_sampling_level=importance_sampling_level, use_bias_correction_kl=use_bias_correction_kl,
         max_completion_length=max_completion_length,
     )  # fmt: skip
     logps = as_float("logps", logps)
-    same_shape(logps.shape, old_logps=old_logps, ref_logps=ref_logps, kl=kl, entropy=entropy)
+    same_shape(logps.shape, old_logps=old_logps, ref_logps=ref_logps, kl=kl)
     if ref_logps is not None and kl is not None:
         raise OptionError("ref_logps and kl both give the KL; pass one of them.")
     if beta and ref_logps is None and kl is None:
         raise OptionError(f"beta={beta} requires ref_logps or kl.")
-    if entropy_coef and entropy is None:
-        raise OptionError(f"entropy_coef={entropy_coef} requires entropy.")
     if num_items is not None and loss_type not in ("dapo", "cispo"):
         raise OptionError(f"num_items does not apply to loss_type={loss_type!r}; it applies to dapo, cispo.")
-    layout = layout_of(logps, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens, num_sequences=num_sequences)
+    layout = layout_of(logps, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
     logps = layout.masked(logps)
     old = logps.detach() if old_logps is None else layout.masked(as_float("old_logps", old_logps))
     advantage = layout.masked(layout.per_token("advantages", as_float("advantages", advantages)))
@@ -209,7 +194,7 @@ def grpo(
 
     per_token_kl = None
     if ref_logps is not None:
-        per_token_kl = kl_estimate(logps, layout.masked(as_float("ref_logps", ref_logps)), kl_estimator)
+        per_token_kl = kl_estimate(logps, layout.masked(as_float("ref_logps", ref_logps)))
     elif kl is not None:
         per_token_kl = layout.masked(as_float("kl", kl))
     if per_token_kl is not None:
@@ -219,11 +204,8 @@ def grpo(
             per_token = per_token + beta * per_token_kl
 
     loss = _reduced(per_token, layout, loss_type, max_completion_length, num_items)
-    policy_loss = loss.detach()
-    if entropy_coef and entropy is not None:
-        loss = loss - entropy_coef * layout.mean(as_float("entropy", entropy))
     return PolicyLoss(
-        loss, policy_loss, ratio.detach(), None if per_token_kl is None else per_token_kl.detach(),
+        loss, ratio.detach(), None if per_token_kl is None else per_token_kl.detach(),
         clipped_low & layout.mask, clipped_high & layout.mask, layout.masked(per_token),
     )  # fmt: skip
 
@@ -243,13 +225,7 @@ def _reduced(
     total = layout.masked(per_token).sum()
     if loss_type == "dr_grpo":
         return total / max(layout.count() * (max_completion_length or 1), 1)
-    if num_items is None:
-        return total / layout.num_tokens(total.dtype).clamp(min=1)
-    if isinstance(num_items, Tensor):
-        if num_items.numel() != 1:
-            raise ShapeError(f"num_items is {tuple(num_items.shape)}; it must be one number.")
-        return total / num_items.detach().reshape(()).to(total.dtype).clamp(min=1)
-    return total / max(check_number("num_items", num_items, at_least=0), 1.0)
+    return total / layout.items_of_step(num_items, total.dtype)
 
 
 def importance_sampling_ratio(
@@ -258,66 +234,51 @@ def importance_sampling_ratio(
     mask: Tensor | None = None,
     *,
     mode: CorrectionMode = "sequence_mask",
-    clip_max: float | None = 3.0,
-    clip_min: float | None = None,
+    clip_max: float = 3.0,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    num_sequences: int | None = None,
 ) -> Tensor:
     """Weights that correct for a sampler whose log-probabilities differ from the trainer's.
 
-    w = π_old / π_sampling of a token, or the product over the sequence. "truncate" clips w to [clip_min, clip_max];
-    "mask" sets w outside them to 0. Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework
-    secretly brings you off-policy RL training"; masked: the same with whole sequences (TRL's names and defaults).
+    w = π_old / π_sampling of a token, or the product over the sequence. "truncate" clips w at clip_max; "mask" sets a
+    larger w to 0. Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"; masked: the same with whole sequences (TRL's names and defaults).
 
     Args:
         old_logps: (B, T) or (N,) log-probabilities by the trainer's model at the time of the sampling.
         sampling_logps: the same by the sampler, such as vLLM. A NaN counts as equal to old_logps.
         mask: of the same shape: False or 0 leaves a token out.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
-        clip_max: the largest w; None for no limit.
-        clip_min: the smallest w; None for no limit.
-        segment_ids, cu_seqlens, num_sequences: the sequences of a packed batch, as in `layout_of`.
+        clip_max: the largest w, above 0.
+        segment_ids, cu_seqlens: the sequences of a packed batch, as in `layout_of`.
 
     Returns:
         w per token, of the same shape, without gradient; 1 for masked tokens, except in a masked sequence.
 
     Raises:
-        OptionError: the mode is unknown, or a limit is out of range.
+        OptionError: the mode is unknown, or clip_max is out of range.
         ShapeError: the shapes do not match.
         DtypeError: a tensor is not floating-point.
     """
     check_choice("mode", mode, get_args(CorrectionMode))
-    if clip_max is not None:
-        check_number("clip_max", clip_max, above=0)
-    if clip_min is not None:
-        check_number("clip_min", clip_min, at_least=0)
-        if clip_max is not None and clip_min >= clip_max:
-            raise OptionError(f"clip_min={clip_min} must be below clip_max={clip_max}.")
-    if mode.endswith("truncate") and clip_min is None and clip_max is None:
-        raise OptionError(f"mode={mode!r} requires clip_max or clip_min.")
+    check_number("clip_max", clip_max, above=0)
     old = as_float("old_logps", old_logps).detach()
     same_shape(old.shape, sampling_logps=sampling_logps)
-    layout = layout_of(old, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens, num_sequences=num_sequences)
+    layout = layout_of(old, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
     log_ratio = layout.masked((old - as_float("sampling_logps", sampling_logps).detach()).nan_to_num(nan=0.0))
     if mode.startswith("sequence"):
         log_ratio = layout.spread(layout.sums(log_ratio))
     ratio = exp_bounded(log_ratio)
     if mode.endswith("truncate"):
-        return ratio.clamp(min=clip_min, max=clip_max)
-    outside = torch.zeros_like(layout.mask)
-    if clip_min is not None:
-        outside = outside | (ratio < clip_min)
-    if clip_max is not None:
-        outside = outside | (ratio > clip_max)
-    return ratio.masked_fill(outside, 0.0)
+        return ratio.clamp(max=clip_max)
+    return ratio.masked_fill(ratio > clip_max, 0.0)
 
 
 class GRPOLoss(LossModule):
     """`grpo` as a module that holds its options, under the same names.
 
-    forward takes logps, advantages, mask, old_logps, ref_logps, kl, importance_sampling_ratio, entropy, num_items and
-    the sequences of a packed batch, and returns `PolicyLoss`.
+    forward takes logps, advantages, mask, old_logps, ref_logps, kl, importance_sampling_ratio, num_items and the
+    sequences of a packed batch, and returns `PolicyLoss`.
 
     Raises:
         OptionError: when the module is made, under the conditions of `grpo`.
@@ -331,15 +292,12 @@ class GRPOLoss(LossModule):
         epsilon_high: float | None = None,
         delta: float | None = None,
         importance_sampling_level: Level | None = None,
-        kl_estimator: KLEstimator = "k3",
         use_bias_correction_kl: bool = False,
-        entropy_coef: float = 0.0,
         max_completion_length: int | None = None,
     ) -> None:
         super().__init__(
             beta=beta, loss_type=loss_type, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta,
-            importance_sampling_level=importance_sampling_level, kl_estimator=kl_estimator,
-            use_bias_correction_kl=use_bias_correction_kl, entropy_coef=entropy_coef,
+            importance_sampling_level=importance_sampling_level, use_bias_correction_kl=use_bias_correction_kl,
             max_completion_length=max_completion_length,
         )  # fmt: skip
         check_grpo_options(**self.options)
@@ -354,14 +312,12 @@ class GRPOLoss(LossModule):
         ref_logps: Tensor | None = None,
         kl: Tensor | None = None,
         importance_sampling_ratio: Tensor | None = None,
-        entropy: Tensor | None = None,
         num_items: Tensor | float | None = None,
         segment_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        num_sequences: int | None = None,
     ) -> PolicyLoss:
         return grpo(
             logps, advantages, mask, old_logps=old_logps, ref_logps=ref_logps, kl=kl,
-            importance_sampling_ratio=importance_sampling_ratio, entropy=entropy, num_items=num_items,
-            segment_ids=segment_ids, cu_seqlens=cu_seqlens, num_sequences=num_sequences, **self.options,
+            importance_sampling_ratio=importance_sampling_ratio, num_items=num_items, segment_ids=segment_ids,
+            cu_seqlens=cu_seqlens, **self.options,
         )  # fmt: skip

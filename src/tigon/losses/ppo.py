@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tigon.losses._checks import as_float, check_number, same_shape
 from tigon.losses.common import LossFormula, LossModule
-from tigon.losses.grpo import PolicyLoss, check_grpo_options, grpo
+from tigon.losses.grpo import PolicyLoss, grpo
 from tigon.losses.sequences import layout_of
 
 PPO_FORMULAS: dict[str, LossFormula] = {
@@ -40,15 +40,11 @@ def ppo(
     *,
     cliprange: float = 0.2,
     cliprange_high: float | None = None,
-    delta: float | None = None,
-    importance_sampling_ratio: Tensor | None = None,
-    entropy: Tensor | None = None,
-    entropy_coef: float = 0.0,
 ) -> PolicyLoss:
     """PPO's clipped surrogate, a mean over the tokens of the batch.
 
     -min(ρ A, clip(ρ, 1 - ε, 1 + ε_high) A), with ρ = exp(log π - log π_old) (Schulman et al. 2017, arXiv 1707.06347).
-    `delta` makes it dual-clip PPO (Ye et al. 2020, arXiv 1912.09729).
+    It is `grpo` with loss_type="bnpo", which also takes weights for the sampler and a bound for negative advantages.
 
     Args:
         logps, old_logps: (B, T) log-probability of each token, now and at the time of the sampling.
@@ -56,37 +52,25 @@ def ppo(
         mask: (B, T), bool or numbers: False or 0 leaves a token out, whatever its values are.
         cliprange: ε, at least 0.
         cliprange_high: ε_high. None: ε.
-        delta: the largest ratio for negative advantages, above 1 + ε_high; None for no limit.
-        importance_sampling_ratio: weights per token or sequence, as in `grpo`.
-        entropy: (B, T) entropy of each token's distribution, for the entropy bonus.
-        entropy_coef: the mean entropy times this is subtracted from the loss.
 
     Returns:
         `PolicyLoss`, as `grpo` returns it.
 
     Raises:
-        OptionError: an option is out of range or lacks its tensor.
+        OptionError: an option is out of range.
         ShapeError: the shapes do not match.
         DtypeError: a tensor is not floating-point.
     """
-    _check_ppo_options(cliprange, cliprange_high, delta, entropy_coef)
+    _check_ppo_options(cliprange, cliprange_high)
     return grpo(
-        logps, advantages, mask, old_logps=old_logps, loss_type="bnpo", epsilon=cliprange, epsilon_high=cliprange_high,
-        delta=delta, importance_sampling_ratio=importance_sampling_ratio, entropy=entropy, entropy_coef=entropy_coef,
-    )  # fmt: skip
+        logps, advantages, mask, old_logps=old_logps, loss_type="bnpo", epsilon=cliprange, epsilon_high=cliprange_high
+    )
 
 
-def _check_ppo_options(
-    cliprange: float, cliprange_high: float | None, delta: float | None, entropy_coef: float
-) -> None:
+def _check_ppo_options(cliprange: float, cliprange_high: float | None) -> None:
     check_number("cliprange", cliprange, at_least=0)
     if cliprange_high is not None:
         check_number("cliprange_high", cliprange_high, at_least=0)
-    check_grpo_options(
-        loss_type="bnpo", beta=0.0, epsilon=cliprange, epsilon_high=cliprange_high, delta=delta,
-        importance_sampling_level=None, kl_estimator="k3", use_bias_correction_kl=False, entropy_coef=entropy_coef,
-        max_completion_length=None,
-    )  # fmt: skip
 
 
 def ppo_value(
@@ -95,7 +79,7 @@ def ppo_value(
     mask: Tensor | None = None,
     *,
     old_values: Tensor | None = None,
-    cliprange_value: float | None = 0.2,
+    cliprange_value: float = 0.2,
 ) -> ValueLoss:
     """PPO's value loss: half of the mean squared error, with the change of the value clipped.
 
@@ -107,7 +91,7 @@ def ppo_value(
         returns: (B, T) R of each token.
         mask: (B, T), bool or numbers: False or 0 leaves a token out, whatever its values are.
         old_values: (B, T) V_old, at the time of the sampling. None: no clipping.
-        cliprange_value: c, above 0. None: no clipping.
+        cliprange_value: c, above 0.
 
     Returns:
         `ValueLoss`: loss (scalar) and clipped (B, T). A batch without tokens gives 0.
@@ -117,15 +101,14 @@ def ppo_value(
         ShapeError: the shapes do not match.
         DtypeError: a tensor is not floating-point.
     """
-    if cliprange_value is not None:
-        check_number("cliprange_value", cliprange_value, above=0)
+    check_number("cliprange_value", cliprange_value, above=0)
     values = as_float("values", values)
     same_shape(values.shape, returns=returns, old_values=old_values)
     layout = layout_of(values, mask)
     values, target = layout.masked(values), layout.masked(as_float("returns", returns).detach())
     squared = (values - target).square()
     clipped = torch.zeros_like(layout.mask)
-    if old_values is not None and cliprange_value is not None:
+    if old_values is not None:
         old = layout.masked(as_float("old_values", old_values).detach())
         near = torch.maximum(torch.minimum(values, old + cliprange_value), old - cliprange_value)
         of_near = (near - target).square()
@@ -137,36 +120,18 @@ def ppo_value(
 class PPOLoss(LossModule):
     """`ppo` as a module that holds its options, under the same names.
 
-    forward takes logps, old_logps, advantages, mask, importance_sampling_ratio and entropy, and returns `PolicyLoss`.
+    forward takes logps, old_logps, advantages and mask, and returns `PolicyLoss`.
 
     Raises:
         OptionError: when the module is made, under the conditions of `ppo`.
     """
 
-    def __init__(
-        self,
-        cliprange: float = 0.2,
-        cliprange_high: float | None = None,
-        delta: float | None = None,
-        entropy_coef: float = 0.0,
-    ) -> None:
-        super().__init__(cliprange=cliprange, cliprange_high=cliprange_high, delta=delta, entropy_coef=entropy_coef)
+    def __init__(self, cliprange: float = 0.2, cliprange_high: float | None = None) -> None:
+        super().__init__(cliprange=cliprange, cliprange_high=cliprange_high)
         _check_ppo_options(**self.options)
 
-    def forward(
-        self,
-        logps: Tensor,
-        old_logps: Tensor,
-        advantages: Tensor,
-        mask: Tensor | None = None,
-        *,
-        importance_sampling_ratio: Tensor | None = None,
-        entropy: Tensor | None = None,
-    ) -> PolicyLoss:
-        return ppo(
-            logps, old_logps, advantages, mask, importance_sampling_ratio=importance_sampling_ratio, entropy=entropy,
-            **self.options,
-        )  # fmt: skip
+    def forward(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor | None = None) -> PolicyLoss:
+        return ppo(logps, old_logps, advantages, mask, **self.options)
 
 
 class PPOValueLoss(LossModule):
@@ -178,10 +143,9 @@ class PPOValueLoss(LossModule):
         OptionError: when the module is made, if cliprange_value is out of range.
     """
 
-    def __init__(self, cliprange_value: float | None = 0.2) -> None:
+    def __init__(self, cliprange_value: float = 0.2) -> None:
         super().__init__(cliprange_value=cliprange_value)
-        if cliprange_value is not None:
-            check_number("cliprange_value", cliprange_value, above=0)
+        check_number("cliprange_value", cliprange_value, above=0)
 
     def forward(
         self, values: Tensor, returns: Tensor, mask: Tensor | None = None, *, old_values: Tensor | None = None

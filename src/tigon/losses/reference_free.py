@@ -11,7 +11,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.losses._checks import as_float, check_choice, check_number, vectors
 from tigon.losses.common import LossFormula, LossModule, PairLoss, smoothed_logistic
-from tigon.losses.numerics import expm1_bounded, log1mexp
+from tigon.losses.numerics import log1mexp
 
 CPOLossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
 
@@ -27,9 +27,7 @@ CPO_FORMULAS: dict[str, LossFormula] = {
     "sigmoid": LossFormula("-(1-e) log σ(βD) - e log σ(-βD) + α NLL_w; D = log π_w - log π_l", ("2401.08417",)),
     "hinge": LossFormula("max(0, 1 - βD) + α NLL_w", ("2305.10425",)),
     "ipo": LossFormula("(D - 1/(2β))² + α NLL_w, with log π / |y|", ("2310.12036",)),
-    "simpo": LossFormula(
-        "-(1-e) log σ(βD - γ) - e log σ(γ - βD) + α NLL_w, with log π / |y|", ("2405.14734", "2501.03884")
-    ),
+    "simpo": LossFormula("-(1-e) log σ(βD - γ) - e log σ(γ - βD) + α NLL_w, with log π / |y|", ("2405.14734",)),
 }
 
 
@@ -92,7 +90,7 @@ def orpo(
 
 
 def check_cpo_options(
-    *, beta: float, loss_type: str, label_smoothing: float, cpo_alpha: float, simpo_gamma: float, alpha: float
+    *, beta: float, loss_type: str, label_smoothing: float, cpo_alpha: float, simpo_gamma: float
 ) -> None:
     """Raise `OptionError` for an option of `cpo`, or a combination of them, that is not valid."""
     check_choice("loss_type", loss_type, CPO_FORMULAS)
@@ -100,7 +98,6 @@ def check_cpo_options(
     check_number("label_smoothing", label_smoothing, at_least=0, at_most=1)
     check_number("cpo_alpha", cpo_alpha, at_least=0)
     check_number("simpo_gamma", simpo_gamma)
-    check_number("alpha", alpha)
     if label_smoothing and loss_type in ("hinge", "ipo"):
         raise OptionError(
             f"label_smoothing={label_smoothing} does not apply to loss_type={loss_type!r}; "
@@ -118,7 +115,6 @@ def cpo(
     label_smoothing: float = 0.0,
     cpo_alpha: float = 1.0,
     simpo_gamma: float = 0.5,
-    alpha: float = 0.0,
 ) -> PairLoss:
     """Contrastive preference optimization: DPO with a uniform reference, and fine-tuning on the chosen sequences.
 
@@ -133,10 +129,9 @@ def cpo(
         label_smoothing: e, the assumed share of swapped labels, for "sigmoid" and "simpo".
         cpo_alpha: the weight of nll_loss, at least 0.
         simpo_gamma: γ, the margin of "simpo".
-        alpha: α of AlphaPO (arXiv 2501.03884), which replaces log p by (1 - p^-α) / α; 0 keeps log p.
 
     Returns:
-        `PairLoss`: loss (B,), chosen_rewards (B,) and rejected_rewards (B,), β times the (transformed) log-probability.
+        `PairLoss`: loss (B,), chosen_rewards (B,) and rejected_rewards (B,), β times the log-probability.
 
     Raises:
         OptionError: an option is unknown or out of range, or does not apply to the loss type.
@@ -144,12 +139,9 @@ def cpo(
         DtypeError: a tensor is not floating-point.
     """
     check_cpo_options(
-        beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, cpo_alpha=cpo_alpha, simpo_gamma=simpo_gamma,
-        alpha=alpha,
-    )  # fmt: skip
+        beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, cpo_alpha=cpo_alpha, simpo_gamma=simpo_gamma
+    )
     chosen, rejected = vectors(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
-    if alpha:
-        chosen, rejected = -expm1_bounded(-alpha * chosen) / alpha, -expm1_bounded(-alpha * rejected) / alpha
     delta = chosen - rejected
     if loss_type == "hinge":
         loss = torch.relu(1.0 - beta * delta)
@@ -229,11 +221,10 @@ class CPOLoss(LossModule):
         label_smoothing: float = 0.0,
         cpo_alpha: float = 1.0,
         simpo_gamma: float = 0.5,
-        alpha: float = 0.0,
     ) -> None:
         super().__init__(
             beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, cpo_alpha=cpo_alpha,
-            simpo_gamma=simpo_gamma, alpha=alpha,
+            simpo_gamma=simpo_gamma,
         )  # fmt: skip
         check_cpo_options(**self.options)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.losses._checks import as_float
+from tigon.losses._checks import as_float, check_number
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -58,6 +58,16 @@ class SequenceLayout:
         """The number of tokens that count, as a scalar tensor."""
         return self.mask.sum().to(dtype)
 
+    def items_of_step(self, num_items: Tensor | float | None, dtype: torch.dtype) -> Tensor | float:
+        """The denominator of a sum over tokens, at least 1: num_items, or this batch's tokens if it is None."""
+        if num_items is None:
+            return self.num_tokens(dtype).clamp(min=1)
+        if not isinstance(num_items, Tensor):
+            return max(check_number("num_items", num_items, at_least=0), 1.0)
+        if num_items.numel() != 1:
+            raise ShapeError(f"num_items is {tuple(num_items.shape)}; it must be one number.")
+        return num_items.detach().reshape(()).to(dtype).clamp(min=1)
+
     def mean(self, x: Tensor) -> Tensor:
         """The mean over all tokens that count; 0 if there are none."""
         return self.masked(x).sum() / self.num_tokens(x.dtype).clamp(min=1)
@@ -98,7 +108,6 @@ def layout_of(
     *,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    num_sequences: int | None = None,
 ) -> SequenceLayout:
     """The layout of a batch of values per token.
 
@@ -106,15 +115,15 @@ def layout_of(
         x: (..., T) padded, or (N,) packed.
         mask: of x's shape, bool or numbers: False or 0 leaves a token out. None: every token counts.
         segment_ids: (N,) integers from 0 to S - 1: the sequence of each token. A negative id leaves the token out.
+            S is read from the ids, for which the host waits on a GPU; with cu_seqlens it does not.
         cu_seqlens: (S + 1,) integers that do not fall: sequence s has the tokens cu_seqlens[s] to cu_seqlens[s + 1].
             Tokens before the first and from the last entry on are left out.
-        num_sequences: S with segment_ids. Leave it out to read it from the ids, for which the host waits on a GPU.
 
     Returns:
         The layout, for `sums`, `means`, `lengths` and `spread`.
 
     Raises:
-        OptionError: both segment_ids and cu_seqlens are given, or num_sequences without segment_ids.
+        OptionError: both segment_ids and cu_seqlens are given.
         ShapeError: the shapes do not match.
     """
     if mask is None:
@@ -122,8 +131,6 @@ def layout_of(
     if mask.shape != x.shape:
         raise ShapeError(f"mask is {tuple(mask.shape)}; it must have the tokens' shape {tuple(x.shape)}.")
     mask = mask != 0
-    if num_sequences is not None and segment_ids is None:
-        raise OptionError(f"num_sequences={num_sequences} goes with segment_ids; leave it out.")
     if segment_ids is None and cu_seqlens is None:
         if not x.ndim:
             raise ShapeError("A padded batch has at least one dimension, that of the tokens.")
@@ -138,8 +145,7 @@ def layout_of(
                 f"segment_ids is {tuple(segment_ids.shape)} of {segment_ids.dtype}; "
                 f"it must be {tuple(x.shape)} integers."
             )
-        if num_sequences is None:
-            num_sequences = int(segment_ids.max()) + 1 if segment_ids.numel() else 0
+        num_sequences = int(segment_ids.max()) + 1 if segment_ids.numel() else 0
         segments = segment_ids.long()
         inside = segments >= 0
     else:
@@ -165,13 +171,12 @@ def sequence_sum(
     *,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    num_sequences: int | None = None,
 ) -> Tensor:
     """Sum of each sequence's values, such as its log-probability from those of its tokens.
 
     Args:
         per_token: (B, T) padded, or (N,) packed; fp16 and bf16 are summed in fp32.
-        mask, segment_ids, cu_seqlens, num_sequences: as in `layout_of`.
+        mask, segment_ids, cu_seqlens: as in `layout_of`.
 
     Returns:
         (B,) or (S,); 0 for a sequence without tokens.
@@ -181,7 +186,7 @@ def sequence_sum(
         DtypeError: per_token is not a floating-point tensor.
     """
     x = as_float("per_token", per_token)
-    layout = layout_of(x, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens, num_sequences=num_sequences)
+    layout = layout_of(x, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
     return layout.sums(x)
 
 
@@ -191,13 +196,12 @@ def sequence_mean(
     *,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    num_sequences: int | None = None,
 ) -> Tensor:
     """Mean of each sequence's values over its tokens that count.
 
     Args:
         per_token: (B, T) padded, or (N,) packed; fp16 and bf16 are summed in fp32.
-        mask, segment_ids, cu_seqlens, num_sequences: as in `layout_of`.
+        mask, segment_ids, cu_seqlens: as in `layout_of`.
 
     Returns:
         (B,) or (S,); 0 for a sequence without tokens.
@@ -207,7 +211,7 @@ def sequence_mean(
         DtypeError: per_token is not a floating-point tensor.
     """
     x = as_float("per_token", per_token)
-    layout = layout_of(x, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens, num_sequences=num_sequences)
+    layout = layout_of(x, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
     return layout.means(x)
 
 
@@ -216,13 +220,12 @@ def sequence_lengths(
     *,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    num_sequences: int | None = None,
 ) -> Tensor:
     """Number of tokens that count, per sequence.
 
     Args:
         mask: (B, T) padded, or (N,) packed.
-        segment_ids, cu_seqlens, num_sequences: as in `layout_of`.
+        segment_ids, cu_seqlens: as in `layout_of`.
 
     Returns:
         (B,) or (S,) int64.
@@ -230,4 +233,4 @@ def sequence_lengths(
     Raises:
         OptionError, ShapeError: as in `layout_of`.
     """
-    return layout_of(mask, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens, num_sequences=num_sequences).lengths()
+    return layout_of(mask, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens).lengths()

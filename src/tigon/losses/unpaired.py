@@ -144,7 +144,6 @@ def bco(
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-    weights: Tensor | None = None,
 ) -> UnpairedLoss:
     """Binary classifier optimization: a classifier whose logit is the reward tells desirable sequences from others.
 
@@ -157,7 +156,6 @@ def bco(
         delta: δ, one number or tensor of one element. No gradient flows into it.
         beta: β, above 0.
         desirable_weight, undesirable_weight: λ_D and λ_U.
-        weights: (B,) further weights, such as the density ratios of underlying distribution matching.
 
     Returns:
         `UnpairedLoss`: loss (B,) and rewards (B,) = β r.
@@ -165,19 +163,16 @@ def bco(
     Raises:
         OptionError: an option is out of range, or labels are not bool or integers.
         ShapeError: the tensors are not vectors of one length, or delta has more than one element.
-        DtypeError: a log-probability or weight is not a floating-point tensor.
+        DtypeError: a log-probability is not a floating-point tensor.
     """
     check_kto_options(
         beta=beta, loss_type="kto", desirable_weight=desirable_weight, undesirable_weight=undesirable_weight
     )
     logps, ref_logps = vectors(logps=logps, ref_logps=ref_logps)
     signs = _signs(labels, logps)
-    same_shape(logps.shape, weights=weights)
     log_ratio = logps - ref_logps
     margin = beta * log_ratio - _scalar("delta", delta, logps)
     loss = -F.logsigmoid(signs * margin) * _weights(signs, desirable_weight, undesirable_weight)
-    if weights is not None:
-        loss = loss * as_float("weights", weights)
     return UnpairedLoss(loss, beta * log_ratio.detach())
 
 
@@ -211,7 +206,7 @@ class KTOLoss(LossModule):
 class BCOLoss(LossModule):
     """`bco` as a module that holds its options, under the same names.
 
-    forward takes logps, ref_logps and labels (B,), delta, and optionally weights (B,), and returns `UnpairedLoss`.
+    forward takes logps, ref_logps and labels (B,), and delta, and returns `UnpairedLoss`.
 
     Raises:
         OptionError: when the module is made, under the conditions of `bco`.
@@ -221,13 +216,5 @@ class BCOLoss(LossModule):
         super().__init__(beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
         check_kto_options(loss_type="kto", **self.options)
 
-    def forward(
-        self,
-        logps: Tensor,
-        ref_logps: Tensor,
-        labels: Tensor,
-        delta: Tensor | float = 0.0,
-        *,
-        weights: Tensor | None = None,
-    ) -> UnpairedLoss:
-        return bco(logps, ref_logps, labels, delta, weights=weights, **self.options)
+    def forward(self, logps: Tensor, ref_logps: Tensor, labels: Tensor, delta: Tensor | float = 0.0) -> UnpairedLoss:
+        return bco(logps, ref_logps, labels, delta, **self.options)

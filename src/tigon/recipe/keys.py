@@ -32,8 +32,8 @@ AUTO_PRECISION = "amp-bf16"  # `auto` on a GPU; every combination that amp-bf16 
 
 
 def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None,
-        renamed: Mapping[str, str] | None = None, minimum: float | None = None, maximum: float | None = None,
-        above: float | None = None, limits: str | None = None, prose: bool = False,
+        minimum: float | None = None, maximum: float | None = None, above: float | None = None,
+        limits: str | None = None, prose: bool = False,
         invalid: Callable[[str], str | None] = lambda text: None) -> Any:  # fmt: skip
     """Declare a recipe key.
 
@@ -42,7 +42,6 @@ def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | 
         help: The meaning of the key, for the table of docs/train.md.
         choices: The allowed values.
         pattern: A regular expression for the allowed values, if `choices` does not list all of them.
-        renamed: Former values and their new names.
         minimum: The smallest allowed value.
         maximum: The largest allowed value.
         above: A limit that the value must exceed.
@@ -54,8 +53,8 @@ def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | 
         minimum, maximum = LIMITS[limits]
         maximum = maximum or MAX_COUNT
     metadata = {
-        "help": help, "choices": tuple(choices), "pattern": pattern, "renamed": renamed or {}, "minimum": minimum,
-        "maximum": maximum, "above": above, "prose": prose, "invalid": invalid,
+        "help": help, "choices": tuple(choices), "pattern": pattern, "minimum": minimum, "maximum": maximum,
+        "above": above, "prose": prose, "invalid": invalid,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -69,8 +68,8 @@ def technique_key(name: str) -> Any:
         default, words = setting.recipe_word, (setting.recipe_word, *words)
     if setting.minimum is not None and maximum is None:
         maximum = MAX_COUNT
-    return key(default, setting.help, choices=words, pattern=setting.pattern, renamed=setting.renamed,
-               minimum=setting.minimum, maximum=maximum, invalid=setting.invalid)  # fmt: skip
+    return key(default, setting.help, choices=words, pattern=setting.pattern, minimum=setting.minimum,
+               maximum=maximum, invalid=setting.invalid)  # fmt: skip
 
 
 def with_technique_keys(section: str) -> Callable[[type[T]], type[T]]:
@@ -423,7 +422,7 @@ class ComparisonConfig:
     )
     kernels: tuple[str, ...] = key(
         ("none", "no-flce", "tigon"), "Kernel choices to compare; the values of `model.kernels`.",
-        choices=SETTINGS["kernels"].words, renamed=SETTINGS["kernels"].renamed,
+        choices=SETTINGS["kernels"].words,
     )  # fmt: skip
 
 

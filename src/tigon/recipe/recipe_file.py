@@ -363,8 +363,6 @@ def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Cal
     choices, pattern, minimum, maximum, above = (
         limits[name] for name in ("choices", "pattern", "minimum", "maximum", "above")
     )
-    if value in limits["renamed"]:
-        raise RecipeError(f"{where(dotted)}: {dotted}: {value} was renamed; write {limits['renamed'][value]}")
     if not re.fullmatch(pattern, value) if pattern else choices and value not in choices:
         wanted = choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
         raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it must be {wanted}")

@@ -4,9 +4,9 @@ records/      what a technique's file declares: settings, techniques, conditions
 mechanisms/   code that techniques run: GaLore, offload of saved tensors, recomputation
 matrix.py     checks of choices: allowed values, exclusions, packages
 
-Every other file declares techniques. To add one, write a file with a `DECLARATION`, which is imported automatically.
-Recipe keys, the flags of `tigon plan`, the search, the checks and the pages follow from the declaration. A setting that
-other packages read by name also has its typed field in `Choices`.
+Every other file declares techniques. To add one, write a file with a `DECLARATION`, which is imported automatically,
+and give each of its settings a typed field in `Choices`. Recipe keys, the flags of `tigon plan`, the search, the checks
+and the pages follow from the declaration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from tigon.techniques.records import choices
+from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Exclusion, KeyExclusion, KeySwitch
 from tigon.techniques.records.setting import Setting
 from tigon.techniques.records.technique import Declaration, Technique
@@ -34,35 +34,21 @@ def _declared() -> list[Declaration]:
     return [m.DECLARATION for m in modules if hasattr(m, "DECLARATION")]
 
 
-def _complete_choices(settings: Mapping[str, Setting]) -> None:
-    """Add a field to `Choices` for each setting that `techniques/records/choices.py` does not list."""
-    new = {name: setting for name, setting in settings.items() if name not in _places()}
-    for name, setting in new.items():
-        if setting.new_type is None:
-            raise TypeError(
-                f"{name} is declared, but Choices lacks it; give the setting new_type and new_default, or add the "
-                "field to techniques/records/choices.py if other packages read it"
-            )
-    choices.add_fields((name, setting.new_type, setting.new_default) for name, setting in new.items())
-
-
-def _places() -> dict[str, int]:
-    return {f.name: place for place, f in enumerate(dataclasses.fields(choices.Choices))}
-
-
 def _first_place(declaration: Declaration) -> int:
     """The position in `Choices` of a declaration's first field; declarations are sorted by it."""
     names = [setting.field for setting in declaration.settings]
     names = names or [technique.chosen[0].field for technique in declaration.techniques]
-    return min(_places()[name] for name in names)
+    return min(_PLACES[name] for name in names)
 
 
+_PLACES = {f.name: place for place, f in enumerate(dataclasses.fields(Choices))}
 _DECLARATIONS = _declared()
 _BY_FIELD = {setting.field: setting for declaration in _DECLARATIONS for setting in declaration.settings}
-_complete_choices(_BY_FIELD)
+if _without_field := [name for name in _BY_FIELD if name not in _PLACES]:
+    raise TypeError(f"{', '.join(_without_field)}: Choices lacks it; add it to techniques/records/choices.py")
 _DECLARATIONS.sort(key=_first_place)
 
-SETTINGS: Mapping[str, Setting] = {f.name: _BY_FIELD[f.name] for f in dataclasses.fields(choices.Choices)}
+SETTINGS: Mapping[str, Setting] = {name: _BY_FIELD[name] for name in _PLACES}
 """Field of Choices -> its setting, in the order of the fields."""
 TECHNIQUES: Mapping[str, Technique] = {
     technique.name: technique for declaration in _DECLARATIONS for technique in declaration.techniques

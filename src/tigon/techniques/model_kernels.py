@@ -14,7 +14,7 @@ _KERNELS = Setting(
     field="kernels", key="model.kernels",
     help="`tigon`: patch every op; `no-flce`: patch all ops except the linear cross entropy; `none`: do not patch; "
     "`liger`: use Liger Kernel instead, for comparison.",
-    words=("none", "no-flce", "tigon", "liger"), renamed={"no-linear-ce": "no-flce"},
+    words=("none", "no-flce", "tigon", "liger"),
     flag=Flag(name="kernels", help="none, no-flce, tigon or liger."),
     traced=True, always_written=True,
     label=lambda choices: f"kernels {choices.kernels}" if choices.kernels != "tigon" else "",

@@ -126,11 +126,11 @@ class Optimizer:
 # --- the shapes of states --------------------------------------------------------------------------------------------
 
 
-def _moments(count: int, *, itemsize: int | None = None, step_on_device: bool = False) -> States:
-    """`count` tensors of the parameter's shape, in its dtype or in `itemsize` bytes per element."""
+def _moments(count: int, *, step_on_device: bool = False) -> States:
+    """`count` tensors of the parameter's shape and dtype."""
 
     def states(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
-        moment = StateTensor(parameter.numel * (itemsize or parameter.itemsize))
+        moment = StateTensor(parameter.numel * parameter.itemsize)
         return (moment,) * count + ((StateTensor(FP32),) if step_on_device else ())
 
     return states

@@ -29,7 +29,6 @@ _PRECISION = Setting(
     "`fp8`: as `bf16`, with the decoder layers' matmuls in FP8; `auto`: amp-bf16 on a GPU that supports bf16, "
     "otherwise fp32.",
     words=("fp32", "amp-bf16", "amp-fp16", "bf16", "fp8"), recipe_word="auto",
-    renamed={"pure-bf16": "bf16", "fp16": "amp-fp16"},
     flag=Flag(name="precision", help="fp32, amp-bf16, amp-fp16, bf16 or fp8."),
     traced=True, search="run", always_written=True, label=lambda choices: choices.precision,
     # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the factors of

@@ -74,12 +74,12 @@ def command(request: Request, asked: Request | None = None, base: Sequence[str] 
     return shlex.join([*start, *(part for word in words for part in ("--set", word))])
 
 
-def yaml_text(request: Request, *, steps: int = 100) -> str:
-    """A complete recipe with the same keys, for `steps` steps on the default text, which every Python includes."""
+def yaml_text(request: Request) -> str:
+    """A complete recipe with the same keys, for 100 steps on the default text, which every Python includes."""
     import yaml
 
     tree: dict[str, dict[str, Any]] = {}
-    for key, value in (keys(request) | {"train.steps": steps}).items():
+    for key, value in (keys(request) | {"train.steps": 100}).items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

@@ -36,13 +36,12 @@ class PeakReport:
     """The last allocation before the peak that is at least a hundredth of it."""
 
 
-def peak_of(timeline: Timeline, *, start: int = 0, end: int | None = None) -> PeakReport | None:
-    """The peak among the events from `start` to before `end`; None for an empty range."""
+def peak_of(timeline: Timeline) -> PeakReport | None:
+    """The peak of all events; None without events."""
     totals = timeline.totals()
-    window = range(start, len(totals) if end is None else end)
-    if not window:
+    if not totals:
         return None
-    event = max(window, key=lambda i: totals[i])
+    event = max(range(len(totals)), key=lambda i: totals[i])
     alive: set[int] = set()
     for e in timeline.events[: event + 1]:
         if e >= 0:

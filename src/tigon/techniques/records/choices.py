@@ -6,9 +6,8 @@ file of its technique: the recipe key, the flag, the allowed values, and how the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, make_dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 # Size -> (minimum, maximum or None), for sizes that recipes and plans share and that belong to no technique.
 LIMITS: Mapping[str, tuple[int, int | None]] = {"batch": (1, None), "seq": (8, None)}
@@ -56,15 +55,3 @@ class Choices:
     accumulation_fusion: bool = False
     loss_memory_mib: int = 0
     cuda_graphs: bool = False
-
-
-def add_fields(new: Iterable[tuple[str, Any, Any]]) -> None:
-    """Add fields, as (name, type, default), at the end of `Choices`. Called once, before anything makes a `Choices`.
-
-    They belong to settings that only their technique's file reads, so type checkers need not know them.
-    """
-    fields = [(name, kind, field(default=default)) for name, kind, default in new]
-    if fields:
-        extended = make_dataclass("Choices", fields, bases=(Choices,), frozen=True, kw_only=True)
-        extended.__module__ = __name__
-        globals()["Choices"] = extended

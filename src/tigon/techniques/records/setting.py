@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tigon.techniques.records import choices as choices_module
 from tigon.techniques.records.choices import Choices
 
 Search = Literal["run", "placement", "recomputation", "long samples", "split"]
@@ -45,10 +44,6 @@ class Setting:
     field: str
     key: str
     """The recipe key, `section.name`."""
-    new_type: Any = None
-    """The type of a field that `Choices` does not list, because only the technique's own file reads it."""
-    new_default: Any = None
-    """The default of such a field."""
     help: str
     """The key's meaning in docs/train.md."""
     words: tuple[str, ...] = ()
@@ -65,8 +60,6 @@ class Setting:
     """A further value that only recipes know; it is their default, and the trainer replaces it by one of `words`."""
     recipe_default: Any = None
     """A recipe's default, if it is not that of `Choices`."""
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Former values -> new ones."""
     flag: Flag | None = None
     traced: bool = False
     """A trace of the model depends on it."""
@@ -110,9 +103,9 @@ class Setting:
 
 @functools.cache
 def _fields() -> Mapping[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(choices_module.Choices)}
+    return {f.name: f for f in dataclasses.fields(Choices)}
 
 
 @functools.cache
 def _hints() -> Mapping[str, Any]:
-    return typing.get_type_hints(choices_module.Choices)
+    return typing.get_type_hints(Choices)

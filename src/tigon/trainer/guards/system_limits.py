@@ -14,7 +14,6 @@ except ModuleNotFoundError:  # Windows
 
 OPEN_FILES = 4096  # far more than a run needs
 LEAST_OPEN_FILES, OPEN_FILES_OF_A_WORKER = 16, 8  # 16 files were enough without workers, and 48 with four workers
-RAISED_TO = 4096
 # The error texts of glibc's loader, Python's threads and PyTorch's CPU allocator.
 _NO_MEMORY = (
     r"failed to map segment|[Cc]annot allocate memory|can't start new thread|can't allocate memory|not enough memory|"
