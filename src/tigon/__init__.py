@@ -120,8 +120,8 @@ def checkpoint(model: _typing.Any, plan: CheckpointPlan | str) -> Checkpointed:
     Args:
         model: the transformers model, or a PEFT wrapper of one. Call this before FSDP or DeepSpeed wrap it.
         plan: the result of `tigon.plan`; or "full", "none", or the state of each layer, such as "full:7,none:9"; or
-            "offload": layers are recomputed, and their inputs wait in pinned host memory; or "offload-attention", for
-            long samples: the results of attention (sdpa) wait there too.
+            "offload": layers are recomputed, and their inputs wait in pinned host memory; or "offload-attention": the
+            results of attention (sdpa) wait there too, which pays with long samples.
 
     Returns:
         An object whose `undo()` restores the model; in a `with` statement the end of the block does.

@@ -158,8 +158,7 @@ def cross_entropy_fwd_kernel(
 
     Each lane keeps separate sums, so that threads exchange nothing before the end of the row. This needs a shift that
     is known before the row is read: the label's logit, which is at most the maximum. If the maximum is more than 64
-    above the shift, the row is read again with its maximum as the shift. From 88.7 on the sum would overflow, and from
-    87.3 on a GPU flushes exp(shift - m) to 0.
+    above it, the row is read again with its maximum as the shift: from 87.3 on, a GPU flushes exp(shift - m) to 0.
 
     HAS_EDGES: rows do not start or end at multiples of 16 bytes (an odd V). The elements before the first such address
     and after the last are handled separately, so that tiles are loaded and stored 16 bytes at a time.
