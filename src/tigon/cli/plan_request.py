@@ -86,10 +86,10 @@ def problem_of(flags: Flags) -> SearchProblem:
         UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
         RecipeError: The recipe cannot be read or is refused.
     """
-    given = check_flags(flags)
-    host_bytes = host_bytes_of(flags.host_memory)
+    given = _check_flags(flags)
+    host_bytes = _host_bytes(flags.host_memory)
     problem = (_of_recipe if flags.is_recipe else _of_model)(replace(flags, given=given))
-    check_fp8(flags.gpu, problem.request.choices.precision)
+    _check_fp8(flags.gpu, problem.request.choices.precision)
     if problem.request.choices.precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
         used = problem.request.choices.precision
         raise UsageError(f"{flags.gpu} has no bf16, so --precision {used} does not run on it; use amp-fp16.")
@@ -97,7 +97,7 @@ def problem_of(flags: Flags) -> SearchProblem:
     return replace(problem, host_bytes=host_bytes, fallbacks=fallbacks)
 
 
-def check_fp8(gpu: Gpu, precision: str | None) -> None:
+def _check_fp8(gpu: Gpu, precision: str | None) -> None:
     """Raise UsageError if the precision is fp8 and the GPU has no FP8 matmuls."""
     if precision == "fp8" and not gpu.has_fp8:
         raise UsageError(
@@ -106,7 +106,7 @@ def check_fp8(gpu: Gpu, precision: str | None) -> None:
         )
 
 
-def check_flags(flags: Flags) -> dict[str, Any]:
+def _check_flags(flags: Flags) -> dict[str, Any]:
     """Check sizes and settings, each by its own rules. Returns the given settings with those that they imply.
 
     Raises:
@@ -140,7 +140,7 @@ def _of_model(flags: Flags) -> SearchProblem:
     if flags.effective_batch is not None:
         batch = _micro_batch(flags.effective_batch, batch, choices.gpus, given.get("accumulate"))
     free = SEARCHED - set(given)
-    config = config_of(flags.target)
+    config = _config_of(flags.target)
     if flags.medusa is not None:
         planned: PlannedObjective = planned_medusa(flags.target, real_config(config), flags.medusa, flags.stage or 1)
     elif flags.images:
@@ -161,7 +161,7 @@ def _of_model(flags: Flags) -> SearchProblem:
     )  # fmt: skip
 
 
-def config_of(target: str) -> Any:
+def _config_of(target: str) -> Any:
     """The config of a model by its name. Only a hub id that tigon does not carry uses the network."""
     _quiet([target])
     return remembered_config(carried(target) or target)
@@ -336,7 +336,7 @@ def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
     return tuple(found)
 
 
-def host_bytes_of(text: str | None) -> int | None:
+def _host_bytes(text: str | None) -> int | None:
     """The bytes of --host-memory. Raises UsageError if it is not a size."""
     if text is None:
         return None
