@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +23,6 @@ from tigon.planner.render import explain as explanation
 from tigon.planner.search.longest import LongestRow, longest_rows
 from tigon.planner.search.recommend import Plan, plan
 from tigon.techniques import SETTINGS
-
-ESTIMATORS, POLICIES = ("trace", "study"), ("search", "study")
 
 
 def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
@@ -88,10 +86,6 @@ def command(
     longest: Annotated[
         bool, typer.Option("--longest", help="Find the longest row that fits, by kind of activation checkpointing.")
     ] = False,
-    estimator: Annotated[str, typer.Option(help="trace, or study: the formulas of docs/study.md.")] = "trace",
-    policy: Annotated[
-        str, typer.Option(help="search, or study: the changes of the Liger study, one after another.")
-    ] = "search",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts.")] = None,
     explain: Annotated[
@@ -103,8 +97,8 @@ def command(
     options = {
         "gpu": gpu, "batch": batch, "seq": seq, "effective_batch": effective_batch, "method": method,
         "host_memory": host_memory, "medusa": medusa, "stage": stage, "objective": objective, "images": images,
-        "image_size": image_size, "assignments": assignments or (), "longest": longest, "estimator": estimator,
-        "policy": policy, "as_json": as_json, "plot": plot, "explain": explain,
+        "image_size": image_size, "assignments": assignments or (), "longest": longest, "as_json": as_json,
+        "plot": plot, "explain": explain,
     }  # fmt: skip
     plan_answers.print_once(run, target, options | given)
 
@@ -113,31 +107,28 @@ def run(
     model: str, *, gpu: str, batch: int | None = None, seq: int | None = None, effective_batch: int | None = None,
     method: str = AUTO, host_memory: str | None = None, medusa: int | None = None, stage: int | None = None,
     objective: str = CAUSAL_LM, images: int | None = None, image_size: int | None = None,
-    assignments: Sequence[str] = (), longest: bool = False, estimator: str = "trace",
-    policy: str = "search", as_json: bool = False, plot: Path | None = None, explain: bool = False, **given: Any,
+    assignments: Sequence[str] = (), longest: bool = False, as_json: bool = False, plot: Path | None = None,
+    explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
     """Predict, plan and print. given: Fields of Choices; a flag that was left out is None.
 
     Raises:
         UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
     """
-    words = {"estimator": estimator, "policy": policy}
-    _check_words(words)
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; give a folder.")
     flags = Flags(
         target=model, gpu=find_gpu(gpu), batch=batch, seq=seq, effective_batch=effective_batch, method=method,
         host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, images=images,
-        image_size=image_size, assignments=assignments, free_kernels=policy == "study",
-        auto="study" not in (policy, estimator),
+        image_size=image_size, assignments=assignments,
         given={name: value for name, value in given.items() if value is not None and value is not False},
     )  # fmt: skip
     if not flags.is_recipe:
-        check_objective(objective, {"medusa": medusa, "stage": stage}, assignments, words)
+        check_objective(objective, {"medusa": medusa, "stage": stage}, assignments)
     torch.set_num_threads(1)  # the planner computes no tensors, and OpenMP's threads spin while they wait
     with collector_off():
         problem = problem_of(flags)
-        answer = plan(problem, method="study" if estimator == "study" else "trace", by=policy)
+        answer = plan(problem)
         rows = longest_rows(answer, keep_batch=batch is not None) if longest else ()
     _print(answer, rows, as_json, explain, plot)
 
@@ -159,12 +150,6 @@ def _print(answer: Plan, rows: Sequence[LongestRow], as_json: bool, explain: boo
         written = charts.write(answer, plot)
         if not as_json:
             console.print(f"charts   {', '.join(map(str, written))}", markup=False, soft_wrap=True)
-
-
-def _check_words(words: Mapping[str, str]) -> None:
-    for name, known in (("estimator", ESTIMATORS), ("policy", POLICIES)):
-        if words[name] not in known:
-            raise UsageError(f"--{name} is {words[name]!r}; choose one of {', '.join(known)}.")
 
 
 COMMAND = Command(command, place=3)

@@ -67,10 +67,6 @@ class Flags:
     images: int | None = None
     image_size: int | None = None
     assignments: Sequence[str] = ()
-    auto: bool = True
-    """Whether checkpointing that was left out is `auto`, as in a recipe. The study's formulas know only `none`."""
-    free_kernels: bool = False
-    """Whether the search may change the kernels: with `--policy study`, which follows the Liger study's steps."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Choices that were given."""
 
@@ -130,7 +126,7 @@ def _check_flags(flags: Flags) -> dict[str, Any]:
 
 def _of_model(flags: Flags) -> SearchProblem:
     given, batch = dict(flags.given), flags.batch
-    chooses = flags.auto and given.get("checkpointing", layer_checkpointing.AUTO) == layer_checkpointing.AUTO
+    chooses = given.get("checkpointing", layer_checkpointing.AUTO) == layer_checkpointing.AUTO
     if given.get("checkpointing") == layer_checkpointing.AUTO:
         del given["checkpointing"]  # left free, so that the recommendations may change it
     choices = replace(Choices(), **given)
@@ -156,7 +152,7 @@ def _of_model(flags: Flags) -> SearchProblem:
         objective=planned, evaluated=EVALUATED,
     )  # fmt: skip
     return SearchProblem(
-        request=request, free=free | _free_kernels(flags), gpu=flags.gpu, effective_batch=flags.effective_batch,
+        request=request, free=free, gpu=flags.gpu, effective_batch=flags.effective_batch,
         auto=chooses, auto_divides="accumulate" in free and flags.objective == CAUSAL_LM,
     )  # fmt: skip
 
@@ -167,12 +163,10 @@ def _config_of(target: str) -> Any:
     return remembered_config(carried(target) or target)
 
 
-def check_objective(
-    objective: str, heads: Mapping[str, int | None], assignments: Sequence[str], words: Mapping[str, str]
-) -> None:
+def check_objective(objective: str, heads: Mapping[str, int | None], assignments: Sequence[str]) -> None:
     """Refuse an unknown objective, and flags that do not go with it.
 
-    heads: the values of --medusa and --stage. words: those of --estimator and --policy.
+    heads: the values of --medusa and --stage.
     """
     names = ", ".join(post_training_rules.TAKES)
     if objective == "medusa":
@@ -188,9 +182,6 @@ def check_objective(
     for name, value in heads.items():
         if value is not None:
             raise UsageError(f"--{name} {value} trains heads, which --objective {objective} does not; leave one out.")
-    if "study" in words.values():
-        name = next(name for name, value in words.items() if value == "study")
-        raise UsageError(f"--{name} study describes {CAUSAL_LM}, not --objective {objective}; leave --{name} out.")
 
 
 def _with_images(flags: Flags, config: Any) -> PlannedObjective:
@@ -240,7 +231,7 @@ def _of_recipe(flags: Flags) -> SearchProblem:
     choices = replace(recipe.choices(precision=_precision(recipe, flags.gpu)), gpus=max(recipe.sharding.gpus, 1))
     evaluated = recipe.data.has_eval
     request = prediction.request_of(recipe, config, choices, evaluated=evaluated)
-    free = (prediction.free_in(recipe) - set(flags.given)) | _free_kernels(flags)
+    free = prediction.free_in(recipe) - set(flags.given)
     if recipe.train.checkpointing == layer_checkpointing.AUTO:
         recipe, _ = auto_checkpointing.chosen_for(recipe, request, flags.gpu)
         chosen = replace(
@@ -302,10 +293,6 @@ def _assignments(flags: Flags, path: Path) -> list[str]:
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------
-
-
-def _free_kernels(flags: Flags) -> frozenset[str]:
-    return frozenset({"kernels"} if flags.free_kernels and "kernels" not in flags.given else ())
 
 
 def _with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
