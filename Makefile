@@ -90,7 +90,6 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.head_accuracy
 	$(BIN)/python -m benchmarks.pages.support
 	$(BIN)/python -m benchmarks.pages.engine_pairs
-	$(BIN)/python -m benchmarks.pages.cluster_plans --into docs/cluster-plans.md
 	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
 	PYTHONPATH=tests $(BIN)/python tests/compat/liger_page.py

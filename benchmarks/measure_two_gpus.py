@@ -51,11 +51,6 @@ from benchmarks.measure_plans import Case
 from benchmarks.process_stacks import end_with_stacks
 from benchmarks.step_record import busy_ms, by_name, device_kernels
 from tigon.bench.record import environment
-from tigon.planner.cluster.compute import Workload
-from tigon.planner.cluster.division import Division
-from tigon.planner.cluster.search import planned_division
-from tigon.planner.cluster.shape import shape_of
-from tigon.planner.cluster.topology import Cluster
 from tigon.planner.engines import zero
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import row_of
@@ -315,28 +310,21 @@ def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any
 
 
 def has_prediction(run: Run) -> bool:
-    """Whether the planner knows the settings of a case: tigon's own, or those that it had before."""
-    return run.case.precision != "fp32" and run.zero in ({}, WEIGHTS | SMALL, LAYERS | BY_LAYER)
+    """Whether the planner knows the settings of a case: tigon's own, or those that it had before. It knows no shared
+    rows."""
+    known = run.zero in ({}, WEIGHTS | SMALL, LAYERS | BY_LAYER) and "sequence" not in run.case.sharding
+    return run.case.precision != "fp32" and known
 
 
 def predicted(run: Run, gpu_name: str, memory_bytes: int) -> dict[str, float]:
-    """The seconds per step, tokens/s and allocated bytes that the planner predicts for a case.
-
-    The planner of one node knows no shared rows; the arithmetic of cluster plans stands in for it.
-    """
+    """The seconds per step, tokens/s and allocated bytes that the planner predicts for a case."""
     case, gpu = run.case, row_of(gpu_name, memory_bytes)
     config = models.load_config(ModelConfig(name=case.model, config=dict(case.config) or None))
     choices = case.recipe("cuda").choices()
     request = Request(model=case.model, config=config, batch=case.batch, seq=case.seq, choices=choices)
-    shards = int(case.sharding.get("sequence", 1))
-    if shards == 1:
-        with unittest.mock.patch.object(zero, "gathers_layers", return_value=run.zero != WEIGHTS | SMALL):
-            plan = estimate(request, gpu=gpu, evaluation=False)
-        return {"step_s": plan.step_s, "tokens_per_s": plan.tokens_per_s, "allocated_bytes": plan.peak_allocated_bytes}
-    work = Workload(shape=shape_of(request), seq=case.seq, samples=case.readers * case.batch, states=case.precision)
-    division = Division(sharding="weights", data=case.readers, sequence=shards, micro_batch=case.batch)
-    best = planned_division(work, division, Cluster(gpu=gpu, gpus_per_node=GPUS))
-    return {"step_s": best.time.seconds, "tokens_per_s": best.tokens_per_s, "allocated_bytes": best.memory.device}
+    with unittest.mock.patch.object(zero, "gathers_layers", return_value=run.zero != WEIGHTS | SMALL):
+        plan = estimate(request, gpu=gpu, evaluation=False)
+    return {"step_s": plan.step_s, "tokens_per_s": plan.tokens_per_s, "allocated_bytes": plan.peak_allocated_bytes}
 
 
 def save(path: Path, record: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from tigon.models.verification.tiny import tiny_config
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.medusa import PlannedMedusa
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
-from tigon.planner.estimate import COMPONENTS, PHASES, estimate, logits_bytes
+from tigon.planner.estimate import COMPONENTS, PHASES, estimate
 from tigon.planner.gpus import GPUS, MIB, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate import roofline
@@ -60,9 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("method", ["trace", "study"])
-def test_components_sum_to_the_peak(case: dict[str, Any], method: Any) -> None:
-    found = estimate(request_of(**case), gpu=H200, method=method)
+def test_components_sum_to_the_peak(case: dict[str, Any]) -> None:
+    found = estimate(request_of(**case), gpu=H200)
     assert tuple(found.phases) == PHASES
     assert tuple(found.components) == COMPONENTS
     assert sum(found.components.values()) == found.peak_allocated_bytes == found.phases[found.peak_phase]
@@ -354,17 +353,6 @@ def test_adapter_of_the_head_is_planned_without_logits() -> None:
     assert head.step_s > plain.step_s
 
 
-def test_study_method_computes_the_formulas_of_the_study() -> None:
-    request = request_of(batch=3, seq=100, precision="amp-bf16", checkpointing="full", kernels="none")
-    found = estimate(request, gpu=H200, method="study").components
-    traced = estimate(request, gpu=H200)
-    numel = sum(n for n in [1024 * 64, 5 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64), 64])
-    assert found["weights"] + found["gradients"] + found["optimizer"] == 16 * numel
-    assert found["checkpoints"] == 3 * 100 * 64 * 2 * 5
-    assert found["logits"] == 3 * 100 * 1024 * 4 * 3
-    assert found != traced.components
-
-
 def test_evaluation_counts_only_if_the_run_evaluates() -> None:
     request = request_of(precision="bf16", checkpointing="full", batch=16, kernels="tigon", lora_rank=2)
     without, with_one = (
@@ -418,8 +406,8 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
         ({"lora_rank": 0}, "lora_rank is 0"),
         ({"lora_rank": 4097}, "at most 4096"),
         ({"quantized": True}, r"lora\.rank: none"),
-        ({"gpus": 2, "sequence_shards": 2}, r"sharding\.sequence is 2.*--nodes 1"),
-        ({"gpus": 4, "fsdp": True, "tensor_shards": 2}, r"sharding\.tensor is 2.*--nodes 1"),
+        ({"gpus": 2, "sequence_shards": 2}, r"sharding\.sequence is 2, .*plan without"),
+        ({"gpus": 4, "fsdp": True, "tensor_shards": 2}, r"sharding\.tensor is 2, .*plan without"),
         ({"gpus": 4, "zero": 3, "zero_copy_ranks": 2}, r"ZeRO\+\+ .*zero_hpz_partition_size"),
     ],
     ids=str,
@@ -430,17 +418,14 @@ def test_wrong_input_is_refused_in_one_line(changes: dict[str, Any], says: str) 
     assert "\n" not in str(raised.value)
 
 
-def test_model_that_cannot_be_traced_is_refused_and_the_study_method_works(capfd: pytest.CaptureFixture[str]) -> None:
+def test_model_that_cannot_be_traced_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     """Parts of the rotary embedding that do not add up to a head's width."""
     config = tiny_config("qwen2_5_vl", {"text_config": {"head_dim": 16, **MODELS["qwen2_5_vl"].tiny["text_config"]}})
     config.get_text_config().rope_parameters["mrope_section"] = [1, 1, 3]
     request = Request(model="vl", config=config, batch=1, seq=32, choices=Choices(precision="fp32", kernels="none"))
-    with pytest.raises(UsageError, match="method `study`"):
+    with pytest.raises(UsageError, match=r"cannot be traced without data .*correct its config"):
         estimate(request, gpu=H200)
     assert "Traceback" not in capfd.readouterr().err
-    found = estimate(request, gpu=H200, method="study")
-    assert found.peak_allocated_bytes > 0
-    assert any("cannot be traced" in note for note in found.notes)
 
 
 def test_plan_says_that_every_process_reads_the_whole_model() -> None:
@@ -482,16 +467,6 @@ def test_model_without_layers_is_refused_and_the_largest_lora_rank_is_estimated(
         estimate(request_of(shape={"num_hidden_layers": 0}), gpu=H200)
     held = estimate(request_of(lora_rank=4096), gpu=H200).components
     assert held["weights"] > 4 * 4096 * 64 * 7 * 5, "adapters of no memory of this machine"
-
-
-def test_logits_bytes_are_those_of_the_loss_wherever_the_peak_is() -> None:
-    """With few sequences the peak is at another time, before any logits exist."""
-    request = request_of(batch=1, seq=64, checkpointing="full", precision="bf16", shape={"num_hidden_layers": 12})
-    assert estimate(request, gpu=H200).components["logits"] < logits_bytes(request, gpu=H200)
-    many = dataclasses.replace(request, batch=64, choices=dataclasses.replace(request.choices, kernels="none"))
-    found = estimate(many, gpu=H200)
-    assert found.peak_phase in ("loss", "backward")
-    assert logits_bytes(many, gpu=H200) == pytest.approx(found.components["logits"], rel=0.1)
 
 
 def test_estimate_leaves_the_model_code_and_the_ops_unchanged() -> None:

@@ -198,8 +198,8 @@ def test_longest_rows_fit_and_recomputing_more_reaches_further(monkeypatch):
     question = SearchProblem(request=request, free=frozenset({"checkpointing"}), gpu=gpu)
     option = estimate_option(request, gpu)
     answer = Plan(
-        problem=question, gpu=gpu, estimator="trace", option=option, recommended=(), fallback="", refused=(),
-        ladder=(), max_sizes=None, best_max_sizes=None,
+        problem=question, gpu=gpu, option=option, recommended=(), fallback="", refused=(), max_sizes=None,
+        best_max_sizes=None,
     )  # fmt: skip
     rows = longest_rows(answer, keep_batch=False)
     kinds = [row.request.choices.checkpointing for row in rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import shlex
 from dataclasses import replace
@@ -177,60 +176,6 @@ def test_recommended_recipes_leave_headroom_on_the_gpu():
     assert found.problem.gpu.memory_bytes < problem.gpu.memory_bytes == found.gpu.memory_bytes
     limit = problem.gpu.memory_bytes * (1 - space.HEADROOM)
     assert all(one.option.estimate.device_bytes <= limit for one in found.recommended)
-
-
-# --- the ladder ------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def ladder_of(**case):
-    problem = asked_of(**case)
-    return plan(replace(problem, free=problem.free | {"kernels"}), by="study")
-
-
-def test_ladder_has_the_order_of_the_study():
-    names = [step.rung for step in ladder_of(memory_mib=300).ladder]
-    assert names == [
-        "nothing", "fused kernels", "ZeRO-2", "checkpointing", "mixed precision", "ZeRO-3", "CPU offload", "GaLore",
-        "8-bit states", "NVMe",
-    ]  # fmt: skip
-
-
-def test_rung_drops_the_techniques_that_it_excludes():
-    steps = {step.rung: step for step in ladder_of(memory_mib=300).ladder}
-    galore = steps["GaLore"]
-    assert "projects whole matrices" in galore.reason and galore.option is not None
-    assert (galore.option.request.choices.optimizer, galore.option.request.choices.zero) == ("galore", 0)
-    assert steps["NVMe"].option.request.choices.optimizer == "adamw"
-    assert steps["ZeRO-2"].option is None and "2 GPUs" in steps["ZeRO-2"].reason
-    assert ladder_of(memory_mib=300, gpus=2).ladder[2].option.request.choices.zero == 2
-
-
-def test_ladder_reaches_the_effective_batch(tmp_path):
-    found = ladder_of(memory_mib=300, effective_batch=96)
-    (one,) = found.recommended
-    choices = one.option.request.choices
-    assert one.option.request.batch * choices.accumulate == 96 and choices.accumulate > 1
-    assert one.option.fits(found.problem.gpu)
-    assert from_yaml(as_recipe.yaml_text(one.option.request), tmp_path).choices() == choices
-
-
-def test_cheaper_options_are_the_lower_rungs_that_were_tried():
-    found = ladder_of(memory_mib=150)
-    (one,) = found.recommended
-    first = next(i for i, step in enumerate(found.ladder) if step.fits)
-    tried = [step.option.request.choices for step in found.ladder[:first] if step.option is not None]
-    assert [other.choices for other in one.cheaper] == tried
-    chosen = one.option.request.choices
-    assert any(not step.fits and step.option for step in found.ladder[first:]), "nothing above could have been listed"
-    words = {recommend.against(chosen, other.choices, other.batch) for other in one.cheaper}
-    assert len(words) == len(one.cheaper)
-
-
-def test_ladder_keeps_the_options_that_were_given():
-    steps = {step.rung: step for step in ladder_of(memory_mib=300, checkpointing="selective").ladder}
-    assert "to another value" in steps["checkpointing"].reason
-    assert steps["CPU offload"].option.request.choices.checkpointing == "selective"
 
 
 def test_large_gpu_takes_the_whole_batch_without_checkpointing():

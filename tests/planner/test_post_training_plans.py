@@ -197,11 +197,6 @@ def test_batches_and_lengths_that_no_run_takes_are_refused(objective, more, word
         estimated(objective, **more)
 
 
-def test_formulas_of_the_study_are_refused():
-    with pytest.raises(UsageError, match="formulas do not describe objective dpo"):
-        estimate(asked("dpo"), gpu=BARE, method="study")
-
-
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "reward"])
 def test_recommended_recipe_lacks_only_the_users_rows(objective, tmp_path):
     keys = {} if objective == "reward" else {"beta": 0.2}

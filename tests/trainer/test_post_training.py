@@ -529,8 +529,6 @@ WRONG_PLANS = {
     "unknown objective": (("--objective", "ppo"), "--objective ppo is not one of causal_lm, dpo, kto"),
     "heads as an objective": (("--objective", "medusa"), "use --medusa N"),
     "two objectives": (("--objective", "dpo", "--medusa", "3"), "--medusa 3 trains heads, which --objective dpo does"),
-    "formulas": (("--objective", "dpo", "--estimator", "study"), "--estimator study describes causal_lm"),
-    "ladder": (("--objective", "dpo", "--policy", "study"), "--policy study describes causal_lm"),
     "key without objective": (("--set", "post_training.beta=1"), "requires a recipe, or --objective with one of dpo"),
     "key of another section": (("--objective", "dpo", "--set", "train.steps=1"), "a plan of a model takes keys of"),
     "unknown key": (("--objective", "dpo", "--set", "post_training.bta=1"), "the nearest key is post_training.beta"),

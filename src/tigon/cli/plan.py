@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from tigon.cli import plan_answers, plan_cluster
+from tigon.cli import plan_answers
 from tigon.cli.plan_request import AUTO, CAUSAL_LM, Flags, check_objective, problem_of
 from tigon.cli.shared import Command, stdout_console
 from tigon.errors import UsageError
@@ -23,8 +23,6 @@ from tigon.planner.render import explain as explanation
 from tigon.planner.search.longest import LongestRow, longest_rows
 from tigon.planner.search.recommend import Plan, plan
 from tigon.techniques import SETTINGS
-
-ESTIMATORS, POLICIES = ("trace", "study"), ("search", "study")
 
 
 def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
@@ -55,12 +53,7 @@ def command(
         typer.Argument(metavar="MODEL|RECIPE.yaml", help="A recipe, preset, checkpoint folder, config.json or hub id."),
     ],
     *,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="A GPU's name (h200, 4090, t4) or its memory (24GiB). With --nodes it may be left out: h100."
-        ),
-    ] = None,
+    gpu: Annotated[str, typer.Option(help="A GPU's name (h200, 4090, t4) or its memory (24GiB).")],
     batch: Annotated[int | None, typer.Option(help="Samples per micro-batch on each GPU.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
     effective_batch: Annotated[
@@ -69,12 +62,6 @@ def command(
     method: Annotated[
         str, typer.Option(help="full, lora, qlora, or auto: full fine-tuning if it fits, else LoRA, else QLoRA.")
     ] = AUTO,
-    nodes: Annotated[
-        int | None, typer.Option(help="Plan a cluster of N nodes with --gpus each: how to divide the model.")
-    ] = None,
-    link: Annotated[
-        str | None, typer.Option(metavar="RATE", help="With --nodes: each GPU's rate to other nodes (400Gb, 50GB).")
-    ] = None,
     host_memory: Annotated[
         str | None, typer.Option("--host-memory", metavar="SIZE", help="Host memory that offloading may use (64GiB).")
     ] = None,
@@ -99,10 +86,6 @@ def command(
     longest: Annotated[
         bool, typer.Option("--longest", help="Find the longest row that fits, by kind of activation checkpointing.")
     ] = False,
-    estimator: Annotated[str, typer.Option(help="trace, or study: the formulas of docs/study.md.")] = "trace",
-    policy: Annotated[
-        str, typer.Option(help="search, or study: the changes of the Liger study, one after another.")
-    ] = "search",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts.")] = None,
     explain: Annotated[
@@ -112,55 +95,40 @@ def command(
 ) -> None:
     """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
     options = {
-        "gpu": gpu, "batch": batch, "seq": seq, "effective_batch": effective_batch, "method": method, "nodes": nodes,
-        "link": link, "host_memory": host_memory, "medusa": medusa, "stage": stage, "objective": objective,
-        "images": images, "image_size": image_size, "assignments": assignments or (), "longest": longest,
-        "estimator": estimator, "policy": policy, "as_json": as_json, "plot": plot, "explain": explain,
+        "gpu": gpu, "batch": batch, "seq": seq, "effective_batch": effective_batch, "method": method,
+        "host_memory": host_memory, "medusa": medusa, "stage": stage, "objective": objective, "images": images,
+        "image_size": image_size, "assignments": assignments or (), "longest": longest, "as_json": as_json,
+        "plot": plot, "explain": explain,
     }  # fmt: skip
     plan_answers.print_once(run, target, options | given)
 
 
 def run(
-    model: str, *, gpu: str | None = None, batch: int | None = None, seq: int | None = None,
-    effective_batch: int | None = None, method: str = AUTO, nodes: int | None = None, link: str | None = None,
-    host_memory: str | None = None, medusa: int | None = None, stage: int | None = None,
+    model: str, *, gpu: str, batch: int | None = None, seq: int | None = None, effective_batch: int | None = None,
+    method: str = AUTO, host_memory: str | None = None, medusa: int | None = None, stage: int | None = None,
     objective: str = CAUSAL_LM, images: int | None = None, image_size: int | None = None,
-    assignments: Sequence[str] = (), longest: bool = False, estimator: str = "trace",
-    policy: str = "search", as_json: bool = False, plot: Path | None = None, explain: bool = False, **given: Any,
+    assignments: Sequence[str] = (), longest: bool = False, as_json: bool = False, plot: Path | None = None,
+    explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
     """Predict, plan and print. given: Fields of Choices; a flag that was left out is None.
 
     Raises:
         UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
     """
-    words = {"estimator": estimator, "policy": policy}
-    _check_words(words)
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; give a folder.")
-    clustered = nodes is not None or link is not None
-    if gpu is None and not clustered:
-        raise UsageError("--gpu is missing; give a GPU's name (h200) or its memory (24GiB).")
     flags = Flags(
-        target=model, gpu=find_gpu(gpu or plan_cluster.DEFAULT_GPU), batch=batch, seq=seq,
-        effective_batch=effective_batch, method=method, host_memory=host_memory, medusa=medusa, stage=stage,
-        objective=objective, images=images, image_size=image_size, assignments=assignments,
-        free_kernels=policy == "study", auto="study" not in (policy, estimator),
+        target=model, gpu=find_gpu(gpu), batch=batch, seq=seq, effective_batch=effective_batch, method=method,
+        host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, images=images,
+        image_size=image_size, assignments=assignments,
         given={name: value for name, value in given.items() if value is not None and value is not False},
     )  # fmt: skip
-    if clustered:
-        unused = {
-            "plot": plot is not None, "explain": explain, "longest": longest, "stage": stage is not None,
-            "set": bool(assignments), "images": images is not None, "image-size": image_size is not None,
-            "estimator": estimator != "trace", "policy": policy != "search",
-        }  # fmt: skip
-        plan_cluster.run(plan_cluster.ClusterFlags(flags=flags, nodes=nodes, link=link, unused=unused), as_json=as_json)
-        return
     if not flags.is_recipe:
-        check_objective(objective, {"medusa": medusa, "stage": stage}, assignments, words)
+        check_objective(objective, {"medusa": medusa, "stage": stage}, assignments)
     torch.set_num_threads(1)  # the planner computes no tensors, and OpenMP's threads spin while they wait
     with collector_off():
         problem = problem_of(flags)
-        answer = plan(problem, method="study" if estimator == "study" else "trace", by=policy)
+        answer = plan(problem)
         rows = longest_rows(answer, keep_batch=batch is not None) if longest else ()
     _print(answer, rows, as_json, explain, plot)
 
@@ -182,12 +150,6 @@ def _print(answer: Plan, rows: Sequence[LongestRow], as_json: bool, explain: boo
         written = charts.write(answer, plot)
         if not as_json:
             console.print(f"charts   {', '.join(map(str, written))}", markup=False, soft_wrap=True)
-
-
-def _check_words(words: Mapping[str, str]) -> None:
-    for name, known in (("estimator", ESTIMATORS), ("policy", POLICIES)):
-        if words[name] not in known:
-            raise UsageError(f"--{name} is {words[name]!r}; choose one of {', '.join(known)}.")
 
 
 COMMAND = Command(command, place=3)

@@ -67,10 +67,6 @@ class Flags:
     images: int | None = None
     image_size: int | None = None
     assignments: Sequence[str] = ()
-    auto: bool = True
-    """Whether checkpointing that was left out is `auto`, as in a recipe. The study's formulas know only `none`."""
-    free_kernels: bool = False
-    """Whether the search may change the kernels: with `--policy study`, which follows the Liger study's steps."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Choices that were given."""
 
@@ -86,10 +82,10 @@ def problem_of(flags: Flags) -> SearchProblem:
         UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
         RecipeError: The recipe cannot be read or is refused.
     """
-    given = check_flags(flags)
-    host_bytes = host_bytes_of(flags.host_memory)
+    given = _check_flags(flags)
+    host_bytes = _host_bytes(flags.host_memory)
     problem = (_of_recipe if flags.is_recipe else _of_model)(replace(flags, given=given))
-    check_fp8(flags.gpu, problem.request.choices.precision)
+    _check_fp8(flags.gpu, problem.request.choices.precision)
     if problem.request.choices.precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
         used = problem.request.choices.precision
         raise UsageError(f"{flags.gpu} has no bf16, so --precision {used} does not run on it; use amp-fp16.")
@@ -97,7 +93,7 @@ def problem_of(flags: Flags) -> SearchProblem:
     return replace(problem, host_bytes=host_bytes, fallbacks=fallbacks)
 
 
-def check_fp8(gpu: Gpu, precision: str | None) -> None:
+def _check_fp8(gpu: Gpu, precision: str | None) -> None:
     """Raise UsageError if the precision is fp8 and the GPU has no FP8 matmuls."""
     if precision == "fp8" and not gpu.has_fp8:
         raise UsageError(
@@ -106,7 +102,7 @@ def check_fp8(gpu: Gpu, precision: str | None) -> None:
         )
 
 
-def check_flags(flags: Flags) -> dict[str, Any]:
+def _check_flags(flags: Flags) -> dict[str, Any]:
     """Check sizes and settings, each by its own rules. Returns the given settings with those that they imply.
 
     Raises:
@@ -130,7 +126,7 @@ def check_flags(flags: Flags) -> dict[str, Any]:
 
 def _of_model(flags: Flags) -> SearchProblem:
     given, batch = dict(flags.given), flags.batch
-    chooses = flags.auto and given.get("checkpointing", layer_checkpointing.AUTO) == layer_checkpointing.AUTO
+    chooses = given.get("checkpointing", layer_checkpointing.AUTO) == layer_checkpointing.AUTO
     if given.get("checkpointing") == layer_checkpointing.AUTO:
         del given["checkpointing"]  # left free, so that the recommendations may change it
     choices = replace(Choices(), **given)
@@ -140,7 +136,7 @@ def _of_model(flags: Flags) -> SearchProblem:
     if flags.effective_batch is not None:
         batch = _micro_batch(flags.effective_batch, batch, choices.gpus, given.get("accumulate"))
     free = SEARCHED - set(given)
-    config = config_of(flags.target)
+    config = _config_of(flags.target)
     if flags.medusa is not None:
         planned: PlannedObjective = planned_medusa(flags.target, real_config(config), flags.medusa, flags.stage or 1)
     elif flags.images:
@@ -156,23 +152,21 @@ def _of_model(flags: Flags) -> SearchProblem:
         objective=planned, evaluated=EVALUATED,
     )  # fmt: skip
     return SearchProblem(
-        request=request, free=free | _free_kernels(flags), gpu=flags.gpu, effective_batch=flags.effective_batch,
+        request=request, free=free, gpu=flags.gpu, effective_batch=flags.effective_batch,
         auto=chooses, auto_divides="accumulate" in free and flags.objective == CAUSAL_LM,
     )  # fmt: skip
 
 
-def config_of(target: str) -> Any:
+def _config_of(target: str) -> Any:
     """The config of a model by its name. Only a hub id that tigon does not carry uses the network."""
     _quiet([target])
     return remembered_config(carried(target) or target)
 
 
-def check_objective(
-    objective: str, heads: Mapping[str, int | None], assignments: Sequence[str], words: Mapping[str, str]
-) -> None:
+def check_objective(objective: str, heads: Mapping[str, int | None], assignments: Sequence[str]) -> None:
     """Refuse an unknown objective, and flags that do not go with it.
 
-    heads: the values of --medusa and --stage. words: those of --estimator and --policy.
+    heads: the values of --medusa and --stage.
     """
     names = ", ".join(post_training_rules.TAKES)
     if objective == "medusa":
@@ -188,9 +182,6 @@ def check_objective(
     for name, value in heads.items():
         if value is not None:
             raise UsageError(f"--{name} {value} trains heads, which --objective {objective} does not; leave one out.")
-    if "study" in words.values():
-        name = next(name for name, value in words.items() if value == "study")
-        raise UsageError(f"--{name} study describes {CAUSAL_LM}, not --objective {objective}; leave --{name} out.")
 
 
 def _with_images(flags: Flags, config: Any) -> PlannedObjective:
@@ -240,7 +231,7 @@ def _of_recipe(flags: Flags) -> SearchProblem:
     choices = replace(recipe.choices(precision=_precision(recipe, flags.gpu)), gpus=max(recipe.sharding.gpus, 1))
     evaluated = recipe.data.has_eval
     request = prediction.request_of(recipe, config, choices, evaluated=evaluated)
-    free = (prediction.free_in(recipe) - set(flags.given)) | _free_kernels(flags)
+    free = prediction.free_in(recipe) - set(flags.given)
     if recipe.train.checkpointing == layer_checkpointing.AUTO:
         recipe, _ = auto_checkpointing.chosen_for(recipe, request, flags.gpu)
         chosen = replace(
@@ -304,10 +295,6 @@ def _assignments(flags: Flags, path: Path) -> list[str]:
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 
-def _free_kernels(flags: Flags) -> frozenset[str]:
-    return frozenset({"kernels"} if flags.free_kernels and "kernels" not in flags.given else ())
-
-
 def _with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The given settings, those that their flags imply (--qlora alone means a rank), and those of --method."""
     if method != AUTO and method not in METHODS:
@@ -336,7 +323,7 @@ def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
     return tuple(found)
 
 
-def host_bytes_of(text: str | None) -> int | None:
+def _host_bytes(text: str | None) -> int | None:
     """The bytes of --host-memory. Raises UsageError if it is not a size."""
     if text is None:
         return None

@@ -189,8 +189,8 @@ class PlannedObjective(Protocol):
     """
 
     @property
-    def in_study(self) -> bool:
-        """Whether the memory formulas of the Liger study (`planner/closed_form.py`) describe a micro-batch."""
+    def next_token(self) -> bool:
+        """Whether the loss is that of the next token, of whose logits a fused loss holds a chunk."""
         ...
 
     @property

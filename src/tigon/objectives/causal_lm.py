@@ -43,7 +43,7 @@ class PlannedCausalLM:
         return None
 
     @property
-    def in_study(self) -> bool:
+    def next_token(self) -> bool:
         return True
 
     @property

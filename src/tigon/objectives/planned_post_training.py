@@ -35,7 +35,7 @@ class PlannedPostTraining(PlannedCausalLM):
     """The keys of `post_training` that the recipe gives, with their values."""
 
     @property
-    def in_study(self) -> bool:
+    def next_token(self) -> bool:
         return False
 
     @property

@@ -37,10 +37,6 @@ class PlannedVisionLanguage(PlannedCausalLM):
     layout: Layout
 
     @property
-    def in_study(self) -> bool:
-        return False
-
-    @property
     def pads(self) -> bool:
         return True
 

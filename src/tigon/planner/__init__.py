@@ -6,7 +6,6 @@ estimate.py        the pipeline, and its result
 simulated_run.py   memory of a run over three steps
 step_time.py       seconds of a step
 collector.py       no garbage collections while a plan is made
-closed_form.py     the formulas of the Liger study (docs/study.md), for comparison
 
 trace/             one micro-batch of the real model code on fake tensors
 simulate/          memory by component, the caching allocator, the roofline

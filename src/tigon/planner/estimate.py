@@ -15,10 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from tigon.errors import UsageError
-from tigon.planner import closed_form
 from tigon.planner.engines.base import Engine
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.engines.deepspeed_host_memory import pinned
@@ -40,7 +37,6 @@ from tigon.techniques.records.choices import Choices
 from tigon.units import in_bytes
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
-Method = Literal["trace", "study"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +64,12 @@ class Estimate:
     notes: tuple[str, ...]
 
 
-def estimate(request: Request, *, gpu: Gpu, method: Method = "trace", evaluation: bool = True) -> Estimate:
+def estimate(request: Request, *, gpu: Gpu, evaluation: bool = True) -> Estimate:
     """The memory and time of `request` on one of its GPUs.
 
     Args:
         request: the run.
         gpu: the GPU of each rank.
-        method: `trace`, or the `study`'s formulas.
         evaluation: if False and the request does not evaluate, skips that phase: its peak is 0, and a fifth of the time
             is saved.
 
@@ -82,12 +77,6 @@ def estimate(request: Request, *, gpu: Gpu, method: Method = "trace", evaluation
         UsageError: `check` rejects the request, or the model cannot be traced.
     """
     check(request)
-    if method == "study" and not request.objective.in_study:
-        raise UsageError(
-            f"method is study, whose formulas do not describe {request.objective.description()}; use trace."
-        )
-    if method == "study":
-        return _from_formulas(request, gpu)
     return _from_trace(request, gpu, evaluation or request.evaluated)
 
 
@@ -192,43 +181,3 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     elif choices.quantized:
         notes.append("Weights are stored in NF4, half a byte each, and copied to 16 bits for each matrix product.")
     return tuple(notes)
-
-
-def logits_bytes(request: Request, *, gpu: Gpu) -> int:
-    """The most bytes of the component `logits` held at one time, at any point of the trace."""
-    computed = dataclasses.replace(request, choices=engine_of(request.choices).traced_choices())
-    return step_tapes(computed, gpu, evaluating=False).micro_batches[0].peak_bytes("logits")
-
-
-def _from_formulas(request: Request, gpu: Gpu) -> Estimate:
-    model = model_weights(request)
-    components = closed_form.components(request, model)
-    peak_bytes = sum(components.values())
-    states = components["weights"] + components["gradients"] + components["optimizer"]
-    held = states + components["checkpoints"]
-    phases = dict.fromkeys(PHASES, states) | {
-        "load": components["weights"],
-        "forward": held,
-        "loss": peak_bytes,
-        "backward": held,
-    }
-    try:
-        traced = _from_trace(request, gpu, evaluating=False)
-        differences = closed_form.differences(request, dict(traced.components), components)
-        host_bytes, nvme_bytes, step_s = traced.host_bytes, traced.nvme_bytes, traced.step_s
-    except UsageError as error:  # the model cannot be traced
-        differences, host_bytes, nvme_bytes = (str(error),), 0, 0
-        step_s = closed_form.step_flops(request, model) / gpu.matmul_flops
-    return Estimate(
-        peak_allocated_bytes=peak_bytes,
-        peak_reserved_bytes=peak_bytes,
-        device_bytes=peak_bytes + non_allocator_bytes(gpu, request.choices),
-        host_bytes=host_bytes,
-        nvme_bytes=nvme_bytes,
-        step_s=step_s,
-        tokens_per_s=_step_tokens(request) / step_s,
-        phases=phases,
-        peak_phase="loss",
-        components=components,
-        notes=("The study's formulas omit phases, kernels, fragmentation and temporaries.", *differences),
-    )

@@ -63,11 +63,6 @@ class Gpu:
         return self.name
 
     @property
-    def sheet_flops(self) -> float:
-        """The data sheet's dense 16-bit rate, FLOP/s, which a model's utilization (MFU) refers to."""
-        return self.matmul_flops / _MATMUL_SHARE
-
-    @property
     def has_fp8(self) -> bool:
         """Whether tigon uses its FP8 matmuls: NVIDIA's from Ada (8.9) on."""
         return self.arch >= (8, 9)

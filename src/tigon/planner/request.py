@@ -101,10 +101,7 @@ def check(request: Request) -> None:
         raise UsageError(f"{reason}.")
     for key, size in (("sequence", request.choices.sequence_shards), ("tensor", request.choices.tensor_shards)):
         if size > 1:
-            raise UsageError(
-                f"sharding.{key} is {size}, which only plans of clusters know; compare divisions with tigon plan MODEL "
-                f"--gpus 8 --nodes 1, or plan without sharding.{key}."
-            )
+            raise UsageError(f"sharding.{key} is {size}, which is not part of any plan; plan without sharding.{key}.")
     if used := sharding.zero_plus_plus(request.choices):
         keys = ", ".join(f"zero_optimization.{name}" for name in used)
         raise UsageError(f"ZeRO++ ({keys}) is not part of any plan; plan without its keys.")

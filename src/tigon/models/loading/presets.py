@@ -56,7 +56,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
     },
-    # for plans of clusters (`tigon plan --nodes`)
     "llama-3.1-70b": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
         "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,

@@ -1,4 +1,4 @@
-"""The charts of `tigon plan --plot`: components by batch and sequence, and the study's checkpoints and logits."""
+"""The chart of `tigon plan --plot`: components by batch and by sequence."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import UsageError
-from tigon.planner import closed_form
-from tigon.planner.estimate import Estimate, estimate, logits_bytes
+from tigon.planner.estimate import Estimate, estimate
 from tigon.planner.gpus import GIB
 from tigon.planner.render.terminal import COLOURS
 from tigon.planner.request import Request, text_config
 from tigon.planner.search.recommend import Plan, label
 from tigon.planner.simulate.ledger import COMPONENTS
-from tigon.planner.simulate.model_states import model_weights
 from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
 
 LIMIT = "#b91c1c"
@@ -23,16 +21,14 @@ POINTS = 7
 
 
 def write(plan: Plan, folder: Path) -> list[Path]:
-    """Draw both charts as SVG and PNG into `folder`; returns the files written. Raises UsageError if the folder cannot
-    be written to."""
-    figures = {"memory": _components(plan), "checkpoints-and-logits": _study(plan)}
-    written = []
+    """Draw the chart as SVG and PNG into `folder`; returns the files written. Raises UsageError if the folder cannot be
+    written to."""
+    figure = _components(plan)
+    written = [folder / "memory.svg", folder / "memory.png"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in figures.items():
-            written += [folder / f"{name}.svg", folder / f"{name}.png"]
-            written[-2].write_text(svg(figure, name) + "\n", encoding="utf-8")
-            figure.savefig(written[-1], dpi=160)
+        written[0].write_text(svg(figure, "memory") + "\n", encoding="utf-8")
+        figure.savefig(written[1], dpi=160)
     except OSError as error:
         raise UsageError(f"--plot {folder}: {error.strerror or error}; name a folder that you can write to.") from None
     return written
@@ -102,27 +98,3 @@ def _stack(axes: Any, values: Sequence[int], predictions: Sequence[Estimate]) ->
         values, [[e.components[name] / GIB for e in predictions] for name in shown], labels=shown,
         colors=[COLOURS[name] for name in shown], lw=0,
     )  # fmt: skip
-
-
-def _study(plan: Plan) -> Any:
-    """Checkpoints and logits by the study's formulas, and the logits that remain with the fused loss."""
-    figure, panels = new_figure(2, columns=2, height=3.4)
-    for axes, (title, values, at) in zip(panels, _axes_of(plan), strict=True):
-        formula: list[dict[str, int]] = []
-        fused: list[float] = []
-        for n in values:
-            choices = replace(plan.option.request.choices, checkpointing="full", accumulate=1)
-            eager = replace(at(n), choices=replace(choices, kernels="none"))
-            formula.append(closed_form.components(eager, model_weights(eager)))
-            traced = replace(eager, choices=replace(choices, kernels="tigon"))
-            fused.append(logits_bytes(traced, gpu=plan.gpu) / GIB)
-        for name, words in (("logits", "logits by the formula"),
-                            ("checkpoints", "checkpoints by the formula")):  # fmt: skip
-            axes.plot(values, [row[name] / GIB for row in formula], "o-", ms=3, color=COLOURS[name], label=words)
-        axes.plot(values, fused, "o--", ms=3, color=COLOURS["activations"], label="logits of the fused loss")
-        _draw_limit(axes, plan, max(row["logits"] for row in formula) / GIB)
-        axes.set(xlabel=title, ylabel="GiB")
-        _whole_numbers(axes)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=len(labels))
-    return figure

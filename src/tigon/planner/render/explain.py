@@ -5,9 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from tigon.planner import closed_form
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
-from tigon.planner.gpus import GIB
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request, text_config
 from tigon.planner.search import space
@@ -29,8 +27,7 @@ def explanation(plan: Plan) -> str:
 
 def lines(plan: Plan) -> list[str]:
     """The explanation as a list, one unwrapped paragraph per number."""
-    in_study = plan.option.request.objective.in_study
-    return [*_lines(plan), *(_by_the_study(plan) if in_study else ())]
+    return list(_lines(plan))
 
 
 def _lines(plan: Plan) -> Iterator[str]:
@@ -68,7 +65,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     vocab = model.lm_head_shape[0]
     held = "The fused loss holds one chunk of them and the sum of lm_head's gradient."
-    if not request.objective.in_study:
+    if not request.objective.next_token:
         held = "No pass holds them: log-probabilities and divergences are computed in blocks, and a score needs none."
     yield (
         f"logits       {gib(parts['logits'])}: the loss and its logits. Whole logits of {tokens:,} tokens x {vocab:,} "
@@ -111,17 +108,3 @@ def _weights(request: Request, model: ModelWeights) -> str:
     if request.choices.precision.startswith("amp"):
         text += "; autocast's 16-bit copies count as activations"
     return text + "."
-
-
-def _by_the_study(plan: Plan) -> Iterator[str]:
-    request = plan.option.request
-    theirs = closed_form.components(request, model_weights(request))
-    total = sum(theirs.values()) / GIB
-    yield (
-        f"The study's formulas give {total:.2f} GiB: 16 bytes per parameter, batch x seq x hidden x 2 x layers of "
-        "checkpoints, and batch x seq x vocab x 4 x 3 of logits unless the loss is fused. Compared with the trace:"
-    )
-    if plan.estimator == "trace":
-        yield from closed_form.differences(request, dict(plan.option.estimate.components), theirs)
-    else:
-        yield from plan.option.estimate.notes[1:]

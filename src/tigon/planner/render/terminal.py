@@ -43,8 +43,8 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     """The whole plan as JSON values, in bytes and seconds."""
     option, request, gpu = plan.option, plan.option.request, plan.gpu
     return {
-        "model": request.model, "batch": request.batch, "seq": request.seq, "estimator": plan.estimator,
-        "evaluated": request.evaluated, "choices": asdict(request.choices),
+        "model": request.model, "batch": request.batch, "seq": request.seq, "evaluated": request.evaluated,
+        "choices": asdict(request.choices),
         **_objective_sections(request),
         "gpu": {
             "name": gpu.name, "memory_bytes": gpu.memory_bytes, "source": gpu.source,
@@ -57,15 +57,6 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "longest_sequence": _max_sizes(plan, "longest_sequence"),
         "recommended": [_recommendation(plan, one) for one in plan.recommended],
         "fallback": plan.fallback,
-        "ladder": [
-            {
-                "rung": step.rung, "fits": step.fits, "reason": step.reason,
-                "peak_allocated_bytes": step.option.estimate.peak_allocated_bytes if step.option else None,
-                "device_bytes": step.option.estimate.device_bytes if step.option else None,
-                "step_s": step.option.estimate.step_s if step.option else None,
-            }
-            for step in plan.ladder
-        ],
         "refused": list(plan.refused),
     }  # fmt: skip
 
@@ -121,8 +112,6 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
     """
     console.print(headline(plan), markup=False, style="bold", soft_wrap=True)
     _show_option(plan, console)
-    if plan.ladder:
-        console.print(_ladder_table(plan))
     if plan.recommended:
         _recommendations(plan, console)
         if details:
@@ -324,19 +313,6 @@ def _sequences(request: Request) -> str:
 
 def _samples(count: int) -> str:
     return f"{count:,} sample{'' if count == 1 else 's'}"
-
-
-def _ladder_table(plan: Plan) -> Table:
-    from rich.table import Table
-
-    table = Table(title="\nthe study's ladder", title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for title, side in (("rung", "left"), ("GPU GiB", "right"), ("step", "right"), ("", "left")):
-        table.add_column(title, justify=side)  # type: ignore[arg-type]
-    for step in plan.ladder:
-        result = step.option.estimate if step.option else None
-        size = f"{result.device_bytes / GIB:.2f}" if result else ""
-        table.add_row(step.rung, size, seconds(result.step_s) if result else "", step.reason)
-    return table
 
 
 def _reach(plan: Plan, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Finds the recipes that fit a GPU: a search, or the study's ladder, whose changes add up one by one.
+"""Finds the recipes that fit a GPU.
 
 The search starts with the classes of recipes that change a run's numbers least. Within a class and a placement of its
 states it tries the kinds of checkpointing from the fastest on. It tries each kind with the whole batch, then with
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from tigon.errors import RecipeError, UsageError
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
-from tigon.planner.estimate import Method, estimate
+from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
@@ -22,7 +22,7 @@ from tigon.planner.search.checkpointing import choose, fastest
 from tigon.planner.search.largest_batch import MaxSizes, max_sizes
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.pool import ForkedCall
-from tigon.planner.search.space import Rung, SearchProblem
+from tigon.planner.search.space import SearchProblem
 from tigon.planner.simulate.model_states import model_weights
 from tigon.techniques import SETTINGS, matrix
 from tigon.techniques.layer_checkpointing import AUTO
@@ -54,47 +54,31 @@ class Recommendation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RungResult:
-    """The result of one rung of the ladder."""
-
-    rung: str
-    option: Option | None
-    """None if the rung was not tried."""
-    fits: bool
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The planner's answer to a `SearchProblem`."""
 
     problem: SearchProblem
     """Its GPU has the memory of `gpu` minus the headroom."""
     gpu: Gpu
-    estimator: str
-    """`trace` or `study`: what predicted the requested configuration."""
     option: Option
     """The requested configuration and its estimate."""
     recommended: tuple[Recommendation, ...]
-    """Smallest change of the run's numbers first; by the ladder, its one result."""
+    """Smallest change of the run's numbers first."""
     fallback: str
     """The name of the change without which nothing fits; empty if there is none."""
     refused: tuple[str, ...]
     """The reasons why combinations were not tried."""
-    ladder: tuple[RungResult, ...]
     max_sizes: MaxSizes
     """The largest sizes of the requested configuration."""
     best_max_sizes: MaxSizes | None
     """The largest sizes of the first recommendation."""
 
 
-def plan(problem: SearchProblem, *, method: Method = "trace", by: str = "search") -> Plan:
+def plan(problem: SearchProblem) -> Plan:
     """Predict the requested configuration, and find recipes that fit.
 
     Args:
         problem: the requested run, its GPU, and the settings that the search may change.
-        method: `trace`, or the `study`'s formulas, for the requested configuration.
-        by: `search`, or `study` to climb the study's ladder instead.
 
     Raises:
         UsageError: the request cannot run, is out of range, or its model cannot be traced.
@@ -102,19 +86,14 @@ def plan(problem: SearchProblem, *, method: Method = "trace", by: str = "search"
     for reason in refusals(problem.request, problem.request.choices):
         raise UsageError(f"{reason}.")
     asked = _with_auto(problem) if problem.auto else problem.request
-    option = Option(request=asked, estimate=estimate(asked, gpu=problem.gpu, method=method))
+    option = Option(request=asked, estimate=estimate(asked, gpu=problem.gpu))
     gpu, problem = problem.gpu, replace(problem, gpu=space.with_headroom(problem.gpu))
     reach = ForkedCall(max_sizes, _for_reach(problem, asked), problem.gpu)
-    ladder: tuple[RungResult, ...] = ()
-    fallback = ""
-    if by == "study":
-        ladder, recommended, refused = _try_ladder(problem)
-    else:
-        recommended, refused, fallback = recommendations(problem)
+    recommended, refused, fallback = recommendations(problem)
     best_max_sizes = max_sizes(recommended[0].option.request, problem.gpu) if recommended else None
     return Plan(
-        problem=problem, gpu=gpu, estimator=method, option=option, recommended=tuple(recommended), fallback=fallback,
-        refused=refused, ladder=ladder, max_sizes=reach.result(), best_max_sizes=best_max_sizes,
+        problem=problem, gpu=gpu, option=option, recommended=tuple(recommended), fallback=fallback, refused=refused,
+        max_sizes=reach.result(), best_max_sizes=best_max_sizes,
     )  # fmt: skip
 
 
@@ -353,7 +332,7 @@ def _beats(a: Option, b: Option) -> bool:
     return ranks[0] <= ranks[1] and _speed(a) * (WORTH if ranks[0] < ranks[1] else 1.0) > _speed(b)
 
 
-def why_not(option: Option, gpu: Gpu, host_bytes: int | None = None) -> str:
+def why_not(option: Option, gpu: Gpu, host_bytes: int | None) -> str:
     """Why a configuration does not fit: the memory needed and available, and the largest component."""
     result = option.estimate
     if result.device_bytes <= gpu.memory_bytes and host_bytes is not None:
@@ -364,101 +343,6 @@ def why_not(option: Option, gpu: Gpu, host_bytes: int | None = None) -> str:
         f"needs {result.device_bytes / GIB:.2f} of {has:.2f} GiB; the largest part is {largest}, "
         f"{result.components[largest] / GIB:.2f} GiB in the {result.peak_phase} phase"
     )
-
-
-# --- the study's ladder ----------------------------------------------------------------------------------------------
-
-
-def _try_ladder(problem: SearchProblem) -> tuple[tuple[RungResult, ...], list[Recommendation], tuple[str, ...]]:
-    """Returns (rungs; the recipe of the first rung that fits, with batch and accumulation; refusals)."""
-    start = {name: value for name, value in space.LADDER_START.items() if name in problem.free}
-    current = replace(problem.request.choices, **start)
-    steps: list[RungResult] = []
-    refused: dict[str, None] = {}
-    option = estimate_option(space.as_request(problem.request, current, problem.request.batch), problem.gpu)
-    fitting = option if option.fits(problem.gpu) else None
-    steps.append(_step("nothing", option, problem.gpu, ""))
-    below: list[RungResult] = [] if fitting else [*steps]
-    for rung in space.LADDER:
-        step, current = _try_rung(rung, current, problem, refused)
-        steps.append(step)
-        if fitting is None and step.fits:
-            fitting = step.option
-        elif fitting is None:
-            below.append(step)
-    if fitting is None:
-        return tuple(steps), [], tuple(refused)
-    final, more = _enlarge(fitting, problem)
-    steps += more
-    cheaper = [
-        Rejected(
-            choices=step.option.request.choices, batch=step.option.request.batch,
-            device_bytes=step.option.estimate.device_bytes, reason=step.reason,
-        )
-        for step in below
-        if step.option is not None and not step.fits
-    ]  # fmt: skip
-    return tuple(steps), [Recommendation(option=final, cheaper=tuple(cheaper))], tuple(refused)
-
-
-def _try_rung(
-    rung: Rung, current: Choices, problem: SearchProblem, refused: dict[str, None]
-) -> tuple[RungResult, Choices]:
-    """Returns (the rung's result, the choices that the next rung starts from)."""
-
-    def skipped(reason: str) -> tuple[RungResult, Choices]:
-        return RungResult(rung=rung.name, option=None, fits=False, reason=reason), current
-
-    if current.gpus < rung.needs_gpus:
-        return skipped(f"needs {rung.needs_gpus} GPUs or more")
-    fixed = [
-        name for name, value in rung.change.items() if name not in problem.free and getattr(current, name) != value
-    ]
-    if fixed:
-        return skipped(f"the request sets {', '.join(fixed)} to another value")
-    wanted = replace(current, **rung.change)
-    reasons = refusals(problem.request, wanted)
-    if not reasons:
-        return _step(rung.name, _micro(wanted, problem), problem.gpu, ""), wanted
-    refused |= dict.fromkeys(reasons)
-    dropped = {name: value for name, value in rung.without.items() if name in problem.free}
-    alone = replace(wanted, **dropped)
-    if refusals(problem.request, alone):
-        return skipped(reasons[0])
-    # The rung drops earlier choices, so the next rung starts without it.
-    changed = ", ".join(f"{name}: {value}" for name, value in dropped.items() if getattr(wanted, name) != value)
-    return _step(rung.name, _micro(alone, problem), problem.gpu, f"{reasons[0]}; tried with {changed}: "), current
-
-
-def _micro(choices: Choices, problem: SearchProblem) -> Option:
-    return estimate_option(space.as_request(problem.request, choices, problem.request.batch), problem.gpu)
-
-
-def _step(name: str, option: Option, gpu: Gpu, before: str) -> RungResult:
-    fits = option.fits(gpu)
-    return RungResult(rung=name, option=option, fits=fits, reason=before + ("fits" if fits else why_not(option, gpu)))
-
-
-def _enlarge(option: Option, problem: SearchProblem) -> tuple[Option, list[RungResult]]:
-    """Reach the effective batch with the largest micro-batch that fits, then accumulation; returns (result, rungs)."""
-    choices, gpu, n_samples = option.request.choices, problem.gpu, problem.samples_per_step
-    if problem.effective_batch is None or "accumulate" not in problem.free:
-        return option, []  # the request sets the samples of a micro-batch
-    most = max_sizes(option.request, gpu).largest_batch or option.request.batch
-    batch = max(size for size in range(1, min(most, n_samples) + 1) if n_samples % size == 0)
-    steps = [_step("batch size", estimate_option(replace(option.request, batch=batch), gpu), gpu, f"{batch} samples: ")]
-    if n_samples // batch > 1:
-        larger = replace(choices, accumulate=n_samples // batch)
-        reasons = refusals(problem.request, larger)
-        if reasons:
-            steps.append(RungResult(rung="accumulation", option=None, fits=False, reason=reasons[0]))
-        else:
-            enlarged = estimate_option(replace(option.request, batch=batch, choices=larger), gpu)
-            steps.append(
-                _step("accumulation", enlarged, gpu, f"{n_samples // batch} micro-batches of {batch} samples: ")
-            )
-    last = [step.option for step in steps if step.option is not None and step.fits]
-    return (last[-1] if last else option), steps
 
 
 def varied_label(choices: Choices, batch: int) -> str:

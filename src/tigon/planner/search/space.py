@@ -1,4 +1,4 @@
-"""The search space of the planner, and the study's ladder: a list of changes that are tried one after another.
+"""The search space of the planner.
 
 The files of the techniques (tigon.techniques) define the candidates and their costs.
 """
@@ -228,36 +228,3 @@ def splits(problem: SearchProblem) -> list[tuple[int, int]]:
     if len(sizes) > MAX_SPLITS:
         sizes = [*sizes[: MAX_SPLITS - 1], sizes[-1]]
     return [(size, n_samples // size) for size in sizes]
-
-
-# --- the study's ladder ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rung:
-    """One step of the ladder, which is cumulative: a rung keeps the changes of the rungs before it."""
-
-    name: str
-    change: Mapping[str, Any]
-    """Fields of Choices."""
-    without: Mapping[str, Any]
-    """Fields of Choices to set if the matrix refuses this rung together with earlier ones. The rung is then tried with
-    them, and the next rung starts without this one."""
-    needs_gpus: int = 1
-
-
-LADDER_START: Mapping[str, Any] = {
-    "kernels": "none", "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "zero": 0, "fsdp": False,
-    "offload": "none", "accumulate": 1,
-}  # fmt: skip
-LADDER = (
-    Rung(name="fused kernels", change={"kernels": "tigon"}, without={}),
-    Rung(name="ZeRO-2", change={"zero": 2}, without={"fsdp": False}, needs_gpus=2),
-    Rung(name="checkpointing", change={"checkpointing": "full"}, without={}),
-    Rung(name="mixed precision", change={"precision": "amp-bf16"}, without={}),
-    Rung(name="ZeRO-3", change={"zero": 3}, without={"fsdp": False}),
-    Rung(name="CPU offload", change={"offload": "cpu"}, without={}),
-    Rung(name="GaLore", change={"optimizer": "galore"}, without={"zero": 0, "fsdp": False, "offload": "none"}),
-    Rung(name="8-bit states", change={"optimizer": "adamw-8bit"}, without={"offload": "none"}),
-    Rung(name="NVMe", change={"zero": 3, "offload": "nvme"}, without={"optimizer": "adamw"}),
-)

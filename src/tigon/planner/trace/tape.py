@@ -79,16 +79,6 @@ class Tape:
         ]
         return cls(segments, stored["sizes"], stored["components"])
 
-    def peak_bytes(self, component: str) -> int:
-        """The most bytes of one component that are held at one time."""
-        live = peak = 0
-        for event in (event for segment in self.segments for event in segment.events):
-            block = event if event >= 0 else ~event
-            if self.components[block] == component:
-                live += self.sizes[block] if event >= 0 else -self.sizes[block]
-                peak = max(peak, live)
-        return peak
-
     def fetched_late_bytes(self, least: int) -> int:
         """Bytes of the layers' checkpoints of at least `least` bytes that come back from the host when they are used,
         so that no computation hides the copy."""

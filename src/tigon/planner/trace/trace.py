@@ -327,7 +327,7 @@ def _foreign_code(name: str) -> Iterator[None]:
             raise  # tigon's own error
         raise UsageError(
             f"{name}: its step cannot be traced without data ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:160]}); correct its config if that is wrong, or use the method `study`."
+            f"{' '.join(str(error).split())[:160]}); correct its config if that is wrong."
         ) from error
     finally:
         log.setLevel(before)
