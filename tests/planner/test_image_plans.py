@@ -179,7 +179,7 @@ def test_a_request_of_a_recipe_is_that_of_the_same_model(checkpoint, tmp_path):
 def test_a_traced_step_with_images_has_the_peak_of_a_real_one(checkpoint, family, precision, tolerance):
     """Eager attention on the CPU runs the operators that are traced, so the peaks must agree.
 
-    Under autocast the lists of the CPU and of CUDA, for which the trace plans, differ: here by the q, k and v of a layer.
+    Autocast's lists of the CPU and of CUDA, for which the trace plans, differ: here by the q, k and v of a layer.
     """
     from transformers import AutoModelForImageTextToText
 
