@@ -11,6 +11,7 @@ from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.gpus import MIB, Gpu, find_gpu
 from tigon.planner.request import Request
+from tigon.planner.trace.tape import Tape
 from tigon.techniques.records.choices import Choices
 
 H200 = find_gpu("h200")
@@ -55,3 +56,14 @@ def request_of(
         objective=objective or PlannedCausalLM(), evaluated=evaluated,
         adapters_fused=adapters_fused, choices=Choices(**choices),
     )  # fmt: skip
+
+
+def peak_bytes(tape: Tape, component: str) -> int:
+    """The most bytes of one component that are held at one time."""
+    live = peak = 0
+    for event in (event for segment in tape.segments for event in segment.events):
+        block = event if event >= 0 else ~event
+        if tape.components[block] == component:
+            live += tape.sizes[block] if event >= 0 else -tape.sizes[block]
+            peak = max(peak, live)
+    return peak

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from planner_helpers import BARE, H200, config_of, request_of, small_gpu
+from planner_helpers import BARE, H200, config_of, peak_bytes, request_of, small_gpu
 
 from tigon.errors import UsageError
 from tigon.models.kv_cache import cache_argument, kv_widths
@@ -85,7 +85,7 @@ def test_teacher_of_another_size_is_held_and_multiplied_to_its_depth(tmp_path):
         request = asked("distill", keys={"teacher": tmp_path / str(layers)}, precision="bf16")
         tape = trace(request, H200, evaluating=False).tape
         flops.append(sum(segment.cost.flops for segment in tape.segments))
-        peaks.append(max(tape.peak_bytes(name) for name in ("activations", "logits")))
+        peaks.append(max(peak_bytes(tape, name) for name in ("activations", "logits")))
     assert flops[2] - flops[1] == pytest.approx(flops[1] - flops[0], rel=1e-6) and flops[1] > flops[0]
     assert len(set(peaks)) == 1
     assert held("distill", keys={"teacher": tmp_path / "9"}) > held("distill", keys={"teacher": tmp_path / "6"})
@@ -109,7 +109,7 @@ def test_pairs_keep_the_activations_of_twice_the_samples(objective, share):
     """A reward model has no labels, whose ids are 8 bytes per token."""
     own = trace(asked(objective, batch=3), H200, evaluating=False).tape
     single = trace(request_of(batch=6, masked=True), H200, evaluating=False).tape
-    assert share <= own.peak_bytes("activations") / single.peak_bytes("activations") < 1.2
+    assert share <= peak_bytes(own, "activations") / peak_bytes(single, "activations") < 1.2
 
 
 @pytest.mark.parametrize("objective", ALL)
@@ -120,7 +120,7 @@ def test_logits_are_never_held(objective):
     request = asked(objective, keys=keys, batch=batch, seq=seq, precision="bf16", shape=shape)
     tape = trace(request, H200, evaluating=False).tape
     assert 2 * vocab * batch * seq > 1 << 30, "more than a head keeps for its backward pass"
-    assert tape.peak_bytes("logits") < 2 * vocab * batch * seq
+    assert peak_bytes(tape, "logits") < 2 * vocab * batch * seq
 
 
 def test_checkpointing_keeps_the_layers_inputs_of_the_trained_pass_alone():
