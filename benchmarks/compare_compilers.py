@@ -36,8 +36,8 @@ def compared(old: Mapping[str, Binary], new: Mapping[str, Binary], chip: str) ->
         "launches": len(pairs),
         "errors": [sum(b["error"] is not None for b in side) for side in zip(*pairs, strict=True)],
         "registers": [sum(b["registers"] or 0 for b in side) for side in zip(*pairs, strict=True)],
-        "fewer": sum(b["registers"] < a["registers"] for a, b in pairs),
-        "more": sum(b["registers"] > a["registers"] for a, b in pairs),
+        "fewer": sum((b["registers"] or 0) < (a["registers"] or 0) for a, b in pairs if not (a["error"] or b["error"])),
+        "more": sum((b["registers"] or 0) > (a["registers"] or 0) for a, b in pairs if not (a["error"] or b["error"])),
         "spilling": [sum(bool(b["spills"]) for b in side) for side in zip(*pairs, strict=True)],
         "spills": [
             {"kernel": a["kernel"], "dtype": a["dtype"], "flags": {k: v for k, v in a["flags"].items() if v},

@@ -25,7 +25,7 @@ def disagreements(row: Measured, reference: Measured) -> list[str]:
     ours, theirs = row["losses"], reference["losses"]
     if len(ours) != len(theirs):
         return [f"{len(ours)} losses instead of {len(theirs)}"]
-    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True), 1):
         if not abs(a - b) <= LOSS + LOSS_PER_FALL * abs(theirs[0] - b):  # also if one is NaN
             found.append(f"the loss of step {step} is {a:.4f} instead of {b:.4f}")
             break

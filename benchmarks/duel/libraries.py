@@ -149,7 +149,7 @@ def _unsloth(task: Task, entry: Entry, folder: Path, ids: torch.Tensor, checked:
     has_xformers = bool(importlib.import_module("unsloth.utils.attention_dispatch").HAS_XFORMERS)
     if has_xformers != entry.xformers:
         raise RuntimeError(f"Unsloth uses xformers: {has_xformers}; the row asks for {entry.xformers}")
-    line = _steps(model, task, entry, folder, ids, autocast=True)
+    line = _steps(model, task, entry, folder, ids, autocast=task.adapters)
     return {**line, "xformers": importlib.metadata.version("xformers") if has_xformers else None}
 
 

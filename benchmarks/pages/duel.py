@@ -78,7 +78,7 @@ def name_of(library: str, task: str) -> str:
 
 def figures(line: Line | None) -> str:
     """Tokens per second and the peak in GiB; a dash without a row."""
-    return "–" if line is None else f"{line['tokens_per_s']:,} ({line['peak_gib']:.1f} GiB)"
+    return "–" if line is None else f"{line['tokens_per_s']:,} ({line['peak_gib']:.2f} GiB)"
 
 
 def words_of(size: str) -> str:
@@ -163,10 +163,14 @@ def where(record: Record | None) -> str:
     named = ("torch", "triton", "transformers", "peft", "trl", "bitsandbytes", "liger-kernel", "unsloth")
     commits = sorted({str(one["tigon_commit"])[:7] for one in record["measurements"]})
     dates = sorted({one["date"] for one in record["measurements"]})
+    rows = sum(len(record[kind]) for kind in ("measurements", "refused", "failed"))
+    unsloths_loop = " Unsloth ran in a loop, without xformers; its trainer and `auto` are not measured yet."
+    if "unsloth" in {one["entry"] for one in record["measurements"]}:
+        unsloths_loop = ""
     minutes = sum(one["row_s"] for kind in ("measurements", "refused", "failed") for one in record[kind]) / 60
     return (
         f"*On one {record['environment']['device']}: {', '.join(f'{name} {versions[name]}' for name in named)}; tigon "
-        f"{', '.join(commits)}; {', '.join(dates)}. All rows took {minutes:.0f} minutes.*"
+        f"{', '.join(commits)}; {', '.join(dates)}. The {rows} rows took {minutes:.0f} minutes.{unsloths_loop}*"
     )
 
 

@@ -93,7 +93,7 @@ def picture(record: duel.Record | None) -> str:
     for title, bars, form in groups:
         if bars:
             y = _group(parts, y + 22, title, bars, form)
-    if beside:
+    if duel.most_kept(duel.lines(record, "qlora", duel.SIZES[0])) is not None:
         note = "* Keeps most activations that 80 GB hold, as tigon in 24 GiB does there. Others recompute all layers."
         parts.append(f'<text class="note" x="10" y="{y + 14}">{escape(note)}</text>')
         y += 14
@@ -135,7 +135,8 @@ def measured(record: duel.Record | None) -> str:
     most = f"{tigon} ({largest('largest-batch', TILED, BATCH):,} with more techniques)"
     rows.append(f"| 1B, all weights, largest batch of 1,024 tokens in 24 GiB | {unpatched} | {liger} | | {most} |")
     unpatched, liger, tigon = (f"{largest('sequence', variant, SEQUENCE):,}" for variant in NAMES)
-    rows.append(f"| 1B, all weights, longest of 4 sequences in 24 GiB | {unpatched} | {liger} | | {tigon} |")
+    tried = f"longest of 4 sequences in 24 GiB, tried up to {tigon}"
+    rows.append(f"| 1B, all weights, {tried} | {unpatched} | {liger} | | {tigon} |")
     rows.append(
         f"| 1B, all weights, longest single sequence in 24 GiB, with more techniques | | | | {longest_row():,} |"
     )
@@ -188,7 +189,7 @@ def gains() -> str:
     four_bit = _gains(H100 / "lora" / "steps-4-bit.json", ("weights", "checkpointing"), "layers", "peft")
     sentences = (
         f"`fuse` and `patch` make a DPO step of a 1B {full['dpo', 'full']:.2f} times as fast as in TRL, and a GRPO "
-        f"step {full['grpo', 'full']:.2f} times (all weights, H100).",
+        f"step {full['grpo', 'full']:.2f} times (all weights, H100, before the head's logits were fp32).",
         f"With LoRA on an H200 it is {adapters['dpo', 'lora']:.2f} and {adapters['grpo', 'lora']:.2f} times "
         "([post-training](docs/post-training.md#measured)).",
         f"tigon's LoRA layers train an 8B in bf16 {bf16['bf16', False]:.2f} times as fast as PEFT's on an H200, and "

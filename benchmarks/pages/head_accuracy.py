@@ -9,6 +9,7 @@ The record is one of `python -m benchmarks.measure_head_accuracy`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def _largest(results: Mapping[str, float]) -> float:
 
 
 def _percent(error: float) -> str:
-    return f"{100 * error:.2g} %"
+    if math.isnan(error):
+        return "NaN"
+    return f"{100 * error:.2g} %" if error < 1 else "–"
 
 
 def times(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -172,7 +172,7 @@ def compilers() -> str:
             counts = f"{found['launches']} | {100 * (after / before - 1):+.1f} % | {found['fewer']} | {found['more']}"
             yield f"| `{chip}` | {counts} | {spilling} | {most} |"
 
-    titles = "| chip | kernels | registers | fewer | more | kernels that spill | largest growth, bytes |"
+    titles = "| chip | launches | registers | fewer | more | launches that spill | largest growth, bytes |"
     return f"Triton {old} to {new}, commit {record['tigon_commit']}, {record['date']}:\n\n" + _table(titles, rows())
 
 

@@ -37,7 +37,7 @@ class Row:
     changes: Sequence[str] = ()
     """Assignments of `--set` that change the recipe."""
     nearest: str | None = None
-    """The case of `planner/runs.json`, or the variant of `study/techniques-8b.json`, that is most like the row."""
+    """The case of `planner/runs.json` that is most like the row; None if none is."""
 
 
 FULL = ("lora.rank=null", "lora.quantize=false", "train.precision=bf16")
@@ -46,7 +46,7 @@ SMALL = "model.name=llama-3.2-1b"
 ROWS: Mapping[str, Row] = {
     "1B, full fine-tuning in bf16": Row(changes=(SMALL, *FULL), nearest="llama-3.2-1b b16 s2048 ckpt-offload"),
     "1B, LoRA": Row(changes=(SMALL, *LORA)),
-    "8B, QLoRA": Row(nearest="QLoRA"),
+    "8B, QLoRA": Row(),
     "8B, LoRA": Row(changes=LORA, nearest="llama-3.1-8b b4 s4096 bf16 ckpt-full lora16"),
     "8B, full fine-tuning in bf16": Row(changes=FULL, nearest="llama-3.1-8b b2 s8192 bf16 ckpt-offload"),
 }
@@ -64,11 +64,7 @@ def nearest(row: str) -> str:
     runs = {case["id"]: case for case in _read("planner/runs.json")["cases"]}
     if name is None:
         return "–"
-    if name in runs:
-        both = _read("planner/runs-predicted.json")["cases"][name]["allocated"], runs[name]["allocated_bytes"]
-    else:
-        (point,) = (one for one in _read("study/techniques-8b.json")["points"] if one["variant"] == name)
-        both = point["predicted_allocated_bytes"], point["peak_allocated_bytes"]
+    both = _read("planner/runs-predicted.json")["cases"][name]["allocated"], runs[name]["allocated_bytes"]
     return " / ".join(f"{size / GIB:.2f}" for size in both)
 
 
@@ -78,7 +74,10 @@ def _read(name: str) -> Any:
 
 def table(record: Mapping[str, Any]) -> str:
     """The record as Markdown."""
-    lines = ["| one sample | " + " | ".join(CARDS) + " | nearest run, GiB |", "|---|" + "---:|" * (len(CARDS) + 1)]
+    lines = [
+        "| one sample | " + " | ".join(CARDS) + " | nearest measured run, GiB |",
+        "|---|" + "---:|" * (len(CARDS) + 1),
+    ]
     for row in ROWS:
         cells = (record["tokens"][row][card] for card in CARDS)
         shown = " | ".join(f"{tokens:,}" if tokens else "–" for tokens in cells)

@@ -284,6 +284,25 @@ def test_mask_that_cannot_be_read_is_applied_in_the_kernels(
 
 
 @each_kind
+def test_first_tile_of_excluded_columns_keeps_logits_that_are_far_below_zero(
+    options: dict[str, Any], backend: Any
+) -> None:
+    """A first tile of -inf alone gives no shift; exp(-200) underflows without one."""
+    columns, excluded = 2100, 2060
+    torch.manual_seed(5)
+    bias = torch.full((columns,), -200.0)
+    bias[:excluded] = -math.inf
+    inputs = {
+        "hidden": torch.randn(3, H), "weight": 0.3 * torch.randn(columns, H), "bias": bias,
+        "teacher_hidden": torch.randn(3, H), "teacher_weight": 0.3 * torch.randn(columns, H), "teacher_bias": bias,
+    }  # fmt: skip
+    got = linear_kl(**{name: t.to(backend.device) for name, t in inputs.items()}, **options)
+    included = {name: t if name.endswith("hidden") else t[excluded:] for name, t in inputs.items()}
+    exact = linear_kl_oracle(**{name: t.double() for name, t in included.items()}, **options)
+    assert relative_error(got.cpu(), exact) < 1e-4
+
+
+@each_kind
 def test_columns_that_both_heads_exclude_add_nothing(options: dict[str, Any], backend: Any) -> None:
     """A bias of -inf pads a vocabulary. The result is that of the columns without it."""
     inputs = heads(backend.device)

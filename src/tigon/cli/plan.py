@@ -53,7 +53,7 @@ def command(
         typer.Argument(metavar="MODEL|RECIPE.yaml", help="A recipe, preset, checkpoint folder, config.json or hub id."),
     ],
     *,
-    gpu: Annotated[str, typer.Option(help="A GPU's name (h200, 4090, t4) or its memory (24GiB).")],
+    gpu: Annotated[str | None, typer.Option(help="A GPU's name (h200, 4090, t4) or its memory (24GiB).")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples per micro-batch on each GPU.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
     effective_batch: Annotated[
@@ -104,11 +104,11 @@ def command(
 
 
 def run(
-    model: str, *, gpu: str, batch: int | None = None, seq: int | None = None, effective_batch: int | None = None,
-    method: str = AUTO, host_memory: str | None = None, medusa: int | None = None, stage: int | None = None,
-    objective: str = CAUSAL_LM, images: int | None = None, image_size: int | None = None,
-    assignments: Sequence[str] = (), longest: bool = False, as_json: bool = False, plot: Path | None = None,
-    explain: bool = False, **given: Any,
+    model: str, *, gpu: str | None, batch: int | None = None, seq: int | None = None,
+    effective_batch: int | None = None, method: str = AUTO, host_memory: str | None = None,
+    medusa: int | None = None, stage: int | None = None, objective: str = CAUSAL_LM, images: int | None = None,
+    image_size: int | None = None, assignments: Sequence[str] = (), longest: bool = False, as_json: bool = False,
+    plot: Path | None = None, explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
     """Predict, plan and print. given: Fields of Choices; a flag that was left out is None.
 
@@ -117,6 +117,8 @@ def run(
     """
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; give a folder.")
+    if gpu is None:
+        raise UsageError("--gpu is missing; give a GPU's name (h200) or its memory (24GiB).")
     flags = Flags(
         target=model, gpu=find_gpu(gpu), batch=batch, seq=seq, effective_batch=effective_batch, method=method,
         host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, images=images,

@@ -108,7 +108,9 @@ def cast_kernel(
     MANTISSA: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, LAST_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """ROWS (M, K) and COLUMNS (K, PADDED), both as bytes. AMAX as int32: PARTS for the whole, or those of M and K.
+    """ROWS (M, K) and the first M columns of COLUMNS (K, PADDED), both as bytes.
+
+    AMAX as int32: PARTS for the whole, or those of M and K.
 
     EVEN: the tiles fill M and K. LAST_FIRST: from the last tile to the first.
     """
@@ -150,21 +152,17 @@ def cast_kernel(
             if tile_m == 0:
                 tl.store(COLUMN_SCALES + cols, tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), mask=cols < K)
             factor = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)[:, None]
-        # The tile is read again, transposed, from the cache. With one read for both ways Triton transposes the bytes,
-        # in fp32 (Triton 3.6) or in every dtype (3.7 to 3.9), and a quarter of them came to wrong places on sm_90.
-        x_at = X + rows[None, :] * K + cols[:, None]
-        if EVEN:
-            x = tl.load(x_at).to(tl.float32)
-        else:
-            x = tl.load(x_at, mask=(cols < K)[:, None] & (rows < M)[None, :], other=0.0).to(tl.float32)
+        # The tile is read again, transposed, from the cache, and without a mask. With one read for both ways, or with a
+        # mask, Triton transposes bytes (3.6: of fp32 alone). On sm_90 a quarter of them came to wrong places.
+        rows_in = rows if EVEN else tl.minimum(rows, M - 1)
+        cols_in = cols if EVEN else tl.minimum(cols, K - 1)
+        x = tl.load(X + rows_in[None, :] * K + cols_in[:, None]).to(tl.float32)
         q = _fp8_bits(x * factor, MANTISSA, NATIVE)
         transposed = cols.to(tl.int64)[:, None] * PADDED + rows[None, :]
         if EVEN:
             tl.store(COLUMNS + transposed, q)
         else:
-            # Rows past M are zeros of x. Infinity as amax makes the factor 0, and NaN must not reach the filling.
-            q = tl.where((cols < K)[:, None] & (rows < M)[None, :], q, 0)
-            tl.store(COLUMNS + transposed, q, mask=(cols < K)[:, None] & (rows < PADDED)[None, :])
+            tl.store(COLUMNS + transposed, q, mask=(cols < K)[:, None] & (rows < M)[None, :])
 
 
 def padded(rows):
@@ -205,6 +203,8 @@ def fp8_cast(x_MK, amax, rowwise, want_rows, want_columns, gradient):
     dtype, mantissa = (torch.float8_e5m2, 2) if gradient and not rowwise else (torch.float8_e4m3fn, 3)
     rows = torch.empty(M, K, dtype=dtype, device=device) if want_rows else None
     columns = torch.empty(K, P, dtype=dtype, device=device) if want_columns else None
+    if columns is not None and P != M:
+        columns.view(torch.uint8)[:, M:].zero_()
     row_scales = torch.empty(M if rowwise else 1, dtype=torch.float32, device=device) if want_rows else None
     column_scales = torch.empty(K if rowwise else 1, dtype=torch.float32, device=device) if want_columns else None
     if not x_MK.numel():

@@ -34,8 +34,9 @@ from tigon.kernels.logprobs import FARTHEST, _squash
 # N rows (tokens), C columns of the block of logits.
 
 # (columns per lane, num_warps, stages) of the divergence, (columns per lane, num_warps) of the gradient. 8 columns are
-# one 16-byte load of 16-bit logits. With 16 columns, a lane of the Jensen-Shannon divergence holds 151 registers on
-# sm_90, and a multiprocessor takes only one program. A stage buffers a tile of both rows.
+# one 16-byte load of 16-bit logits, for which these were measured, and two of fp32 ones. With 16 columns, a lane of the
+# Jensen-Shannon divergence holds 151 registers on sm_90, and a multiprocessor takes only one program. A stage buffers a
+# tile of both rows.
 DIVERGENCE, GRADIENT = (8, 8, 2), (8, 8)
 # Below this |D|, exp(-D) - 1 and D + exp(-D) - 1 are their Taylor series, because the differences would cancel.
 NEAR = tl.constexpr(0.5)
@@ -82,7 +83,10 @@ def _statistics(R, C, scale, softcap, outer, HAS_SOFTCAP: tl.constexpr, HAS_SCAL
         s = tl.sum(lane_s, axis=0)
         # In a row of NaN no lane has the maximum.
         peak = tl.min(tl.where(lane_m == m, lane_peak, C - 1), axis=0)
-        again = (m > shift + FARTHEST) & (m < float("inf"))
+        over = (m > shift + FARTHEST) & (m < float("inf"))
+        # The first tile was -inf alone: 0 is no shift for logits that are far below it.
+        under = (z_0 == -float("inf")) & (shift > m + FARTHEST) & (m > -float("inf"))
+        again = over | under
         shift = tl.where(again, m, shift)
     # In a row of -inf alone, a maximum of 0 gives exp(-inf) = 0; -inf - -inf would give NaN.
     base = tl.where(m == -float("inf"), 0.0, m)

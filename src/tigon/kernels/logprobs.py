@@ -9,7 +9,7 @@ For upstream gradients u_k of the K log-probabilities of a row, v of lse and w o
 
     dz_j = p_j · (A + B · log p_j) + Σ_k u_k · 1[j = id_k],    A = v - w · entropy - Σ_k u_k,    B = -w
 
-So one pass turns the logits into their gradient in place, for any upstream gradient.
+So one pass turns the logits into their gradient, for any upstream gradient.
 """
 
 import triton

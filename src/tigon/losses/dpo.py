@@ -219,6 +219,8 @@ def dpo(
     chosen, rejected = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
     chosen_rewards, rejected_rewards = beta * chosen.detach(), beta * rejected.detach()
 
+    if (chosen_lengths is None) != (rejected_lengths is None):
+        raise OptionError("Pass both of chosen_lengths and rejected_lengths, or neither.")
     if loss_type in ("sigmoid_norm", "ipo") and chosen_lengths is not None and rejected_lengths is not None:
         chosen = chosen / _lengths("chosen_lengths", chosen_lengths, chosen)
         rejected = rejected / _lengths("rejected_lengths", rejected_lengths, rejected)

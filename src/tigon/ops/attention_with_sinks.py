@@ -78,11 +78,11 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _rows(tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None, max_length: int) -> _Rows:
-    tensors = tuple(_aligned(x) for x in tensors)
     if cu_seqlens is None:
         T = tensors[0].shape[1]
-        return _Rows(list(tensors), (None, None, T, T))
-    return _Rows([x.flatten(0, 1) for x in tensors], (cu_seqlens, cu_seqlens, max_length, max_length))
+        return _Rows([_aligned(x) for x in tensors], (None, None, T, T))
+    rows = [_aligned(x.flatten(0, 1)) for x in tensors]
+    return _Rows(rows, (cu_seqlens, cu_seqlens, max_length, max_length))
 
 
 def _window_sizes(window: int) -> dict[str, int]:

@@ -62,7 +62,8 @@ class FusedTrainer:
         policy = unwrap(self.trainer.model)
         if flags_of(policy) & {*LAYER_FLAGS} and (count := unfused_layers(policy)):
             lines.append(
-                f"adapters: PEFT computes {count} layers that tigon could fuse; call tigon.patch(trainer.model) again"
+                f"adapters: PEFT computes {count} layers that tigon could fuse; call tigon.patch(trainer.model) again, "
+                "unless you passed lora=False"
             )
         return "\n".join([*lines, *(f"left to TRL: {what}: {reason}" for what, reason in self.unfused.items())])
 

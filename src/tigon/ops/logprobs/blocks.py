@@ -12,8 +12,9 @@ Splitting the vocabulary first is what saves memory: linear_cross_entropy, which
 (V · H elements). Tokens are split too if there are more than `_MOST_TOKENS`, because every block of columns then reads
 and writes a sum of dX that takes as long as its products.
 
-Forward and backward have products of the same shapes. In another shape a library may sum in another order, and a logit
-may differ by a rounding. If a probability p is near 1, its gradient is of the size of 1 - p and has the error of p.
+Forward and backward of `linear_logprobs` have products of the same shapes. In another shape a library may sum in
+another order, and a logit may differ by a rounding. If a probability p is near 1, its gradient is of the size of 1 -
+p and has the error of p.
 
 If the logits of all tokens fit, they are kept from forward to backward, which saves one of the four products. The
 backward then writes the gradient of one block of columns after another.

@@ -1,8 +1,9 @@
 """Linear + cross entropy: the loss of `hidden @ weight.T + bias` without holding all the logits at once.
 
-Tokens are processed in chunks. For each chunk, one matrix product writes the logits into a reused buffer, in fp32. One
-pass turns them into their gradient (kernels/cross_entropy.py), and two products reduce that to the gradients of hidden
-and weight. The products take most of the time; they are the vendor's and run at the hardware's rate.
+Tokens are processed in chunks. For each chunk, one matrix product writes the logits into a reused buffer, in fp32 (in
+fp64 for fp64 inputs). One pass turns them into their gradient (kernels/cross_entropy.py), and two products reduce
+that to the gradients of hidden and weight. On Hopper the product of bf16 may write exponentials instead
+(`chunk_loop.py`). The products take most of the time; they are the vendor's and run at the hardware's rate.
 
 `chunk_plan.py` chooses the chunks, and what is kept for backward.
 

@@ -286,10 +286,12 @@ def recommendations(problem: SearchProblem) -> tuple[list[Recommendation], tuple
         request = fallback.applied(problem.request)
         if not refusals(request, request.choices):
             more, reasons = search(replace(problem, request=request))
+            if found:  # a fallback that needs the host too is no help
+                more = [one for one in more if not _needs_host(one, problem)]
             found, refused = [*found, *more], tuple(dict.fromkeys((*refused, *reasons)))
             used = fallback.name if more else ""
     found.sort(key=lambda one: (space.request_rank(one.option.request), -_speed(one.option)))
-    if found and found[0].option.request.masked:
+    if found and found[0].option.request.masked and used != space.CROSS_DOCUMENT:
         found += _across_documents(found[0].option, problem)
         found.sort(key=lambda one: space.request_rank(one.option.request))
     return found, refused, used
