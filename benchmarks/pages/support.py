@@ -24,7 +24,7 @@ from tigon.kernels.chips import CHIPS
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "support.md"
 RESULTS = ROOT / "benchmarks" / "results"
-COMPILED = RESULTS / "compiled" / "kernels" / "triton.json"
+COMPILED = RESULTS / "compiled" / "triton" / "launches.json"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 PACKAGES = (
     "torch", "triton", "transformers", "trl", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao", "kernels"

@@ -34,9 +34,9 @@ def test_rows_that_round_otherwise_agree() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (line(losses=[*LOSSES[:5], LOSSES[5] + 0.05, *LOSSES[6:]]), "the loss of step 5 is 12.05"),
+        (line(losses=[*LOSSES[:5], LOSSES[5] + 0.05, *LOSSES[6:]]), "the loss of step 6 is 12.05"),
         (line(losses=[12.5 - 0.085 * step for step in range(11)]), "the loss falls by 0.8500 instead of 1.0000"),
-        (line(losses=[float("nan")] * 11), "the loss of step 0 is nan"),
+        (line(losses=[float("nan")] * 11), "the loss of step 1 is nan"),
         (line(losses=LOSSES[:-1]), "10 losses instead of 11"),
         (line(trained_parameters=99), "trained weights: 99 instead of 100"),
         (line(trained_dtypes=["bfloat16"]), "dtypes of trained weights: ['bfloat16'] instead of ['float32']"),

@@ -15,8 +15,8 @@ def test_page_is_that_of_the_record() -> None:
 def test_summary_compares_at_the_memory_of_unsloths_fastest_row() -> None:
     record = made_up()
     (line,) = duel.summary(record).splitlines()[2:]
-    assert line.startswith("| QLoRA of Llama 3.1 8B, 4 x 2,048 tokens | 500 (8.0 GiB) | 600 (7.0 GiB) | 1.20 x |")
-    assert line.endswith("| 800 (30.0 GiB) | 900 (40.0 GiB) | 1.12 x |")
+    assert line.startswith("| QLoRA of Llama 3.1 8B, 4 x 2,048 tokens | 500 (8.00 GiB) | 600 (7.00 GiB) | 1.20 x |")
+    assert line.endswith("| 800 (30.00 GiB) | 900 (40.00 GiB) | 1.12 x |")
     record["measurements"] = [one for one in record["measurements"] if one["entry"] != "tigon-offload"]
     assert duel.summary(record) == duel.NOT_MEASURED
 
@@ -48,8 +48,8 @@ def test_front_page_has_a_row_per_task_that_was_measured() -> None:
     record = made_up()
     rows = list(duel.front_rows(record))
     assert rows == [
-        ["QLoRA of Llama 3.1 8B, 4 x 2,048 tokens, H100", "300 (19.0 GiB)", "–", "500 (8.0 GiB)", "600 (7.0 GiB)"],
-        ["the first of these, most activations kept", "", "", "800 (30.0 GiB)", "900 (40.0 GiB)"],
+        ["QLoRA of Llama 3.1 8B, 4 x 2,048 tokens, H100", "300 (19.00 GiB)", "–", "500 (8.00 GiB)", "600 (7.00 GiB)"],
+        ["the first of these, most activations kept", "", "", "800 (30.00 GiB)", "900 (40.00 GiB)"],
     ]
     assert [*duel.front_rows(None)] == []
 
