@@ -28,11 +28,20 @@ def test_make_test_all_runs_what_make_test_leaves_out() -> None:
     assert " -m " not in recipe_of("test-all").partition("-m pytest")[2]
 
 
-@pytest.mark.parametrize("file", [".ci/run", ".github/workflows/ci.yml", ".github/workflows/nightly.yml"])
-def test_ci_runs_every_test(file: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "target"),
+    [(".ci/run", "test-all"), (".github/workflows/ci.yml", "test-all"), (".github/workflows/nightly.yml", "nightly")],
+)
+def test_ci_runs_every_test(file: str, target: str) -> None:
     if not (ROOT / file).exists():
         pytest.skip("the sdist has no settings of services")
-    assert re.findall(r"make (test\S*)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE) == ["test-all"]
+    found = re.findall(r"make (test\S*|nightly)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    assert found == [target]
+
+
+def test_nightly_run_leaves_no_test_out() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^nightly:.*\n(?:\t.*\n)*?\t\$\(PYTEST\) --junitxml=\$\(NIGHTLY\)$", makefile, re.MULTILINE)
 
 
 def test_suite_has_first_and_second_proofs(request: pytest.FixtureRequest) -> None:

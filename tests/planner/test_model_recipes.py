@@ -70,8 +70,10 @@ def check_plan(name: str) -> None:
     cells = rows()[name]
     gb = int(re.search(r"-(\d+)gb", name)[1])
     problem = problem_of(Flags(target=f"recipes/models/{name}", gpu=find_gpu(model_recipes.CLASSES[gb])))
-    option = estimate_option(problem.request, problem.gpu)
-    assert option.fits(space.with_headroom(problem.gpu))
+    # As it was chosen: with less memory the allocator gives blocks back sooner, so a plan of the whole card is larger.
+    roomy = space.with_headroom(problem.gpu)
+    option = estimate_option(problem.request, roomy)
+    assert option.fits(roomy)
     assert cells[1] == problem.gpu.name and float(cells[3]) == round(problem.gpu.memory_bytes / GIB, 1)
     assert float(cells[2]) == pytest.approx(option.estimate.device_bytes / GIB, rel=OTHER_VERSIONS, abs=0.06)
     assert float(cells[5].replace(",", "")) == pytest.approx(option.estimate.tokens_per_s, rel=OTHER_VERSIONS)

@@ -30,8 +30,8 @@ COUNT_THEIR_OWN_POSITIONS = frozenset({"bloom", "mpt", "opt"})
 MIX_DOCUMENTS = frozenset({
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert",
     "cpmant", "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "openai-gpt", "pegasus",
-    "plbart", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm-roberta",
-    "xlm-roberta-xl", "xlnet", "xmod",
+    "plbart", "prophetnet", "rembert", "roc_bert", "roberta", "roberta-prelayernorm", "roformer", "trocr",
+    "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
 })  # fmt: skip
 RECURRENT = frozenset({"rwkv", "xlstm"})
 FOUR_ROWS = frozenset({"qwen2_vl", "qwen2_5_vl"})
