@@ -14,12 +14,15 @@ from torch import Tensor
 from backends import HAS_GPU
 from helpers import (
     assert_result_within,
+    cast,
+    nudged,
     relative_error,
     run,
     runs_here,
     truth_and_baseline,
     upstream_for,
     with_leaves,
+    worse_of,
 )
 from tigon import linear_cross_entropy, linear_kl, linear_logprobs
 from tigon.ops import OPS, Case, Op, lm_head
@@ -55,7 +58,13 @@ def test_error_is_at_most_three_times_that_of_fp32_logits(
     upstream = upstream_for(got.outputs)
     truth, _ = truth_and_baseline(op, inputs, upstream)
     factor = FACTOR * (INTERPRETED_BF16_FACTOR if backend.interpreted and dtype == torch.bfloat16 else 1.0)
-    assert_result_within(got, truth, of_fp32_logits(op, inputs, upstream), factor)
+    # A single loss may be exact by luck, so the inputs' rounding to fp32 is allowed too: the worst of eight.
+    exact = cast(inputs, torch.float64)
+    beside = run(op.oracle, op, with_leaves(op, nudged(exact)), upstream)
+    for seed in range(1, 8):
+        other = run(op.oracle, op, with_leaves(op, nudged(exact, seed)), upstream)
+        beside = worse_of(beside, other, truth)
+    assert_result_within(got, truth, of_fp32_logits(op, inputs, upstream), factor, beside)
 
 
 def of_student(call: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

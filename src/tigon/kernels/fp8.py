@@ -40,6 +40,9 @@ MOST_PARTS = 512
 ALIGNMENT = 16
 """The summed dimension of an FP8 product is a multiple of this, so transposed rows are filled up with zeros."""
 
+MASKED_READ = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+"""Whether the transposed tile may be read with a mask: see `cast_kernel`."""
+
 SMALLEST = tl.constexpr(1e-30)
 """Rows of zeros, and of less than this, get its scale, so that L / amax stays finite."""
 
@@ -152,17 +155,23 @@ def cast_kernel(
             if tile_m == 0:
                 tl.store(COLUMN_SCALES + cols, tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), mask=cols < K)
             factor = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)[:, None]
-        # The tile is read again, transposed, from the cache, and without a mask. With one read for both ways, or with a
-        # mask, Triton transposes bytes (3.6: of fp32 alone). On sm_90 a quarter of them came to wrong places.
-        rows_in = rows if EVEN else tl.minimum(rows, M - 1)
-        cols_in = cols if EVEN else tl.minimum(cols, K - 1)
-        x = tl.load(X + rows_in[None, :] * K + cols_in[:, None]).to(tl.float32)
+        # The tile is read again, transposed, from the cache. With one read for both ways Triton transposes bytes (3.6:
+        # of fp32 alone), and from 3.7 on with a mask too. On sm_90 a quarter of them came to wrong places. Without a
+        # mask, indices are cut off at the edge, and elements are read one by one.
+        inside = (cols < K)[:, None] & (rows < M)[None, :]
+        if EVEN:
+            x = tl.load(X + rows[None, :] * K + cols[:, None]).to(tl.float32)
+        elif MASKED_READ:
+            x = tl.load(X + rows[None, :] * K + cols[:, None], mask=inside, other=0.0).to(tl.float32)
+        else:
+            last_row, last_col = tl.minimum(rows, M - 1), tl.minimum(cols, K - 1)
+            x = tl.load(X + last_row[None, :] * K + last_col[:, None]).to(tl.float32)
         q = _fp8_bits(x * factor, MANTISSA, NATIVE)
         transposed = cols.to(tl.int64)[:, None] * PADDED + rows[None, :]
         if EVEN:
             tl.store(COLUMNS + transposed, q)
         else:
-            tl.store(COLUMNS + transposed, q, mask=(cols < K)[:, None] & (rows < M)[None, :])
+            tl.store(COLUMNS + transposed, q, mask=inside)
 
 
 def padded(rows):
