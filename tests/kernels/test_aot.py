@@ -154,6 +154,7 @@ _ROW = "32 columns a thread, with x, dy and two fp32 sums of each alive, in the 
 _TILE = "a tile of 1024 elements leaves 4 to each of the 256 lanes of 4 warps"
 
 INSTALLED = tuple(map(int, triton.__version__.split(".")[:2]))
+_UNMASKED = "indices that are cut off at the edge: a mask would let Triton transpose bytes, and lose some"
 _PTXAS = "ptxas of CUDA 13.4, which Triton 3.9 brings, where 3.6's spills nothing"
 
 _ALL_KNOWN = (
@@ -171,6 +172,8 @@ _ALL_KNOWN = (
         "cuda",
         "the tiles come through tensor descriptors; threads load a row's label and shift, and the bias",
     ),
+    Known(has_narrow_loads, "cast_kernel", "cuda", _UNMASKED, {"EVEN": False, "WANT_COLUMNS": True}, since=(3, 7)),
+    Known(has_narrow_loads, "cast_kernel", "hip", _UNMASKED, {"EVEN": False, "WANT_COLUMNS": True}, since=(3, 7)),
     # docs/support.md has both compilers' registers and spills.
     Known(spills, "exp_logits_kernel", "cuda", _PTXAS, {"HAS_BIAS": True}, since=(3, 9)),
     Known(spills, "grouped_product_kernel", "cuda", _PTXAS, {"BLOCK_M": 128, "BLOCK_N": 256}, since=(3, 9)),
