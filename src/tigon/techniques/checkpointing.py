@@ -75,13 +75,7 @@ def selective_contexts() -> Any:
 
 def _offload(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     """Recompute every layer and keep its input on the host."""
-    enable(model)
-    if not replace_function(model, inputs_on_host()):
-        raise RecipeError(
-            f"train.checkpointing: offload cannot replace the checkpointing function of any layer of "
-            f"{type(model).__name__}; use full"
-        )
-    return model
+    return _recomputed_by(inputs_on_host(), model, "offload")
 
 
 def inputs_on_host() -> Callable[..., Any]:
@@ -102,10 +96,15 @@ def _offload_attention(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     """Recompute every layer except its attention, whose results wait on the host beside the layer's input."""
     if choices.attention_groups == 1:
         head_groups.replace_attention(model, 1)
+    return _recomputed_by(LayersOnHost(), model, "offload-attention")
+
+
+def _recomputed_by(function: Callable[..., Any], model: Any, mode: str) -> Any:
+    """Let this function call every layer, or refuse the mode."""
     enable(model)
-    if not replace_function(model, LayersOnHost()):
+    if not replace_function(model, function):
         raise RecipeError(
-            f"train.checkpointing: offload-attention cannot replace the checkpointing function of any layer of "
+            f"train.checkpointing: {mode} cannot replace the checkpointing function of any layer of "
             f"{type(model).__name__}; use full"
         )
     return model
