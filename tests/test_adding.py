@@ -131,7 +131,7 @@ from tigon.objectives import recipe_checks
 from tigon.recipe.keys import reference_table
 from tigon.techniques import PAGES, TECHNIQUES
 from tigon.techniques import matrix
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 
 def load(steps):

@@ -107,7 +107,7 @@ def asked(model: Model, method: str, gb: int, **given: object) -> SearchProblem:
     )  # fmt: skip
     request = found.request
     if method.endswith(WITH_EXPERTS):
-        request = replace(request, choices=replace(request.choices, lora_targets=("all-linear", "experts")))
+        request = replace(request, settings=request.settings.having({"lora.targets": ("all-linear", "experts")}))
     return replace(found, request=request, gpu=space.with_headroom(found.gpu))
 
 
@@ -154,7 +154,7 @@ def replanned(model: Model, method: str, path: Path) -> Row:
 
 def text(model: Model, method: str, gb: int, request: Request) -> str:
     """The recipe file."""
-    choices, path = request.choices, FOLDER / model.name / f"{method}-{gb}gb.yaml"
+    settings, path = request.settings, FOLDER / model.name / f"{method}-{gb}gb.yaml"
     lines = [
         f"# {TITLES[method]} of {model.hub_id} on a GPU with {gb} GB; docs/model-recipes.md has the plan.",
         "# The text is what every Python carries, to try the recipe; name your own rows.",
@@ -162,9 +162,10 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
         f"#     tigon train {path} --set data.source=rows.jsonl",
         "model:", f"  name: {model.hub_id}", *(f"  attention: {a}" for a in [model.attention] if a != "sdpa"),
         "data:", "  source: python-docs", f"  sequence_length: {request.seq}",
-        "train:", "  epochs: 1", f"  batch_size: {request.batch}", f"  gradient_accumulation: {choices.accumulate}",
-        f"  learning_rate: {LEARNING_RATES[method]}", "  warmup_steps: 10", f"  precision: {choices.precision}",
-        f"  optimizer: {choices.optimizer}", f"  checkpointing: {choices.checkpointing}",
+        "train:", "  epochs: 1", f"  batch_size: {request.batch}",
+        f"  gradient_accumulation: {settings.train.gradient_accumulation}",
+        f"  learning_rate: {LEARNING_RATES[method]}", "  warmup_steps: 10", f"  precision: {settings.train.precision}",
+        f"  optimizer: {settings.train.optimizer}", f"  checkpointing: {settings.train.checkpointing}",
     ]  # fmt: skip
     if method != "full":
         targets = "[all-linear, experts]" if method.endswith(WITH_EXPERTS) else "all-linear"
@@ -183,7 +184,9 @@ def table(rows: list[Row]) -> str:
         gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate
         link = f"[{row.model.name}/{row.path.name}](../{row.path})"
         changes = ", ".join(name for name in space.change_names(request) if name not in TITLES) or "nothing"
-        split = f"{request.batch} x {request.choices.accumulate}, {request.choices.checkpointing}"
+        split = (
+            f"{request.batch} x {request.settings.train.gradient_accumulation}, {request.settings.train.checkpointing}"
+        )
         lines.append(
             f"| {link} | {gpu.name} | {result.device_bytes / GIB:.1f} | {gpu.memory_bytes / GIB:.1f} | {split} | "
             f"{result.tokens_per_s:,.0f} | {changes} |"

@@ -27,7 +27,7 @@ from tigon.planner.estimate import Estimate, estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 MEASUREMENTS = Path("benchmarks/results/nvidia-h200/planner/runs.json")
 CHART = "img/planner-accuracy.svg"
@@ -130,7 +130,7 @@ def request_of(case: Mapping[str, Any]) -> Request:
         name: tuple(value) if isinstance(value, list) else value for name, value in case["choices"].items()
     }
     return Request(
-        model=case["model"], config=config, batch=case["batch"], seq=case["seq"], choices=Choices(**chosen),
+        model=case["model"], config=config, batch=case["batch"], seq=case["seq"], settings=Settings.of(chosen),
         masked=case["masked"], evaluated=case["evaluated"],
     )  # fmt: skip
 

@@ -104,9 +104,13 @@ def test_run_that_cannot_be_planned_trains_and_says_why(tmp_path: Path, callback
 
 def test_arguments_become_choices_of_the_planner(tmp_path: Path) -> None:
     args = arguments(tmp_path, gradient_checkpointing=True, gradient_accumulation_steps=4, optim="adamw_bnb_8bit")
-    choices = choices_of(args, small_model())
-    assert (choices.precision, choices.checkpointing, choices.accumulate) == ("fp32", "full", 4)
-    assert choices.optimizer == "adamw-8bit"
+    settings = choices_of(args, small_model())
+    assert (settings.train.precision, settings.train.checkpointing, settings.train.gradient_accumulation) == (
+        "fp32",
+        "full",
+        4,
+    )
+    assert settings.train.optimizer == "adamw-8bit"
     assert choices_of(args, small_model().bfloat16()).precision == "bf16"
     with pytest.raises(NotPlanned, match="optim=adafactor"):
         choices_of(arguments(tmp_path, optim="adafactor"), small_model())
@@ -115,8 +119,8 @@ def test_arguments_become_choices_of_the_planner(tmp_path: Path) -> None:
 def test_adapters_become_choices_of_the_planner(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(small_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    choices = choices_of(arguments(tmp_path), model)
-    assert (choices.lora_rank, choices.lora_targets) == (4, ("q_proj", "v_proj"))
+    settings = choices_of(arguments(tmp_path), model)
+    assert (settings.lora.rank, settings.lora.targets) == (4, ("q_proj", "v_proj"))
 
 
 @pytest.mark.filterwarnings("ignore")

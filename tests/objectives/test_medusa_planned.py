@@ -17,7 +17,7 @@ from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.medusa import PlannedMedusa, check, planned_medusa
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"checkpointing": "full"}, {"checkpointing": "offload"}, {"lora_rank": 8}, {"kernels": "liger"},
@@ -27,11 +27,11 @@ CASES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def yaml_of(heads: PlannedMedusa, choices: Choices) -> str:
+def yaml_of(heads: PlannedMedusa, settings: Settings) -> str:
     """The recipe that a plan with these heads and choices prints."""
     request = Request(
-        model="tigon-demo", config=load_config("tigon-demo"), batch=2, seq=64, choices=choices, objective=heads,
-        clipped=choices.optimizer != "galore-layerwise",
+        model="tigon-demo", config=load_config("tigon-demo"), batch=2, seq=64, settings=settings, objective=heads,
+        clipped=settings.train.optimizer != "galore-layerwise",
     )  # fmt: skip
     return as_recipe.yaml_text(request)
 
@@ -42,9 +42,9 @@ def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_pat
     heads = PlannedMedusa(HeadsSpec(kind=kind, count=2, shared=kind == "mtp"), Objective(stage=stage))
     path, refused = tmp_path / "recipe.yaml", []
     for case in CASES:
-        choices = Choices(**case)
-        path.write_text(yaml_of(heads, choices))
-        reasons = heads.refusals(choices)
+        settings = Settings.of(case)
+        path.write_text(yaml_of(heads, settings))
+        reasons = heads.refusals(settings)
         assert all(reason.count(";") == 1 and "\n" not in reason for reason in reasons)
         if reasons:
             refused.append(case)
@@ -53,7 +53,7 @@ def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_pat
         else:
             made = recipe_checks.load(path, gpu_present=lambda: True)
             assert (made.heads.stage, made.heads.kind, made.heads.count) == (stage, kind, 2)
-            assert made.choices() == choices
+            assert made.settings() == settings
     assert {"kernels": "liger"} in refused and {} not in refused
 
 
@@ -77,9 +77,9 @@ def test_search_recommends_nothing_that_the_heads_exclude() -> None:
     from tigon.planner.search import recommend, space
 
     heads = PlannedMedusa(HeadsSpec(count=2, shared=True), Objective(stage=1))
-    fixed = Choices(checkpointing="full")
+    fixed = Settings.of({"train.checkpointing": "full"})
     request = Request(
-        model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, choices=fixed, objective=heads
+        model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, settings=fixed, objective=heads
     )
     problem = space.SearchProblem(request=request, free=frozenset({"precision"}), gpu=find_gpu("h200"))
     found, why = recommend.search(problem)

@@ -16,7 +16,7 @@ from tigon.cli import plan
 from tigon.errors import TigonError
 from tigon.planner.render import as_recipe, terminal
 from tigon.planner.request import Request
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
 DEMO = {"model": "tigon-demo", "gpu": "1.25GiB", "batch": 32, "seq": 1024, "optimizer": "adamw", "zero": 0,
@@ -82,7 +82,7 @@ def test_longest_row_comes_first(capsys, monkeypatch):
 
 
 def test_commands_name_the_checkpoint_of_a_preset():
-    request = Request(model="llama-3.1-8b", config=None, batch=1, seq=64, choices=Choices())
+    request = Request(model="llama-3.1-8b", config=None, batch=1, seq=64, settings=Settings.of({}))
     assert "--set model.name=meta-llama/Llama-3.1-8B-Instruct" in as_recipe.command(request)
     assert "name: meta-llama/Llama-3.1-8B-Instruct" in as_recipe.yaml_text(request)
     assert "--set model.name=tigon-demo" in as_recipe.command(replace(request, model="tigon-demo"))
@@ -110,8 +110,8 @@ def test_json_has_consistent_totals_and_every_promised_key(answer):
 
 def test_recommended_recipe_says_whether_it_changes_the_numbers(answer):
     for one in answer["recommended"]:
-        choices = one["choices"]
-        changed = choices["precision"] == "bf16" or choices["optimizer"] != "adamw" or choices["zero"] > 0
+        settings = one["choices"]
+        changed = settings["precision"] == "bf16" or settings["optimizer"] != "adamw" or settings["zero"] > 0
         assert bool(one["precision_cost"]) == changed
 
 
@@ -246,13 +246,13 @@ def test_example_in_the_document_has_the_current_numbers():
     from tigon.planner.estimate import PHASES, estimate
     from tigon.planner.gpus import find_gpu
     from tigon.planner.request import Request
-    from tigon.techniques.records.choices import Choices
+    from tigon.techniques.keys.settings import Settings
 
     text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
     example = text.partition("$ tigon plan llama-3.2-1b --gpu 24GiB --batch 4 --seq 8192\n")[2].partition("```")[0]
-    asked = Choices(checkpointing="full", accumulate=4)  # what auto chooses
+    asked = Settings.of({"train.checkpointing": "full", "train.gradient_accumulation": 4})  # what auto chooses
     request = Request(
-        model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=1, seq=8192, choices=asked, masked=True
+        model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=1, seq=8192, settings=asked, masked=True
     )
     found = estimate(request, gpu=find_gpu("24GiB"))
     gib = {name: size / 2**30 for name, size in {**found.components, **found.phases}.items()}

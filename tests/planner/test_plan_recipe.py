@@ -48,12 +48,12 @@ def test_plan_of_a_recipe_is_the_run_that_train_starts_on_a_gpu(recipe):
     request = problem(recipe).request
     loaded = recipe_checks.load(recipe, gpu_present=lambda: True)
     config = request.config
-    assert request == prediction.request_of(loaded, config, loaded.choices(), evaluated=False)
+    assert request == prediction.request_of(loaded, config, loaded.settings(), evaluated=False)
     assert (config.num_hidden_layers, request.batch, request.seq) == (2, 3, 64), (
         "on_gpu applies, because a GPU is asked"
     )
     assert request.masked and not request.evaluated
-    assert (request.choices.optimizer, request.choices.checkpointing) == ("adamw-8bit", "full")
+    assert (request.settings.train.optimizer, request.settings.train.checkpointing) == ("adamw-8bit", "full")
 
 
 def test_only_keys_that_the_recipe_leaves_out_are_free(recipe):
@@ -65,20 +65,22 @@ def test_only_keys_that_the_recipe_leaves_out_are_free(recipe):
 def test_flags_and_set_change_the_recipe_and_stand_in_the_command(recipe):
     found = problem(recipe, batch=2, seq=32, given={"lora_rank": 4}, assignments=["data.cross_document_attention=true"])
     request = found.request
-    assert (request.batch, request.seq, request.choices.lora_rank, request.masked) == (2, 32, 4, False)
+    assert (request.batch, request.seq, request.settings.lora.rank, request.masked) == (2, 32, 4, False)
     words = list(found.command)
     assert words[:3] == ["tigon", "train", str(recipe)]
     again = recipe_checks.load(recipe, words[4::2], gpu_present=lambda: True)
-    assert again.choices() == request.choices and again.data.sequence_length == 32
+    assert again.settings() == request.settings and again.data.sequence_length == 32
 
 
 def test_command_of_a_recipes_recommendation_sets_only_what_differs(recipe):
     found = problem(recipe)
     assert as_recipe.command(found.request, found.request, found.command) == f"tigon train {recipe}"
-    changed = replace(found.request, batch=1, masked=False, choices=replace(found.request.choices, optimizer="adamw"))
+    changed = replace(
+        found.request, batch=1, masked=False, settings=found.request.settings.having({"train.optimizer": "adamw"})
+    )
     words = shlex.split(as_recipe.command(changed, found.request, found.command))
     again = recipe_checks.load(recipe, words[4::2], gpu_present=lambda: True)
-    assert len(words) == 9 and again.choices() == changed.choices
+    assert len(words) == 9 and again.settings() == changed.settings
     assert again.train.batch_size == 1 and again.data.cross_document_attention
 
 
@@ -94,8 +96,8 @@ def test_command_of_a_recipes_recommendation_sets_only_what_differs(recipe):
 )
 def test_method_changes_the_recipes_adapters(recipe, recipe_lines, method, expected):
     recipe.write_text(f"{RECIPE}{recipe_lines}\n")
-    choices = problem(recipe, method=method).request.choices
-    assert (choices.lora_rank, choices.quantized) == expected
+    settings = problem(recipe, method=method).request.settings
+    assert (settings.lora.rank, settings.lora.quantize) == expected
 
 
 WRONG = {
@@ -122,7 +124,7 @@ def test_recipe_that_does_not_exist_is_named():
 
 
 def test_effective_batch_sets_the_recipes_accumulation(recipe):
-    assert problem(recipe, effective_batch=12).request.choices.accumulate == 4
+    assert problem(recipe, effective_batch=12).request.settings.train.gradient_accumulation == 4
 
 
 # --- methods and fallbacks -------------------------------------------------------------------------------------------
@@ -136,16 +138,16 @@ def asked(memory_mib, **changes):
     return SearchProblem(request=request, free=free, gpu=small_gpu(memory_mib), **changes)
 
 
-LORA = Fallback(name="LoRA adapters", choices={"lora_rank": 8})
+LORA = Fallback(name="LoRA adapters", settings={"lora_rank": 8})
 SHARDED = frozenset({"zero", "fsdp", "offload"})
 
 
 def test_adapters_are_tried_only_if_full_fine_tuning_does_not_fit():
     full = estimate_option(asked(1).request, small_gpu(1)).estimate.device_bytes / 2**20
     found, _, fallback = recommendations(asked(2 * full, fallbacks=(LORA,)))
-    assert fallback == "" and found[0].option.request.choices.lora_rank is None
+    assert fallback == "" and found[0].option.request.settings.lora.rank is None
     found, _, fallback = recommendations(asked(full / 2, fallbacks=(LORA,)))
-    assert fallback == "LoRA adapters" and {one.option.request.choices.lora_rank for one in found} == {8}
+    assert fallback == "LoRA adapters" and {one.option.request.settings.lora.rank for one in found} == {8}
     assert recommendations(asked(full / 2))[::2] == ([], "")
 
 
@@ -169,7 +171,7 @@ def test_smallest_change_of_the_numbers_comes_first_and_each_is_named():
     assert ranks == sorted(ranks) and space.change_names(found[0].option.request) == []
     joined = replace(asked(1).request, masked=False)
     assert space.change_names(joined) == [CROSS_DOCUMENT]
-    changed = replace(joined, choices=replace(joined.choices, precision="bf16"))
+    changed = replace(joined, settings=joined.settings.having({"train.precision": "bf16"}))
     assert space.change_names(changed) == [CROSS_DOCUMENT, "bf16"]
 
 
@@ -202,7 +204,7 @@ def test_longest_rows_fit_and_recomputing_more_reaches_further(monkeypatch):
         best_max_sizes=None,
     )  # fmt: skip
     rows = longest_rows(answer, keep_batch=False)
-    kinds = [row.request.choices.checkpointing for row in rows]
+    kinds = [row.request.settings.train.checkpointing for row in rows]
     assert kinds[0] == "none" and kinds[-1] == "offload" and {row.request.batch for row in rows} == {1}
     lengths = [row.request.seq for row in rows]
     assert lengths == sorted(lengths) and lengths[-1] > lengths[0] > 64
@@ -236,9 +238,9 @@ def test_command_of_a_recipe_with_adapters_on_a_preset_names_its_checkpoint(tmp_
 
 def test_gpu_without_bf16_is_planned_in_fp16(recipe):
     found = problem("tigon-demo", gpu="t4")
-    assert found.request.choices.precision == "amp-fp16"
-    assert {choices.precision for choices in space.walks(found)} == {"amp-fp16"}
-    assert problem(recipe, gpu="v100").request.choices.precision == "fp32", "train resolves auto to fp32 there"
+    assert found.request.settings.train.precision == "amp-fp16"
+    assert {settings.train.precision for settings in space.walks(found)} == {"amp-fp16"}
+    assert problem(recipe, gpu="v100").request.settings.train.precision == "fp32", "train resolves auto to fp32 there"
 
 
 def test_tables_do_not_wrap_in_a_pipe(monkeypatch, capsys):

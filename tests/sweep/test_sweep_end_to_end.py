@@ -154,7 +154,7 @@ def test_memory_limit_of_a_cpu_ends_a_point_as_out_of_memory():
 import torch
 from tigon.sweep import failures
 from tigon.sweep.worker.limit import cap
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 cap(torch.device("cpu"), 4 << 30, Choices())
 try:
     torch.ones(3 << 30)

@@ -25,7 +25,7 @@ DECLARATION = Declaration(
             field="ring_size", key="train.ring_size", help="Ranks of the ring.", minimum=1, maximum=8,
             flag=Flag(name="ring-size", help="How many ranks the ring has."), traced=True, search="run",
             candidates=lambda config: (1, 2),
-            label=lambda choices: f"ring of {choices.ring_size}" if choices.ring_size > 1 else "",
+            label=lambda choices: f"ring of {settings.ring_size}" if choices.ring_size > 1 else "",
         ),
     ),
     techniques=(
@@ -58,7 +58,7 @@ from tigon.objectives import recipe_checks
 from tigon.recipe.keys import reference_table
 from tigon.techniques import SEARCHED, TECHNIQUES
 from tigon.techniques import matrix
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 path = Path("recipe.yaml")
 path.write_text("train: {steps: 1, ring_size: 2}")
@@ -98,8 +98,8 @@ def copy_with_technique(folder: Path) -> Path:
 
 def test_a_technique_in_one_file_reaches_recipe_flag_search_checks_and_pages(tmp_path: Path):
     source = copy_with_technique(tmp_path)
-    with (source / "tigon" / "techniques" / "records" / "choices.py").open("a", encoding="utf-8") as choices:
-        choices.write("    ring_size: int = 1\n")  # the class is the file's last
+    with (source / "tigon" / "techniques" / "records" / "choices.py").open("a", encoding="utf-8") as settings:
+        settings.write("    ring_size: int = 1\n")  # the class is the file's last
     done = forks.python(code=f"import sys; sys.path.append({PAGES!r})\n{CHECKS}", cwd=tmp_path, source=source)
     assert done.stdout.strip() == "reached", done.stderr[-2000:]
 

@@ -15,7 +15,7 @@ from tigon.errors import RecipeError
 from tigon.models import MODELS
 from tigon.models.verification.tiny import tiny_config
 from tigon.techniques import matrix, tensor_parallel
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.sharding import check_sizes
 
 TWO = {"gpus": 4, "fsdp": True, "tensor_shards": 2}
@@ -34,17 +34,17 @@ TWO = {"gpus": 4, "fsdp": True, "tensor_shards": 2}
     ],
 )
 def test_models_whose_matrices_cannot_be_divided_are_refused(
-    family: str, changes: dict[str, Any], choices: dict[str, Any], reason: str
+    family: str, changes: dict[str, Any], settings: dict[str, Any], reason: str
 ) -> None:
     config = tiny_config(family, MODELS[family].tiny)
     config.update(changes)
     with pytest.raises(RecipeError, match=reason):
-        tensor_parallel.check(config, Choices(**{**TWO, **choices}))
+        tensor_parallel.check(config, Settings.of({**TWO, **settings}))
 
 
 def test_models_whose_plans_have_rows_columns_and_norms_of_heads_are_accepted() -> None:
     for family in ("llama", "qwen2", "qwen3"):
-        tensor_parallel.check(tiny_config(family, MODELS[family].tiny), Choices(**TWO))
+        tensor_parallel.check(tiny_config(family, MODELS[family].tiny), Settings.of(TWO))
 
 
 def test_embeddings_of_a_plan_stay_whole() -> None:
@@ -52,7 +52,7 @@ def test_embeddings_of_a_plan_stay_whole() -> None:
     layers = tensor_parallel.plan_of(config)
     config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise", **config.base_model_tp_plan}
     assert layers and tensor_parallel.plan_of(config) == layers
-    tensor_parallel.check(config, Choices(**TWO))
+    tensor_parallel.check(config, Settings.of(TWO))
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,11 @@ def test_embeddings_of_a_plan_stay_whole() -> None:
         ({"optimizer": "adamw-torchao-8bit"}, r"use train\.optimizer: adamw"),
     ],
 )
-def test_techniques_that_were_not_tried_with_divided_matrices_are_refused(choices: dict[str, Any], reason: str) -> None:
+def test_techniques_that_were_not_tried_with_divided_matrices_are_refused(
+    settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(RecipeError, match=reason):
-        matrix.check(Choices(**{**TWO, **choices}), device="cuda")
+        matrix.check(Settings.of({**TWO, **settings}), device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -78,14 +80,14 @@ def test_techniques_that_were_not_tried_with_divided_matrices_are_refused(choice
         ({"gpus": 4, "zero": 3, "zero_copy_ranks": 3}, r"4 is not a multiple of it"),
     ],
 )
-def test_copies_that_do_not_divide_the_gpus_are_refused(choices: dict[str, Any], reason: str) -> None:
+def test_copies_that_do_not_divide_the_gpus_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(RecipeError, match=reason):
-        check_sizes(Choices(**choices))
+        check_sizes(Settings.of(settings))
 
 
 def test_copies_that_divide_the_gpus_are_accepted() -> None:
-    for choices in ({"gpus": 4, "replicas": 2}, {"gpus": 16, "replicas": 8}, {"gpus": 4, "zero_copy_ranks": 4}):
-        check_sizes(Choices(**choices))
+    for settings in ({"gpus": 4, "replicas": 2}, {"gpus": 16, "replicas": 8}, {"gpus": 4, "zero_copy_ranks": 4}):
+        check_sizes(Settings.of(settings))
 
 
 def test_optimizer_steps_once_per_mesh_and_keeps_the_groups_of_an_ordinary_run() -> None:

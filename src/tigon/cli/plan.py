@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from tigon.cli import plan_answers
-from tigon.cli.plan_request import AUTO, CAUSAL_LM, Flags, check_objective, problem_of
+from tigon.cli import plan_answers, short_forms
+from tigon.cli.plan_request import ANY_METHOD, CAUSAL_LM, Flags, check_objective, problem_of
 from tigon.cli.shared import Command, stdout_console
 from tigon.errors import UsageError
 from tigon.objectives import post_training_rules
@@ -22,24 +22,21 @@ from tigon.planner.render import charts, terminal
 from tigon.planner.render import explain as explanation
 from tigon.planner.search.longest import LongestRow, longest_rows
 from tigon.planner.search.recommend import Plan, plan
-from tigon.techniques import SETTINGS
 
 
 def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """Replace `**given` in the signature, which typer reads, by the flags that the techniques declare."""
+    """Replace `**given` in the signature, which typer reads, by the flags of techniques."""
     signature = inspect.signature(function, eval_str=True)
     flags = []
-    for setting in SETTINGS.values():
-        flag = setting.flag
-        if flag is not None:
-            option = typer.Option(f"--{flag.name}", help=flag.help, metavar=flag.metavar)
-            is_switch = setting.hint is bool
-            flags.append(
-                inspect.Parameter(
-                    setting.field, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
-                    annotation=Annotated[bool if is_switch else setting.hint | None, option],
-                )
-            )  # fmt: skip
+    for short in short_forms.TECHNIQUES:
+        option = typer.Option(f"--{short.flag}", help=short.help, metavar=short.metavar)
+        is_switch = short.type is bool
+        flags.append(
+            inspect.Parameter(
+                short.parameter, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
+                annotation=Annotated[bool if is_switch else short.type | None, option],
+            )
+        )  # fmt: skip
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     place = 1 + [p.name for p in own].index("seq")
     setattr(function, "__signature__", signature.replace(parameters=[*own[:place], *flags, *own[place:]]))  # noqa: B010
@@ -61,7 +58,7 @@ def command(
     ] = None,
     method: Annotated[
         str, typer.Option(help="full, lora, qlora, or auto: full fine-tuning if it fits, else LoRA, else QLoRA.")
-    ] = AUTO,
+    ] = ANY_METHOD,
     host_memory: Annotated[
         str | None, typer.Option("--host-memory", metavar="SIZE", help="Host memory that offloading may use (64GiB).")
     ] = None,
@@ -105,12 +102,12 @@ def command(
 
 def run(
     model: str, *, gpu: str | None, batch: int | None = None, seq: int | None = None,
-    effective_batch: int | None = None, method: str = AUTO, host_memory: str | None = None,
+    effective_batch: int | None = None, method: str = ANY_METHOD, host_memory: str | None = None,
     medusa: int | None = None, stage: int | None = None, objective: str = CAUSAL_LM, images: int | None = None,
     image_size: int | None = None, assignments: Sequence[str] = (), longest: bool = False, as_json: bool = False,
     plot: Path | None = None, explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
-    """Predict, plan and print. given: Fields of Choices; a flag that was left out is None.
+    """Predict, plan and print. given: Flags of techniques; one that was left out is None.
 
     Raises:
         UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
@@ -123,7 +120,10 @@ def run(
         target=model, gpu=find_gpu(gpu), batch=batch, seq=seq, effective_batch=effective_batch, method=method,
         host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, images=images,
         image_size=image_size, assignments=assignments,
-        given={name: value for name, value in given.items() if value is not None and value is not False},
+        given={
+            short.key: given[short.parameter] for short in short_forms.TECHNIQUES
+            if given.get(short.parameter) not in (None, False)
+        },
     )  # fmt: skip
     if not flags.is_recipe:
         check_objective(objective, {"medusa": medusa, "stage": stage}, assignments)

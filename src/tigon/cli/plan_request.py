@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon._quiet import quiet_packages
+from tigon.cli import short_forms
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import load_config
@@ -24,11 +25,12 @@ from tigon.planner.remembered_config import real_config, remembered_config
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
 from tigon.planner.search.space import CROSS_DOCUMENT, Fallback, SearchProblem
-from tigon.recipe.keys import Recipe
-from tigon.techniques import SEARCHED, SETTINGS, layer_checkpointing
+from tigon.recipe.keys import MIN_SEQUENCE, Recipe
+from tigon.techniques import SEARCHES
+from tigon.techniques.keys.settings import Settings, complaint_about
+from tigon.techniques.keys.train import AUTO
 from tigon.techniques.lora import DEFAULT_RANK
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.choices import LIMITS, Choices
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 """The defaults of train.batch_size and data.sequence_length in a recipe."""
@@ -37,14 +39,14 @@ EVALUATED = True
 MOST = 1 << 20
 """The largest value of an integer flag, except --seq. Beyond it tensor sizes overflow 64 bits."""
 CAUSAL_LM = "causal_lm"
+ANY_METHOD = "auto"
 RECIPE_ENDINGS = (".yaml", ".yml")
-AUTO = "auto"
 METHODS: Mapping[str, Mapping[str, Any]] = {
-    "full": {"lora_rank": None, "quantized": False},
-    "lora": {"lora_rank": DEFAULT_RANK, "quantized": False},
-    "qlora": {"lora_rank": DEFAULT_RANK, "quantized": True},
+    "full": {"lora.rank": None, "lora.quantize": False},
+    "lora": {"lora.rank": DEFAULT_RANK, "lora.quantize": False},
+    "qlora": {"lora.rank": DEFAULT_RANK, "lora.quantize": True},
 }
-"""What --method trains, as fields of Choices; each needs less memory than the one before it."""
+"""What --method trains, by recipe key; each needs less memory than the one before it."""
 MASK_SHARE = 0.01
 """Attention across documents is a fallback only if one sample's mask takes at least this share of the GPU's memory."""
 
@@ -59,7 +61,7 @@ class Flags:
     batch: int | None = None
     seq: int | None = None
     effective_batch: int | None = None
-    method: str = AUTO
+    method: str = ANY_METHOD
     host_memory: str | None = None
     medusa: int | None = None
     stage: int | None = None
@@ -68,7 +70,7 @@ class Flags:
     image_size: int | None = None
     assignments: Sequence[str] = ()
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Choices that were given."""
+    """Recipe keys whose flags were given, with their values."""
 
     @property
     def is_recipe(self) -> bool:
@@ -85,11 +87,11 @@ def problem_of(flags: Flags) -> SearchProblem:
     given = _check_flags(flags)
     host_bytes = _host_bytes(flags.host_memory)
     problem = (_of_recipe if flags.is_recipe else _of_model)(replace(flags, given=given))
-    _check_fp8(flags.gpu, problem.request.choices.precision)
-    if problem.request.choices.precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
-        used = problem.request.choices.precision
+    _check_fp8(flags.gpu, problem.request.settings.train.precision)
+    if problem.request.settings.train.precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
+        used = problem.request.settings.train.precision
         raise UsageError(f"{flags.gpu} has no bf16, so --precision {used} does not run on it; use amp-fp16.")
-    fallbacks = _fallbacks(flags, problem.request) if flags.method == AUTO else ()
+    fallbacks = _fallbacks(flags, problem.request) if flags.method == ANY_METHOD else ()
     return replace(problem, host_bytes=host_bytes, fallbacks=fallbacks)
 
 
@@ -126,16 +128,18 @@ def _check_flags(flags: Flags) -> dict[str, Any]:
 
 def _of_model(flags: Flags) -> SearchProblem:
     given, batch = dict(flags.given), flags.batch
-    chooses = given.get("checkpointing", layer_checkpointing.AUTO) == layer_checkpointing.AUTO
-    if given.get("checkpointing") == layer_checkpointing.AUTO:
-        del given["checkpointing"]  # left free, so that the recommendations may change it
-    choices = replace(Choices(), **given)
+    chooses = given.get("train.checkpointing", AUTO) == AUTO
+    if given.get("train.checkpointing") == AUTO:
+        del given["train.checkpointing"]  # left free, so that the recommendations may change it
+    settings = Settings.of(given)
     # A recipe's `auto` is fp32 on such a GPU; a plan of a model may choose what a person would set there.
-    if not flags.gpu.has_bf16 and "precision" not in given:
-        choices = replace(choices, precision="amp-fp16")
+    if not flags.gpu.has_bf16 and "train.precision" not in given:
+        settings = settings.having({"train.precision": "amp-fp16"})
     if flags.effective_batch is not None:
-        batch = _micro_batch(flags.effective_batch, batch, choices.gpus, given.get("accumulate"))
-    free = SEARCHED - set(given)
+        batch = _micro_batch(
+            flags.effective_batch, batch, settings.sharding.gpus, given.get("train.gradient_accumulation")
+        )
+    free = frozenset(SEARCHES) - set(given)
     config = _config_of(flags.target)
     if flags.medusa is not None:
         planned: PlannedObjective = planned_medusa(flags.target, real_config(config), flags.medusa, flags.stage or 1)
@@ -147,13 +151,14 @@ def _of_model(flags: Flags) -> SearchProblem:
         planned = _post_training(flags.objective, flags.assignments)
     request = Request(
         model=flags.target, config=config, batch=DEFAULT_BATCH if batch is None else batch,
-        seq=DEFAULT_SEQ if flags.seq is None else flags.seq, choices=choices,
-        clipped=not OPTIMIZERS[choices.optimizer].in_backward, masked=not choices.attention.startswith("flash"),
+        seq=DEFAULT_SEQ if flags.seq is None else flags.seq, settings=settings,
+        clipped=not OPTIMIZERS[settings.train.optimizer].in_backward,
+        masked=not settings.model.attention.startswith("flash"),
         objective=planned, evaluated=EVALUATED,
     )  # fmt: skip
     return SearchProblem(
         request=request, free=free, gpu=flags.gpu, effective_batch=flags.effective_batch,
-        auto=chooses, auto_divides="accumulate" in free and flags.objective == CAUSAL_LM,
+        auto=chooses, auto_divides="train.gradient_accumulation" in free and flags.objective == CAUSAL_LM,
     )  # fmt: skip
 
 
@@ -228,15 +233,15 @@ def _of_recipe(flags: Flags) -> SearchProblem:
     shape = carried(recipe.model.name)
     config = models.load_config(recipe.model) if shape is None else load_config(shape)
     preflight.check_lengths(recipe, config)
-    choices = replace(recipe.choices(precision=_precision(recipe, flags.gpu)), gpus=max(recipe.sharding.gpus, 1))
+    settings = recipe.settings(precision=_precision(recipe, flags.gpu))
     evaluated = recipe.data.has_eval
-    request = prediction.request_of(recipe, config, choices, evaluated=evaluated)
+    request = prediction.request_of(recipe, config, settings, evaluated=evaluated)
     free = prediction.free_in(recipe) - set(flags.given)
-    if recipe.train.checkpointing == layer_checkpointing.AUTO:
+    if recipe.train.checkpointing == AUTO:
         recipe, _ = auto_checkpointing.chosen_for(recipe, request, flags.gpu)
-        chosen = replace(
-            choices, checkpointing=recipe.train.checkpointing, accumulate=recipe.train.gradient_accumulation
-        )
+        chosen = settings.having({
+            key: recipe.value(key) for key in ("train.checkpointing", "train.gradient_accumulation")
+        })  # fmt: skip
         request = prediction.request_of(recipe, config, chosen, evaluated=evaluated)
     if checkpoint := recipe_checks.checkpoint_instead(recipe):
         assignments.append(f"model.name={checkpoint}")  # the recipe is a plan's: `tigon train` refuses the preset
@@ -265,14 +270,10 @@ def _assignments(flags: Flags, path: Path) -> list[str]:
         raise UsageError(f"--objective is for a plan of a model; for {path} use --set train.objective.")
     recipe = recipe_checks.load(path, flags.assignments, gpu_present=lambda: True, checked=False)
     by_method = METHODS.get(flags.method, {})
-    given = {
-        name: value
-        for name, value in flags.given.items()
-        if name not in by_method or getattr(recipe.choices(), name) != value
-    }
-    if by_method.get("lora_rank") and recipe.lora.rank is not None:
-        given.pop("lora_rank", None)  # --method keeps the recipe's rank
-    values = {SETTINGS[name].key: value for name, value in given.items()}
+    given = {name: value for name, value in flags.given.items() if name not in by_method or recipe.value(name) != value}
+    if by_method.get("lora.rank") and recipe.lora.rank is not None:
+        given.pop("lora.rank", None)  # --method keeps the recipe's rank
+    values = dict(given)
     if flags.batch is not None:
         values["train.batch_size"] = flags.batch
     if flags.seq is not None:
@@ -282,7 +283,9 @@ def _assignments(flags: Flags, path: Path) -> list[str]:
     if flags.image_size is not None:
         values["data.image_size"] = flags.image_size
     if flags.effective_batch is not None:
-        each = values.get("train.batch_size", recipe.train.batch_size) * given.get("gpus", recipe.sharding.gpus)
+        each = values.get("train.batch_size", recipe.train.batch_size) * given.get(
+            "sharding.gpus", recipe.sharding.gpus
+        )
         if flags.effective_batch % each:
             raise UsageError(
                 f"--effective-batch {flags.effective_batch} is not a multiple of {each}, the samples of {path}'s "
@@ -297,15 +300,14 @@ def _assignments(flags: Flags, path: Path) -> list[str]:
 
 def _with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The given settings, those that their flags imply (--qlora alone means a rank), and those of --method."""
-    if method != AUTO and method not in METHODS:
-        raise UsageError(f"--method is {method!r}; choose one of {', '.join([AUTO, *METHODS])}.")
+    if method != ANY_METHOD and method not in METHODS:
+        raise UsageError(f"--method is {method!r}; choose one of {', '.join([ANY_METHOD, *METHODS])}.")
     chosen = METHODS.get(method, {})
     for name, value in given.items():
-        flag = SETTINGS[name].flag
-        if name in chosen and flag is not None and bool(chosen[name]) != bool(value):
-            raise UsageError(f"--{flag.name} contradicts --method {method}; leave one of them out.")
-    flags = [flag for name in given if (flag := SETTINGS[name].flag) is not None]
-    return {**chosen, **{name: value for flag in flags for name, value in flag.implies}, **given}
+        if name in chosen and bool(chosen[name]) != bool(value):
+            raise UsageError(f"--{_FLAGS[name].flag} contradicts --method {method}; leave one of them out.")
+    implied = {key: value for name in given for key, value in _FLAGS[name].implies.items()}
+    return {**chosen, **implied, **given}
 
 
 def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
@@ -313,13 +315,13 @@ def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
     found = []
     if request.masked and not request.objective.pads and request.seq**2 >= MASK_SHARE * flags.gpu.memory_bytes:
         found.append(Fallback(name=CROSS_DOCUMENT, cross_document=True))
-    if not {"lora_rank", "quantized"} & set(flags.given):
-        choices = request.choices
-        now = ("qlora" if choices.quantized else "lora") if choices.lora_rank is not None else "full"
+    if not {"lora.rank", "lora.quantize"} & set(flags.given):
+        lora = request.settings.lora
+        now = ("qlora" if lora.quantize else "lora") if lora.rank is not None else "full"
         for name in list(METHODS)[list(METHODS).index(now) + 1 :]:
-            changed = dict(METHODS[name]) | ({"lora_rank": choices.lora_rank} if choices.lora_rank else {})
-            words = "QLoRA adapters on 4-bit weights" if changed["quantized"] else "LoRA adapters"
-            found.append(Fallback(name=words, choices=changed))
+            changed = dict(METHODS[name]) | ({"lora.rank": lora.rank} if lora.rank else {})
+            words = "QLoRA adapters on 4-bit weights" if changed["lora.quantize"] else "LoRA adapters"
+            found.append(Fallback(name=words, settings=changed))
     return tuple(found)
 
 
@@ -335,7 +337,7 @@ def _host_bytes(text: str | None) -> int | None:
 
 def _check_sizes(sizes: Mapping[str, int | None]) -> None:
     for name, value in sizes.items():
-        least, _ = LIMITS.get(name, (1, None))
+        least = MIN_SEQUENCE if name == "seq" else 1
         if value is not None and value < least:
             raise UsageError(f"--{name} is {value}; it must be at least {least}.")
         if value is not None and value > MOST and name != "seq":  # the model limits --seq
@@ -343,15 +345,19 @@ def _check_sizes(sizes: Mapping[str, int | None]) -> None:
 
 
 def _check_settings(given: Mapping[str, Any]) -> None:
-    """Check each setting by its own rules, with the flag's name in the message."""
-    for name, value in given.items():
-        setting, flag = SETTINGS[name], SETTINGS[name].flag
-        assert flag is not None
-        problem = (replace(setting, words=flag.words) if flag.words else setting).problem(value)
+    """Check each value by the rules of its recipe key, with the flag's name in the message."""
+    for key, value in given.items():
+        short = _FLAGS[key]
+        problem = complaint_about(key, value)
+        if short.predicted and value not in short.predicted:
+            problem = f"is {value!r}; it must be one of {', '.join(short.predicted)}"
         if problem is None and isinstance(value, int) and value > MOST:
-            problem = f"it must be at most {MOST}"
+            problem = f"is {value}; it must be at most {MOST}"
         if problem is not None:
-            raise UsageError(f"--{flag.name} is {value!r}; {problem}.")
+            raise UsageError(f"--{short.flag} {problem}.")
+
+
+_FLAGS = {short.key: short for short in short_forms.TECHNIQUES}
 
 
 def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:

@@ -19,7 +19,7 @@ from tigon.data.packing import Collator, Packed, Sample
 from tigon.data.preferences import RowFormat
 from tigon.data.tokenizer import Encoded
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe, TrainConfig
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all processes; all of them call it."""
@@ -30,7 +30,7 @@ class Phase:
     """A training before the run, with the next token's loss. The objective starts from its model."""
 
     train: TrainConfig
-    choices: Choices
+    settings: Settings
     folder: Path
     """The model is written here when the phase is complete."""
 
@@ -230,7 +230,7 @@ class PlannedObjective(Protocol):
         """Add the objective's modules to a model without weights, and return the model that is trained."""
         ...
 
-    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
+    def frozen_models(self, trained: FrozenModel, settings: Settings) -> tuple[FrozenModel, ...]:
         """The models that the run holds beside the trained one, such as a reference or a teacher.
 
         trained: the trained model's name and config, which a reference shares.
@@ -276,7 +276,7 @@ class PlannedObjective(Protocol):
         """The reason why a micro-batch cannot have `batch` samples, in one sentence; None if it can."""
         ...
 
-    def refusals(self, choices: Choices) -> tuple[str, ...]:
+    def refusals(self, settings: Settings) -> tuple[str, ...]:
         """The reasons why no run with these techniques can train this objective, one sentence each."""
         ...
 
@@ -346,7 +346,7 @@ class Objective(Protocol):
         """Names what the run does not show with sharded weights. The console adds `: the weights are sharded`."""
         ...
 
-    def phase(self, choices: Choices, run: Path) -> Phase | None:
+    def phase(self, settings: Settings, run: Path) -> Phase | None:
         """The phase before the run; None if there is none, or if it is complete (a resumed run)."""
         ...
 

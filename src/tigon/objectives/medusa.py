@@ -26,7 +26,7 @@ from tigon.objectives.base import FinalSave, MetricColumn, MetricRow, MetricSect
 from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
 from tigon.objectives.recipe_checks import heads_refusals
 from tigon.recipe.keys import HeadsConfig, ModelConfig, Recipe
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 HEADS, CHECKPOINTED = "heads", "heads.safetensors"
 PROMPTS, PROMPT_TOKENS = 4, 24
@@ -134,8 +134,8 @@ class PlannedMedusa(PlannedCausalLM):
     def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
         return (*super().evaluation_passes(model), scoring(model))
 
-    def refusals(self, choices: Choices) -> tuple[str, ...]:
-        return tuple(heads_refusals(self.minimised.stage, self.spec.kind, choices))
+    def refusals(self, settings: Settings) -> tuple[str, ...]:
+        return tuple(heads_refusals(self.minimised.stage, self.spec.kind, settings))
 
     def recipe_keys(self) -> Mapping[str, Any]:
         spec = self.spec
@@ -218,7 +218,7 @@ class MedusaTraining(CausalLM):
     def no_sample_line(self) -> str:
         return "no text sample, nothing decoded with the heads"
 
-    def phase(self, choices: Choices, run: Path) -> Phase | None:
+    def phase(self, settings: Settings, run: Path) -> Phase | None:
         """The training of a preset into `base/` before it gets heads; None if `base/` exists (a resumed run)."""
         if not self.heads.base_steps or self.model(run) is not self.recipe.model:
             return None
@@ -227,7 +227,7 @@ class MedusaTraining(CausalLM):
                 self.recipe.train, steps=self.heads.base_steps, epochs=None, eval_steps=None, save_steps=None,
                 checkpointing="none",
             ),
-            choices=replace(choices, lora_rank=None, quantized=False, checkpointing="none"),
+            settings=settings.having({"lora.rank": None, "lora.quantize": False, "train.checkpointing": "none"}),
             folder=run / "base",
         )  # fmt: skip
 

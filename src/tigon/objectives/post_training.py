@@ -21,7 +21,7 @@ from tigon.objectives import post_training_rules
 from tigon.objectives.base import MetricColumn, MetricRow, MetricSection, Phase, PlannedObjective, TrlTraining
 from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import DataConfig, ModelConfig, PostTrainingConfig, Recipe
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 TRL_VERSIONS = ((1, 16), (1, 17))
 """The first version of TRL with these trainers, and the first one that tigon has not been tried with."""
@@ -102,7 +102,7 @@ class PostTraining(CausalLM):
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
-    def phase(self, choices: Choices, run: Path) -> Phase | None:
+    def phase(self, settings: Settings, run: Path) -> Phase | None:
         """The ordinary training of a preset into `base/`; None if `base/` exists (a resumed run)."""
         if not self.own.base_steps or _base(run):
             return None
@@ -112,7 +112,8 @@ class PostTraining(CausalLM):
                 checkpointing="none", learning_rate=BASE_LEARNING_RATE, batch_size=BASE_BATCH_SIZE,
                 gradient_accumulation=1,
             ),
-            choices=replace(choices, lora_rank=None, quantized=False, checkpointing="none", accumulate=1),
+            settings=settings.having({"lora.rank": None, "lora.quantize": False, "train.checkpointing": "none",
+            "train.gradient_accumulation": 1}),
             folder=run / "base",
         )  # fmt: skip
 

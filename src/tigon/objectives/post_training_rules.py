@@ -9,7 +9,7 @@ from functools import partial
 from tigon.errors import RecipeError
 from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe
 from tigon.recipe.rules import Rule, Rules
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 TAKES: Mapping[str, tuple[str, ...]] = {
     "dpo": ("beta", "loss_type", "label_smoothing", "base_steps"),
@@ -81,62 +81,62 @@ def _wrong_loss() -> Iterator[Rule]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChoicesRule:
+class SettingsRule:
     """Techniques that do not go with post-training. Recipe and planner use the same rows."""
 
-    breaks: Callable[[Choices], bool]
+    breaks: Callable[[Settings], bool]
     reason: str
     objectives: Collection[str] = tuple(TAKES)
 
     def as_rule(self) -> Rule:
-        return Rule(lambda r: r.train.objective in self.objectives and self.breaks(r.choices()), self.reason)
+        return Rule(lambda r: r.train.objective in self.objectives and self.breaks(r.settings()), self.reason)
 
 
-CHOICES_RULES = (
-    ChoicesRule(
-        lambda c: c.sequence_shards > 1,
+SETTINGS_RULES = (
+    SettingsRule(
+        lambda c: c.sharding.sequence > 1,
         "sharding.sequence has not been tried with TRL's trainers, which take whole rows; set sharding.sequence: 1",
     ),
-    ChoicesRule(
-        lambda c: c.tensor_shards > 1,
+    SettingsRule(
+        lambda c: c.sharding.tensor > 1,
         "sharding.tensor has not been tried with TRL's trainers; set sharding.tensor: 1",
     ),
-    ChoicesRule(
-        lambda c: c.kernels == "liger",
+    SettingsRule(
+        lambda c: c.model.kernels == "liger",
         "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
     ),
-    ChoicesRule(
-        lambda c: c.quantized, "lora.quantize is not offered for post-training; set lora.quantize: false"
+    SettingsRule(
+        lambda c: c.lora.quantize, "lora.quantize is not offered for post-training; set lora.quantize: false"
     ),
-    ChoicesRule(
-        lambda c: c.lora_rank is not None and "head" in c.lora_targets,
+    SettingsRule(
+        lambda c: c.lora.rank is not None and "head" in c.lora.targets,
         "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of lora.targets",
     ),
-    ChoicesRule(
-        lambda c: c.lora_rank is not None,
+    SettingsRule(
+        lambda c: c.lora.rank is not None,
         "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave lora.rank "
         "out",
         objectives=("reward",),
     ),
 )  # fmt: skip
 _PLANNED_RULES = (
-    ChoicesRule(
-        lambda c: c.gpus > 1 or c.zero > 0 or c.fsdp,
+    SettingsRule(
+        lambda c: c.sharding.gpus > 1 or c.sharding.zero > 0 or c.sharding.fsdp,
         "the planner predicts post-training in one process only; set sharding.gpus: 1 (--gpus 1), sharding.zero: 0 and "
         "sharding.fsdp: false",
     ),
-    ChoicesRule(
-        lambda c: c.kernels != "tigon",
+    SettingsRule(
+        lambda c: c.model.kernels != "tigon",
         "the planner cannot predict post-training with these kernels; set model.kernels: tigon (--kernels tigon)",
         objectives=tuple(name for name in TAKES if name != "reward"),
     ),
 )
 
 
-def refusals(objective: str, choices: Choices) -> Iterator[str]:
-    """The reasons why a run with these choices cannot be trained, or not planned, one sentence each."""
-    rows = (row for row in (*CHOICES_RULES, *_PLANNED_RULES) if objective in row.objectives)
-    return (row.reason for row in rows if row.breaks(choices))
+def refusals(objective: str, settings: Settings) -> Iterator[str]:
+    """The reasons why a run with these settings cannot be trained, or not planned, one sentence each."""
+    rows = (row for row in (*SETTINGS_RULES, *_PLANNED_RULES) if objective in row.objectives)
+    return (row.reason for row in rows if row.breaks(settings))
 
 
 KEY_RULES = (
@@ -184,7 +184,7 @@ def _holds_frozen_model(recipe: Recipe) -> bool:
 RULES = Rules(
     (
         *KEY_RULES,
-        *(row.as_rule() for row in CHOICES_RULES),
+        *(row.as_rule() for row in SETTINGS_RULES),
         Rule(lambda r: r.sharding.zero in (1, 2) and r.train.precision == "bf16" and _holds_frozen_model(r),
              "train.precision: bf16 with sharding.zero: 1 or 2: TRL's reference or teacher then runs without ZeRO, and "
              "DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16"),

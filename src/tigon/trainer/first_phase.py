@@ -20,21 +20,21 @@ from tigon.trainer.prepare import Prepared
 
 def train_phase(phase: Phase, prepared: Prepared, run: Path, callbacks: Sequence[Any]) -> None:
     """Train the recipe's model as `phase` says. `phase.folder` exists only if the model in it is complete."""
-    recipe, choices, partial = prepared.recipe, phase.choices, phase.folder.with_name(f"{phase.folder.name}-partial")
+    recipe, settings, partial = prepared.recipe, phase.settings, phase.folder.with_name(f"{phase.folder.name}-partial")
     built, _ = engine.build(
-        recipe.model, prepared.config, choices, prepared.run_info, device=prepared.device, seed=phase.train.seed,
+        recipe.model, prepared.config, settings, prepared.run_info, device=prepared.device, seed=phase.train.seed,
         kernels=recipe.model.kernels, base=partial,
     )  # fmt: skip
     args = trainers.arguments(
-        phase.train, choices, prepared.run_info, folder=run / "checkpoints", device=prepared.device, evaluate=False
+        phase.train, settings, prepared.run_info, folder=run / "checkpoints", device=prepared.device, evaluate=False
     )
     samples = SampleDataset(prepared.train.samples)
-    make_optimizer = engine.make_optimizer(phase.train, choices)
+    make_optimizer = engine.make_optimizer(phase.train, settings)
     trainer = trainers.TigonTrainer(built, args, prepared.collator, samples, None, make_optimizer)
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()
-    final_model.save_as_trained(built, trainer, choices, partial)
+    final_model.save_as_trained(built, trainer, settings, partial)
     trainer.accelerator.wait_for_everyone()
     if launch.rank() == 0:
         partial.rename(phase.folder)
@@ -42,5 +42,5 @@ def train_phase(phase: Phase, prepared: Prepared, run: Path, callbacks: Sequence
         shutil.rmtree(partial, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     node_disks.share(phase.folder)
-    if choices.zero:
+    if settings.sharding.zero:
         unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them

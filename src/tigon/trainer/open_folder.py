@@ -44,7 +44,7 @@ def create(prepared: Prepared, command: str, held: ExitStack) -> RunFolder:
             raise
         folder = str(run.path)
     run = RunFolder(Path(launch.broadcast(folder)))
-    open_new(run.path, offload=prepared.choices.offload)
+    open_new(run.path, offload=prepared.settings.sharding.offload)
     if node_disks.is_writer() and launch.rank() > 0:
         _write_description(run, prepared)
     if node_disks.is_writer():

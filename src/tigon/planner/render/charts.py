@@ -88,7 +88,7 @@ def _components(plan: Plan) -> Any:
     shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     names = [name for name in dict.fromkeys((*COMPONENTS, *shown)) if name in shown][::-1]
     figure.legend([shown[name] for name in names], names, frameon=False, loc="outside right center")
-    figure.suptitle(label(plan.option.request.choices), fontsize=9, color=MUTED)
+    figure.suptitle(label(plan.option.request.settings), fontsize=9, color=MUTED)
     return figure
 
 
