@@ -72,7 +72,7 @@ def made(tiny: bool) -> Any:
     return model
 
 
-def choices_of(target: str, kernels: str) -> Settings:
+def settings_of(target: str, kernels: str) -> Settings:
     """The run as the planner knows it."""
     return Settings.of({
         "train.precision": "amp-bf16", "train.optimizer": "adamw", "model.kernels": kernels,
@@ -120,7 +120,7 @@ def profiled(model: Any, ids_BT: torch.Tensor, optimizer: torch.optim.Optimizer)
 
 def measured(model: Any, target: str, given: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
     """Median step, peak and loss of each version, with adapters on `target`."""
-    adapted = TECHNIQUES["lora"].model(model, choices_of(target, "tigon"), RunInfo())  # as `tigon train` adds them
+    adapted = TECHNIQUES["lora"].model(model, settings_of(target, "tigon"), RunInfo())  # as `tigon train` adds them
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
@@ -173,7 +173,7 @@ def measured(model: Any, target: str, given: argparse.Namespace, deadline_s: flo
 def predicted(config: Any, target: str, kernels: str, batch: int, seq: int) -> dict[str, Any]:
     """The planner's peak and step for this run, or why it has none."""
     request = Request(
-        model="qwen3-30b-a3b", config=config, batch=batch, seq=seq, settings=choices_of(target, kernels), masked=False
+        model="qwen3-30b-a3b", config=config, batch=batch, seq=seq, settings=settings_of(target, kernels), masked=False
     )
     try:
         estimate = estimate_option(request, gpu_of(DEVICE)).estimate

@@ -104,7 +104,7 @@ def dequantisation(tiny: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def choices_of(targets: tuple[str, ...], sinks: bool) -> Settings:
+def settings_of(targets: tuple[str, ...], sinks: bool) -> Settings:
     """The run as the planner knows it."""
     return Settings.of({
         "train.precision": "amp-bf16", "train.optimizer": "adamw", "model.kernels": "tigon",
@@ -116,7 +116,7 @@ def choices_of(targets: tuple[str, ...], sinks: bool) -> Settings:
 
 def measured(model: Any, targets: tuple[str, ...], tiny: bool, sinks: bool) -> dict[str, Any]:
     """Median step, peak and losses with adapters on `targets`, with the planner's prediction."""
-    adapted = TECHNIQUES["lora"].model(model, choices_of(targets, sinks), RunInfo())
+    adapted = TECHNIQUES["lora"].model(model, settings_of(targets, sinks), RunInfo())
     tigon.patch(adapted, attention_sinks=sinks)
     adapted.train()
     tigon.checkpoint(adapted, "full")
@@ -142,7 +142,7 @@ def measured(model: Any, targets: tuple[str, ...], tiny: bool, sinks: bool) -> d
 def predicted(config: Any, targets: tuple[str, ...], seq: int, sinks: bool) -> dict[str, Any]:
     """The planner's peak and step for this run, or why it has none."""
     request = Request(
-        model="gpt-oss-20b", config=config, batch=1, seq=seq, settings=choices_of(targets, sinks), masked=False
+        model="gpt-oss-20b", config=config, batch=1, seq=seq, settings=settings_of(targets, sinks), masked=False
     )  # fmt: skip
     try:
         estimate = estimate_option(request, gpu_of(DEVICE)).estimate

@@ -33,9 +33,9 @@ CLASSES: Mapping[int, str] = {12: "rtx-4070", 16: "rtx-5080", 24: "a10", 48: "l4
 SEQUENCE, EFFECTIVE_BATCH = 2048, 16
 KINDS = ("none", "full")
 SETTINGS: tuple[Mapping[str, str], ...] = (
-    {"precision": "amp-bf16", "optimizer": "adamw"},
-    {"precision": "bf16", "optimizer": "adamw"},
-    {"precision": "bf16", "optimizer": "adamw-8bit"},
+    {"train.precision": "amp-bf16", "train.optimizer": "adamw"},
+    {"train.precision": "bf16", "train.optimizer": "adamw"},
+    {"train.precision": "bf16", "train.optimizer": "adamw-8bit"},
 )
 """Smallest change of the numbers first. With adapters only the first is tried, because their states are small."""
 
@@ -96,13 +96,13 @@ class Row:
         return FOLDER / self.model.name / f"{self.method}-{self.gb}gb.yaml"
 
 
-def asked(model: Model, method: str, gb: int, **given: object) -> SearchProblem:
+def asked(model: Model, method: str, gb: int, given: Mapping[str, object]) -> SearchProblem:
     """The question for the run of a model and method on a GPU of this class, with these settings."""
     found = problem_of(
         Flags(
             target=model.hub_id, gpu=find_gpu(CLASSES[gb]), batch=1, seq=SEQUENCE,
             method=method.removesuffix(WITH_EXPERTS),
-            given={"accumulate": EFFECTIVE_BATCH, "attention": model.attention, **given},
+            given={"train.gradient_accumulation": EFFECTIVE_BATCH, "model.attention": model.attention, **given},
         )
     )  # fmt: skip
     request = found.request
@@ -120,7 +120,7 @@ def chosen(model: Model, method: str) -> list[Row]:
     combinations = [(s, kind) for s in (SETTINGS if method == "full" else SETTINGS[:1]) for kind in KINDS]
     largest: list[Option] = []
     for settings, kind in combinations:
-        problem = asked(model, method, max(CLASSES), checkpointing=kind, **settings)
+        problem = asked(model, method, max(CLASSES), {"train.checkpointing": kind, **settings})
         largest.append(estimate_option(problem.request, problem.gpu))
     best = len(combinations)
     for gb, name in CLASSES.items():
@@ -128,7 +128,7 @@ def chosen(model: Model, method: str) -> list[Row]:
         for place, (settings, kind) in enumerate(combinations[:best]):
             if largest[place].estimate.device_bytes > room:
                 continue
-            problem = asked(model, method, gb, checkpointing=kind, **settings)
+            problem = asked(model, method, gb, {"train.checkpointing": kind, **settings})
             option = estimate_option(problem.request, problem.gpu)
             if option.fits(problem.gpu):
                 rows.append(Row(model, method, gb, option))

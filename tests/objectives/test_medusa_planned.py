@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
+from tests.short_names import settings_of
 from tigon.errors import RecipeError
 from tigon.medusa import HeadsSpec, Objective
 from tigon.models.loading.config import load_config
@@ -42,7 +43,7 @@ def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_pat
     heads = PlannedMedusa(HeadsSpec(kind=kind, count=2, shared=kind == "mtp"), Objective(stage=stage))
     path, refused = tmp_path / "recipe.yaml", []
     for case in CASES:
-        settings = Settings.of(case)
+        settings = settings_of(case)
         path.write_text(yaml_of(heads, settings))
         reasons = heads.refusals(settings)
         assert all(reason.count(";") == 1 and "\n" not in reason for reason in reasons)
@@ -81,7 +82,7 @@ def test_search_recommends_nothing_that_the_heads_exclude() -> None:
     request = Request(
         model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, settings=fixed, objective=heads
     )
-    problem = space.SearchProblem(request=request, free=frozenset({"precision"}), gpu=find_gpu("h200"))
+    problem = space.SearchProblem(request=request, free=frozenset({"train.precision"}), gpu=find_gpu("h200"))
     found, why = recommend.search(problem)
     assert not found and any("keeps no activations" in reason for reason in why)
     plain = dataclasses.replace(problem, request=dataclasses.replace(request, objective=PlannedCausalLM()))

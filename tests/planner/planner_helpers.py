@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from tests.short_names import settings_of
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.gpus import MIB, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.trace.tape import Tape
-from tigon.techniques.keys.settings import Settings
 
 H200 = find_gpu("h200")
 # cuBLAS's 64 MiB would be most of what a small model takes
@@ -54,7 +54,7 @@ def request_of(
     return Request(
         model=name, config=config_of(name, **(shape or {})), batch=batch, seq=seq, masked=masked,
         objective=objective or PlannedCausalLM(), evaluated=evaluated,
-        adapters_fused=adapters_fused, settings=Settings.of(settings),
+        adapters_fused=adapters_fused, settings=settings_of(settings),
     )  # fmt: skip
 
 

@@ -166,8 +166,9 @@ def test_recipe_leaves_the_choice_open_and_a_cpu_recomputes_nothing(tmp_path, ca
     fixed = recipe_of(tmp_path, ", checkpointing: full")
     assert auto_checkpointing.resolved(fixed, torch.device("cuda")) is fixed
     assert not capsys.readouterr().out
-    assert "checkpointing" in prediction.free_in(recipe) and "checkpointing" not in prediction.free_in(fixed)
-    assert "checkpointing" not in prediction.free_in(recipe_of(tmp_path, ", checkpointing: none"))
+    key = "train.checkpointing"
+    assert key in prediction.free_in(recipe) and key not in prediction.free_in(fixed)
+    assert key not in prediction.free_in(recipe_of(tmp_path, ", checkpointing: none"))
 
 
 @pytest.mark.parametrize("more", ["", ", gradient_accumulation: 2"])

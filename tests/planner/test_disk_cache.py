@@ -73,7 +73,7 @@ def test_second_process_gives_the_same_estimate_without_a_trace(
     "changed",
     [
         {"batch": 3}, {"seq": 32}, {"masked": True},
-        {"choices": REQUEST.settings.having({"train.checkpointing": "full"})},
+        {"settings": REQUEST.settings.having({"train.checkpointing": "full"})},
         {"config": request_of(shape={"hidden_size": 32}).config},
     ],
     ids=lambda changed: next(iter(changed)),

@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 
 from tests.planner.planner_helpers import BARE, request_of
+from tests.short_names import settings_of
 from tigon.planner import estimate as pipeline
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.simulate.model_states import model_weights
-from tigon.techniques.keys.settings import Settings
 
 PLANNER = Path(pipeline.__file__).parent
 STAGES = ("engine_of", "model_weights", "step_tapes", "SimulatedRun", "step_seconds")
 
 
 @pytest.mark.parametrize(
-    ("choices", "name"),
+    ("settings", "name"),
     [
         ({}, "SingleGpu"), ({"gpus": 2}, "Ddp"), ({"zero": 1}, "Zero1"), ({"zero": 2, "gpus": 2}, "Zero2"),
         ({"zero": 3}, "Zero3"), ({"fsdp": True}, "Fsdp"),
     ],
 )  # fmt: skip
 def test_run_gets_the_engine_of_its_choices(settings, name):
-    assert type(engine_of(Settings.of(settings))).__name__ == name
+    assert type(engine_of(settings_of(settings))).__name__ == name
 
 
 def test_stage_3_divides_the_weights_and_earlier_stages_do_not():
@@ -38,7 +38,7 @@ def test_stage_3_divides_the_weights_and_earlier_stages_do_not():
 
 
 @pytest.mark.parametrize(
-    ("choices", "kept"),
+    ("settings", "kept"),
     [({}, True), ({"gpus": 2}, True), ({"zero": 1}, True), ({"zero": 2}, False), ({"zero": 3}, False),
      ({"fsdp": True}, False)],
     ids=str,

@@ -9,6 +9,7 @@ import torch
 from planner_helpers import H200
 from transformers import AutoModelForCausalLM
 
+from tests.short_names import settings_of
 from tigon.models import MODELS
 from tigon.models.verification.tiny import SIZES, tiny_config
 from tigon.ops.accumulation_fusion import accumulation_fusion
@@ -18,7 +19,6 @@ from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, replay
 from tigon.planner.trace.trace import trace
 from tigon.profiler.recording.peak import PeakMeter, training_state
-from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 
@@ -33,7 +33,15 @@ SMALL = {
 def request_of(*, tied: bool, **settings: Any) -> Request:
     config = tiny_config("llama", MODELS["llama"].tiny, {**SMALL, "tie_word_embeddings": tied})
     text_config(config).use_cache = False
-    own = Settings.of({"precision": "fp32", "kernels": "none", "attention": "eager", "accumulate": 2, **settings})
+    own = settings_of(
+        {
+            "train.precision": "fp32",
+            "model.kernels": "none",
+            "model.attention": "eager",
+            "train.gradient_accumulation": 2,
+            **settings,
+        }
+    )
     return Request(model="llama", config=config, batch=BATCH, seq=SEQ, settings=own)
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("PIL")
 pytest.importorskip("transformers")
 
 from commands import tigon  # noqa: F401
+from tests.short_names import settings_of
 from tigon.data.images import load_processor
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.config import load_config
@@ -48,7 +49,7 @@ def request_of(
     processor = load_processor(str(folder), revision=None, trust_remote_code=False)
     return Request(
         model=str(folder), config=config, batch=batch, seq=seq,
-        settings=Settings.of({"train.precision": "amp-bf16", **settings}),
+        settings=settings_of({"train.precision": "amp-bf16", **settings}),
         objective=planned_images(str(folder), config, images, 32, processor), masked=True, evaluated=True,
     )  # fmt: skip
 

@@ -182,7 +182,7 @@ def test_checkpoint_twice_is_refused() -> None:
     [
         ("full:2", "full:2 is for 2 layers, but the model has 3"),
         ("every-2", "tigon.checkpoint applies none, full, offload, offload-attention, or layers"),
-        ("half", "choose one of auto, none, full"),
+        ("half", "it must be one of auto, none, full"),
     ],
 )
 def test_wrong_plan_is_refused(value: str, words: str) -> None:

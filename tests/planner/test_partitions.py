@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from tests.planner.planner_helpers import BARE, request_of
+from tests.short_names import settings_of
 from tigon.models.loading.config import load_config
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.engines.base import Placement
@@ -50,7 +51,7 @@ for stage, precision, name in json.loads(sys.argv[1]):
     shapes = {path: tuple(p.shape) for path, p in model.named_parameters()}
     groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == decays]} for decays in (True, False)]
     facts = RunInfo(device="cpu", shapes=shapes, hidden_size=64)
-    config = deepspeed_config(Choices(zero=stage, precision=precision), facts)
+    config = deepspeed_config(Settings.of({"sharding.zero": stage, "train.precision": precision}), facts)
     config |= {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2, "gradient_accumulation_steps": 1,
                "gradient_clipping": 1.0}
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -101,7 +102,7 @@ def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
 def _placed(**settings: object) -> Placement:
     request = request_of(shape={"hidden_size": 256, "intermediate_size": 704}, **settings)
     engine = engine_of(request.settings)
-    return engine.placement(request, model_weights(replace(request, settings=engine.traced_choices())))
+    return engine.placement(request, model_weights(replace(request, settings=engine.traced_settings())))
 
 
 @pytest.mark.parametrize("sharding", [{"zero": 2}, {"zero": 3}], ids=str)
@@ -189,7 +190,7 @@ _CAUSAL_LM = PlannedCausalLM()
 def _loaded_gib(model: str, gpu: str = "h200", *, objective: Any = _CAUSAL_LM, **settings: Any) -> float:
     request = Request(
         model=model, config=load_config("llama-3.2-1b"), batch=1, seq=128, objective=objective,
-        settings=Settings.of({"train.precision": "amp-bf16", **settings}),
+        settings=settings_of({"train.precision": "amp-bf16", **settings}),
     )  # fmt: skip
     return estimate(request, gpu=find_gpu(gpu)).phases["load"] / GIB
 

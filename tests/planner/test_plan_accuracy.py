@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 from benchmarks.pages import planner_accuracy
 from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison, Measurements, Quantity
 from tigon.errors import UsageError
+from tigon.planner.render.json_names import settings_mapping
 from tigon.techniques.keys.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -180,7 +181,7 @@ def test_chart_shows_every_point() -> None:
 def _written(folder: Path, **changes: Any) -> Path:
     case = {
         "id": "c", "model": "tigon-demo", "config": {"num_hidden_layers": 2}, "batch": 2, "seq": 128, "masked": False,
-        "evaluated": False, "choices": dataclasses.asdict(Settings.of({"train.checkpointing": "full"})),
+        "evaluated": False, "choices": settings_mapping(Settings.of({"train.checkpointing": "full"})),
         "status": "ok", "detail": "",
         "phases": {}, "tigon_commit": "abc", "date": "2000-01-01", "allocated_bytes": 10**8, "reserved_bytes": 10**8,
         "step_s": 0.1,

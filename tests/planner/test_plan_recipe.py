@@ -30,7 +30,14 @@ train: {steps: 3, batch_size: 3, optimizer: adamw-8bit, checkpointing: full, gra
 on_gpu:
   data: {sequence_length: 64}
 """
-GIVEN = {"zero": 0, "fsdp": False, "offload": "none", "optimizer": "adamw", "precision": "amp-bf16", "accumulate": 1}
+GIVEN = {
+    "sharding.zero": 0,
+    "sharding.fsdp": False,
+    "sharding.offload": "none",
+    "train.optimizer": "adamw",
+    "train.precision": "amp-bf16",
+    "train.gradient_accumulation": 1,
+}
 
 
 @pytest.fixture
@@ -58,12 +65,15 @@ def test_plan_of_a_recipe_is_the_run_that_train_starts_on_a_gpu(recipe):
 
 def test_only_keys_that_the_recipe_leaves_out_are_free(recipe):
     found = problem(recipe)
-    assert "precision" in found.free and not {"optimizer", "checkpointing", "accumulate"} & found.free
-    assert "precision" not in problem(recipe, given={"precision": "bf16"}).free
+    assert (
+        "train.precision" in found.free
+        and not {"train.optimizer", "train.checkpointing", "train.gradient_accumulation"} & found.free
+    )
+    assert "train.precision" not in problem(recipe, given={"train.precision": "bf16"}).free
 
 
 def test_flags_and_set_change_the_recipe_and_stand_in_the_command(recipe):
-    found = problem(recipe, batch=2, seq=32, given={"lora_rank": 4}, assignments=["data.cross_document_attention=true"])
+    found = problem(recipe, batch=2, seq=32, given={"lora.rank": 4}, assignments=["data.cross_document_attention=true"])
     request = found.request
     assert (request.batch, request.seq, request.settings.lora.rank, request.masked) == (2, 32, 4, False)
     words = list(found.command)
@@ -134,12 +144,12 @@ def asked(memory_mib, **changes):
     """A question about a small model with documents apart, of which only checkpointing and placement may change."""
     shape = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352}
     request = request_of("llama", batch=2, seq=128, masked=True, shape=shape, optimizer="adamw")
-    free = frozenset({"checkpointing"}) | changes.pop("free", frozenset())
+    free = frozenset({"train.checkpointing"}) | changes.pop("free", frozenset())
     return SearchProblem(request=request, free=free, gpu=small_gpu(memory_mib), **changes)
 
 
-LORA = Fallback(name="LoRA adapters", settings={"lora_rank": 8})
-SHARDED = frozenset({"zero", "fsdp", "offload"})
+LORA = Fallback(name="LoRA adapters", settings={"lora.rank": 8})
+SHARDED = frozenset({"sharding.zero", "sharding.fsdp", "sharding.offload"})
 
 
 def test_adapters_are_tried_only_if_full_fine_tuning_does_not_fit():
@@ -165,7 +175,7 @@ def test_host_memory_rules_out_recipes_that_offload_more():
 
 
 def test_smallest_change_of_the_numbers_comes_first_and_each_is_named():
-    free = frozenset({"precision", "optimizer"})
+    free = frozenset({"train.precision", "train.optimizer"})
     found, _, _ = recommendations(asked(4000, free=free))
     ranks = [space.request_rank(one.option.request) for one in found]
     assert ranks == sorted(ranks) and space.change_names(found[0].option.request) == []
@@ -178,7 +188,7 @@ def test_smallest_change_of_the_numbers_comes_first_and_each_is_named():
 def test_methods_that_flags_name_have_no_fallback():
     names = {
         flags.get("method", str(flags)): [one.name for one in problem("tigon-demo", seq=64, **flags).fallbacks]
-        for flags in ({}, {"method": "full"}, {"method": "lora"}, {"given": {"lora_rank": 4}})
+        for flags in ({}, {"method": "full"}, {"method": "lora"}, {"given": {"lora.rank": 4}})
     }
     assert list(names.values()) == [["LoRA adapters", "QLoRA adapters on 4-bit weights"], [], [], []]
 
@@ -197,7 +207,7 @@ def test_longest_rows_fit_and_recomputing_more_reaches_further(monkeypatch):
     config = config_of("llama", max_position_embeddings=1 << 14, num_hidden_layers=3)
     request = replace(request_of(batch=2, seq=64, optimizer="adamw"), config=config)
     gpu = small_gpu(60)
-    question = SearchProblem(request=request, free=frozenset({"checkpointing"}), gpu=gpu)
+    question = SearchProblem(request=request, free=frozenset({"train.checkpointing"}), gpu=gpu)
     option = estimate_option(request, gpu)
     answer = Plan(
         problem=question, gpu=gpu, option=option, recommended=(), fallback="", refused=(), max_sizes=None,
@@ -259,7 +269,7 @@ def test_hub_ids_of_the_model_recipes_have_a_shape_without_a_download():
 
 
 def test_plan_of_a_model_with_a_vision_tower_counts_the_tower_and_the_layers_of_text():
-    found = problem("google/gemma-3-4b-it", seq=64, given={"precision": "bf16"})
+    found = problem("google/gemma-3-4b-it", seq=64, given={"train.precision": "bf16"})
     held = estimate_option(found.request, found.gpu).estimate.components
     # The published 4.3 B parameters: 3.88 B of text, 0.42 B of vision.
     assert held["weights"] == pytest.approx(2 * 4.30e9, rel=0.02)

@@ -9,21 +9,23 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.planner_helpers import H200, config_of, small_gpu
+from tests.short_names import by_key, settings_of
 from tigon.errors import UsageError
 from tigon.objectives import recipe_checks
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB
 from tigon.planner.render import as_recipe
+from tigon.planner.render.json_names import settings_mapping
 from tigon.planner.request import Request
 from tigon.planner.search import recommend, space
 from tigon.planner.search.option import estimate_option
 from tigon.planner.search.recommend import plan, search
 from tigon.planner.search.space import SearchProblem
-from tigon.techniques import SEARCHED, SETTINGS, matrix, tiling
+from tigon.techniques import SEARCHES, matrix, tiling
 from tigon.techniques.keys.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
-CHECKPOINTINGS = SETTINGS["checkpointing"].candidates(None)
+CHECKPOINTINGS = SEARCHES["train.checkpointing"].candidates(None)
 KINDS = ("none", "selective", "every-2", "full", "offload")
 """Values that treat all layers alike, or every second one."""
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704}
@@ -33,9 +35,9 @@ def asked_of(
     memory_mib: float, *, batch: int = 8, seq: int = 512, effective_batch: int | None = None, **given
 ) -> SearchProblem:
     """A question about a small model on a small GPU."""
-    free = SEARCHED - set(given)
+    free = frozenset(SEARCHES) - set(by_key(given))
     config = config_of("llama", **SHAPE)
-    request = Request(model="tigon-demo", config=config, batch=batch, seq=512, settings=Settings.of(given))
+    request = Request(model="tigon-demo", config=config, batch=batch, seq=512, settings=settings_of(given))
     return SearchProblem(request=request, free=free, gpu=small_gpu(memory_mib), effective_batch=effective_batch)
 
 
@@ -74,7 +76,7 @@ def test_recommended_recipe_fits_and_the_trainer_accepts_it(case, tmp_path):
         other = "train: {steps: 3, optimizer: sgd, checkpointing: full, precision: fp32, gradient_accumulation: 7}"
         by_command = from_yaml(other, tmp_path, words[4::2])
         for made in (recipe, by_command):
-            assert made.settings() == request.settings
+            assert settings_mapping(made.settings()) == settings_mapping(request.settings)
             assert (made.train.batch_size, made.data.sequence_length) == (request.batch, request.seq)
             assert (made.train.max_grad_norm > 0) == request.clipped
 
@@ -120,21 +122,22 @@ def test_layers_are_tiled_and_grouped_only_if_nothing_else_fits(monkeypatch):
     config = config_of("llama", intermediate_size=1024, max_position_embeddings=4096, num_hidden_layers=3)
     fixed = Settings.of({"train.optimizer": "sgd", "train.precision": "bf16"})
     request = Request(model="tigon-demo", config=config, batch=2, seq=4096, settings=fixed)
-    free = frozenset({"checkpointing", "mlp_tile_tokens", "attention_groups"})
+    free = frozenset({"train.checkpointing", "train.mlp_tile_tokens", "train.attention_groups"})
     problem = replace(asked_of(4000), request=request, free=free)
-    pieces = {"mlp_tile_tokens": 512, "attention_groups": 2}
-    kinds = ({"checkpointing": "offload-attention", **pieces}, {"checkpointing": "offload", **pieces})
+    pieces = {"train.mlp_tile_tokens": 512, "train.attention_groups": 2}
+    kinds = (
+        {"train.checkpointing": "offload-attention", **pieces},
+        {"train.checkpointing": "offload", **pieces},
+    )
     assert space.recomputations(problem, fixed)[-2:] == [*kinds]
     masked = replace(problem, request=replace(request, masked=True))
     assert kinds[0] not in space.recomputations(masked, fixed), "with a mask attention runs twice"
     [plenty] = search(problem)[0]
     assert plenty.option.request.settings.train.mlp_tile_tokens == 0
-    in_pieces = estimate_option(
-        replace(request, settings=replace(fixed, checkpointing="offload", **pieces)), problem.gpu
-    )
+    in_pieces = estimate_option(replace(request, settings=fixed.having(kinds[1])), problem.gpu)
     tight = replace(problem.gpu, memory_bytes=int(1.03 * in_pieces.estimate.device_bytes))
     [found] = search(replace(problem, gpu=tight))[0]
-    assert {name: getattr(found.option.request.settings, name) for name in pieces} == pieces
+    assert {key: found.option.request.settings.value(key) for key in pieces} == pieces
 
 
 def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):

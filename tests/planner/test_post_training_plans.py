@@ -170,7 +170,7 @@ def test_completions_of_the_whole_step_are_written_at_once():
 
 
 @pytest.mark.parametrize(
-    ("objective", "choices", "words"),
+    ("objective", "settings", "words"),
     [
         ("dpo", {"gpus": 2}, "one process"), ("kto", {"zero": 2}, "one process"),
         ("orpo", {"fsdp": True}, "one process"),
@@ -209,7 +209,7 @@ def test_recommended_recipe_lacks_only_the_users_rows(objective, tmp_path):
 
 def test_micro_batches_of_the_search_hold_whole_groups_of_completions():
     request = asked("grpo", keys={"generations": 4}, batch=16)
-    problem = SearchProblem(request=request, free=frozenset({"accumulate"}), gpu=H200)
+    problem = SearchProblem(request=request, free=frozenset({"train.gradient_accumulation"}), gpu=H200)
     assert [size for size, _ in space.splits(problem)] == [16, 8, 4]
     kto = dataclasses.replace(problem, request=asked("kto", batch=6))
     assert [size for size, _ in space.splits(kto)] == [6, 3, 2]

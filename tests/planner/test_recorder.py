@@ -182,7 +182,7 @@ def test_traced_evaluation_has_the_peak_of_a_real_one(precision: str) -> None:
     assert ledger.phases["eval"] == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("choices", [{}, {"checkpointing": "full"}, {"lora_rank": 2}], ids=["plain", "full", "lora"])
+@pytest.mark.parametrize("settings", [{}, {"checkpointing": "full"}, {"lora_rank": 2}], ids=["plain", "full", "lora"])
 def test_three_tiles_of_an_mlp_count_for_all(settings, monkeypatch) -> None:
     """128 tokens in 19 tiles, the last of which is smaller: the same memory and work, from a shorter tape."""
     request = request_of(batch=2, seq=64, mlp_tile_tokens=7, precision="bf16", kernels="tigon", **settings)

@@ -14,7 +14,7 @@ H200 = find_gpu("h200")
 
 
 @pytest.mark.parametrize(
-    "choices",
+    "settings",
     [Settings.of({}), Settings.of({"sharding.zero": 3}), Settings.of({"sharding.fsdp": True, "sharding.gpus": 2})],
     ids=str,
 )

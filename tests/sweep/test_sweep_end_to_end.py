@@ -155,7 +155,7 @@ import torch
 from tigon.sweep import failures
 from tigon.sweep.worker.limit import cap
 from tigon.techniques.keys.settings import Settings
-cap(torch.device("cpu"), 4 << 30, Choices())
+cap(torch.device("cpu"), 4 << 30, Settings.of({}))
 try:
     torch.ones(3 << 30)
 except RuntimeError as error:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from tests.short_names import settings_of
 from tigon import patch
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.head_groups import _KERNELS
-from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms import host_offload
 from tigon.techniques.mechanisms.host_offload import HostOffload, Waiting
 from tigon.techniques.records.technique import RunInfo
@@ -39,7 +39,7 @@ def llama(
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(device, dtype).train()
     patch(model)
-    settings = Settings.of({"train.checkpointing": checkpointing, **more})
+    settings = settings_of({"train.checkpointing": checkpointing, **more})
     if settings.train.mlp_tile_tokens:
         TECHNIQUES["tiled-mlp"].model(model, settings, RunInfo())
     if settings.train.attention_groups > 1:

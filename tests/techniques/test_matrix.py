@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import technique_pages
 
+from tests.short_names import settings_of
 from tigon._install import install_command
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe
@@ -61,7 +62,7 @@ def test_defaults_and_single_techniques_are_accepted():
         {"train.gradient_accumulation": 4},
         {"model.kernels": "liger"},
     ):
-        assert refusals(Settings.of(alone)) == (), alone
+        assert refusals(settings_of(alone)) == (), alone
     together = Settings.of({
         "sharding.zero": 3, "sharding.offload": "nvme", "train.checkpointing": "offload", "lora.rank": 8,
         "sharding.gpus": 2,

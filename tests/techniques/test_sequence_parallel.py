@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import tigon
 import two_ranks
+from tests.short_names import settings_of
 from tigon.errors import RecipeError
 from tigon.models import MODELS, DeferredLogits
 from tigon.models.verification.tiny import tiny_config, tiny_model
@@ -255,7 +256,7 @@ def test_mask_separates_documents_and_is_absent_for_one_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "choices", "reason"),
+    ("changes", "settings", "reason"),
     [
         ({}, {"gpus": 3}, r"sharding.gpus 3 is not a multiple of it; set sharding.gpus to 4"),
         ({}, {"gpus": 4, "sequence_shards": 4}, r"4 heads and 2 key heads.*choose a divisor of both"),
@@ -272,7 +273,7 @@ def test_models_whose_rows_cannot_be_shared_are_refused(
     config = tiny_config("llama")
     config.update(changes)
     with pytest.raises(RecipeError, match=reason):
-        sequence_parallel.check(config, Settings.of({"gpus": 2, "sequence_shards": 2, **settings}))
+        sequence_parallel.check(config, settings_of({"sharding.gpus": 2, "sharding.sequence": 2, **settings}))
 
 
 def test_model_of_text_and_images_is_refused() -> None:

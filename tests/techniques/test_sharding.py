@@ -17,6 +17,7 @@ from torch import nn
 
 from forks import forks, in_forks
 from second_proofs import DIFFERENT, proved_by
+from tests.short_names import settings_of
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.models import MODELS, DeferredLogits, patch
@@ -232,7 +233,7 @@ def test_frozen_weights_before_whole_layers_are_refused():
     ids=["plain", "one process", "post-training", "offload", "LoRA", "ZeRO++", "stage 2", "a layer too large"],
 )
 def test_whole_layers_are_gathered_with_buckets_that_hold_one(changed, info, expected):
-    settings = Settings.of({"zero": 3, "gpus": 2, "precision": "bf16", **changed})
+    settings = settings_of({"sharding.zero": 3, "sharding.gpus": 2, "train.precision": "bf16", **changed})
     about = dataclasses.replace(run_info("llama-3.1-8b", processes=2), **{"runs_layers_once": True, **info})
     assert gathers_layers(settings, about) == expected
     zero = deepspeed_config(settings, about)["zero_optimization"]
@@ -304,7 +305,7 @@ def test_optimizer_on_sharded_weights_is_refused_or_trains_to_the_same_weights(n
 def test_keys_of_zero_plus_plus_reach_deepspeed() -> None:
     settings = {"zero_copy_ranks": 4, "zero_int8_weights": True, "zero_int4_gradients": True}
     plain, plus = (
-        deepspeed_config(Settings.of({"sharding.zero": 3, "sharding.gpus": 8, **one}), run_info("llama-3.2-1b"))[
+        deepspeed_config(settings_of({"sharding.zero": 3, "sharding.gpus": 8, **one}), run_info("llama-3.2-1b"))[
             "zero_optimization"
         ]
         for one in ({}, settings)

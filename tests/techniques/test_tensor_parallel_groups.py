@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
+from tests.short_names import settings_of
 from tigon.errors import RecipeError
 from tigon.models import MODELS
 from tigon.models.verification.tiny import tiny_config
 from tigon.techniques import matrix, tensor_parallel
-from tigon.techniques.keys.settings import Settings
 from tigon.techniques.sharding import check_sizes
 
 TWO = {"gpus": 4, "fsdp": True, "tensor_shards": 2}
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "choices", "reason"),
+    ("family", "changes", "settings", "reason"),
     [
         ("llama", {}, {"gpus": 2}, r"sharding.gpus is 2; set sharding.gpus to a multiple of 2 from 4 on"),
         ("llama", {}, {"gpus": 5}, r"sharding.gpus is 5"),
@@ -39,12 +39,12 @@ def test_models_whose_matrices_cannot_be_divided_are_refused(
     config = tiny_config(family, MODELS[family].tiny)
     config.update(changes)
     with pytest.raises(RecipeError, match=reason):
-        tensor_parallel.check(config, Settings.of({**TWO, **settings}))
+        tensor_parallel.check(config, settings_of({**TWO, **settings}))
 
 
 def test_models_whose_plans_have_rows_columns_and_norms_of_heads_are_accepted() -> None:
     for family in ("llama", "qwen2", "qwen3"):
-        tensor_parallel.check(tiny_config(family, MODELS[family].tiny), Settings.of(TWO))
+        tensor_parallel.check(tiny_config(family, MODELS[family].tiny), settings_of(TWO))
 
 
 def test_embeddings_of_a_plan_stay_whole() -> None:
@@ -52,11 +52,11 @@ def test_embeddings_of_a_plan_stay_whole() -> None:
     layers = tensor_parallel.plan_of(config)
     config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise", **config.base_model_tp_plan}
     assert layers and tensor_parallel.plan_of(config) == layers
-    tensor_parallel.check(config, Settings.of(TWO))
+    tensor_parallel.check(config, settings_of(TWO))
 
 
 @pytest.mark.parametrize(
-    ("choices", "reason"),
+    ("settings", "reason"),
     [
         ({"fsdp": False}, r"sharding\.tensor: 2 with sharding\.fsdp: false: .*use sharding\.fsdp: true"),
         ({"lora_rank": 8}, r"sharding\.tensor: 2 with lora\.rank: 8"),
@@ -68,11 +68,11 @@ def test_techniques_that_were_not_tried_with_divided_matrices_are_refused(
     settings: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(RecipeError, match=reason):
-        matrix.check(Settings.of({**TWO, **settings}), device="cuda")
+        matrix.check(settings_of({**TWO, **settings}), device="cuda")
 
 
 @pytest.mark.parametrize(
-    ("choices", "reason"),
+    ("settings", "reason"),
     [
         ({"gpus": 4, "fsdp": True, "replicas": 3}, r"set sharding\.replicas to a divisor of 4 below it"),
         ({"gpus": 4, "fsdp": True, "replicas": 4}, r"at least 2 GPUs"),
@@ -82,12 +82,12 @@ def test_techniques_that_were_not_tried_with_divided_matrices_are_refused(
 )
 def test_copies_that_do_not_divide_the_gpus_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(RecipeError, match=reason):
-        check_sizes(Settings.of(settings))
+        check_sizes(settings_of(settings))
 
 
 def test_copies_that_divide_the_gpus_are_accepted() -> None:
     for settings in ({"gpus": 4, "replicas": 2}, {"gpus": 16, "replicas": 8}, {"gpus": 4, "zero_copy_ranks": 4}):
-        check_sizes(Settings.of(settings))
+        check_sizes(settings_of(settings))
 
 
 def test_optimizer_steps_once_per_mesh_and_keeps_the_groups_of_an_ordinary_run() -> None:

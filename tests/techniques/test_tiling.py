@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.short_names import settings_of
 from tigon import patch
 from tigon.errors import RecipeError
 from tigon.profiler.recording.peak import PeakMeter
@@ -34,7 +35,7 @@ def llama(*, kernels: bool = True, dtype: torch.dtype = torch.float32, device: t
 
 
 def tiled(model: Any, tokens: int = TILE, **settings: Any) -> Any:
-    return TECHNIQUES["tiled-mlp"].model(model, Settings.of({"train.mlp_tile_tokens": tokens, **settings}), RunInfo())
+    return TECHNIQUES["tiled-mlp"].model(model, settings_of({"train.mlp_tile_tokens": tokens, **settings}), RunInfo())
 
 
 def loss_and_gradients(model: Any, tokens: int = 50) -> dict[str, torch.Tensor]:

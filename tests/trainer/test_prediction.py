@@ -80,7 +80,7 @@ def test_what_fits_command_leads_to_a_recipe_that_fits(recipe_of):
 def test_auto_changes_no_key_that_the_recipe_sets(recipe_of):
     recipe = recipe_of("checkpointing: full, optimizer: lion-8bit, precision: fp32")
     free = prediction.free_in(recipe)
-    assert not free & {"checkpointing", "optimizer", "precision"} and "zero" in free
+    assert not free & {"train.checkpointing", "train.optimizer", "train.precision"} and "sharding.zero" in free
     assignments, _ = prediction.choose(*asked(recipe_of("checkpointing: full")), small_gpu(8000))
     assert assignments == [], "it fits as it is"
 

@@ -22,12 +22,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forks import forks, in_forks
 from second_proofs import one_of_each, proved_by
+from tests.short_names import settings_of
 from tigon.cli import app
 from tigon.models import DeferredLogits
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import LoraConfig, ModelConfig, OutputConfig, Recipe, TrainConfig
-from tigon.techniques import SETTINGS, TECHNIQUES
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.keys.model import KERNELS
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.records.technique import RunInfo
@@ -463,7 +465,7 @@ def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family,
 
 
 @pytest.mark.parametrize(
-    ("choices", "free_bytes", "stays"),
+    ("settings", "free_bytes", "stays"),
     [
         ({"zero": 3}, 4 * 50, True),
         ({"zero": 3}, 4 * 50 - 1, False),
@@ -476,7 +478,7 @@ def test_random_weights_are_drawn_on_the_gpu_only_if_they_fit(settings, free_byt
     run_info = RunInfo(shapes={"a": (10,), "b": (2, 5), "c": (10,), "d": (10,)})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 10**9))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-    assert engine._stays_on(torch.device("cuda"), Settings.of(settings), run_info, torch.float32) == stays
+    assert engine._stays_on(torch.device("cuda"), settings_of(settings), run_info, torch.float32) == stays
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -575,10 +577,10 @@ def test_fp8_without_a_layer_that_can_run_in_it_is_refused_in_one_line(recipe, t
     assert outcome.err.strip().count("\n") == 0
 
 
-def test_choices_and_model_have_the_same_names_for_kernels():
+def test_recipe_and_model_have_the_same_names_for_kernels():
     from tigon.trainer.model import KERNELS as appliers
 
-    assert set(appliers) == set(SETTINGS["kernels"].words)
+    assert set(appliers) == set(KERNELS)
 
 
 TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
@@ -589,7 +591,7 @@ def test_recipe_of_a_technique_uses_it(path):
     technique = TECHNIQUES[path.stem]
     for gpu in (False, True):
         recipe = load(path, gpu_present=lambda gpu=gpu: gpu)
-        # `auto` stands for a choice, so Recipe.choices() has another value.
+        # `auto` stands for a choice, so Recipe.settings() has another value.
         settings = recipe.settings().having({"train.checkpointing": recipe.train.checkpointing})
         assert technique.used_by(settings)
 

@@ -121,8 +121,8 @@ def run(
         host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, images=images,
         image_size=image_size, assignments=assignments,
         given={
-            short.key: given[short.parameter] for short in short_forms.TECHNIQUES
-            if given.get(short.parameter) not in (None, False)
+            short.key: value for short in short_forms.TECHNIQUES
+            if (value := given.get(short.parameter)) is not None and value is not False
         },
     )  # fmt: skip
     if not flags.is_recipe:

@@ -158,8 +158,8 @@ def planned_medusa(name: str, config: Any, count: int, stage: int) -> PlannedMed
         UsageError: `count` or `stage` is out of range.
     """
     limits = next(f.metadata for f in fields(HeadsConfig) if f.name == "count")
-    if not limits["minimum"] <= count <= limits["maximum"]:
-        raise UsageError(f"--medusa is {count}; it must be {limits['minimum']} to {limits['maximum']} heads.")
+    if not limits["ge"] <= count <= limits["le"]:
+        raise UsageError(f"--medusa is {count}; it must be {limits['ge']} to {limits['le']} heads.")
     if stage not in (1, 2):
         raise UsageError(f"--stage is {stage}; it must be 1 (only the heads learn) or 2 (model and heads).")
     model: Any = build_on_meta(name, config)

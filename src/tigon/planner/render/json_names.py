@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tigon.techniques.keys.settings import KEYS, Settings
+from tigon.techniques.keys.settings import DEFAULT, KEYS, Settings
 
 _NAMES: Mapping[str, str] = {
     "lora.quantize": "quantized",
@@ -17,11 +17,15 @@ _NAMES: Mapping[str, str] = {
 }
 
 
-def settings_mapping(settings: Settings) -> dict[str, Any]:
-    """The settings as one flat mapping."""
-    return {_name(key): settings.value(key) for key in KEYS if settings.knows(key)}
-
-
 def _name(key: str) -> str:
     section, _, name = key.partition(".")
     return _NAMES.get(key, f"lora_{name}" if section == "lora" else name)
+
+
+KEY_OF: Mapping[str, str] = {_name(key): key for key in KEYS if DEFAULT.knows(key)}
+"""Name in the JSON -> recipe key."""
+
+
+def settings_mapping(settings: Settings) -> dict[str, Any]:
+    """The settings as one flat mapping."""
+    return {name: settings.value(key) for name, key in KEY_OF.items()}

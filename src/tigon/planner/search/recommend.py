@@ -127,7 +127,7 @@ class _Search:
         unchecked: Option | None = None  # the whole batch without checkpointing, which bounds the others' memory
         best: Option | None = None
         for kept in space.recomputations(problem, settings):
-            if kept["checkpointing"] == AUTO:
+            if kept["train.checkpointing"] == AUTO:
                 best = self.climb(settings.having(kept), unchecked, best, rejected)
                 continue
             for number, (batch, accumulate) in enumerate(space.splits(problem)):
