@@ -100,9 +100,11 @@ def asked(model: Model, method: str, gb: int, given: Mapping[str, object]) -> Se
     """The question for the run of a model and method on a GPU of this class, with these settings."""
     found = problem_of(
         Flags(
-            target=model.hub_id, gpu=find_gpu(CLASSES[gb]), batch=1, seq=SEQUENCE,
-            method=method.removesuffix(WITH_EXPERTS),
-            given={"train.gradient_accumulation": EFFECTIVE_BATCH, "model.attention": model.attention, **given},
+            target=model.hub_id, gpu=find_gpu(CLASSES[gb]), method=method.removesuffix(WITH_EXPERTS),
+            given={
+                "train.batch_size": 1, "data.sequence_length": SEQUENCE, "model.attention": model.attention,
+                "train.gradient_accumulation": EFFECTIVE_BATCH, **given,
+            },
         )
     )  # fmt: skip
     request = found.request

@@ -15,7 +15,7 @@ from tigon.medusa import HeadsSpec, Objective
 from tigon.models.loading.config import load_config
 from tigon.objectives import recipe_checks
 from tigon.objectives.causal_lm import PlannedCausalLM
-from tigon.objectives.medusa import PlannedMedusa, check, planned_medusa
+from tigon.objectives.medusa import PlannedMedusa
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
 from tigon.techniques.keys.settings import Settings
@@ -56,20 +56,6 @@ def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_pat
             assert (made.heads.stage, made.heads.kind, made.heads.count) == (stage, kind, 2)
             assert made.settings() == settings
     assert {"kernels": "liger"} in refused and {} not in refused
-
-
-def test_planned_heads_are_those_of_a_recipe_that_gives_only_their_count() -> None:
-    from tigon.recipe.keys import DataConfig, HeadsConfig, ModelConfig, Recipe, TrainConfig
-    from tigon.trainer import model
-
-    for name in ("llama-3.2-1b", "llama-3.1-8b"):
-        for count in (1, 5):
-            config = load_config(name)
-            recipe = Recipe(
-                model=ModelConfig(name=name), data=DataConfig(), train=TrainConfig(steps=1),
-                heads=HeadsConfig(stage=1, count=count),
-            )  # fmt: skip
-            assert planned_medusa(name, config, count, 1).spec == check(recipe, config, model.parameter_shapes(config))
 
 
 def test_search_recommends_nothing_that_the_heads_exclude() -> None:

@@ -153,7 +153,7 @@ def test_the_command_plans_a_model_and_a_recipe_with_images(tigon, checkpoint, t
 def test_the_command_refuses_flags_that_do_not_go_with_images(tigon, checkpoint, tmp_path):  # noqa: F811
     text, folder = without_images(tmp_path / "text"), checkpoint("smolvlm")
     gpu = ("--gpu", "24GiB")
-    assert "processor of images" in tigon("plan", text, "--images", "1", *gpu).error_line()
+    assert "--images is 1, but" in tigon("plan", text, "--images", "1", *gpu).error_line()
     assert "--image-size 32 requires --images N" in tigon("plan", folder, "--image-size", "32", *gpu).error_line()
     assert "leave --medusa" in tigon("plan", folder, "--images", "1", "--medusa", "2", *gpu).error_line()
 

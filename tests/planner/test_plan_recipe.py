@@ -11,6 +11,7 @@ pytest.importorskip("rich")
 from tests.planner.planner_helpers import config_of, request_of, small_gpu
 from tigon.cli.plan_request import Flags, problem_of
 from tigon.cli.shared import UNLIMITED, stdout_console
+from tigon.cli.short_forms import keys_of
 from tigon.errors import TigonError
 from tigon.models.loading.presets import HUB_SHAPES, PRESETS
 from tigon.objectives import recipe_checks
@@ -47,8 +48,14 @@ def recipe(tmp_path):
     return path
 
 
-def problem(target, gpu="24GiB", **flags):
-    return problem_of(Flags(target=str(target), gpu=find_gpu(gpu), **flags))
+def problem(target, gpu="24GiB", *, given=None, assignments=(), effective_batch=None, method="auto", **flags):
+    """flags: of the table in short_forms.py. given: by recipe key."""
+    return problem_of(
+        Flags(
+            target=str(target), gpu=find_gpu(gpu), given=keys_of(flags) | (given or {}), assignments=assignments,
+            effective_batch=effective_batch, method=method,
+        )
+    )  # fmt: skip
 
 
 def test_plan_of_a_recipe_is_the_run_that_train_starts_on_a_gpu(recipe):
@@ -111,8 +118,8 @@ def test_method_changes_the_recipes_adapters(recipe, recipe_lines, method, expec
 
 
 WRONG = {
-    "heads": ({"medusa": 2}, "--medusa is for a plan of a model"),
-    "objective": ({"objective": "dpo"}, "--set train.objective"),
+    "heads": ({"medusa": 17}, "--medusa is 17"),
+    "objective": ({"objective": "medusa"}, "use --medusa N"),
     "key": ({"assignments": ["train.batchsize=3"]}, "the nearest key is train.batch_size"),
     "value": ({"batch": 0}, "--batch is 0"),
     "device": ({"assignments": ["train.device=cpu"]}, "add --set train.device=auto"),

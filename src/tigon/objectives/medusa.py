@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,23 +149,6 @@ class PlannedMedusa(PlannedCausalLM):
         what = "MTP modules" if self.spec.kind == "mtp" else "Medusa heads"
         output = "the model's lm_head" if self.spec.shared else "an output weight each"
         return f"{self.spec.count} {what} with {output}, stage {self.minimised.stage}"
-
-
-def planned_medusa(name: str, config: Any, count: int, stage: int) -> PlannedMedusa:
-    """The Medusa heads of a recipe that sets only `heads.count` and `heads.stage`.
-
-    Raises:
-        UsageError: `count` or `stage` is out of range.
-    """
-    limits = next(f.metadata for f in fields(HeadsConfig) if f.name == "count")
-    if not limits["ge"] <= count <= limits["le"]:
-        raise UsageError(f"--medusa is {count}; it must be {limits['ge']} to {limits['le']} heads.")
-    if stage not in (1, 2):
-        raise UsageError(f"--stage is {stage}; it must be 1 (only the heads learn) or 2 (model and heads).")
-    model: Any = build_on_meta(name, config)
-    numel = sum(p.numel() for p in model.parameters())
-    shared = shares_head("auto", "medusa", count, numel, model.get_output_embeddings().weight.numel())
-    return PlannedMedusa(HeadsSpec(count=count, shared=shared), medusa.Objective(stage=stage))
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.remembered_config import real_config
+from tigon.recipe.keys import Recipe
 from tigon.techniques import matrix, sharding
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
@@ -56,6 +57,25 @@ class Request:
             replace(self, model=one.name, config=one.config, settings=settings, objective=PlannedCausalLM())
             for one in self.objective.frozen_models(trained, self.settings)
         )
+
+
+def request_of(
+    recipe: Recipe, config: Any, settings: Settings, objective: PlannedObjective, *, evaluated: bool
+) -> Request:
+    """The request of a recipe. settings: its techniques, with values for `auto`.
+
+    Raises:
+        UsageError: The planner cannot predict the objective with these settings, although a run can train it.
+    """
+    for reason in objective.refusals(settings):
+        raise UsageError(f"{reason}.")
+    data, train = recipe.data, recipe.train
+    needs_mask = objective.pads or not (data.packs and data.cross_document_attention)
+    return Request(
+        model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, settings=settings,
+        masked=needs_mask and not settings.model.attention.startswith("flash"), clipped=train.max_grad_norm > 0,
+        evaluated=evaluated, objective=objective,
+    )  # fmt: skip
 
 
 def text_config(config: Any) -> Any:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tigon.errors import RecipeError, TigonError, UsageError
+from tigon.errors import RecipeError, TigonError
 from tigon.objectives.choose import objective_of
+from tigon.planner import request as planner_request
 from tigon.planner.engines.non_allocator_memory import group_bytes, non_allocator_bytes
 from tigon.planner.gpus import Gpu, row_of, size_bytes
 from tigon.planner.render import as_recipe
@@ -121,16 +122,8 @@ def request_of(recipe: Recipe, config: Any, settings: Settings, *, evaluated: bo
     Raises:
         UsageError: The planner cannot predict the objective with these settings, although a run can train it.
     """
-    data, train = recipe.data, recipe.train
     objective = objective_of(recipe, config, partial(models.parameter_shapes, config))
-    planned, flash = objective.planned(), recipe.model.attention.startswith("flash")
-    for reason in planned.refusals(settings):
-        raise UsageError(f"{reason}.")
-    needs_mask = planned.pads or not (data.packs and data.cross_document_attention)
-    return Request(
-        model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, settings=settings,
-        masked=not flash and needs_mask, clipped=train.max_grad_norm > 0, evaluated=evaluated, objective=planned,
-    )  # fmt: skip
+    return planner_request.request_of(recipe, config, settings, objective.planned(), evaluated=evaluated)
 
 
 def free_in(recipe: Recipe) -> frozenset[str]:
