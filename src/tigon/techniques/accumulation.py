@@ -8,7 +8,7 @@ from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Technique
+from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
 
 
 def fuses(settings: Settings) -> bool:
@@ -20,6 +20,12 @@ def _fuse(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     fuse_linears(model)
     fuse_embeddings(model)
     return model
+
+
+def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+    if settings.train.gradient_accumulation_fusion:
+        fuse_linears(model)
+        fuse_embeddings(model)
 
 
 _FUSED = Condition("train.gradient_accumulation_fusion", "is", True)
@@ -57,7 +63,7 @@ DECLARATION = Declaration(
             costs="Python code in the forward and the backward pass of each linear layer, which small layers on a GPU "
             "wait for; inside CUDA graphs none. Biases, norms, experts and MLPs in tiles accumulate as before.",
             recipe={"train.gradient_accumulation": 4, "train.gradient_accumulation_fusion": True},
-            chosen=(_FUSED, Condition("train.gradient_accumulation", "is at least", 2)), model=_fuse,
+            chosen=(_FUSED, Condition("train.gradient_accumulation", "is at least", 2)), model=_fuse, trace=_trace,
             source="Megatron-LM: gradient_accumulation_fusion",
         ),
     ),

@@ -24,7 +24,7 @@ from tigon.errors import RecipeError
 from tigon.ops import recomputation
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Technique
+from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 
@@ -179,6 +179,14 @@ def one_by_one(attend: Attend, groups: int) -> Attend:
     return grouped
 
 
+def _fits(config: Any, settings: Settings) -> None:
+    check_groups(config, settings.train.attention_groups)
+
+
+def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+    check_groups(model.config, settings.train.attention_groups)
+
+
 def _group(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     replace_attention(model, settings.train.attention_groups)
     return model
@@ -267,7 +275,7 @@ DECLARATION = Declaration(
             costs="One launch per group, which slows short samples. A mask adds a copy of the output and of dQ. With "
             "more groups than key heads, the gradients of a key head are sums that are rounded once per group.",
             recipe={"train.attention_groups": 4}, chosen=(Condition("train.attention_groups", "is at least", 2),),
-            model=_group, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
+            model=_group, fits=_fits, trace=_trace, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
         ),
     ),
     exclusions=(

@@ -175,6 +175,11 @@ class _InLayer:
             return self.part.recompute(self.whole, *args, **kwargs) if self.recomputes else self.whole(*args, **kwargs)
 
 
+def _fits(config: Any, settings: Settings) -> None:
+    if is_by_layer(settings.train.checkpointing):
+        states_of(settings.train.checkpointing, config.get_text_config().num_hidden_layers)
+
+
 def _by_layer(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     apply(model, states_of(settings.train.checkpointing, len(decoder_layers(model))))
     return model
@@ -209,7 +214,7 @@ DECLARATION = Declaration(
             costs="Those activations are computed again in the backward pass.",
             recipe={"train.checkpointing": "full:1,mlp:1,elementwise:1,none:1"},
             chosen=(Condition("train.checkpointing", "includes", ":"),),
-            model=_by_layer, kept_share=0.0, source="techniques/layer_checkpointing.py",
+            model=_by_layer, fits=_fits, kept_share=0.0, source="techniques/layer_checkpointing.py",
         ),
     ),
     exclusions=tuple(_excluded(state, "sharding.zero", "is", 3, _GATHERED) for state in ("mlp", "elementwise")),

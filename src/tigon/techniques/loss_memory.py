@@ -11,7 +11,7 @@ from torch import nn
 
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.records.technique import Declaration, RunInfo, Spans, Technique
 
 MIB = 1 << 20
 
@@ -26,6 +26,11 @@ def limit_loss_memory(model: Any, memory_mib: int) -> None:
 def _limit(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     limit_loss_memory(model, settings.train.loss_memory_mib)
     return model
+
+
+def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+    if settings.train.loss_memory_mib:
+        limit_loss_memory(model, settings.train.loss_memory_mib)
 
 
 _LIMITED = Condition("train.loss_memory_mib", "is at least", 1)
@@ -46,7 +51,7 @@ DECLARATION = Declaration(
             costs="Smaller chunks: each adds to the sum of the head's gradient, and products of less than 2,048 tokens "
             "are slower. If the fp32 sum does not fit, up to 7 chunks are summed in bf16, within twice the usual "
             "error.",
-            recipe={"train.loss_memory_mib": 512}, chosen=(_LIMITED,), model=_limit,
+            recipe={"train.loss_memory_mib": 512}, chosen=(_LIMITED,), model=_limit, trace=_trace,
             source="ops/losses/chunk_plan.py",
         ),
     ),

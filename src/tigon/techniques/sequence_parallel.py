@@ -376,7 +376,8 @@ DECLARATION = Declaration(
             "together, so a step has an Nth of the samples.",
             effect_on_result="None for the same samples per step, except for rounding. With FP8 every GPU scales "
             "its own tokens.",
-            recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, source="arXiv 2309.14509",
+            recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, fits=check,
+            source="arXiv 2309.14509",
         ),
         Technique(
             name="ring-attention", page="sequence-parallel",

@@ -229,7 +229,7 @@ DECLARATION = Declaration(
             costs="Two all-reduces of the hidden states per layer and pass, which no computation hides.",
             effect_on_result="None for the same samples per step, except for rounding.",
             devices=("cuda",), recipe={"sharding.gpus": 4, "sharding.fsdp": True, KEY: 2}, chosen=(_DIVIDED,),
-            model=_divide, arguments=_arguments,
+            model=_divide, fits=check, arguments=_arguments,
             source="torch.distributed.tensor.parallel; arXiv 1909.08053",
         ),
     ),

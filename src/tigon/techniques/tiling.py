@@ -24,7 +24,7 @@ from tigon.errors import RecipeError
 from tigon.ops.lm_head import keeps_graph
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.condition import Condition
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Technique
+from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
 
 # N tokens of the micro-batch, H hidden.
 
@@ -39,9 +39,6 @@ _ROUTED = ("experts", "router", "gate")
 def spans(n_tokens: int, tokens: int) -> Iterator[slice]:
     """The tiles of `tokens` tokens each, the last of which may have fewer."""
     return (slice(start, min(start + tokens, n_tokens)) for start in range(0, n_tokens, tokens))
-
-
-Spans = Callable[[int, int], Iterator[slice]]
 
 
 def tile(model: nn.Module, tokens: int, spans: Spans = spans) -> None:
@@ -186,6 +183,11 @@ def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
         yield
 
 
+def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+    if settings.train.mlp_tile_tokens:
+        tile(model, settings.train.mlp_tile_tokens, spans)
+
+
 def _tile(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     tile(model, settings.train.mlp_tile_tokens)
     if settings.sharding.zero == 3:
@@ -214,7 +216,7 @@ DECLARATION = Declaration(
             "MLP's weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A micro-batch that is "
             "no larger than a tile is computed whole, so it saves and costs nothing.",
             recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("train.mlp_tile_tokens", "is at least", 1),),
-            model=_tile, source="arXiv 2506.13996 §3.1",
+            model=_tile, trace=_trace, source="arXiv 2506.13996 §3.1",
         ),
     ),
 )  # fmt: skip

@@ -33,7 +33,7 @@ from tigon.models.loading import hub
 from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import head_groups, layer_checkpointing, lora, sequence_parallel, tensor_parallel
+from tigon.techniques import TECHNIQUES, lora
 from tigon.trainer import model
 from tigon.trainer.checkpoint import elastic
 from tigon.trainer.distributed import extension_lock, launch
@@ -185,11 +185,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     settings = preflight.check_techniques(recipe, device)
     model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(settings))
-    head_groups.check_groups(config, settings.train.attention_groups)
-    sequence_parallel.check(config, settings)
-    tensor_parallel.check(config, settings)
-    if layer_checkpointing.is_by_layer(settings.train.checkpointing):
-        layer_checkpointing.states_of(settings.train.checkpointing, config.get_text_config().num_hidden_layers)
+    for technique in TECHNIQUES.values():
+        technique.fits(config, settings)
     objective = objective_of(recipe, config, lambda: shapes)
     if objective.trl is None:  # TRL's rows are not packed
         preflight.check_documents(recipe, config)

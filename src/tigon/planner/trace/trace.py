@@ -42,20 +42,10 @@ from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import (
-    checkpointing,
-    head_groups,
-    layer_checkpointing,
-    loss_memory,
-    model_attention,
-    model_kernels,
-    tiling,
-)
+from tigon.techniques import TECHNIQUES, checkpointing, layer_checkpointing, model_attention, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
-from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES
 
 # Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
@@ -231,14 +221,8 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         _patch(model, request, layers, recorder, lora=fused_lora)
     if settings.train.precision == "fp8":
         patch_fp8(model, scaling=settings.train.fp8_scaling, bf16_layers=settings.train.fp8_bf16_layers)
-    head_groups.check_groups(config, settings.train.attention_groups)
-    if settings.train.mlp_tile_tokens:
-        tiling.tile(model, settings.train.mlp_tile_tokens, functools.partial(_few_tiles, recorder))
-    if settings.train.gradient_accumulation_fusion:
-        fuse_linears(model)
-        fuse_embeddings(model)
-    if settings.train.loss_memory_mib:
-        loss_memory.limit_loss_memory(model, settings.train.loss_memory_mib)
+    for technique in TECHNIQUES.values():
+        technique.trace(model, settings, functools.partial(_few_tiles, recorder))
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,6 +56,18 @@ def _same_model(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     return model
 
 
+def _fits_every_model(config: Any, settings: Settings) -> None:
+    return
+
+
+Spans = Callable[[int, int], Iterator[slice]]
+"""(tokens, tokens of a tile) -> the tiles to compute."""
+
+
+def _traced_as_it_is(model: Any, settings: Settings, spans: Spans) -> None:
+    return
+
+
 @dataclass(frozen=True, kw_only=True)
 class Technique:
     """One technique. The hooks pass it to transformers, PEFT or the Trainer; most techniques need only `arguments`."""
@@ -86,6 +98,11 @@ class Technique:
     """Options for from_pretrained."""
     model: Callable[[Any, Settings, RunInfo], Any] = _same_model
     """Changes the model after it is loaded and patched."""
+    fits: Callable[[Any, Settings], None] = _fits_every_model
+    """(transformers config, settings): raises RecipeError if the model cannot run with it. Called for every run."""
+    trace: Callable[[Any, Settings, Spans], None] = _traced_as_it_is
+    """Changes the planner's model, which has no data. Called for every trace, whose `Spans` leave out equal tiles. It
+    reads only keys that say `traced`."""
     source: str
 
     change_rank: int = 0
