@@ -182,6 +182,7 @@ def _of_model(flags: Flags) -> SearchProblem:
     base = recipe_checks.of_assignments(flags.assignments)
     for key, text in flags.assigned.items():
         _check_assignment(key, text, flags.given.get(OBJECTIVE.key, CAUSAL_LM))
+    config = _config_of(flags.target)
     values = _values(flags, base)
     given = {*flags.assigned, *values, *METHODS.get(flags.method, {})}
     recipe = base.having({"model.name": flags.target, **values})
@@ -196,7 +197,6 @@ def _of_model(flags: Flags) -> SearchProblem:
     chooses = recipe.train.checkpointing == AUTO
     # `auto` stays free, so that the recommendations may change it
     free = (frozenset(SEARCHES) - given) | (frozenset({"train.checkpointing"}) if chooses else frozenset())
-    config = _config_of(flags.target)
     planned = _planned(recipe, config)
     return SearchProblem(
         request=request_of(recipe, config, settings, planned, evaluated=recipe.data.has_eval), free=free,

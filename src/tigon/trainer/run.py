@@ -126,7 +126,7 @@ def _of_all_nodes(recipe: Recipe, nodes: Nodes | None) -> Recipe:
     """The recipe as if one machine had the processes of all nodes, for what depends on their number."""
     if nodes is None:
         return recipe
-    return replace(recipe, sharding=replace(recipe.sharding, gpus=recipe.sharding.gpus * nodes.count))
+    return recipe.having({"sharding.gpus": recipe.sharding.gpus * nodes.count})
 
 
 def _command(path: Path, overrides: Sequence[str]) -> str:
