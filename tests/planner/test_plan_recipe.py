@@ -48,14 +48,10 @@ def recipe(tmp_path):
     return path
 
 
-def problem(target, gpu="24GiB", *, given=None, assignments=(), effective_batch=None, method="auto", **flags):
-    """flags: of the table in short_forms.py. given: by recipe key."""
-    return problem_of(
-        Flags(
-            target=str(target), gpu=find_gpu(gpu), given=keys_of(flags) | (given or {}), assignments=assignments,
-            effective_batch=effective_batch, method=method,
-        )
-    )  # fmt: skip
+def problem(target, gpu="24GiB", *, given=None, batch=None, seq=None, medusa=None, objective=None, **flags):
+    """given: by recipe key."""
+    short = keys_of({"batch": batch, "seq": seq, "medusa": medusa, "objective": objective})
+    return problem_of(Flags(target=str(target), gpu=find_gpu(gpu), given=short | (given or {}), **flags))
 
 
 def test_plan_of_a_recipe_is_the_run_that_train_starts_on_a_gpu(recipe):
