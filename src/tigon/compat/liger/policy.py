@@ -1,4 +1,4 @@
-"""The losses of Liger's GRPO functions from log-probabilities per token.
+"""Policy losses of Liger's GRPO from log-probabilities per token.
 
 `tigon.losses.grpo` computes most loss types. Three are not in `tigon.losses` and are computed in this file:
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tigon import losses
-from tigon.compat.liger.errors import warn
 from tigon.errors import OptionError
 from tigon.losses.grpo import GRPOLossType, Level
 from tigon.losses.numerics import exp_bounded
@@ -86,17 +85,6 @@ class PolicyTerms(NamedTuple):
         return [self.kl.sum() / tokens] * with_kl + [self.is_clipped.sum() / tokens]
 
 
-def number_of(temperature: float) -> float:
-    """The temperature; a bool as its number, as in Liger, with a warning."""
-    if isinstance(temperature, bool):
-        warn(
-            f"temperature={temperature} is used as {float(temperature)}. Pass a number; a bool in its place is often "
-            "an argument that is one place off."
-        )
-        return float(temperature)
-    return temperature
-
-
 def check_policy_options(options: PolicyOptions) -> None:
     """Raise `OptionError` for a value, or a combination, that has no defined loss."""
     loss_type, level = options.loss_type, options.importance_sampling_level
@@ -155,7 +143,7 @@ def _smooth_terms(batch: Completions, options: PolicyOptions) -> PolicyTerms:
     else:
         weight = batch.phi_seq
         if weight is None:
-            weight = get_gamma_weights(
+            weight = gamma_weights(
                 batch.advantages, logps - old, mask, is_ratio, options.vespo_k_pos, options.vespo_lambda_pos,
                 options.vespo_k_neg, options.vespo_lambda_neg,
             )  # fmt: skip
@@ -180,7 +168,7 @@ def _gate(ratio: Tensor, advantages_B1: Tensor, options: PolicyOptions) -> Tenso
 
 
 @torch.no_grad()
-def get_gamma_weights(
+def gamma_weights(
     advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor, importance_sampling_ratio: Tensor | None = None,
     k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0,
 ) -> Tensor:  # fmt: skip
