@@ -163,9 +163,13 @@ def _mean_z_loss(run: Run, target: Tensor, options: _Options, token_weight: Tens
     """Σ λ · lse² divided by the number of labels that are not ignored, 0-dim. Class weights of 0 remove other terms."""
     assert options.weight is not None  # without class weights the loss itself has this denominator
     total: Tensor = run(
-        torch.zeros_like(options.weight), ignore_index=options.ignore_index, reduction="sum", softcap=options.softcap,
-        z_loss=options.lse_square_scale, token_weight=token_weight,
-    )  # fmt: skip
+        torch.zeros_like(options.weight),
+        ignore_index=options.ignore_index,
+        reduction="sum",
+        softcap=options.softcap,
+        z_loss=options.lse_square_scale,
+        token_weight=token_weight,
+    )
     return total / (target != options.ignore_index).sum().clamp(min=1)
 
 
@@ -173,9 +177,13 @@ def _mean_z_loss(run: Run, target: Tensor, options: _Options, token_weight: Tens
 def _statistics(run: Run, options: _Options) -> tuple[Tensor, Tensor]:
     """log p(label) and lse², both (N,), 0 for ignored labels; computed from the loss -log p + 1 · lse²."""
     out = run(
-        None, ignore_index=options.ignore_index, reduction="none", softcap=options.softcap, z_loss=1.0,
+        None,
+        ignore_index=options.ignore_index,
+        reduction="none",
+        softcap=options.softcap,
+        z_loss=1.0,
         outputs=("logprob",),
-    )  # fmt: skip
+    )
     assert out.logprob is not None  # outputs= requests it
     return out.logprob, out.loss + out.logprob
 

@@ -16,11 +16,22 @@ Distilled = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 def fused_linear_jsd(
-    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, true_labels: Tensor,
-    student_bias: Tensor | None, teacher_bias: Tensor | None, weight_hard_loss: float = 0.5,
-    weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-    compiled: bool = True, chunk_size: int = 1024, return_soft_hard_loss: bool = False,
-) -> Distilled:  # fmt: skip
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    true_labels: Tensor,
+    student_bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    weight_hard_loss: float = 0.5,
+    weight_soft_loss: float = 0.5,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    compiled: bool = True,
+    chunk_size: int = 1024,
+    return_soft_hard_loss: bool = False,
+) -> Distilled:
     """weight_hard_loss · hard + weight_soft_loss · soft, each a mean over the labels that are not ignored.
 
     hard is the cross entropy of the student. soft is the generalized Jensen-Shannon divergence of `tigon.linear_kl`
@@ -39,18 +50,29 @@ def fused_linear_jsd(
     # gives the student a logit of 0 there, so that the loss depends on a constant added to all logits.
     V = student_weight.shape[0]
     divergence = ops.linear_kl(
-        student_input, student_weight, teacher_input.detach(), teacher_weight.detach()[:V], kind="jsd", beta=beta,
-        bias=student_bias, teacher_bias=None if teacher_bias is None else teacher_bias.detach()[:V],
-        temperature=temperature, mask=has_label,
-    )  # fmt: skip
+        student_input,
+        student_weight,
+        teacher_input.detach(),
+        teacher_weight.detach()[:V],
+        kind="jsd",
+        beta=beta,
+        bias=student_bias,
+        teacher_bias=None if teacher_bias is None else teacher_bias.detach()[:V],
+        temperature=temperature,
+        mask=has_label,
+    )
     soft = divergence.masked_fill(~has_label, 0.0).sum() / n_labels
     loss, hard = weight_soft_loss * soft, soft.new_zeros(())
     if weight_hard_loss or return_soft_hard_loss:
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(weight_hard_loss)):
             total = ops.linear_cross_entropy(
-                student_input, student_weight, true_labels, bias=student_bias, ignore_index=ignore_index,
+                student_input,
+                student_weight,
+                true_labels,
+                bias=student_bias,
+                ignore_index=ignore_index,
                 reduction="sum",
-            )  # fmt: skip
+            )
             assert isinstance(total, Tensor)  # no further outputs are requested
             hard = total / n_labels
         if weight_hard_loss:

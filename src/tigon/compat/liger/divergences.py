@@ -78,9 +78,14 @@ def _reduced(per_token: Tensor, counts: Tensor | None, reduction: str = "batchme
 
 
 def jsd(
-    _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100,
-    jsd_impl: Any = None, jsd_mode: Any = None,
-) -> Tensor:  # fmt: skip
+    _input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    jsd_impl: Any = None,
+    jsd_mode: Any = None,
+) -> Tensor:
     """The generalized Jensen-Shannon divergence of log-probabilities (N, V), as a mean over rows.
 
     `beta` is the teacher's share of the mixture; 0 is the forward and 1 the reverse KL divergence. Rows whose label in
@@ -126,18 +131,32 @@ def tvd(
 
 
 def fused_linear_jsd(
-    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-    accum_dtype: torch.dtype | None = None, jsd_impl: Any = None, jsd_mode: Any = None,
-) -> Tensor:  # fmt: skip
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+    jsd_impl: Any = None,
+    jsd_mode: Any = None,
+) -> Tensor:
     """The Jensen-Shannon divergence of two heads, from `tigon.linear_kl`, without their logits; a mean over rows."""
     no_implementation(jsd_impl=jsd_impl, jsd_mode=jsd_mode)
     _check_temperature(temperature)
     counts = _counts(shift_labels, len(student_input), ignore_index)
     per_token = ops.linear_kl(
-        student_input, student_weight, teacher_input.detach(), teacher_weight.detach(), kind="jsd", beta=jsd_beta,
-        temperature=temperature, mask=counts,
-    )  # fmt: skip
+        student_input,
+        student_weight,
+        teacher_input.detach(),
+        teacher_weight.detach(),
+        kind="jsd",
+        beta=jsd_beta,
+        temperature=temperature,
+        mask=counts,
+    )
     return in_chosen_dtype(_reduced(per_token, counts), student_input.dtype, fused=True)
 
 

@@ -34,11 +34,24 @@ def _number_of(temperature: float) -> float:
 
 
 def _of_head(
-    _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
-    bias: Tensor | None, ref_per_token_logps: Tensor | None, old_per_token_logps: Tensor | None,
-    ref_input: Tensor | None, ref_weight: Tensor | None, ref_bias: Tensor | None, temperature: float,
-    use_ref_model: bool, vllm_is_ratio: Tensor | None, compiled: bool, chunk_size: int, **options: Any,
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    _input: Tensor,
+    weight: Tensor,
+    selected_token_ids: Tensor,
+    attention_mask: Tensor,
+    advantages: Tensor,
+    bias: Tensor | None,
+    ref_per_token_logps: Tensor | None,
+    old_per_token_logps: Tensor | None,
+    ref_input: Tensor | None,
+    ref_weight: Tensor | None,
+    ref_bias: Tensor | None,
+    temperature: float,
+    use_ref_model: bool,
+    vllm_is_ratio: Tensor | None,
+    compiled: bool,
+    chunk_size: int,
+    **options: Any,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """A policy loss. Returns (loss, metrics): the mean KL per token, if beta is not 0, and the share of clipped tokens.
 
     The log-probabilities of the reference are `ref_per_token_logps`, or computed from `ref_input` without a gradient.
@@ -75,8 +88,10 @@ def _check_positive(
     delta: float | None, sapo_temperature_pos: float, sapo_temperature_neg: float, **others: Any
 ) -> None:
     named = {
-        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg, "delta": delta,
-    }  # fmt: skip
+        "sapo_temperature_pos": sapo_temperature_pos,
+        "sapo_temperature_neg": sapo_temperature_neg,
+        "delta": delta,
+    }
     for name, value in named.items():
         if value is not None and value <= 0:
             raise OptionError(f"{name} must be positive; it is {value}.")
@@ -111,10 +126,19 @@ def fused_selective_log_softmax(
 
 
 def _of_logits(
-    logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
-    completion_mask: Tensor | None, temperature: float, inplace: bool, reduce: bool, vllm_is_ratio: Tensor | None,
-    phi_seq: Tensor | None = None, **options: Any,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    logits: Tensor,
+    old_logp: Tensor | None,
+    ref_logp: Tensor | None,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor | None,
+    temperature: float,
+    inplace: bool,
+    reduce: bool,
+    vllm_is_ratio: Tensor | None,
+    phi_seq: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """A policy loss from the logits (B, T + 1, V) of completions, whose last position predicts no token of them.
 
     Returns (loss, mean KL, share of clipped tokens), or per token (B, T) with `reduce=False`. The KL is None if beta is

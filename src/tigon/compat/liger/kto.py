@@ -15,11 +15,22 @@ from tigon.errors import DtypeError, ShapeError
 
 
 def kto(
-    _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor | None, bias: Tensor | None = None,
-    ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
-    kl: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True,
-    use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    preference_labels: Tensor | None,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    kl: Tensor | None = None,
+    ignore_index: int = -100,
+    beta: float = 0.1,
+    compiled: bool = True,
+    use_ref_model: bool = True,
+    average_log_prob: bool = False,
+    chunk_size: int = 1,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`tigon.losses.kto`.
 
     Returns (loss, results). The results have no gradient: the log-probabilities of the desirable sequences, summed,
@@ -39,9 +50,11 @@ def kto(
     per_sequence = losses.kto(logps, ref_logps + shift, desirable, beta=beta, loss_type="apo_zero_unpaired")
     rewards = beta * (logps.detach() - ref_logps)
     results = (
-        *_sums(logps.detach(), desirable), summed_logits(head, desirable), summed_logits(head, ~desirable),
+        *_sums(logps.detach(), desirable),
+        summed_logits(head, desirable),
+        summed_logits(head, ~desirable),
         *_sums(rewards, desirable),
-    )  # fmt: skip
+    )
     return per_sequence.loss.sum() / max(len(logps), 1), results
 
 

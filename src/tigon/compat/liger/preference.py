@@ -26,8 +26,17 @@ LossAndResults = tuple[Tensor, tuple[Tensor, ...]]
 
 # Liger's loss types. The other types of tigon.losses.dpo need lengths, or the whole batch at once.
 DPO_LOSS_TYPES: tuple[DPOLossType, ...] = (
-    "sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
-)  # fmt: skip
+    "sigmoid",
+    "hinge",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+)
 
 
 class Pairs(NamedTuple):
@@ -75,9 +84,7 @@ def pairs_of(
         nll = -logps[:B, :, 1].sum() / counts[:B, :, 1].sum().clamp(min=1)
     is_chosen = torch.arange(2 * B, device=target.device) < B
     size = max(B * T * head.weight.shape[0], 1)
-    return Pairs(
-        chosen, rejected, summed_logits(head, is_chosen) / size, summed_logits(head, ~is_chosen) / size, nll
-    )  # fmt: skip
+    return Pairs(chosen, rejected, summed_logits(head, is_chosen) / size, summed_logits(head, ~is_chosen) / size, nll)
 
 
 def check_dpo_loss_type(loss_type: str) -> DPOLossType:
@@ -91,50 +98,94 @@ def check_dpo_loss_type(loss_type: str) -> DPOLossType:
 
 
 def dpo(
-    _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ref_input: Tensor | None = None,
-    ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1,
-    compute_nll_loss: bool = False, compiled: bool = True, use_ref_model: bool = True,
-    average_log_prob: bool = False, chunk_size: int = 1, loss_type: str = "sigmoid", label_smoothing: float = 0.0,
-    discopop_tau: float = 0.05, alpha: float = 1.0,
-) -> LossAndResults:  # fmt: skip
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    beta: float = 0.1,
+    compute_nll_loss: bool = False,
+    compiled: bool = True,
+    use_ref_model: bool = True,
+    average_log_prob: bool = False,
+    chunk_size: int = 1,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+    alpha: float = 1.0,
+) -> LossAndResults:
     """`tigon.losses.dpo`. The reference's log-probabilities are computed without a gradient."""
     kind = check_dpo_loss_type(loss_type)
     reference = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
     pairs = pairs_of(
-        Head(_input, weight, bias), target, ignore_index=ignore_index, average=average_log_prob,
+        Head(_input, weight, bias),
+        target,
+        ignore_index=ignore_index,
+        average=average_log_prob,
         with_nll=compute_nll_loss,
-    )  # fmt: skip
+    )
     ref_chosen = ref_rejected = None
     if reference is not None:
         with torch.no_grad():
             ref = sequence_logps(reference, target, ignore_index, average_log_prob)
         ref_chosen, ref_rejected = ref.to(pairs.chosen.dtype).chunk(2)
     per_pair = losses.dpo(
-        pairs.chosen, pairs.rejected, ref_chosen, ref_rejected, beta=beta, loss_type=kind,
-        label_smoothing=label_smoothing, reference_free=reference is None, discopop_tau=discopop_tau,
-    )  # fmt: skip
+        pairs.chosen,
+        pairs.rejected,
+        ref_chosen,
+        ref_rejected,
+        beta=beta,
+        loss_type=kind,
+        label_smoothing=label_smoothing,
+        reference_free=reference is None,
+        discopop_tau=discopop_tau,
+    )
     return _mean(per_pair.loss) + alpha * pairs.nll, pairs.results(per_pair.chosen_rewards, per_pair.rejected_rewards)
 
 
 def cpo(
-    _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
-    compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
-) -> LossAndResults:  # fmt: skip
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    beta: float = 0.1,
+    alpha: float = 1.0,
+    label_smoothing: float = 0.0,
+    compute_nll_loss: bool = True,
+    compiled: bool = True,
+    average_log_prob: bool = False,
+    chunk_size: int = 1,
+) -> LossAndResults:
     """`tigon.losses.cpo` with the sigmoid loss; `alpha` weights the likelihood of the chosen sequences."""
     pairs = pairs_of(
-        Head(_input, weight, bias), target, ignore_index=ignore_index, average=average_log_prob,
+        Head(_input, weight, bias),
+        target,
+        ignore_index=ignore_index,
+        average=average_log_prob,
         with_nll=compute_nll_loss,
-    )  # fmt: skip
+    )
     per_pair = losses.cpo(pairs.chosen, pairs.rejected, beta=beta, label_smoothing=label_smoothing)
     return _mean(per_pair.loss) + alpha * pairs.nll, pairs.results(per_pair.chosen_rewards, per_pair.rejected_rewards)
 
 
 def simpo(
-    _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = False,
-    compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1,
-) -> LossAndResults:  # fmt: skip
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    beta: float = 0.1,
+    alpha: float = 1.0,
+    label_smoothing: float = 0.0,
+    compute_nll_loss: bool = False,
+    compiled: bool = True,
+    gamma: float = 0.5,
+    chunk_size: int = 1,
+) -> LossAndResults:
     """`tigon.losses.simpo`, with the likelihood of the chosen sequences on request, weighted by `alpha`."""
     pairs = pairs_of(
         Head(_input, weight, bias), target, ignore_index=ignore_index, average=True, with_nll=compute_nll_loss
@@ -144,15 +195,26 @@ def simpo(
 
 
 def orpo(
-    _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    beta: float = 0.1, compute_nll_loss: bool = True, nll_target: Tensor | None = None, compiled: bool = True,
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    beta: float = 0.1,
+    compute_nll_loss: bool = True,
+    nll_target: Tensor | None = None,
+    compiled: bool = True,
     chunk_size: int = 1,
-) -> LossAndResults:  # fmt: skip
+) -> LossAndResults:
     """`tigon.losses.orpo`. The results end with the means of log σ(log-odds) and of the log-odds."""
     pairs = pairs_of(
-        Head(_input, weight, bias), target, ignore_index=ignore_index, average=True, with_nll=compute_nll_loss,
+        Head(_input, weight, bias),
+        target,
+        ignore_index=ignore_index,
+        average=True,
+        with_nll=compute_nll_loss,
         nll_target=nll_target,
-    )  # fmt: skip
+    )
     per_pair = losses.orpo(pairs.chosen, pairs.rejected, beta=beta)
     return _mean(per_pair.loss) + pairs.nll, pairs.results(
         per_pair.chosen_rewards, per_pair.rejected_rewards, _mean(per_pair.log_odds_ratio), _mean(per_pair.log_odds)
