@@ -60,21 +60,23 @@ class LossModule(nn.Module):
     the constructor raises `OptionError` under the conditions of the loss function.
     """
 
+    __signature__: inspect.Signature
     _function: Callable[..., Any]
     _check: Callable[..., None]
-    _signature: inspect.Signature
-    __signature__: inspect.Signature
 
-    def __init_subclass__(cls, *, of: Callable[..., Any], holds: str, check: Callable[..., None]) -> None:
+    def __init_subclass__(
+        cls, *, of: Callable[..., Any] | None = None, holds: str = "", check: Callable[..., None] | None = None
+    ) -> None:
         super().__init_subclass__()
+        if of is None or check is None:  # a user's subclass
+            return
         parameters = inspect.signature(of).parameters
         held = [parameters[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in holds.split()]
-        cls._function, cls._check, cls._signature = staticmethod(of), staticmethod(check), inspect.Signature(held)
-        cls.__signature__ = cls._signature  # what `help` and `inspect.signature` show
+        cls.__signature__, cls._function, cls._check = inspect.Signature(held), staticmethod(of), staticmethod(check)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
-        bound = self._signature.bind(*args, **options)
+        bound = self.__signature__.bind(*args, **options)
         bound.apply_defaults()
         self.options: dict[str, Any] = dict(bound.arguments)
         self._check(**self.options)
