@@ -60,7 +60,7 @@ def _row(row: Absent) -> str:
     names = [name for name in _dotted() if row_of(name) is row]
     # A package re-exports names of its modules; one mention is enough.
     short = sorted(Counter(name.rpartition(".")[2] for name in names))
-    listed = short if len(short) <= LONGEST else row.names
+    listed = short if len(short) <= LONGEST else row.names.split()
     return f"| {', '.join(f'`{name}`' for name in listed)} | {len(names)} | {row.reason} |"
 
 
