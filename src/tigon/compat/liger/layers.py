@@ -84,8 +84,8 @@ def rope(
     """`tigon.rope` with half-split tables (T, R), (B, T, R) or 4-D with a dimension for heads.
 
     q and k are (B, heads, T, D), or (B, T, heads, D) with unsqueeze_dim=2. `position_ids` is ignored, as in
-    transformers, because the tables already belong to the positions. Of a table that is wider than the rotated width,
-    which holds each angle twice, the start of the first copy is used.
+    transformers, because the tables already belong to the positions. A table that is wider than the rotated width holds
+    each angle twice; the start of the first copy is used.
     """
     if cos.ndim == 4:
         cos, sin = cos.squeeze(unsqueeze_dim), sin.squeeze(unsqueeze_dim)
