@@ -42,7 +42,7 @@ def _per_row(
 
     n = max(1, BLOCK_BYTES // (4 * max(1, student_NV.shape[1])))
     blocks = zip(student_NV.split(n), teacher_NV.detach().split(n), counts_N.split(n), strict=True)
-    return torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks])
+    return torch.cat([checkpoint(of_block, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks])
 
 
 def _counts(shift_labels: Tensor | None, rows: int, ignore_index: int) -> Tensor | None:
