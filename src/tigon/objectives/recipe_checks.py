@@ -132,7 +132,7 @@ def _base_steps_key(recipe: Recipe) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsExclusion:
-    """Choices with which heads of these stages and kinds cannot be trained. Recipe and planner use the same rows."""
+    """Settings with which heads of these stages and kinds cannot be trained. Recipe and planner use the same rows."""
 
     stages: tuple[int, ...] = (1, 2)
     kinds: tuple[str, ...] = ("medusa", "mtp")

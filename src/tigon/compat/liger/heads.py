@@ -1,4 +1,4 @@
-"""Log-probabilities of labels under a head, and whether the reference model takes part in a loss."""
+"""Hidden states with a head: log-probabilities of labels, and whether the reference model takes part in a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses of Liger's GRPO functions from log-probabilities per token.
+"""Policy losses of Liger's GRPO from log-probabilities per token.
 
 `tigon.losses.grpo` computes most loss types. Three are not in `tigon.losses` and are computed in this file:
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tigon import losses
-from tigon.compat.liger.errors import warn
 from tigon.errors import OptionError
 from tigon.losses.grpo import GRPOLossType, Level
 from tigon.losses.numerics import exp_bounded
@@ -25,8 +24,13 @@ from tigon.losses.numerics import exp_bounded
 # B sequences, T tokens per sequence.
 
 _GRPO: dict[str, GRPOLossType] = {
-    "grpo": "grpo", "bnpo": "bnpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "cispo": "cispo", "luspo": "dr_grpo",
-}  # fmt: skip
+    "grpo": "grpo",
+    "bnpo": "bnpo",
+    "dr_grpo": "dr_grpo",
+    "dapo": "dapo",
+    "cispo": "cispo",
+    "luspo": "dr_grpo",
+}
 _SMOOTH = ("sapo", "vespo")
 _TOKEN_LEVEL_ONLY = ("cispo", *_SMOOTH)
 """Loss types without sequence-level importance sampling and without `delta`."""
@@ -86,17 +90,6 @@ class PolicyTerms(NamedTuple):
         return [self.kl.sum() / tokens] * with_kl + [self.is_clipped.sum() / tokens]
 
 
-def number_of(temperature: float) -> float:
-    """The temperature; a bool as its number, as in Liger, with a warning."""
-    if isinstance(temperature, bool):
-        warn(
-            f"temperature={temperature} is used as {float(temperature)}. Pass a number; a bool in its place is often "
-            "an argument that is one place off."
-        )
-        return float(temperature)
-    return temperature
-
-
 def check_policy_options(options: PolicyOptions) -> None:
     """Raise `OptionError` for a value, or a combination, that has no defined loss."""
     loss_type, level = options.loss_type, options.importance_sampling_level
@@ -126,12 +119,22 @@ def policy_terms(batch: Completions, options: PolicyOptions) -> PolicyTerms:
     level: Level = "sequence" if options.importance_sampling_level == "sequence" else "token"
     lengths = {"dr_grpo": options.max_completion_length or mask.shape[1], "luspo": 1}
     terms = losses.grpo(
-        batch.logps, batch.advantages, mask, old_logps=batch.old_logps, ref_logps=batch.ref_logps if beta else None,
-        importance_sampling_ratio=_per_row(batch.is_ratio), loss_type=_GRPO[options.loss_type], beta=beta,
-        epsilon=options.eps_low, epsilon_high=options.eps_high, delta=options.delta, importance_sampling_level=level,
-        use_bias_correction_kl=options.use_bias_correction_kl, max_completion_length=lengths.get(options.loss_type),
+        batch.logps,
+        batch.advantages,
+        mask,
+        old_logps=batch.old_logps,
+        ref_logps=batch.ref_logps if beta else None,
+        importance_sampling_ratio=_per_row(batch.is_ratio),
+        loss_type=_GRPO[options.loss_type],
+        beta=beta,
+        epsilon=options.eps_low,
+        epsilon_high=options.eps_high,
+        delta=options.delta,
+        importance_sampling_level=level,
+        use_bias_correction_kl=options.use_bias_correction_kl,
+        max_completion_length=lengths.get(options.loss_type),
         num_items=tokens_of_step(mask, options.num_items_in_batch) if options.loss_type in _PER_STEP else None,
-    )  # fmt: skip
+    )
     kl = torch.zeros_like(terms.ratio) if terms.kl is None else terms.kl
     clipped = (terms.clipped_low | terms.clipped_high).to(terms.ratio.dtype)
     return PolicyTerms(terms.loss, terms.per_token, kl.masked_fill(~mask, 0.0), clipped)
@@ -155,10 +158,16 @@ def _smooth_terms(batch: Completions, options: PolicyOptions) -> PolicyTerms:
     else:
         weight = batch.phi_seq
         if weight is None:
-            weight = get_gamma_weights(
-                batch.advantages, logps - old, mask, is_ratio, options.vespo_k_pos, options.vespo_lambda_pos,
-                options.vespo_k_neg, options.vespo_lambda_neg,
-            )  # fmt: skip
+            weight = gamma_weights(
+                batch.advantages,
+                logps - old,
+                mask,
+                is_ratio,
+                options.vespo_k_pos,
+                options.vespo_lambda_pos,
+                options.vespo_k_neg,
+                options.vespo_lambda_neg,
+            )
         per_token = -weight.detach().reshape(-1, 1) * advantages_B1 * logps
     kl = torch.zeros_like(logps)
     if options.beta and batch.ref_logps is not None:
@@ -180,10 +189,16 @@ def _gate(ratio: Tensor, advantages_B1: Tensor, options: PolicyOptions) -> Tenso
 
 
 @torch.no_grad()
-def get_gamma_weights(
-    advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor, importance_sampling_ratio: Tensor | None = None,
-    k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0,
-) -> Tensor:  # fmt: skip
+def gamma_weights(
+    advantages: Tensor,
+    log_ratio_per_token: Tensor,
+    mask: Tensor,
+    importance_sampling_ratio: Tensor | None = None,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Tensor:
     """VESPO's weights φ(w) = w^k e^(λ (1 - w)), (B, 1), with w the product of a sequence's ratios.
 
     Args:
