@@ -377,6 +377,11 @@ class Recipe(Settings):
     comparison: ComparisonConfig = ComparisonConfig()
     output: OutputConfig = OutputConfig()
 
+    @classmethod
+    def around(cls, settings: Settings, more: Mapping[str, Any]) -> Recipe:
+        """A recipe with these settings, these recipe keys and defaults, for rules that a plan checks too."""
+        return cls().having({**{name: settings.value(name) for name in KEYS}, **more})
+
     def knows(self, key: str) -> bool:
         return True
 

@@ -20,7 +20,7 @@ from tigon.techniques.records.condition import Switch
 
 @dataclass(frozen=True)
 class Rule:
-    """Refuses a recipe for which `breaks` returns True."""
+    """Refuses a recipe for which `breaks` returns True. The recipe has values in place of `auto`."""
 
     breaks: Callable[[Recipe], bool]
     reason: str
@@ -219,10 +219,11 @@ def check_combinations(recipe: Recipe, path: object, more: Rules) -> None:
             check_source(source)
     except DataError as error:
         raise RecipeError(f"{path}: {error}") from None
-    for reason in refusals(recipe.resolved()):
+    resolved = recipe.resolved()
+    for reason in refusals(resolved):
         raise RecipeError(f"{path}: {reason}")
     for rule in (_RULES + more).rules:
-        if rule.breaks(recipe):
+        if rule.breaks(resolved):
             raise RecipeError(f"{path}: {rule.reason}")
 
 
