@@ -297,6 +297,8 @@ def _build(raw: Mapping[str, Any], prefix: str, where: Callable[[str], str]) -> 
     sections: dict[str, Section] = {}
     for section, given in raw.items():
         cls = SECTIONS[section]
+        for dotted in (f"{prefix}{section}.{name}" for name in given if not isinstance(name, str)):
+            raise _unknown(dotted, [prefix + known for known in _all_keys()], where(dotted))
         try:
             sections[section] = cls(**given)
         except ValidationError as error:
