@@ -36,7 +36,7 @@ transformers = pytest.importorskip("transformers")
 def run_info(name: str, processes: int = 1) -> RunInfo:
     config = load_config(name)
     shapes = {path: tuple(p.shape) for path, p in build_on_meta(name, config).named_parameters()}
-    return RunInfo(shapes=shapes, hidden_size=config.hidden_size, processes=processes, nvme_folder="swap")
+    return RunInfo(shapes=shapes, hidden_size=config.hidden_size, processes=processes)
 
 
 def test_nvme_buffers_hold_the_largest_weight_and_two_layers():
@@ -54,9 +54,8 @@ def test_nvme_buffers_hold_the_largest_weight_and_two_layers():
 
 
 def test_configuration_has_the_offload_of_the_choice():
-    zero = deepspeed_config(Settings.of({"sharding.zero": 3, "sharding.offload": "nvme"}), run_info("llama-3.2-1b"))[
-        "zero_optimization"
-    ]
+    settings = Settings.of({"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": "swap"})
+    zero = deepspeed_config(settings, run_info("llama-3.2-1b"))["zero_optimization"]
     assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == "swap"
     assert zero["sub_group_size"] >= 128256 * 2048
     # else every weight that is used again within 1e9 elements keeps its buffer, and the second step finds none free

@@ -178,7 +178,6 @@ class TrainConfig(TrainKeys):
     adam_beta1: float = key(0.9, "AdamW's decay of the first moment.", minimum=0, maximum=0.9999)
     adam_beta2: float = key(0.95, "AdamW's decay of the second moment.", minimum=0, maximum=0.99999)
     max_grad_norm: float = key(1.0, "Clip the gradient's norm to this; 0: no clipping.", minimum=0)
-    tf32: bool = key(False, "Let the GPU round the inputs of fp32 matmuls to 10 mantissa bits. Faster.")
     seed: int = key(1, "Random seed for weights, the order of samples, and dropout.", minimum=0, maximum=2**32 - 1)
     device: str = key("auto", "`auto`: the GPU if there is one.", choices=("auto", "cpu", "cuda"))
     workers: int = key(0, "DataLoader worker processes; 0: load in the training process.", minimum=0, maximum=64)

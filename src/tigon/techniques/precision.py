@@ -19,7 +19,7 @@ BF16_WEIGHTS = ("bf16", "fp8")
 
 
 def _fp32(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
-    return {"tf32": run_info.tf32} if run_info.device == "cuda" else {}
+    return {"tf32": settings.train.tf32} if run_info.device == "cuda" else {}
 
 
 _IS_FP8 = Condition("train.precision", "is", "fp8")

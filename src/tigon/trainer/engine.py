@@ -45,7 +45,7 @@ def run_info_of(
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return RunInfo(
         device=device.type, shapes=shapes, hidden_size=int(getattr(text, "hidden_size", 0)),
-        processes=launch.world_size(), tf32=recipe.train.tf32,
+        processes=launch.world_size(),
         runs_layers_once=objective.trl is None and objective.planned().own_parameters is None,
     )  # fmt: skip
 

@@ -27,7 +27,6 @@ class RunInfo:
     """Parameter name -> shape. A tied weight is listed once."""
     hidden_size: int = 0
     processes: int = 1
-    tf32: bool = False
     runs_layers_once: bool = False
     """Whether a micro-batch runs each layer once forward and once backward, and trains all weights."""
 
