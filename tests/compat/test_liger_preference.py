@@ -14,7 +14,7 @@ from tigon.compat.liger.chunked_loss import functional, modules
 from tigon.compat.liger.chunked_loss.preference import DPO_LOSS_TYPES
 from tigon.compat.liger.errors import FlagConflict
 from tigon.errors import DtypeError, LabelError, OptionError, ShapeError
-from tigon.ops.losses.chunk_plan import default_chunk_bytes
+from tigon.ops.head.plan import default_chunk_bytes
 
 BETA, ALPHA, SMOOTHING, TAU = 0.3, 0.7, 0.1, 0.5
 PAIRS = 3

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon import ops
 from tigon.errors import DtypeError, LabelError, OptionError, ShapeError, ShardingError
-from tigon.ops.losses.common import wants_label_check
+from tigon.ops.losses.labels import wants_label_check
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:

@@ -25,7 +25,7 @@ from torch import Tensor
 from tigon import ops
 from tigon.compat.liger.errors import FlagConflict, LigerLabelError
 from tigon.errors import LabelError, OptionError
-from tigon.ops.losses.common import LossOutput
+from tigon.ops.losses.results import LossOutput
 
 Four = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 LOSS_DTYPES = ("fp32", "logits", "liger")

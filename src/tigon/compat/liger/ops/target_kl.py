@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.dispatch import first_order
-from tigon.ops.lm_head import settle_dtypes
+from tigon.ops.products import product_dtype
 
 # N tokens, H hidden, V vocabulary.
 
@@ -80,7 +80,8 @@ def target_kl(hidden: Tensor, weight: Tensor, target: Tensor, *, temperature: fl
         temperature: not 0.
         eps: the smallest probability whose logarithm is taken.
     """
-    hidden, weight, _ = settle_dtypes(hidden, weight, None)
+    dtype = product_dtype(hidden, weight)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         value: Tensor = _TargetKL.apply(hidden, weight, target.detach(), temperature, eps)
     return value
