@@ -97,7 +97,7 @@ def is_dtensor(value: Any) -> bool:
     return type(value).__name__ == "DTensor"
 
 
-def by_vocabulary(divided: _F, **weights: int) -> Callable[[_F], _F]:
+def by_vocabulary(divided: Callable[..., Any], **weights: int) -> Callable[[_F], _F]:
     """Decorate a function of whole heads: `divided` takes the calls whose head is divided by vocabulary.
 
     The call is divided if a weight is a DTensor, or if `vocab_parallel` is given.

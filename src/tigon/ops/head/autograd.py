@@ -14,12 +14,12 @@ from tigon.ops.losses.labels import Places
 
 def finished(gradient: Tensor, left: Tensor | None, places: Places, dtype: torch.dtype) -> Tensor:
     """A gradient times the factor that it lacks, in its own dtype, at its places."""
-    if left is None and places.index is None and gradient.dtype == dtype:
+    if left is None and places.index_N is None and gradient.dtype == dtype:
         return gradient
-    if places.index is None and not gradient.numel():  # of a process that holds no row of the weight
+    if places.index_N is None and not gradient.numel():  # of a process that holds no row of the weight
         return gradient.to(dtype)
     left = torch.ones((), dtype=torch.float32, device=gradient.device) if left is None else left
-    return scale_rows(gradient, left, places.index, places.tokens, dtype)  # type: ignore[no-any-return]
+    return scale_rows(gradient, left, places.index_N, places.tokens, dtype)  # type: ignore[no-any-return]
 
 
 def head_gradients(

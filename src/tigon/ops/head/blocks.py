@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.dispatch import Primitive
-from tigon.ops.head.inputs import Head, LogitBuffer, Places, Wanted
+from tigon.ops.head.inputs import NOTHING, Head, LogitBuffer, Wanted
 from tigon.ops.head.loop import Gradients, GradientSums, run_blocks, sum_dtype
 from tigon.ops.head.plan import BlockPlan, LogitBytes, even_chunk, plan_blocks, plan_kept, whole_plan
 from tigon.ops.losses.divergence_rows import (
@@ -32,6 +32,7 @@ from tigon.ops.losses.divergence_rows import (
     divergence,
     divergence_gradient,
 )
+from tigon.ops.losses.labels import Places
 from tigon.ops.losses.logprob_rows import Block, Rows, Upstream, add_block, check_ids, gradient_into
 from tigon.ops.losses.options import LogprobOptions
 from tigon.ops.losses.results import RowResults
@@ -303,7 +304,7 @@ def rows_at_once(pair: HeadPair, most_vocab: int, keep: bool, block_bytes: int) 
     N, V = pair.size
     if keep:
         return whole_plan(N, V)
-    logits = pair.logit_bytes(WantedPair(Wanted(), Wanted())).logits
+    logits = pair.logit_bytes(WantedPair(NOTHING, NOTHING)).logits
     n = even_chunk(N, block_bytes // max(most_vocab * logits, 1))
     return BlockPlan(n, V, n)
 

@@ -28,7 +28,7 @@ from tigon.ops.dispatch import Differentiable, first_order, may_overwrite
 from tigon.ops.gradient_sums import add_scaled_
 from tigon.ops.head.divided_cross_entropy import divided_cross_entropy
 from tigon.ops.head.exponentials import add_exp_weight_grad, exp_hidden_grad, exp_weight_grad, needs_fp32_logits
-from tigon.ops.head.inputs import Head, Wanted, low_rank_hidden
+from tigon.ops.head.inputs import NOTHING, Head, Wanted, low_rank_hidden
 from tigon.ops.head.loop import ChunkOptions, chunk_loop
 from tigon.ops.head.loss_request import LossRequest
 from tigon.ops.head.plan import MIB, TILE, ChunkLimits, default_chunk_bytes, plan_for
@@ -102,23 +102,23 @@ class LinearCrossEntropy(torch.autograd.Function):
             TokenLabels(target, class_weight, token_weight, stored),
             ChunkOptions(
                 loss=call.options, chunk=plan.chunk, logit_tokens=plan.logit_tokens, keep=plan.mode == "keep",
-                fp32_accumulate=plan.fp32_accumulate, wanted=wanted if plan.mode in ("keep", "stream") else Wanted(),
+                fp32_accumulate=plan.fp32_accumulate, wanted=wanted if plan.mode in ("keep", "stream") else NOTHING,
                 entropy=call.entropy, predicted=call.predicted,
             ),
         )  # fmt: skip
         ctx.plan, ctx.options, ctx.wanted, ctx.tokens, ctx.dtype = plan, call.options, wanted, places.tokens, head.dtype
         if plan.mode == "keep":
-            ctx.save_for_backward(chunks.kept_NV, chunks.factors, target, chunks.db_V, left, places.index, *head)
+            ctx.save_for_backward(chunks.kept_NV, chunks.factors, target, chunks.db_V, left, places.index_N, *head)
         elif plan.mode == "stream":
             # Not a saved tensor, because a dW in its final dtype is scaled in place and returned.
             ctx.dw = chunks.dw_VH
-            ctx.save_for_backward(chunks.dx_NH, chunks.db_V, chunks.dlow_NR, chunks.dlora_b_VR, left, places.index)
+            ctx.save_for_backward(chunks.dx_NH, chunks.db_V, chunks.dlow_NR, chunks.dlora_b_VR, left, places.index_N)
         elif plan.mode == "recompute":
-            ctx.save_for_backward(target, class_weight, token_weight, inverse, places.index, *head)
+            ctx.save_for_backward(target, class_weight, token_weight, inverse, places.index_N, *head)
         # Without a reduction, the losses return to their original positions.
         stats = chunks.stats
-        if places.index is not None:
-            stats = stats.new_zeros((3, places.tokens)).index_copy_(1, places.index, stats)
+        if places.index_N is not None:
+            stats = stats.new_zeros((3, places.tokens)).index_copy_(1, places.index_N, stats)
         results = LossResults(
             loss=places.spread(chunks.loss, 0) if call.per_row else sum_times(chunks.loss, inverse),
             stats=stats,
@@ -155,7 +155,7 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> _Grads:
         elif wanted.want_weight:
             dw = exp_weight_grad(g_NV, x_NH, factors, target)
         if wanted.want_hidden:
-            dx = exp_hidden_grad(g_NV, head.weight_VH, factors, target, places.index, places.tokens)
+            dx = exp_hidden_grad(g_NV, head.weight_VH, factors, target, places.index_N, places.tokens)
         return dx, dw, None, None, None
     with no_autocast(g_NV):
         if grad_VH is not None:
@@ -177,7 +177,7 @@ def _hidden_grad(g_NV: Tensor, weight_VH: Tensor, scale: Tensor, places: Places)
     shape = (g_NV.shape[0], weight_VH.shape[1])
     product = g_NV.new_empty(shape, dtype=scale.dtype if g_NV.dtype == torch.float16 else g_NV.dtype)
     product_into(g_NV, weight_VH, product, accumulate=False)
-    return scale_rows(product, scale, places.index, places.tokens, g_NV.dtype)  # type: ignore[no-any-return]
+    return scale_rows(product, scale, places.index_N, places.tokens, g_NV.dtype)  # type: ignore[no-any-return]
 
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,9 +4,9 @@ Distillation losses are sums of these. The gradient exists for any upstream grad
 computed.
 
 Two heads that are divided alike by vocabulary exchange the statistics of each chunk, because a divergence's terms need
-the log-sum-exps of both whole rows of logits. So the kernel runs twice on each process's columns. The divergence and the
-means for its gradient are sums over columns, so one all-reduce at the end adds them up. The columns of the largest z_p
-and z_q are those of one process. The others get column -1, which no block has.
+the log-sum-exps of both whole rows of logits. So the kernel runs twice on each process's columns. The divergence and
+the means for its gradient are sums over columns, so one all-reduce at the end adds them up. The columns of the largest
+z_p and z_q are those of one process. The others get column -1, which no block has.
 """
 
 from __future__ import annotations

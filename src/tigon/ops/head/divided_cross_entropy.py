@@ -3,10 +3,10 @@
 With the label's log-probability and lse of the whole head, a token's loss a · (-w_y · log p(y) + z_loss · lse²) needs
 no other logit. Label smoothing needs the sum of all logits, so a divided head does not have it.
 
-If the logits of all tokens can be kept, or the loss is per token, `divided_logprobs` computes it. Otherwise the gradient
-is computed in the forward, in chunks of tokens, as for a whole head: a reduced loss knows the gradient of each token's
-loss before the backward, so a chunk's logits become their gradient at once, and no product runs twice. Each part of a
-chunk needs an exchange, between its statistics and its gradient.
+If the logits of all tokens can be kept, or the loss is per token, `divided_logprobs` computes it. Otherwise the
+gradient is computed in the forward, in chunks of tokens, as for a whole head. A reduced loss knows the gradient of each
+token's loss before the backward, so a chunk's logits become their gradient at once, and no product runs twice. Each
+part of a chunk needs an exchange, between its statistics and its gradient.
 """
 
 from __future__ import annotations

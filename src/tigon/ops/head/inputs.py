@@ -91,9 +91,9 @@ class Head(NamedTuple):
 
     def at(self, places: Places) -> Head:
         """The head with the tokens that count."""
-        if places.index is None:
+        if places.index_N is None:
             return self
-        return self._replace(hidden_NH=self.hidden_NH.index_select(0, places.index), low_NR=places.take(self.low_NR))
+        return self._replace(hidden_NH=self.hidden_NH.index_select(0, places.index_N), low_NR=places.take(self.low_NR))
 
     def part(self, rows: slice) -> Head:
         """The head with some of the tokens."""
@@ -123,6 +123,9 @@ class Wanted(NamedTuple):
     def of(cls, needs: Iterator[bool] | tuple[bool, ...], grad_enabled: bool) -> Wanted:
         """needs: `ctx.needs_input_grad` of a head's tensors, which ignores no_grad."""
         return cls(*(grad_enabled and need for need in needs))
+
+
+NOTHING = Wanted()
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

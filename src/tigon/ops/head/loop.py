@@ -23,7 +23,7 @@ from torch import Tensor
 from tigon.kernels.chips import LogitsTile
 from tigon.ops.dispatch import Primitive
 from tigon.ops.head import exponentials
-from tigon.ops.head.inputs import Head, LogitBuffer, Wanted
+from tigon.ops.head.inputs import NOTHING, Head, LogitBuffer, Wanted
 from tigon.ops.head.plan import BlockPlan
 from tigon.ops.losses.cross_entropy_rows import Rows, TokenLabels, rows_with_gradient
 from tigon.ops.losses.options import LossOptions
@@ -178,7 +178,7 @@ class ChunkOptions:
     keep: bool = False
     """Return the logits' gradient instead of the gradients of hidden and weight."""
     fp32_accumulate: bool = True
-    wanted: Wanted = Wanted()
+    wanted: Wanted = NOTHING
     entropy: bool = False
     predicted: bool = False
 

@@ -120,20 +120,20 @@ def tokens_that_count(labels: Tensor, counts: Callable[[], Tensor], *, wait_pays
 class Places(NamedTuple):
     """The tokens that count, among all tokens of a call."""
 
-    index: Tensor | None
+    index_N: Tensor | None
     """Their flat positions; None for all."""
     tokens: int
     """All tokens."""
 
     def take(self, values: Tensor | None) -> Tensor | None:
         """The values of the tokens that count, of values of all tokens."""
-        return values if values is None or self.index is None else values.index_select(0, self.index)
+        return values if values is None or self.index_N is None else values.index_select(0, self.index_N)
 
     def spread(self, values: Tensor, fill: float) -> Tensor:
         """The values of all tokens, of those of the tokens that count; `fill` for the others."""
-        if self.index is None:
+        if self.index_N is None:
             return values
-        return values.new_full((self.tokens, *values.shape[1:]), fill).index_copy_(0, self.index, values)
+        return values.new_full((self.tokens, *values.shape[1:]), fill).index_copy_(0, self.index_N, values)
 
 
 # --- labels counted ahead ---

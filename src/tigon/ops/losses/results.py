@@ -130,7 +130,7 @@ class Results(NamedTuple):
 
     def spread(self, places: Places, options: LogprobOptions, *, lse: bool) -> Results:
         """The results of all tokens; what is not wanted stays empty."""
-        if places.index is None:
+        if places.index_N is None:
             return self
         ignored = options.ignore_index
         return Results(
