@@ -1,4 +1,4 @@
-"""This process's part of a head that is divided by vocabulary."""
+"""This process's part of an lm_head that is divided by vocabulary."""
 
 from __future__ import annotations
 

@@ -16,10 +16,11 @@ Logits of 16-bit inputs are fp32, unless their product writes exponentials. They
 beside the 16-bit gradient of the whole chunk. They take up to half of the bytes, so a chunk is 30 to 50 % smaller than
 with logits in 16 bits.
 
-For log-probabilities and divergences, `plan_blocks` also splits the vocabulary. That saves memory: a loss, which splits
-the tokens alone, sums dW in fp32 (V · H elements). Tokens are split too if there are more than `_MOST_TOKENS`, because
-every block of columns then reads and writes a sum of dX that takes as long as its products. If the logits of all tokens
-fit, they are kept from forward to backward, which saves a product of each head (`keeps_logits`).
+For log-probabilities and divergences (`linear_logprobs`, `linear_kl`), `plan_blocks` also splits the vocabulary. That
+saves memory: a loss, which splits the tokens alone, sums dW in fp32 (V · H elements). Tokens are split too if there are
+more than `_MOST_TOKENS`, because every block of columns then reads and writes a sum of dX that takes as long as its
+products. If the logits of all tokens fit, they are kept from forward to backward, which saves a product of each head
+(`keeps_logits`).
 """
 
 from __future__ import annotations
