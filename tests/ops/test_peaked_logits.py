@@ -26,7 +26,7 @@ from helpers import (
     worse_of,
 )
 from tigon import linear_cross_entropy, linear_kl, linear_logprobs
-from tigon.ops import OPS, Case, Op, lm_head
+from tigon.ops import OPS, Case, Op, products
 
 HEADS = ("linear_cross_entropy", "linear_logprobs", "linear_kl", "multi_head_linear_cross_entropy")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -104,7 +104,7 @@ def test_gradients_of_a_student_near_its_teacher_are_below_0_7_percent_off(
     exact = of_student(call, x.double(), w.double())
     limit = 7e-3 * (INTERPRETED_BF16_FACTOR if backend.interpreted else 1.0)
     assert all(relative_error(g, e) < limit for g, e in zip(of_student(call, x, w), exact, strict=True))
-    with patch.object(lm_head, "logits_dtype", lambda dtype: dtype):
+    with patch.object(products, "logits_dtype", lambda dtype: dtype):
         assert all(relative_error(g, e) > 0.1 for g, e in zip(of_student(call, x, w), exact, strict=True))
 
 

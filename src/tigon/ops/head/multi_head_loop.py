@@ -20,18 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.dispatch import Primitive
-from tigon.ops.lm_head import logits_dtype, logits_into, no_autocast, product_into
-from tigon.ops.losses.chunk_loop import (
-    ChunkOptions,
-    ChunkTensors,
-    _exp_weight_grad_into,
-    chunk_loop,
-    exp_hidden_grad,
-    needs_fp32_logits,
-)
-from tigon.ops.losses.chunk_plan import even_chunk, split_bytes
-from tigon.ops.losses.common import labels_ahead
+from tigon.ops.head.exponentials import exp_hidden_grad, needs_fp32_logits, weight_grad_into
+from tigon.ops.head.inputs import Head, Wanted
+from tigon.ops.head.loop import ChunkOptions, chunk_loop
+from tigon.ops.head.plan import even_chunk, split_bytes
+from tigon.ops.losses.cross_entropy_rows import TokenLabels
+from tigon.ops.losses.labels import labels_ahead
 from tigon.ops.losses.options import LossOptions
+from tigon.ops.products import logits_dtype, logits_into, no_autocast, product_into
 
 # B batch, T positions, N = B·T tokens, C tokens of a chunk, H hidden, V vocabulary, K heads.
 
@@ -212,9 +208,10 @@ class _Loop:
         want_x, want_w = self.heads.wants(k)
         keep, C = want_x or want_w, int(x_CH.shape[0])
         results = chunk_loop(
-            ChunkTensors(hidden_NH=x_CH, weight_VH=weight_VH, target=target, grad_scale=self.stored_K[k]),
+            Head(x_CH, weight_VH),
+            TokenLabels(target, None, None, self.stored_K[k]),
             ChunkOptions(
-                loss=self.options, chunk=C, logit_tokens=logit_tokens, keep=keep, want_hidden=want_x, want_weight=want_w
+                loss=self.options, chunk=C, logit_tokens=logit_tokens, keep=keep, wanted=Wanted(want_x, want_w)
             ),
         )
         g_CV, factors = results.kept_NV, results.factors
@@ -223,7 +220,7 @@ class _Loop:
             return None
         if dw_VH is not None:
             if factors.numel():
-                _exp_weight_grad_into(g_CV, x_CH, factors, target, dw_VH, accumulate=not first)
+                weight_grad_into(g_CV, x_CH, factors, target, dw_VH, accumulate=not first)
             else:
                 product_into(g_CV.t(), x_CH, dw_VH, accumulate=not first)
         if not want_x:

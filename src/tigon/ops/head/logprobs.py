@@ -7,8 +7,8 @@ of them; `blocks.py` says how it is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,34 +16,18 @@ from torch import Tensor
 
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, first_order
-from tigon.ops.lm_head import check_head, may_wait, settle_dtypes, worth_gathering
-from tigon.ops.logprobs.blocks import (
-    BackwardOptions,
-    HeadTensors,
-    keeps_logits,
-    linear_logprobs_bwd,
-    linear_logprobs_fwd,
-    logit_bytes,
-)
-from tigon.ops.logprobs.divided_logprobs import divided_logprobs
-from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
-from tigon.ops.logprobs.results import Results, finished, public, spread_results
-from tigon.ops.logprobs.rows import (
-    LogprobOptions,
-    Logprobs,
-    Upstream,
-    backward_ids,
-    check_ids,
-    check_options,
-    contiguous,
-    flat_ids,
-    fp16_scales,
-    joined_upstream,
-)
-from tigon.ops.losses import common
-from tigon.ops.losses.chunk_plan import MIB, default_chunk_bytes
-from tigon.ops.losses.options import check_chunk_bytes
-from tigon.ops.vocab_parallel import ANY_VOCABULARY, DividedHead, VocabParallelOptions, divided_head, replicated
+from tigon.ops.head.autograd import head_gradients
+from tigon.ops.head.blocks import BackwardOptions, linear_logprobs_bwd, linear_logprobs_fwd
+from tigon.ops.head.divided import DividedHead
+from tigon.ops.head.inputs import Head, Wanted
+from tigon.ops.head.plan import MIB, LogitBytes, default_chunk_bytes, keeps_logits
+from tigon.ops.losses.labels import Places, may_wait, tokens_that_count
+from tigon.ops.losses.logprob_rows import check_ids, flat_ids, fp16_scales
+from tigon.ops.losses.logprobs import logprobs_oracle, make_ids
+from tigon.ops.losses.options import LogprobOptions, check_chunk_bytes, check_devices, check_logprob_options
+from tigon.ops.losses.results import Logprobs, Results, RowResults
+from tigon.ops.losses.vocabulary import WHOLE, DividedVocabulary, Vocabulary
+from tigon.ops.vocab_parallel import VocabParallelOptions, by_vocabulary, outside_graphs, replicated
 
 # N tokens, H hidden, V vocabulary, K ids of a token, J largest logits of a token.
 
@@ -70,35 +54,33 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, call: LinearLogprobsCall,
-        grad_enabled: bool,
+        vocabulary: Vocabulary, grad_enabled: bool,
     ) -> Results:  # fmt: skip
-        ctx.want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
-        options, index, ids_NK, rows = call.options, call.index, call.ids_NK, hidden_NH.shape[0]
-        if index is not None:
-            hidden_NH, ids_NK = hidden_NH.index_select(0, index), ids_NK.index_select(0, index)
-        (N, _), V = hidden_NH.shape, weight_VH.shape[0]
+        ctx.wanted = wanted = Wanted.of(ctx.needs_input_grad[:3], grad_enabled)
+        places = Places(call.index, hidden_NH.shape[0])
+        head, ids_NK = Head(hidden_NH, weight_VH, bias).at(places), places.take(call.ids_NK)
+        assert ids_NK is not None
         block_bytes, most_kept = call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
-        tensors = HeadTensors(hidden_NH, weight_VH, bias)
-        keep = any(ctx.want) and isinstance(N, int) and keeps_logits(N, V, tensors.logit_bytes, most_kept)
-        computed = linear_logprobs_fwd(tensors, ids_NK, options, keep, block_bytes)
-        if any(ctx.want):
-            all_ids, options_of_backward = backward_ids(ids_NK, computed.topk_ids_NJ, options)
-            ctx.options = options_of_backward
-            kept = computed.kept_NV if keep else None
-            ctx.save_for_backward(
-                hidden_NH, weight_VH, bias, all_ids, computed.stats_2N, computed.entropy_N, kept, index
-            )  # fmt: skip
-        ctx.lse, ctx.rows, ctx.ids = call.lse, rows, ids_NK.shape[1]
-        ctx.block_bytes = most_kept if keep else block_bytes
-        ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
+        known = any(wanted) and isinstance(head.tokens, int)
+        keep = known and keeps_logits(head.tokens, head.vocab, LogitBytes.of(head.dtype), most_kept)
+        kept_NV = None
+
+        def compute(ids_NK: Tensor, options: LogprobOptions) -> RowResults:
+            nonlocal kept_NV
+            if not head.vocab:
+                return of_no_column(head, ids_NK, options)
+            computed = linear_logprobs_fwd(head, ids_NK, options, keep, block_bytes)
+            kept_NV = computed.kept_NV if keep else None
+            return computed.rows  # type: ignore[no-any-return]
+
+        results, saved = vocabulary.results(compute, ids_NK, call.options, call.lse)
+        if any(wanted):
+            ctx.save_for_backward(*head[:3], kept_NV, call.index, *saved)
+        ctx.options, ctx.lse, ctx.vocabulary, ctx.tokens = call.options, call.lse, vocabulary, places.tokens
+        ctx.sizes, ctx.block_bytes = (ids_NK.shape[1], call.options.top_k), most_kept if keep else block_bytes
         ctx.set_materialize_grads(False)
-        lse_N = computed.stats_2N.sum(0) if call.lse else computed.entropy_N.new_empty(0)
-        results = Results(
-            computed.logprob_NK, lse_N, computed.entropy_N, computed.predicted_N, computed.topk_logprob_NJ,
-            computed.topk_ids_NJ,
-        )  # fmt: skip
-        results = spread_results(results, index, rows, options, lse=call.lse)
+        results = results.spread(places, call.options, lse=call.lse)
         ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
         return results
 
@@ -108,46 +90,97 @@ class LinearLogprobs(torch.autograd.Function):
         ctx: Any, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, _dpredicted: Any,
         dtopk: Tensor | None, _dids: Any,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        hidden_NH, weight_VH, bias, ids_NK, stats_2N, entropy_N, kept_NV, index = ctx.saved_tensors
-        acc, N = stats_2N.dtype, hidden_NH.shape[0]
+        hidden_NH, weight_VH, bias, kept_NV, index, *saved = ctx.saved_tensors
+        head, wanted, places = Head(hidden_NH, weight_VH, bias), ctx.wanted, Places(index, ctx.tokens)
         # A compiled graph passes zeros for a result that was not asked for.
         dlse, dentropy = dlse if ctx.lse else None, dentropy if ctx.options.entropy else None
-        dlogprob, dlse, dentropy, dtopk = (
-            g if g is None or index is None else g.index_select(0, index) for g in (dlogprob, dlse, dentropy, dtopk)
-        )
-        dlogprob_NK = joined_upstream(dlogprob, dtopk, stats_2N, (ctx.ids, ctx.options.top_k))
-        dlse, dentropy = contiguous(dlse, acc), contiguous(dentropy, acc)
-        scale = left = None
-        if hidden_NH.dtype == torch.float16 and N:
-            scale, left = fp16_scales(dlogprob_NK, dlse, dentropy, ctx.options)
-        want_hidden, want_weight, want_bias = ctx.want
-        gradients = linear_logprobs_bwd(
-            HeadTensors(hidden_NH, weight_VH, bias),
-            Upstream(ids_NK, stats_2N, entropy_N, dlogprob_NK, dlse, dentropy, scale),
-            kept_NV,
-            ctx.options,
-            BackwardOptions(want_hidden, want_weight, want_bias, ctx.block_bytes, gathered=index is not None),
-        )
-        x_dtype, w_dtype, b_dtype = ctx.dtypes
-        return (
-            finished(gradients.dx_NH, left, index, ctx.rows, x_dtype) if want_hidden else None,
-            finished(gradients.dw_VH, left, None, weight_VH.shape[0], w_dtype) if want_weight else None,
-            finished(gradients.db_V.unsqueeze(1), left, None, weight_VH.shape[0], b_dtype).squeeze(1)
-            if want_bias
-            else None,
-            None,
-            None,
-        )
+        grads = [places.take(grad) for grad in (dlogprob, dlse, dentropy, dtopk)]
+        upstream, options = ctx.vocabulary.upstream(saved, grads, ctx.options, ctx.sizes)
+        left = None
+        if head.dtype == torch.float16 and head.tokens and head.vocab:
+            scale, left = fp16_scales(upstream.dlogprob_NK, upstream.dlse_N, upstream.dentropy_N, options)
+            upstream = replace(upstream, scale=scale)
+        how = BackwardOptions(ctx.block_bytes, ctx.vocabulary is not WHOLE, index is not None)
+        made = linear_logprobs_bwd(head, upstream, kept_NV, options, wanted, how)
+        of_hidden = ctx.vocabulary.sum_hidden(made.dx_NH, left) if wanted.want_hidden else None
+        return *head_gradients(made[:3], wanted, (of_hidden, left), places, head.dtype), None, None, None
+
+
+def of_no_column(head: Head, ids_NK: Tensor, options: LogprobOptions) -> RowResults:
+    """The results of a process that holds no row of the weight: a softmax over nothing."""
+    N, nothing = head.tokens, head.hidden_NH.new_full((2, head.tokens), -torch.inf, dtype=head.sum_dtype)
+    return RowResults(
+        logprob_NK=nothing.new_zeros(ids_NK.shape),
+        stats_2N=nothing,
+        entropy_N=nothing.new_zeros(N if options.entropy else 0),
+        predicted_N=ids_NK.new_zeros(N if options.predicted else 0),
+        topk_logprob_NJ=nothing.new_empty((N, 0)),
+        topk_ids_NJ=ids_NK.new_empty((N, 0)),
+    )
+
+
+def _of_head(head: Head, call: LinearLogprobsCall, vocabulary: Vocabulary) -> Results:
+    # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
+    return Results(*LinearLogprobs.apply(*head[:3], call, vocabulary, torch.is_grad_enabled()))
 
 
 def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearLogprobsCall) -> Results:
-    # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
-    return Results(*LinearLogprobs.apply(hidden, weight, bias, call, torch.is_grad_enabled()))
+    return _of_head(Head(hidden, weight, bias), call, WHOLE)
 
 
 _linear_logprobs = Differentiable("linear_logprobs", _apply)
 
 
+class _Request(NamedTuple):
+    """The checked options of a call, and the shapes of its results."""
+
+    ids_NK: Tensor
+    options: LogprobOptions
+    lse: bool
+    chunk_bytes: tuple[int, int]
+    shape: torch.Size
+    """Of the ids."""
+    rows: torch.Size
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, ids: Tensor, mask: Tensor | None, *, vocab: int, ignore_index: int = -100,
+        outputs: tuple[str, ...] = (), chunk_bytes: int | None = None, **options: Any,
+    ) -> _Request:  # fmt: skip
+        check_devices(hidden=hidden, ids=ids, mask=mask)
+        checked = check_logprob_options(vocab=vocab, ignore_index=ignore_index, outputs=outputs, **options)
+        check_chunk_bytes(chunk_bytes)
+        rows = hidden.shape[:-1]
+        ids_NK = flat_ids(ids, mask, rows, ignore_index, "hidden")
+        return cls(ids_NK, checked, "lse" in outputs, default_chunk_bytes(hidden, chunk_bytes), ids.shape, rows)
+
+    def public(self, results: Results) -> Tensor | Logprobs:
+        return results.public(self.shape, self.rows, self.options, self.lse)
+
+
+@outside_graphs
+def _divided(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None,
+    vocab_parallel: VocabParallelOptions | None = None, **options: Any,
+) -> Tensor | Logprobs:  # fmt: skip
+    """`linear_logprobs` for a head that is divided by vocabulary."""
+    divided = DividedHead.of(hidden, weight, bias, vocab_parallel)
+    ids, mask = replicated(ids, "ids"), replicated(mask, "mask")
+    request = _Request.of(divided.hidden, ids, mask, vocab=divided.most_top_k, **options)
+    return request.public(divided_logprobs(divided, request.ids_NK.long(), request.options, request.chunk_bytes))
+
+
+def divided_logprobs(
+    divided: DividedHead, ids_NK: Tensor, options: LogprobOptions, chunk_bytes: tuple[int, int]
+) -> Results:  # fmt: skip
+    """The results for ids (N, K) of the whole vocabulary."""
+    divided.check_labels(ids_NK, options.ignore_index)
+    index = divided.tokens_that_count(ids_NK, options.ignore_index)
+    call = LinearLogprobsCall(ids_NK=ids_NK, index=index, options=options, lse=True, chunk_bytes=chunk_bytes)
+    return _of_head(divided.head, call, DividedVocabulary(divided.part))
+
+
+@by_vocabulary(_divided, weight=1)
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -204,57 +237,22 @@ def linear_logprobs(
             TIGON_CHECK=1; otherwise the log-probability on a GPU is NaN.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    divided = divided_head(hidden, weight, bias, vocab_parallel)
-    if divided is not None:
-        hidden, ids, mask = divided.hidden, replicated(ids, "ids"), replicated(mask, "mask")
-    else:
-        check_head(hidden, weight, bias)
-    common.check_devices(hidden=hidden, weight=weight, bias=bias, ids=ids, mask=mask)
-    options = check_options(
-        ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature, top_k=top_k,
-        outputs=outputs, vocab=_most_top_k(weight, divided),
+    head = Head.of(hidden, weight, bias)
+    request = _Request.of(
+        hidden, ids, mask, vocab=head.vocab, ignore_index=ignore_index, outputs=outputs, top_k=top_k,
+        temperature=temperature, softcap=softcap, logit_scale=logit_scale, chunk_bytes=chunk_bytes,
     )  # fmt: skip
-    check_chunk_bytes(chunk_bytes)
-    rows = hidden.shape[:-1]
-    ids_NK = flat_ids(ids, mask, rows, ignore_index, "hidden")
-    bytes_of_blocks = default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
-    if divided is not None:
-        results = divided_logprobs(divided, ids_NK, options, bytes_of_blocks)
-        return public(results, ids.shape, rows, options, "lse" in outputs)
-    hidden, weight, bias = settle_dtypes(hidden, weight, bias)
+    ids_NK = request.ids_NK
     if may_wait(ids_NK):
         # Checked here so that the message names the caller's position: tokens are dropped below.
-        check_ids(hidden, ids_NK, weight.shape[0], ignore_index)
+        check_ids(head.hidden_NH, ids_NK, head.vocab, ignore_index)
+    pays = 6 * head.tokens * head.weight_VH.numel() >= WORTH_A_WAIT_FLOPS["ids" if mask is None else "mask"]
+    index = tokens_that_count(ids_NK, lambda: (ids_NK != ignore_index).any(1), wait_pays=pays)
     call = LinearLogprobsCall(
-        ids_NK=ids_NK,
-        index=rows_that_count(ids_NK, ignore_index, weight, "ids" if mask is None else "mask"),
-        options=options,
-        lse="lse" in outputs,
-        chunk_bytes=bytes_of_blocks,
+        ids_NK=ids_NK, index=index, options=request.options, lse=request.lse, chunk_bytes=request.chunk_bytes
     )
     apply = _linear_logprobs if torch.compiler.is_compiling() else _apply
-    results = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
-    return public(results, ids.shape, rows, options, "lse" in outputs)
-
-
-def _most_top_k(weight: Tensor, divided: DividedHead | None) -> int:
-    """The whole vocabulary; a bound of it for a divided head whose other parts are unknown."""
-    if divided is None or divided.vocab is not None:
-        return weight.shape[0]
-    return ANY_VOCABULARY
-
-
-def rows_that_count(ids_NK: Tensor, ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:
-    """Flat positions of the tokens that count, or None to compute all.
-
-    All are computed if few are left out, if the host cannot wait for their number, or if waiting takes longer than the
-    products of all tokens.
-    """
-    N = ids_NK.shape[0]
-    if not may_wait(ids_NK) or (ids_NK.is_cuda and 6 * N * weight_VH.numel() < WORTH_A_WAIT_FLOPS[by]):
-        return None
-    index_N = (ids_NK != ignore_index).any(1).nonzero().squeeze(1)
-    return worth_gathering(index_N, N)
+    return request.public(apply(head.hidden_NH, head.weight_VH, head.bias, call))
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -294,7 +292,7 @@ def _cost(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> Cost:
     # Four products of 2·N·H·V operations; operands move once in each pass. Logits are written and read twice, their
     # gradient is written once and read twice.
     H, V = weight.shape[1], weight.shape[0]
-    N, size = hidden.numel() // H, logit_bytes(hidden.dtype)
+    N, size = hidden.numel() // H, LogitBytes.of(hidden.dtype)
     return Cost(
         moved_bytes=3 * (hidden.nbytes + weight.nbytes) + N * V * (4 * size.logits + 3 * size.gradients),
         saved_bytes=hidden.nbytes + weight.nbytes,

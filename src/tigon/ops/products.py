@@ -1,80 +1,24 @@
-"""Parts of all ops over hidden states and an lm_head: the rows to compute, the dtype, and the matrix products."""
+"""Matrix products into given memory, and the dtype they have: for all ops over hidden states and weights."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.errors import ShapeError
 from tigon.ops import dispatch
-from tigon.ops.dispatch import check_dtype
 
 # N tokens, C tokens of a chunk, H hidden, V vocabulary.
-
-# --- rows ---
-
-_LEFT_OUT = 1 / 64
-
-
-def worth_gathering(index_N: Tensor, rows: int) -> Tensor | None:
-    """`index_N`, or None if it lacks so few rows that computing all rows is cheaper than gathering the others.
-
-    Gathering copies N·H elements, and scattering the gradients copies as many again. In every text the last label is
-    ignored, which is about one row in a thousand.
-    """
-    return index_N if rows - index_N.shape[0] > _LEFT_OUT * rows else None
-
-
-def may_wait(target: Tensor) -> bool:
-    """Whether the host may read `target`: not while compiling, tracing fakes or capturing a CUDA graph."""
-    if torch.compiler.is_compiling() or type(target) is not Tensor or target.is_meta or not target.numel():
-        return False
-    return not (target.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Tensor:
-    """`values` at their flat positions among `rows`, `fill` elsewhere."""
-    return values if index is None else values.new_full((rows,), fill).index_copy_(0, index, values)
 
 
 def keeps_graph() -> bool:
     """Whether the running backward keeps the graph, so that a second backward may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-# --- arguments ---
-
-
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """Raise unless hidden is (..., H), weight (V, H) and bias (V,), of supported dtypes.
-
-    prefix: what the arguments' names begin with in the messages.
-    """
-    check_dtype(hidden, weight, bias)
-    if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[1]:
-        raise ShapeError(
-            f"{prefix}hidden is {tuple(hidden.shape)}, {prefix}weight is {tuple(weight.shape)}; they must be (..., H) "
-            "and (V, H). "
-            "A weight with no elements is sharded: gather it first (inside the lm_head's own forward it is whole)."
-        )
-    V = weight.shape[0]
-    if V == 0:
-        raise ShapeError("the vocabulary has 0 classes; V must be at least 1.")
-    if bias is not None and bias.shape != (V,):
-        raise ShapeError(f"{prefix}bias is {tuple(bias.shape)}; it must be {(V,)}.")
-
-
-def settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """hidden, weight and bias in the dtype of the products; the casts are differentiable."""
-    dtype = product_dtype(hidden, weight)
-    if dtype is hidden.dtype and dtype is weight.dtype and bias is None:
-        return hidden, weight, None  # a cast to the same dtype takes 0.5 us of host time
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous()
 
 
 def product_dtype(hidden: Tensor, *others: Tensor) -> torch.dtype:
@@ -83,24 +27,6 @@ def product_dtype(hidden: Tensor, *others: Tensor) -> torch.dtype:
     if device != "meta" and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return functools.reduce(torch.promote_types, (t.dtype for t in others), hidden.dtype)
-
-
-# --- products ---
-
-
-def logits_buffer(rows: int, vocab: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A buffer for (rows, V) logits, or for their gradient; `like`'s dtype unless another is given.
-
-    For kernels, rows start at a multiple of 16 bytes, because unaligned rows halve the width of every load. On the CPU
-    rows are contiguous: its bf16 product (oneDNN for AMX, torch 2.13) multiplies the padding between rows by 0, which
-    gives NaN if that memory holds a NaN.
-    """
-    dtype = like.dtype if dtype is None else dtype
-    if dispatch.planned_device(like) == "cpu" and not dispatch.uses_kernel(like):
-        return like.new_empty((rows, vocab), dtype=dtype)
-    align = 16 // dtype.itemsize
-    padded = -(-vocab // align) * align
-    return like.new_empty((rows, padded), dtype=dtype)[:, :vocab]
 
 
 _WORTH_SPLITTING = 1024
@@ -121,6 +47,9 @@ def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
     product. For one token, the weight gradient is a column times a row, and gets such a kernel too. It takes 829 us for
     128256 x 4096; writing the result alone takes 250 us. Padding both factors with zeros avoids it.
     """
+    if (trace := dispatch.planned()) is not None:  # cuBLAS does not cast the factors, as the CPU's product would
+        trace.count(flops=2.0 * math.prod(a.shape) * b.shape[1], dtype=a.dtype)
+        return
     if a.shape[1] == 1:
         line = 16 // a.element_size()
         a, b = F.pad(a, (0, line - 1)), F.pad(b, (0, 0, 0, line - 1))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tigon.ops import dispatch
-from tigon.ops.logprobs.rows import LogprobOptions, _slices, squashed
-from tigon.ops.losses.common import FP16_SCALE
+from tigon.ops.losses.logprob_rows import row_slices, squashed
+from tigon.ops.losses.options import LogprobOptions
+from tigon.ops.losses.reduction import FP16_SCALE
 
 # N rows (tokens), C columns of a block, V vocabulary.
 
@@ -130,7 +131,7 @@ def divergence(
         divergence_of_rows(logits, rows, options, statistics, terms)
         return
     N, C = logits.p_NC.shape
-    for at in _slices(N, 2 * C):
+    for at in row_slices(N, 2 * C):
         _divergence_reference(logits.part(at), rows.part(at), options, statistics, terms)
 
 
@@ -144,7 +145,7 @@ def divergence_gradient(
         gradient_of_block(logits, upstream, options, p_grad_NC, q_grad_NC)
         return
     N, C = logits.p_NC.shape
-    for at in _slices(N, 2 * C):
+    for at in row_slices(N, 2 * C):
         grads = (None if g is None else g[at] for g in (p_grad_NC, q_grad_NC))
         _gradient_reference(logits.part(at), upstream.part(at), options, *grads)
 

@@ -7,97 +7,27 @@ block of columns to the statistics of the rows, and `gradient_into` turns a bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tigon.errors import DtypeError, OptionError, ShapeError
+from tigon.errors import DtypeError, ShapeError
 from tigon.ops import dispatch
-from tigon.ops.dispatch import check_number, check_whole
-from tigon.ops.losses.common import FP16_SCALE, check_labels, wants_label_check
+from tigon.ops.losses.labels import check_labels, wants_label_check
+from tigon.ops.losses.options import LogprobOptions
+from tigon.ops.losses.reduction import FP16_SCALE
+from tigon.ops.losses.results import RowResults
 
 # N rows (tokens), C columns of a block, V vocabulary, K ids of a row, J largest logits of a row.
 
-OUTPUTS = ("lse", "entropy", "predicted")
 _BLOCK_ELEMENTS = 1 << 19
 """Elements of the rows that the reference computes at once: 2 MiB of fp32, which stay in cache."""
 NO_ID = -(1 << 31)
 """The `ignore_index` of ids that tigon has written."""
 _LARGEST_LOGPROB = 16.0
 """|log p| of the tokens that matter to an entropy's gradient p · (log p + entropy), for fp16's range."""
-
-
-class Logprobs(NamedTuple):
-    """The result of `logprobs` and `linear_logprobs` with `outputs` or `top_k`. Results not asked for are None.
-
-    All are 0 (ids: ignore_index) where a token is left out. All but `predicted` and `topk_ids` are differentiable.
-
-    logprob: log p(id), fp32, the shape of ids.
-    lse: log-sum-exp of the logits, fp32, (...).
-    entropy: -Σ p log p in nats, fp32, (...).
-    predicted: index of the largest logit, int64, (...).
-    topk_logprob: log p of the `top_k` largest logits, largest first, fp32, (..., top_k).
-    topk_ids: their indices, int64, (..., top_k).
-    """
-
-    logprob: Tensor
-    lse: Tensor | None = None
-    entropy: Tensor | None = None
-    predicted: Tensor | None = None
-    topk_logprob: Tensor | None = None
-    topk_ids: Tensor | None = None
-
-
-class LogprobOptions(NamedTuple):
-    """The results that a call computes."""
-
-    ignore_index: int = -100
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float = 1.0
-    top_k: int = 0
-    entropy: bool = False
-    predicted: bool = False
-
-
-def check_options(
-    *, ignore_index: int, softcap: float | None, logit_scale: float, temperature: float, top_k: int,
-    outputs: Collection[str], vocab: int,
-) -> LogprobOptions:  # fmt: skip
-    """The options of a call; raises `OptionError` for an invalid value."""
-    check_whole("ignore_index", ignore_index)
-    softcap, logit_scale = check_logit_map(softcap, logit_scale)
-    temperature = check_temperature(temperature)
-    check_whole("top_k", top_k)
-    if not 0 <= top_k <= vocab:
-        raise OptionError(f"top_k={top_k} is outside [0, {vocab}], the vocabulary; leave it out for none.")
-    if isinstance(outputs, str) or not isinstance(outputs, (tuple, list, set, frozenset)):
-        raise OptionError(f"outputs={outputs!r} must be a tuple of names; choose from {', '.join(OUTPUTS)}.")
-    for name in outputs:
-        if name not in OUTPUTS:
-            raise OptionError(f"outputs names {name!r}; choose from {', '.join(OUTPUTS)}.")
-    return LogprobOptions(
-        ignore_index, softcap, logit_scale, temperature, top_k, "entropy" in outputs, "predicted" in outputs
-    )
-
-
-def check_logit_map(softcap: float | None, logit_scale: float, prefix: str = "") -> tuple[float | None, float]:
-    """softcap and logit_scale as floats; raises `OptionError` for an invalid value, with `prefix` before its name."""
-    if softcap is not None and not 0.0 < check_number(f"{prefix}softcap", softcap) < math.inf:
-        raise OptionError(f"{prefix}softcap={softcap} must be positive and finite; pass None for no cap.")
-    if not -math.inf < check_number(f"{prefix}logit_scale", logit_scale) < math.inf or logit_scale == 0:
-        raise OptionError(f"{prefix}logit_scale={logit_scale} must be finite and not 0; leave it out for none.")
-    return None if softcap is None else float(softcap), float(logit_scale)
-
-
-def check_temperature(temperature: float) -> float:
-    """The temperature as a float; raises `OptionError` unless it is positive and finite."""
-    if not 0.0 < check_number("temperature", temperature) < math.inf:
-        raise OptionError(f"temperature={temperature} must be positive and finite; 1.0 leaves the logits as they are.")
-    return float(temperature)
 
 
 def flat_ids(ids: Tensor, mask: Tensor | None, rows: torch.Size, ignore_index: int, of: str) -> Tensor:
@@ -180,8 +110,14 @@ class Rows:
     def ignored_N(self, ignore_index: int) -> Tensor:
         return (self.ids_NK == ignore_index).all(1)
 
-    def topk_logprob(self, options: LogprobOptions) -> Tensor:
-        """Log-probabilities of `topk_ids_NJ`; call it after the last block."""
+    def results(self, options: LogprobOptions) -> RowResults:
+        """The results; call it after the last block."""
+        return RowResults(
+            self.logprob_NK, self.stats_2N, self.entropy_N, self.predicted_N, self._topk_logprob(options),
+            self.topk_ids_NJ,
+        )  # fmt: skip
+
+    def _topk_logprob(self, options: LogprobOptions) -> Tensor:
         if not options.top_k:
             return self.topk_raw_NJ
         z, _ = squashed(self.topk_raw_NJ, options)
@@ -260,13 +196,13 @@ def add_block(block: Block, rows: Rows, options: LogprobOptions) -> None:
         logprob_statistics(block, rows, options)
     else:
         N, C = block.logits_NC.shape
-        for at in _slices(N, C):
+        for at in row_slices(N, C):
             _add_reference(block, rows, options, at)
     if options.top_k:
         _add_top(block, rows, options)
 
 
-def _slices(N: int, C: int) -> list[slice]:
+def row_slices(N: int, C: int) -> list[slice]:
     rows = max(1, _BLOCK_ELEMENTS // max(C, 1))
     return [slice(start, min(start + rows, N)) for start in range(0, N, rows)]
 
@@ -337,7 +273,7 @@ def gradient_into(block: Block, upstream: Upstream, options: LogprobOptions, gra
         logprob_gradient(block, upstream, options, grad_NC)
         return
     N, C = block.logits_NC.shape
-    for at in _slices(N, C):
+    for at in row_slices(N, C):
         _gradient_reference(
             Block(block.logits_NC[at], block.first, block.vocab), upstream.part(at), options, grad_NC[at]
         )
@@ -369,19 +305,23 @@ def _gradient_reference(block: Block, upstream: Upstream, options: LogprobOption
     grad_NC.copy_(dz.masked_fill_(~counts.any(1).unsqueeze(1), 0.0))
 
 
-def backward_ids(ids_NK: Tensor, topk_ids_NJ: Tensor, options: LogprobOptions) -> tuple[Tensor, LogprobOptions]:
-    """(the ids whose log-probabilities have gradients, (N, K + J), and the options that the backward reads them with)
+def backward_ids(ids_NK: Tensor, topk_ids_NJ: Tensor, options: LogprobOptions) -> Tensor:
+    """The ids whose log-probabilities have gradients, (N, K + J), for `backward_options`.
 
     The largest logits are ids like the others. One of them may equal `ignore_index`, such as a padding token's, so ids
     that are left out get a number that no vocabulary has.
     """
     if not options.top_k:
-        return ids_NK, options
+        return ids_NK
     ids_NK = ids_NK.long()
     left_out = ids_NK == options.ignore_index
     of_row = left_out.all(1, keepdim=True)
-    all_ids = torch.cat([torch.where(left_out, NO_ID, ids_NK), torch.where(of_row, NO_ID, topk_ids_NJ)], 1)
-    return all_ids, options._replace(ignore_index=NO_ID)
+    return torch.cat([torch.where(left_out, NO_ID, ids_NK), torch.where(of_row, NO_ID, topk_ids_NJ)], 1)
+
+
+def backward_options(options: LogprobOptions) -> LogprobOptions:
+    """The options that the backward reads `backward_ids` with."""
+    return options._replace(ignore_index=NO_ID) if options.top_k else options
 
 
 def joined_upstream(

@@ -1,14 +1,19 @@
 """Divergence per token between a student's and a teacher's distribution, without holding all the logits.
 
-Distillation losses are sums of these. The gradient exists for any upstream gradient; `kl_blocks.py` says how it is
+Distillation losses are sums of these. The gradient exists for any upstream gradient; `blocks.py` says how it is
 computed.
+
+Two heads that are divided alike by vocabulary exchange the statistics of each chunk, because a divergence's terms need
+the log-sum-exps of both whole rows of logits. So the kernel runs twice on each process's columns. The divergence and
+the means for its gradient are sums over columns, so one all-reduce at the end adds them up. The columns of the largest
+z_p and z_q are those of one process. The others get column -1, which no block has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +22,34 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError, ShardingError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_number, first_order
-from tigon.ops.lm_head import check_head, may_wait, settle_dtypes, spread, worth_gathering
-from tigon.ops.logprobs.blocks import keeps_logits, logit_bytes
-from tigon.ops.logprobs.divided_kl import DividedKlCall, divided_kl
-from tigon.ops.logprobs.kl_backward import kl_gradients, save_for_backward
-from tigon.ops.logprobs.kl_blocks import HeadPair, linear_kl_fwd
-from tigon.ops.logprobs.kl_rows import DivergenceRows, KlOptions
-from tigon.ops.logprobs.linear_logprobs import WORTH_A_WAIT_FLOPS
-from tigon.ops.logprobs.rows import check_logit_map, check_mask, check_temperature
-from tigon.ops.losses import common
-from tigon.ops.losses.chunk_plan import MIB, default_chunk_bytes
-from tigon.ops.losses.options import check_chunk_bytes
-from tigon.ops.vocab_parallel import DividedHead, VocabParallelOptions, divided_head, replicated
+from tigon.ops.head.autograd import head_gradients
+from tigon.ops.head.blocks import (
+    BackwardOptions,
+    HeadPair,
+    KlResults,
+    PairBuffers,
+    WantedPair,
+    linear_kl_bwd,
+    linear_kl_fwd,
+    rows_at_once,
+)
+from tigon.ops.head.divided import DividedHead
+from tigon.ops.head.inputs import Head, Wanted
+from tigon.ops.head.logprobs import WORTH_A_WAIT_FLOPS
+from tigon.ops.head.plan import MIB, LogitBytes, default_chunk_bytes, keeps_logits
+from tigon.ops.losses.divergence_rows import DivergenceRows, KlOptions, KlUpstream, divergence, fp16_scale
+from tigon.ops.losses.labels import Places, tokens_that_count
+from tigon.ops.losses.logprob_rows import check_mask, contiguous
+from tigon.ops.losses.options import check_chunk_bytes, check_devices, check_logit_map, check_temperature
+from tigon.ops.products import no_autocast
+from tigon.ops.vocab_parallel import (
+    VocabParallelOptions,
+    by_vocabulary,
+    exchange,
+    is_dtensor,
+    outside_graphs,
+    replicated,
+)
 
 # N tokens, H hidden, V vocabulary.
 
@@ -48,32 +69,138 @@ class LinearKlCall:
     """(most bytes of logits and of their gradient in a block, most bytes if logits are kept)"""
 
 
+class _Vocabulary(Protocol):
+    """How the columns of both rows of logits are held."""
+
+    def most_rows(self, pair: HeadPair) -> int:
+        """The most rows of a weight that a process holds."""
+
+    def forward(self, pair: HeadPair, call: LinearKlCall, keep: bool) -> KlResults: ...
+
+    def sum_hidden(self, dx_NH: Tensor) -> None:
+        """Add up the gradient of hidden over all columns, in place."""
+
+
+class _Whole:
+    """All columns are in this process."""
+
+    def most_rows(self, pair: HeadPair) -> int:
+        return pair.p.vocab
+
+    def forward(self, pair: HeadPair, call: LinearKlCall, keep: bool) -> KlResults:
+        return linear_kl_fwd(pair, call.counts_N, call.options, keep, call.chunk_bytes[0])  # type: ignore[no-any-return]
+
+    def sum_hidden(self, dx_NH: Tensor) -> None:
+        pass
+
+
+_WHOLE = _Whole()
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """This process has some columns of both."""
+
+    part: VocabParallelOptions
+    most: int
+    """The most rows that a process holds. They decide the chunks, of which each process must have as many."""
+
+    def most_rows(self, pair: HeadPair) -> int:
+        return self.most
+
+    def forward(self, pair: HeadPair, call: LinearKlCall, keep: bool) -> KlResults:
+        (N, U), options = pair.size, call.options
+        plan = rows_at_once(pair, self.most, keep, call.chunk_bytes[0])
+        buffers, results = PairBuffers(pair, plan), pair.empty_rows(call.counts_N)
+        with no_autocast(pair.p.hidden_NH):
+            for at in plan.token_slices(N):
+                logits, of_rows = buffers.view(at.stop - at.start, U), results.part(at)
+                if U:
+                    pair.logits_into(logits, at, slice(0, U))
+                    divergence(logits, of_rows, options, terms=False)
+                _exchange_statistics(of_rows, self.part, has_columns=U > 0)
+                if U:
+                    divergence(logits, of_rows, options, statistics=False)
+        _add_up(results, self.part, has_columns=U > 0)
+        return KlResults.of(pair, results, buffers if keep and U else None)
+
+    def sum_hidden(self, dx_NH: Tensor) -> None:
+        self.part.sum_hidden_grad(dx_NH)
+
+
 class LinearKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *tensors, call, grad_enabled = args
-        pair, index, rows = HeadPair(*tensors), call.index, tensors[0].shape[0]
-        ctx.want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:6])
-        pair = pair if index is None else pair.tokens_at(index)
-        block_bytes, most_kept = call.chunk_bytes
+        *tensors, call, vocabulary, grad_enabled = args
+        wanted = WantedPair(*(Wanted.of(ctx.needs_input_grad[at : at + 3], grad_enabled) for at in (0, 3)))
+        places = Places(call.index, tensors[0].shape[0])
+        pair, trained = HeadPair(Head(*tensors[:3]), Head(*tensors[3:])).at(places), any(map(any, wanted))
+        (N, _), (block_bytes, most_kept) = pair.size, call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
-        keep = (
-            any(ctx.want)
-            and isinstance(pair.tokens, int)
-            and keeps_logits(pair.tokens, pair.vocab, pair.logit_bytes(ctx.want), most_kept)
-        )
-        computed = linear_kl_fwd(pair, call.counts_N, call.options, keep, block_bytes)
-        if any(ctx.want):
-            rows_of_results = DivergenceRows(call.counts_N, computed.value_N, computed.stats_8N, computed.peaks_2N)
-            kept = (computed.p_kept_NV, computed.q_kept_NV) if keep else None
-            save_for_backward(ctx, pair, call.counts_N, index, rows_of_results, kept)
-        ctx.options, ctx.rows, ctx.block_bytes = call.options, rows, most_kept if keep else block_bytes
-        return spread(computed.value_N, index, rows, 0.0)
+        known = trained and isinstance(N, int)
+        keep = known and keeps_logits(N, vocabulary.most_rows(pair), pair.logit_bytes(wanted), most_kept)
+        computed = vocabulary.forward(pair, call, keep)
+        if trained:
+            kept = computed[3:] if keep and pair.p.vocab else (None, None)
+            ctx.save_for_backward(
+                *pair.p[:3], *pair.q[:3], call.index, call.counts_N, computed.stats_8N, computed.peaks_2N, *kept
+            )  # fmt: skip
+        ctx.wanted, ctx.tokens, ctx.options, ctx.vocabulary = wanted, places.tokens, call.options, vocabulary
+        ctx.block_bytes = most_kept if keep else block_bytes
+        return places.spread(computed.value_N, 0.0)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
-        return (*kl_gradients(ctx, dvalue_N, None), None, None)
+        *tensors, index, counts_N, stats_8N, peaks_2N, p_kept_NV, q_kept_NV = ctx.saved_tensors
+        places = Places(index, ctx.tokens)
+        pair, options, vocabulary = HeadPair(Head(*tensors[:3]), Head(*tensors[3:])), ctx.options, ctx.vocabulary
+        dvalue_N = contiguous(places.take(dvalue_N), stats_8N.dtype)
+        p_scale, p_left = _scales(pair.p, dvalue_N, options, is_p=True)
+        q_scale, q_left = _scales(pair.q, dvalue_N, options, is_p=False)
+        upstream = KlUpstream(counts_N, stats_8N, peaks_2N, dvalue_N, p_scale, q_scale)
+        how = BackwardOptions(ctx.block_bytes, fp32_hidden=vocabulary is not _WHOLE)
+        made = linear_kl_bwd(pair, upstream, p_kept_NV, q_kept_NV, options, ctx.wanted, how)
+        results: list[Tensor | None] = []
+        for head, wanted, side, left in zip(pair, ctx.wanted, (made[:3], made[3:]), (p_left, q_left), strict=True):
+            if wanted.want_hidden:
+                vocabulary.sum_hidden(side[0])
+            results += head_gradients(side, wanted, (left, left), places, head.dtype)
+        return *results, None, None, None
+
+
+def _scales(head: Head, dvalue_N: Tensor, options: KlOptions, *, is_p: bool) -> tuple[Tensor | None, Tensor | None]:
+    """(factor of a side's stored gradient, factor still to multiply by); None for 1."""
+    if head.dtype != torch.float16 or not head.tokens:
+        return None, None
+    return fp16_scale(dvalue_N, options.p if is_p else options.q, is_difference=options.is_jsd or not is_p)
+
+
+def _exchange_statistics(rows: DivergenceRows, part: VocabParallelOptions, has_columns: bool) -> None:
+    """Replace the statistics of this process's columns by those of all columns."""
+    stats_8N, peaks_2N = rows.stats_8N, rows.peaks_2N
+    if not has_columns:
+        stats_8N[:4] = -torch.inf
+    (of_all,) = exchange(part, [stats_8N[:4].t()], stats_8N.dtype)
+    mine = part.rank
+    for side, m_at in enumerate((0, 2)):
+        m, log_s = of_all[..., m_at], of_all[..., m_at + 1]
+        top_N = m.amax(0)
+        base_N = torch.where(top_N == -torch.inf, 0.0, top_N)
+        stats_8N[m_at] = top_N
+        stats_8N[m_at + 1] = torch.logsumexp((m - base_N) + log_s, 0)
+        has_peak_N = (m == top_N).to(torch.uint8).argmax(0) == mine
+        peaks_2N[side] = torch.where(has_peak_N, peaks_2N[side], -1) if has_columns else -1
+
+
+def _add_up(rows: DivergenceRows, part: VocabParallelOptions, has_columns: bool) -> None:
+    """Add up the divergences and the means over the processes, in place."""
+    sums = torch.cat([rows.value_N.unsqueeze(0), rows.stats_8N[4:6]])
+    if not has_columns:
+        sums.zero_()
+    part.all_reduce(sums)
+    rows.value_N.copy_(sums[0])
+    rows.stats_8N[4:6] = sums[1:]
 
 
 def _apply(
@@ -82,12 +209,94 @@ def _apply(
 ) -> Tensor:  # fmt: skip
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     sides = (p_hidden, p_weight, p_bias, q_hidden, q_weight, q_bias)
-    return LinearKl.apply(*sides, call, torch.is_grad_enabled())  # type: ignore[no-any-return]
+    return LinearKl.apply(*sides, call, _WHOLE, torch.is_grad_enabled())  # type: ignore[no-any-return]
 
 
 _linear_kl = Differentiable("linear_kl", _apply)
 
 
+class _Request(NamedTuple):
+    """The checked options of a call."""
+
+    student_first: bool
+    """Whether p is the student."""
+    options: KlOptions
+    mask_N: Tensor | None
+    chunk_bytes: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, teacher_hidden: Tensor, mask: Tensor | None, *, kind: str = "forward", beta: float = 0.5,
+        temperature: float = 1.0, softcap: float | None = None, teacher_softcap: float | None = None,
+        logit_scale: float = 1.0, teacher_logit_scale: float = 1.0, chunk_bytes: int | None = None,
+    ) -> _Request:  # fmt: skip
+        rows = hidden.shape[:-1]
+        check_devices(hidden=hidden, teacher_hidden=teacher_hidden, mask=mask)
+        if teacher_hidden.shape[:-1] != rows:
+            raise ShapeError(
+                f"hidden has tokens {tuple(rows)}, teacher_hidden has {tuple(teacher_hidden.shape[:-1])}; they must "
+                "agree."
+            )
+        if mask is not None:
+            check_mask(mask, rows)
+        check_chunk_bytes(chunk_bytes)
+        student, teacher = (
+            check_logit_map(softcap, logit_scale), check_logit_map(teacher_softcap, teacher_logit_scale, "teacher_")
+        )  # fmt: skip
+        temperature = check_temperature(temperature)
+        student_first, share = _direction(kind, beta)
+        maps = (*student, *teacher) if student_first else (*teacher, *student)
+        mask_N = None if mask is None else mask.reshape(-1)
+        return cls(
+            student_first, KlOptions(share, temperature, *maps), mask_N, default_chunk_bytes(hidden, chunk_bytes)
+        )  # fmt: skip
+
+    def call(self, index: Tensor | None) -> LinearKlCall:
+        counts_N = None if self.mask_N is None or index is not None else self.mask_N.to(torch.uint8)
+        return LinearKlCall(counts_N=counts_N, index=index, options=self.options, chunk_bytes=self.chunk_bytes)
+
+
+def _check_vocabularies(weight: Tensor, teacher_weight: Tensor) -> None:
+    if weight.shape[0] != teacher_weight.shape[0]:
+        raise ShapeError(
+            f"weight has {weight.shape[0]} classes, teacher_weight has {teacher_weight.shape[0]}; they must agree. If "
+            "one is padded, pass its first rows."
+        )
+
+
+def _tokens(mask_N: Tensor | None, *, wait_pays: bool) -> Tensor | None:
+    return None if mask_N is None else tokens_that_count(mask_N, lambda: mask_N, wait_pays=wait_pays)
+
+
+@outside_graphs
+def _divided(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *, bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None, mask: Tensor | None = None, vocab_parallel: VocabParallelOptions | None = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """`linear_kl` for two heads that are divided alike by vocabulary."""
+    alike = vocab_parallel is not None or is_dtensor(weight) == is_dtensor(teacher_weight)
+    if alike:
+        student = DividedHead.of(hidden, weight, bias, vocab_parallel)
+        teacher = DividedHead.of(teacher_hidden, teacher_weight, teacher_bias, vocab_parallel, "teacher_")
+        alike = student.part == teacher.part
+    if not alike:
+        raise ShardingError(
+            "weight and teacher_weight are not divided alike by vocabulary. Divide both over the same processes, into "
+            "the same rows."
+        )
+    request = _Request.of(student.hidden, teacher.hidden, replicated(mask, "mask"), **options)
+    _check_vocabularies(student.weight, teacher.weight)
+    # The mask alone decides, because processes with different numbers of rows must drop the same tokens.
+    call = request.call(_tokens(request.mask_N, wait_pays=True))
+    p, q = (student, teacher) if request.student_first else (teacher, student)
+    vocabulary = _Divided(student.part, student.most_rows())
+    sides = (*p.head[:3], *q.head[:3])
+    found: Tensor = LinearKl.apply(*sides, call, vocabulary, torch.is_grad_enabled())
+    return found.view(student.hidden.shape[:-1])
+
+
+@by_vocabulary(_divided, weight=1, teacher_weight=3)
 def linear_kl(
     hidden: Tensor,
     weight: Tensor,
@@ -159,70 +368,20 @@ def linear_kl(
             is given without a process group.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    divided = _divided_pair((hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), vocab_parallel)
-    if divided is None:
-        check_head(hidden, weight, bias)
-        check_head(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
-    else:
-        (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = (head.tensors for head in divided)
-        mask = replicated(mask, "mask")
-    common.check_devices(
-        hidden=hidden, weight=weight, bias=bias, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight,
-        teacher_bias=teacher_bias, mask=mask,
+    student, teacher = Head.of(hidden, weight, bias), Head.of(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
+    request = _Request.of(
+        hidden, teacher_hidden, mask, kind=kind, beta=beta, temperature=temperature, softcap=softcap,
+        teacher_softcap=teacher_softcap, logit_scale=logit_scale, teacher_logit_scale=teacher_logit_scale,
+        chunk_bytes=chunk_bytes,
     )  # fmt: skip
-    rows = hidden.shape[:-1]
-    if teacher_hidden.shape[:-1] != rows:
-        raise ShapeError(
-            f"hidden has tokens {tuple(rows)}, teacher_hidden has {tuple(teacher_hidden.shape[:-1])}; they must agree."
-        )
-    if weight.shape[0] != teacher_weight.shape[0]:
-        raise ShapeError(
-            f"weight has {weight.shape[0]} classes, teacher_weight has {teacher_weight.shape[0]}; they must agree. If "
-            "one is padded, pass its first rows."
-        )
-    if mask is not None:
-        check_mask(mask, rows)
-    check_chunk_bytes(chunk_bytes)
-    student_map = check_logit_map(softcap, logit_scale)
-    teacher_map = check_logit_map(teacher_softcap, teacher_logit_scale, "teacher_")
-    temperature = check_temperature(temperature)
-    student_first, share = _direction(kind, beta)
-    student = _flat_head(hidden, weight, bias)
-    teacher = _flat_head(teacher_hidden, teacher_weight, teacher_bias)
-    index = None if mask is None else _rows_that_count(mask.reshape(-1), weight, teacher_weight, divided is not None)
-    maps = (*student_map, *teacher_map) if student_first else (*teacher_map, *student_map)
-    sides = (*student, *teacher) if student_first else (*teacher, *student)
-    counts_N = None if mask is None or index is not None else mask.reshape(-1).to(torch.uint8)
-    options = KlOptions(share, temperature, *maps)
-    block_bytes = default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
-    if divided is not None:
-        of_parts = DividedKlCall(
-            counts_N=counts_N, index=index, options=options, chunk_bytes=block_bytes, part=divided[0].part,
-            most_rows=divided[0].most_rows(),
-        )  # fmt: skip
-        return divided_kl(sides, of_parts).view(rows)
-    call = LinearKlCall(counts_N=counts_N, index=index, options=options, chunk_bytes=block_bytes)
+    _check_vocabularies(weight, teacher_weight)
+    # Two products in the forward, and in the backward again; two more for the student's gradients.
+    flops = student.tokens * (8 * weight.numel() + 4 * teacher_weight.numel())
+    call = request.call(_tokens(request.mask_N, wait_pays=flops >= WORTH_A_WAIT_FLOPS["mask"]))
+    p, q = (student, teacher) if request.student_first else (teacher, student)
     apply = _linear_kl if torch.compiler.is_compiling() else _apply
-    return apply(*sides, call).view(rows)
-
-
-_Head = tuple[Tensor, Tensor, Tensor | None]
-
-
-def _divided_pair(
-    student: _Head, teacher: _Head, vocab_parallel: VocabParallelOptions | None
-) -> tuple[DividedHead, DividedHead] | None:
-    """This process's parts of two heads that are divided alike; None for whole heads."""
-    student_part = divided_head(*student, vocab_parallel)
-    teacher_part = divided_head(*teacher, vocab_parallel, "teacher_")
-    if student_part is None and teacher_part is None:
-        return None
-    if student_part is None or teacher_part is None or student_part.part != teacher_part.part:
-        raise ShardingError(
-            "weight and teacher_weight are not divided alike by vocabulary. Divide both over the same processes, into "
-            "the same rows."
-        )
-    return student_part, teacher_part
+    found: Tensor = apply(p.hidden_NH, p.weight_VH, p.bias, q.hidden_NH, q.weight_VH, q.bias, call)
+    return found.view(hidden.shape[:-1])
 
 
 def _direction(kind: str, beta: float) -> tuple[bool, float]:
@@ -234,24 +393,6 @@ def _direction(kind: str, beta: float) -> tuple[bool, float]:
     if kind == "jsd" and 0.0 < beta < 1.0:
         return False, float(beta)
     return kind == "reverse" or (kind == "jsd" and beta == 1.0), 0.0
-
-
-def _flat_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(N, H) hidden states, weight and bias, in the dtype of their products."""
-    hidden, weight, bias = settle_dtypes(hidden, weight, bias)
-    return hidden.reshape(-1, hidden.shape[-1]), weight, bias
-
-
-def _rows_that_count(mask_N: Tensor, weight_VH: Tensor, teacher_weight_VG: Tensor, divided: bool) -> Tensor | None:
-    """Flat positions of the tokens that count, or None to compute all (see `linear_logprobs`).
-
-    divided: the mask alone decides, because processes with different numbers of rows must drop the same tokens.
-    """
-    # Two products in the forward, and in the backward again; two more for the student's gradients.
-    flops = mask_N.numel() * (8 * weight_VH.numel() + 4 * teacher_weight_VG.numel())
-    if not may_wait(mask_N) or (mask_N.is_cuda and not divided and flops < WORTH_A_WAIT_FLOPS["mask"]):
-        return None
-    return worth_gathering(mask_N.nonzero().squeeze(1), mask_N.numel())
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -339,7 +480,7 @@ def _cost(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight
     if not any(trained):
         trained = [True, True]
     operand_bytes = [h.nbytes + w.nbytes for h, w in heads]
-    sizes = [logit_bytes(h.dtype) for h, _ in heads]
+    sizes = [LogitBytes.of(h.dtype) for h, _ in heads]
     return Cost(
         moved_bytes=sum(
             (3 if t else 2) * o + N * V * (5 * size.logits + (3 if t else 0) * size.gradients)

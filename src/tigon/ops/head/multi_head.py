@@ -24,19 +24,28 @@ from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import (
     Differentiable,
-    can_bypass_dispatcher,
     check_dtype,
     check_number,
     first_order,
+    may_overwrite,
 )
-from tigon.ops.lm_head import keeps_graph, may_wait, product_dtype, worth_gathering
-from tigon.ops.losses import common
-from tigon.ops.losses.chunk_plan import default_chunk_bytes
+from tigon.ops.head.cross_entropy import linear_cross_entropy_oracle, scaled_in_place
+from tigon.ops.head.multi_head_loop import HeadLayout, LoopCall, WantedGradients, multi_head_loop
+from tigon.ops.head.plan import default_chunk_bytes
 from tigon.ops.losses.cross_entropy import Reduction, make_target
-from tigon.ops.losses.linear_cross_entropy import _scaled_in_place, linear_cross_entropy_oracle
-from tigon.ops.losses.multi_head_loop import HeadLayout, LoopCall, WantedGradients, multi_head_loop
-from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_shifts, check_vector
-from tigon.ops.losses.prepared_targets import PreparedTargets
+from tigon.ops.losses.cross_entropy_rows import scale_rows
+from tigon.ops.losses.labels import PreparedTargets, check_target, may_wait, scored, tokens_that_count
+from tigon.ops.losses.options import (
+    LossOptions,
+    check_chunk_bytes,
+    check_devices,
+    check_options,
+    check_shifts,
+    check_vector,
+    check_vocabulary,
+)
+from tigon.ops.losses.reduction import gradient_scales, number_on
+from tigon.ops.products import keeps_graph, product_dtype
 
 # B batch, T positions, N = B·T tokens, H hidden, V vocabulary, K heads.
 
@@ -137,12 +146,12 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
             gradient, gradients[i] = gradients[i], gradients[i] if not once else None
             if not wanted:
                 grads.append(None)
-            elif once and gradient.dtype == dtype and gradient.ndim == 2 and can_bypass_dispatcher((gradient,)):
-                grads.append(_scaled_in_place(gradient, scale))
+            elif once and gradient.dtype == dtype and gradient.ndim == 2 and may_overwrite(gradient):
+                grads.append(scaled_in_place(gradient, scale))
             elif gradient.ndim == 1:
                 grads.append((gradient * scale).to(dtype))
             else:
-                grads.append(common.scale_rows(gradient, scale, None, gradient.shape[0], dtype))
+                grads.append(scale_rows(gradient, scale, None, gradient.shape[0], dtype))
             del gradient
         return None, None, None, *grads
 
@@ -155,7 +164,7 @@ def _common_scale(dtype: torch.dtype, scales_K: Tensor, options: LossOptions) ->
     """
     if dtype != torch.float16:
         return scales_K, torch.ones_like(scales_K[0])
-    stored, left = common.gradient_scales(dtype, torch.ones_like(scales_K[0]), None, None, options)
+    stored, left = gradient_scales(dtype, torch.ones_like(scales_K[0]), None, None, options)
     assert left is not None, "fp16 always leaves a factor"
     largest = scales_K.abs().amax()
     largest = torch.where(largest > 0, largest, 1.0)
@@ -247,7 +256,7 @@ def multi_head_linear_cross_entropy(
     _check_heads(hidden_list, weight_list, block_lists, labels)
     if positions is not None and positions.shape != labels.shape:
         raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(labels.shape)}; they must agree.")
-    common.check_devices(target=labels, positions=positions)
+    check_devices(target=labels, positions=positions)
     if prepared is not None:
         _check_prepared(prepared, tuple(shifts), positions, ignore_index)
     hidden_unique, hidden_of = _unique(hidden_list)
@@ -257,7 +266,7 @@ def multi_head_linear_cross_entropy(
     flat = [h.to(dtype).reshape(-1, h.shape[-1]) for h in hidden_unique]
     flat_blocks = [t.to(dtype) for of_head in block_lists for block in of_head for t in block]
     acc = torch.promote_types(dtype, torch.float32)
-    counts_K, any_N = common.scored(labels, positions, shifts, ignore_index)
+    counts_K, any_N = scored(labels, positions, shifts, ignore_index)
     check_chunk_bytes(chunk_bytes)
     call = MultiHeadCall(
         target=labels,
@@ -267,7 +276,7 @@ def multi_head_linear_cross_entropy(
         rows=_rows_scored(labels, prepared, any_N),  # last, because it may wait for everything queued on the device
         layout=HeadLayout(list(shifts), hidden_of, weight_of, [len(of_head) for of_head in block_lists]),
         options=options,
-        chunk_bytes=default_chunk_bytes(flat[0]) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
+        chunk_bytes=default_chunk_bytes(flat[0], chunk_bytes),
         top="accuracy" in outputs,
     )
     apply = _multi_head if torch.compiler.is_compiling() else _apply
@@ -302,11 +311,9 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _rows_scored(labels: Tensor, prepared: PreparedTargets | None, any_N: Tensor) -> Tensor | None:
     """Flat positions that at least one head is scored on; None for all, if nearly all are or the host cannot wait."""
-    if not may_wait(labels):
-        return None
     if prepared is not None:
-        return prepared.rows()
-    return worth_gathering(any_N.nonzero().squeeze(1), any_N.numel())
+        return prepared.rows() if may_wait(labels) else None
+    return tokens_that_count(labels, lambda: any_N)
 
 
 def _inverses(counts_K: Tensor, num_items: Tensor | float | None, reduction: str, dtype: torch.dtype) -> Tensor:
@@ -314,7 +321,7 @@ def _inverses(counts_K: Tensor, num_items: Tensor | float | None, reduction: str
     if reduction != "mean":
         return torch.ones_like(counts_K, dtype=dtype)
     if num_items is not None:
-        denominators = common.number_on(num_items, dtype, counts_K.device).reshape(-1).expand(counts_K.shape[0])
+        denominators = number_on(num_items, dtype, counts_K.device).reshape(-1).expand(counts_K.shape[0])
     else:
         denominators = counts_K.to(dtype)
     inverses: Tensor = torch.where(denominators == 0, 0.0, 1.0 / denominators)
@@ -325,9 +332,9 @@ def _factors(head_weights: Tensor | Sequence[float] | None, like_K: Tensor, dtyp
     if head_weights is None:
         return torch.ones_like(like_K, dtype=dtype)
     if isinstance(head_weights, Tensor):
-        return common.number_on(head_weights, dtype, like_K.device)
+        return number_on(head_weights, dtype, like_K.device)
     numbers = [f if isinstance(f, Tensor) else check_number("head_weights", f) for f in head_weights]
-    return torch.stack([common.number_on(number, dtype, like_K.device) for number in numbers])
+    return torch.stack([number_on(number, dtype, like_K.device) for number in numbers])
 
 
 def _unique(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
@@ -367,17 +374,17 @@ def _check_heads(
                 "H >= 1."
             )
         H = hidden.shape[2]
-        common.check_vocabulary(weight.shape[0])
+        check_vocabulary(weight.shape[0])
         for block, bias in of_head:
             check_dtype(block, bias)
-            common.check_devices(hidden=hidden, block=block, bias=bias)
+            check_devices(hidden=hidden, block=block, bias=bias)
             if block.shape != (H, H) or bias.shape != (H,):
                 raise ShapeError(
                     f"a block is {tuple(block.shape)} with a bias {tuple(bias.shape)}; with hidden "
                     f"{tuple(hidden.shape)} they must be {(H, H)} and {(H,)}."
                 )
-        common.check_target(target, hidden.shape[:-1], "hidden")
-        common.check_devices(hidden=hidden, weight=weight, target=target)
+        check_target(target, hidden.shape[:-1], "hidden")
+        check_devices(hidden=hidden, weight=weight, target=target)
 
 
 # --- the record: the generic tests and benchmarks differentiate named tensors, so the lists are spelled out -----------

@@ -3,9 +3,9 @@
 Tokens are processed in chunks. For each chunk, one matrix product writes the logits into a reused buffer, in fp32 (in
 fp64 for fp64 inputs). One pass turns them into their gradient (kernels/cross_entropy.py), and two products reduce
 that to the gradients of hidden and weight. On Hopper the product of bf16 may write exponentials instead
-(`chunk_loop.py`). The products take most of the time; they are the vendor's and run at the hardware's rate.
+(`exponentials.py`). The products take most of the time; they are the vendor's and run at the hardware's rate.
 
-`chunk_plan.py` chooses the chunks, and what is kept for backward.
+`plan.py` chooses the chunks, and what is kept for backward.
 
 Ignored tokens are dropped before the products, so they cost no time. The host needs the number of the remaining tokens.
 This one small copy waits for the device, unless `prepare_targets` has started it before the model's forward. Under
@@ -14,7 +14,6 @@ torch.compile and CUDA graphs the host cannot wait, so every row is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,40 +21,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.errors import OptionError
 from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
-from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, first_order
+from tigon.ops.dispatch import Differentiable, first_order, may_overwrite
 from tigon.ops.gradient_sums import add_scaled_
-from tigon.ops.lm_head import (
-    check_head,
-    keeps_graph,
-    may_wait,
-    no_autocast,
-    product_into,
-    settle_dtypes,
-    spread,
-    worth_gathering,
-)  # fmt: skip
-from tigon.ops.losses import common
-from tigon.ops.losses.chunk_loop import (
-    ChunkOptions,
-    ChunkTensors,
-    add_exp_weight_grad,
-    chunk_loop,
-    exp_hidden_grad,
-    exp_weight_grad,
-    needs_fp32_logits,
-)
-from tigon.ops.losses.chunk_plan import MIB, TILE, default_chunk_bytes, plan_for
-from tigon.ops.losses.common import LossOutput, LossResults
+from tigon.ops.head.divided_cross_entropy import divided_cross_entropy
+from tigon.ops.head.exponentials import add_exp_weight_grad, exp_hidden_grad, exp_weight_grad, needs_fp32_logits
+from tigon.ops.head.inputs import NOTHING, Head, Wanted, low_rank_hidden
+from tigon.ops.head.loop import ChunkOptions, chunk_loop
+from tigon.ops.head.loss_request import LossRequest
+from tigon.ops.head.plan import MIB, TILE, ChunkLimits, default_chunk_bytes, plan_for
 from tigon.ops.losses.cross_entropy import LOSS_OPTIONS, Reduction, cross_entropy_oracle, loss_inputs
-from tigon.ops.losses.divided_cross_entropy import DividedLoss, divided_cross_entropy
-from tigon.ops.losses.head_adapter import check_adapter, low_rank_hidden
-from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_vector
-from tigon.ops.losses.prepared_targets import PreparedTargets
-from tigon.ops.vocab_parallel import VocabParallelOptions, divided_head, refuse_options
+from tigon.ops.losses.cross_entropy_rows import TokenLabels, scale_rows
+from tigon.ops.losses.labels import (
+    Places,
+    PreparedTargets,
+    check_labels,
+    may_wait,
+    planned_tokens,
+    tokens_that_count,
+    wants_label_check,
+)
+from tigon.ops.losses.options import LossOptions, check_vector
+from tigon.ops.losses.reduction import gradient_scales, sum_times
+from tigon.ops.losses.results import LossOutput, LossResults, wants_entropy, wants_predicted
+from tigon.ops.products import keeps_graph, no_autocast, product_into
+from tigon.ops.vocab_parallel import VocabParallelOptions, by_vocabulary
 
 # N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary, R rank of an adapter.
 
@@ -66,24 +58,6 @@ _PRODUCT_BYTES = 64 * MIB
 # Reading the count on the host leaves the GPU idle for 0.7 ms (H200, 4096 x 2048 x 50264: the time of the step minus
 # that of its kernels, commit a3809ce). Three products with this many operations take about as long.
 _WORTH_A_WAIT_FLOPS = 5 * 10**11
-
-
-def rows_that_count(
-    target: Tensor, prepared: PreparedTargets | None, ignore_index: int, weight_VH: Tensor
-) -> Tensor | None:
-    """Flat positions of the labels that are not ignored, or None to use all rows.
-
-    All rows are used if few are ignored, if the host cannot wait for the count, or if waiting takes longer than the
-    products of all rows.
-    """
-    if not may_wait(target):
-        return None
-    if prepared is not None:
-        return prepared.rows()
-    if target.is_cuda and 6 * target.numel() * weight_VH.numel() < _WORTH_A_WAIT_FLOPS:
-        return None
-    index_N = (target.reshape(-1) != ignore_index).nonzero().squeeze(1)
-    return worth_gathering(index_N, target.numel())
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -103,80 +77,54 @@ class LinearCrossEntropyCall:
     per_row: bool
     entropy: bool
     predicted: bool
-    chunk_bytes: Sequence[int]
-    """(least, most)"""
-    fp32_accumulate: bool
-    memory_bytes: int
-    """The most bytes of logits and of the weight's gradient; 0 for no limit."""
-
-    def gathered(self) -> tuple[Tensor, Tensor | None]:
-        """(target, token_weight) of the tokens that count."""
-        if self.index is None:
-            return self.target, self.token_weight
-        weight = None if self.token_weight is None else self.token_weight.index_select(0, self.index)
-        return self.target.index_select(0, self.index), weight
+    limits: ChunkLimits
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, low_NR: Tensor | None,
-        lora_b_VR: Tensor | None, call: LinearCrossEntropyCall, grad_enabled: bool, leaf: LeafGradient | None,
-    ) -> LossResults:  # fmt: skip
-        want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:5])
-        rows, index, class_weight = hidden_NH.shape[0], call.index, call.class_weight
-        if index is not None:
-            hidden_NH = hidden_NH.index_select(0, index)
-            low_NR = None if low_NR is None else low_NR.index_select(0, index)
-        b_dtype = None if lora_b_VR is None else lora_b_VR.dtype
-        lora_b_VR = None if lora_b_VR is None else lora_b_VR.to(hidden_NH.dtype)
-        target, token_weight = call.gathered()
-        other_outputs = want[2] or call.entropy or call.predicted or low_NR is not None
-        plan = plan_for(
-            hidden_NH, weight_VH, call.per_row, want, call.chunk_bytes, call.fp32_accumulate, call.memory_bytes,
-            fp32_logits=needs_fp32_logits(hidden_NH, weight_VH, call.options, other_outputs),
-        )  # fmt: skip
-        stored, left = common.gradient_scales(
-            hidden_NH.dtype, call.inv_denominator, token_weight, class_weight, call.options
-        )
-        in_forward = plan.mode in ("keep", "stream")
-        want_hidden, want_weight, want_bias, want_low, want_lora_b = (w and in_forward for w in want)
+    def forward(ctx: Any, *args: Any) -> LossResults:
+        """args: the tensors of a `Head`, then the call, whether gradients are enabled, and the leaf of the weight."""
+        *tensors, call, grad_enabled, ctx.leaf = args
+        wanted, head = Wanted.of(ctx.needs_input_grad[:5], grad_enabled), Head(*tensors)
+        places = Places(call.index, head.tokens)
+        ctx.b_dtype = None if head.lora_b_VR is None else head.lora_b_VR.dtype
+        if head.lora_b_VR is not None:
+            head = head._replace(lora_b_VR=head.lora_b_VR.to(head.dtype))
+        head, target, token_weight = head.at(places), places.take(call.target), places.take(call.token_weight)
+        assert target is not None
+        other_outputs = wanted.want_bias or call.entropy or call.predicted or head.low_NR is not None
+        fp32_logits = needs_fp32_logits(head.hidden_NH, head.weight_VH, call.options, other_outputs)
+        plan = plan_for(head, call.limits, wanted, per_row=call.per_row, fp32_logits=fp32_logits)
+        inverse, class_weight = call.inv_denominator, call.class_weight
+        stored, left = gradient_scales(head.dtype, inverse, token_weight, class_weight, call.options)
         chunks = chunk_loop(
-            ChunkTensors(
-                hidden_NH=hidden_NH, weight_VH=weight_VH, bias=bias, target=target, class_weight=class_weight,
-                token_weight=token_weight, grad_scale=stored, low_NR=low_NR, lora_b_VR=lora_b_VR,
-            ),
+            head,
+            TokenLabels(target, class_weight, token_weight, stored),
             ChunkOptions(
                 loss=call.options, chunk=plan.chunk, logit_tokens=plan.logit_tokens, keep=plan.mode == "keep",
-                fp32_accumulate=plan.fp32_accumulate,
-                want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, entropy=call.entropy,
-                predicted=call.predicted, want_low=want_low, want_lora_b=want_lora_b,
+                fp32_accumulate=plan.fp32_accumulate, wanted=wanted if plan.mode in ("keep", "stream") else NOTHING,
+                entropy=call.entropy, predicted=call.predicted,
             ),
         )  # fmt: skip
-        ctx.plan, ctx.options, ctx.want, ctx.rows, ctx.leaf = plan, call.options, want, rows, leaf
-        ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype, b_dtype)
+        ctx.plan, ctx.options, ctx.wanted, ctx.tokens, ctx.dtype = plan, call.options, wanted, places.tokens, head.dtype
         if plan.mode == "keep":
-            ctx.save_for_backward(
-                chunks.kept_NV, chunks.factors, hidden_NH, weight_VH, target, chunks.db_V, left, index, low_NR,
-                lora_b_VR,
-            )  # fmt: skip
+            ctx.save_for_backward(chunks.kept_NV, chunks.factors, target, chunks.db_V, left, places.index_N, *head)
         elif plan.mode == "stream":
             # Not a saved tensor, because a dW in its final dtype is scaled in place and returned.
             ctx.dw = chunks.dw_VH
-            ctx.save_for_backward(chunks.dx_NH, chunks.db_V, left, index, chunks.dlow_NR, chunks.dlora_b_VR)
+            ctx.save_for_backward(chunks.dx_NH, chunks.db_V, chunks.dlow_NR, chunks.dlora_b_VR, left, places.index_N)
         elif plan.mode == "recompute":
-            ctx.save_for_backward(
-                hidden_NH, weight_VH, bias, target, class_weight, token_weight, call.inv_denominator, index, low_NR,
-                lora_b_VR,
-            )  # fmt: skip
+            ctx.save_for_backward(target, class_weight, token_weight, inverse, places.index_N, *head)
         # Without a reduction, the losses return to their original positions.
-        per_row, inverse, stats = call.per_row, call.inv_denominator, chunks.stats
+        stats = chunks.stats
+        if places.index_N is not None:
+            stats = stats.new_zeros((3, places.tokens)).index_copy_(1, places.index_N, stats)
         results = LossResults(
-            loss=spread(chunks.loss, index, rows, 0) if per_row else common.sum_times(chunks.loss, inverse),
-            stats=stats if index is None else stats.new_zeros((3, rows)).index_copy_(1, index, stats),
-            entropy=spread(chunks.entropy, index, rows, 0) if call.entropy else chunks.entropy,
+            loss=places.spread(chunks.loss, 0) if call.per_row else sum_times(chunks.loss, inverse),
+            stats=stats,
+            entropy=places.spread(chunks.entropy, 0) if call.entropy else chunks.entropy,
             predicted=(
-                spread(chunks.predicted, index, rows, call.options.ignore_index) if call.predicted else chunks.predicted
+                places.spread(chunks.predicted, call.options.ignore_index) if call.predicted else chunks.predicted
             ),
         )
         ctx.mark_non_differentiable(*results[1:])
@@ -186,48 +134,50 @@ class LinearCrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         grads = _BACKWARD[ctx.plan.mode](ctx, dloss)
-        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), None, None, None
+        return *(g if want else None for g, want in zip(grads, ctx.wanted, strict=True)), None, None, None
 
 
-def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    g_NV, factors, x_NH, weight_VH, target, db, left, index, low_NR, lora_b_VR = ctx.saved_tensors
-    want_hidden, want_weight, want_bias, want_low, want_lora_b = ctx.want
-    x_dtype, w_dtype, bias_dtype, b_dtype = ctx.dtypes
-    scale = dloss if left is None else dloss * left
+_Grads = tuple[Tensor | None, ...]
+"""Of a head's five tensors."""
+
+
+def _backward_keep(ctx: Any, dloss: Tensor) -> _Grads:
+    g_NV, factors, target, db, left, index, *tensors = ctx.saved_tensors
+    head, wanted, places = Head(*tensors), ctx.wanted, Places(index, ctx.tokens)
+    scale, x_NH = dloss if left is None else dloss * left, head.hidden_NH
     dx = dw = dlow = dlora_b = None
-    grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
+    grad_VH = gradient_to_add_to(ctx.leaf) if wanted.want_weight else None
     # dW first, so that the scaled X is freed before dX is allocated.
     if factors.numel():
         factors = factors * scale
         if grad_VH is not None:
             add_exp_weight_grad(g_NV, x_NH, factors, target, grad_VH)
-        elif want_weight:
+        elif wanted.want_weight:
             dw = exp_weight_grad(g_NV, x_NH, factors, target)
-        dx = exp_hidden_grad(g_NV, weight_VH, factors, target, index, ctx.rows) if want_hidden else None
+        if wanted.want_hidden:
+            dx = exp_hidden_grad(g_NV, head.weight_VH, factors, target, places.index_N, places.tokens)
         return dx, dw, None, None, None
     with no_autocast(g_NV):
         if grad_VH is not None:
             _weight_grad_into(g_NV, x_NH, scale, grad_VH, accumulate=True)
-        elif want_weight:
-            dw = _weight_grad(g_NV, x_NH, scale, w_dtype)
-        if want_lora_b:
-            dlora_b = _weight_grad(g_NV, low_NR, scale, b_dtype)
-        if want_low:
-            dlow = _hidden_grad(g_NV, lora_b_VR, scale, index, ctx.rows, x_dtype)
-        if want_hidden:
-            dx = _hidden_grad(g_NV, weight_VH, scale, index, ctx.rows, x_dtype)
-    return dx, dw, (db * scale).to(bias_dtype) if want_bias else None, dlow, dlora_b
+        elif wanted.want_weight:
+            dw = _weight_grad(g_NV, x_NH, scale, ctx.dtype)
+        if wanted.want_lora_b and head.low_NR is not None:
+            dlora_b = _weight_grad(g_NV, head.low_NR, scale, ctx.b_dtype)
+        if wanted.want_low and head.lora_b_VR is not None:
+            dlow = _hidden_grad(g_NV, head.lora_b_VR, scale, places)
+        if wanted.want_hidden:
+            dx = _hidden_grad(g_NV, head.weight_VH, scale, places)
+    return dx, dw, (db * scale).to(ctx.dtype) if wanted.want_bias else None, dlow, dlora_b
 
 
-def _hidden_grad(
-    g_NV: Tensor, weight_VH: Tensor, scale: Tensor, index: Tensor | None, rows: int, dtype: torch.dtype
-) -> Tensor:
-    """scale · G W in `dtype`, at the positions `index` of `rows` rows."""
+def _hidden_grad(g_NV: Tensor, weight_VH: Tensor, scale: Tensor, places: Places) -> Tensor:
+    """scale · G W in G's dtype, at its places."""
     # An fp16 gradient stays in fp32 until the loss scale is applied.
     shape = (g_NV.shape[0], weight_VH.shape[1])
-    product = g_NV.new_empty(shape, dtype=scale.dtype if dtype == torch.float16 else dtype)
+    product = g_NV.new_empty(shape, dtype=scale.dtype if g_NV.dtype == torch.float16 else g_NV.dtype)
     product_into(g_NV, weight_VH, product, accumulate=False)
-    return common.scale_rows(product, scale, index, rows, dtype)  # type: ignore[no-any-return]
+    return scale_rows(product, scale, places.index_N, places.tokens, g_NV.dtype)  # type: ignore[no-any-return]
 
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -245,7 +195,7 @@ def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor,
     """
     V, H = out_VH.shape
     if x_NH.dtype != torch.float16:
-        scaled = common.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype)
+        scaled = scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype)
         product_into(g_NV.t(), scaled, out_VH, accumulate=accumulate)
         return
     most = max(TILE, _PRODUCT_BYTES // (H * scale.element_size()) // TILE * TILE)
@@ -259,33 +209,38 @@ def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor,
             torch.mul(product[: len(rows)], scale, out=rows)
 
 
-def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_stream(ctx: Any, dloss: Tensor) -> _Grads:
     # Raises in a second backward of a graph that was not retained.
-    dx, db, left, index, dlow, dlora_b = ctx.saved_tensors
-    want_hidden, want_weight, want_bias, want_low, want_lora_b = ctx.want
-    x_dtype, w_dtype, bias_dtype, b_dtype = ctx.dtypes
+    dx, db, dlow, dlora_b, left, index = ctx.saved_tensors
     scale = dloss if left is None else dloss * left
     dw, once = ctx.dw, not keeps_graph()
     if once:
         ctx.dw = None  # the rest of the model's backward needs its memory
-    grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
+    grad_VH = gradient_to_add_to(ctx.leaf) if ctx.wanted.want_weight else None
     if grad_VH is not None:
         add_scaled_(grad_VH, dw, scale)
         dw = None
-    elif once and dw.dtype == w_dtype and can_bypass_dispatcher((dw,)):
-        dw = _scaled_in_place(dw, scale)
-    elif want_weight:
-        dw = common.scale_rows(dw, scale, None, dw.shape[0], w_dtype)
+    elif once and dw.dtype == ctx.dtype and may_overwrite(dw):
+        dw = scaled_in_place(dw, scale)
+    elif ctx.wanted.want_weight:
+        dw = scale_rows(dw, scale, None, dw.shape[0], ctx.dtype)
+    return _scaled(ctx, index, scale, (dx, dw, db, dlow, dlora_b))
+
+
+def _scaled(ctx: Any, index: Tensor | None, scale: Tensor, made: tuple[Any, ...]) -> _Grads:
+    """The loop's gradients times the scale; dW is scaled already."""
+    wanted, tokens, (dx, dw, db, dlow, dlora_b) = ctx.wanted, ctx.tokens, made
     return (
-        common.scale_rows(dx, scale, index, ctx.rows, x_dtype) if want_hidden else None,
-        dw if want_weight else None,
-        (db * scale).to(bias_dtype) if want_bias else None,
-        common.scale_rows(dlow, scale, index, ctx.rows, x_dtype) if want_low else None,
-        (dlora_b * scale).to(b_dtype) if want_lora_b else None,
+        scale_rows(dx, scale, index, tokens, ctx.dtype) if wanted.want_hidden else None,
+        dw,
+        (db * scale).to(ctx.dtype) if wanted.want_bias else None,
+        scale_rows(dlow, scale, index, tokens, ctx.dtype) if wanted.want_low else None,
+        (dlora_b * scale).to(ctx.b_dtype) if wanted.want_lora_b else None,
     )
 
 
-def _scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
+def scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
+    """x times the scale, in x's memory."""
     if dispatch.uses_kernel(x_NH):
         from tigon.kernels.cross_entropy import scale_rows_
 
@@ -293,64 +248,46 @@ def _scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
     return x_NH.mul_(scale)
 
 
-def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    (
-        x_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index, low_NR, lora_b_VR,
-    ) = ctx.saved_tensors  # fmt: skip
-    want_hidden, want_weight, want_bias, want_low, want_lora_b = ctx.want
-    x_dtype, w_dtype, bias_dtype, b_dtype = ctx.dtypes
+def _backward_recompute(ctx: Any, dloss: Tensor) -> _Grads:
+    target, class_weight, token_weight, inverse, index, *tensors = ctx.saved_tensors
+    head, wanted, plan = Head(*tensors), ctx.wanted, ctx.plan
     per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
     if token_weight is not None:
         per_token = per_token * token_weight
-    stored, left = common.gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
+    stored, left = gradient_scales(ctx.dtype, inverse, per_token, class_weight, ctx.options)
     left = torch.ones_like(stored) if left is None else left
-    results = chunk_loop(
-        ChunkTensors(
-            hidden_NH=x_NH, weight_VH=weight_VH, bias=bias, target=target, class_weight=class_weight,
-            token_weight=per_token, grad_scale=stored, low_NR=low_NR, lora_b_VR=lora_b_VR,
-        ),
+    made = chunk_loop(
+        head,
+        TokenLabels(target, class_weight, per_token, stored),
         ChunkOptions(
-            loss=ctx.options, chunk=ctx.plan.chunk, logit_tokens=ctx.plan.logit_tokens,
-            fp32_accumulate=ctx.plan.fp32_accumulate,
-            want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, want_low=want_low,
-            want_lora_b=want_lora_b,
+            loss=ctx.options, chunk=plan.chunk, logit_tokens=plan.logit_tokens, fp32_accumulate=plan.fp32_accumulate,
+            wanted=wanted,
         ),
-    )  # fmt: skip
-    dx, dw, db = results.dx_NH, results.dw_VH, results.db_V
-    grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
+    ).gradients  # fmt: skip
+    grad_VH, dw = gradient_to_add_to(ctx.leaf) if wanted.want_weight else None, None
     if grad_VH is not None:
-        add_scaled_(grad_VH, dw, left)
-    return (
-        common.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
-        common.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight and grad_VH is None else None,
-        (db * left).to(bias_dtype) if want_bias else None,
-        common.scale_rows(results.dlow_NR, left, index, ctx.rows, x_dtype) if want_low else None,
-        (results.dlora_b_VR * left).to(b_dtype) if want_lora_b else None,
-    )
+        add_scaled_(grad_VH, made.dw_VH, left)
+    elif wanted.want_weight:
+        dw = scale_rows(made.dw_VH, left, None, head.vocab, ctx.dtype)
+    return _scaled(ctx, index, left, made._replace(dw_VH=dw))
 
 
 _BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
 
 
-def _run(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None,
-    call: LinearCrossEntropyCall, leaf: LeafGradient | None,
-) -> LossResults:  # fmt: skip
+def _run(head: Head, call: LinearCrossEntropyCall, leaf: LeafGradient | None = None) -> LossResults:
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
-    grad_enabled = torch.is_grad_enabled()
-    return LossResults(*LinearCrossEntropy.apply(hidden, weight, bias, low, lora_b, call, grad_enabled, leaf))
+    return LossResults(*LinearCrossEntropy.apply(*head, call, torch.is_grad_enabled(), leaf))
 
 
-def _apply(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None,
-    call: LinearCrossEntropyCall,
-) -> LossResults:  # fmt: skip
-    return _run(hidden, weight, bias, low, lora_b, call, None)
+def _apply(head: Head, call: LinearCrossEntropyCall) -> LossResults:
+    return _run(head, call)
 
 
 _linear_cross_entropy = Differentiable("linear_cross_entropy", _apply)
 
 
+@by_vocabulary(divided_cross_entropy, weight=1)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -425,82 +362,55 @@ def linear_cross_entropy(
         LabelError: as in `cross_entropy`.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    prepared = target if isinstance(target, PreparedTargets) else None
-    labels: Tensor = prepared.target if prepared is not None else target  # type: ignore[assignment]
-    if prepared is not None and prepared.shifts != (0,):
-        raise OptionError(f"target was prepared for heads with shifts {prepared.shifts}; leave out the shifts.")
-    if prepared is not None and prepared.ignore_index != ignore_index:
-        raise OptionError(
-            f"target was prepared with ignore_index {prepared.ignore_index}, the loss has {ignore_index}."
-        )
-    options, num_items = check_options(
-        LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
-        reduction=reduction, num_items=num_items, outputs=outputs,
+    loss = LossRequest.of(
+        target, class_weight=class_weight, ignore_index=ignore_index, reduction=reduction, softcap=softcap,
+        label_smoothing=label_smoothing, logit_scale=logit_scale, z_loss=z_loss, num_items=num_items,
+        token_weight=token_weight, chunk_bytes=chunk_bytes, fp32_accumulate=fp32_accumulate, memory_bytes=memory_bytes,
+        outputs=outputs,
     )  # fmt: skip
-    check_chunk_bytes(chunk_bytes)
-    check_chunk_bytes(memory_bytes, "memory_bytes")
-    if memory_bytes is not None and (chunk_bytes is not None or not fp32_accumulate):
-        raise OptionError("memory_bytes chooses the chunks and their sum; leave out chunk_bytes and fp32_accumulate.")
-    divided = divided_head(hidden, weight, bias, vocab_parallel)
-    if divided is not None:
-        refuse_options(label_smoothing=bool(label_smoothing), lora_a=lora_a is not None, lora_b=lora_b is not None)
-        loss = DividedLoss(
-            target=labels, class_weight=class_weight, token_weight=token_weight, num_items=num_items,
-            reduction=reduction, outputs=outputs, chunk_bytes=chunk_bytes, memory_bytes=memory_bytes,
-        )  # fmt: skip
-        return divided_cross_entropy(divided, options, loss)
-    _check_linear(hidden, weight, bias, labels, class_weight, token_weight)
-    check_adapter(hidden, weight, lora_a, lora_b, scaling, adapter_hidden)
+    head = Head.of(hidden, weight, bias)
+    loss.check_tensors(hidden)
+    check_vector("class_weight", class_weight, (head.vocab,))
     leaf = LeafGradient.of(weight)
-    hidden, weight, bias = settle_dtypes(hidden, weight, bias)
-    low = low_rank_hidden(hidden if adapter_hidden is None else adapter_hidden, lora_a, scaling, hidden.dtype)
-    if not fp32_accumulate and hidden.dtype == torch.float16:
-        raise OptionError(
-            "fp32_accumulate=False is not for float16, whose range sums of gradients leave; use bfloat16."
-        )
-    target_N = labels.reshape(-1).contiguous()
-    if may_wait(target_N) and common.wants_label_check(hidden):
+    head = head.with_adapter(hidden, lora_a, lora_b, scaling, adapter_hidden)
+    loss.check_sum(head.dtype)
+    call = _call_of(loss, head)
+    if torch.compiler.is_compiling():
+        results: LossResults = _linear_cross_entropy(head, call)
+    else:
+        results = _run(head, call, leaf)
+    return results.public(loss.target, call.per_row, outputs, ignore_index)
+
+
+def _call_of(loss: LossRequest, head: Head) -> LinearCrossEntropyCall:
+    target, options = loss.target.reshape(-1).contiguous(), loss.options
+    if may_wait(target) and wants_label_check(head.hidden_NH):
         # Checked here so that the message names the caller's position: ignored rows are dropped below.
-        common.check_labels(weight.shape[0], target_N, ignore_index)
-    class_weight = None if class_weight is None else class_weight.contiguous()
-    call = LinearCrossEntropyCall(
-        target=target_N,
-        class_weight=class_weight,
-        token_weight=None if token_weight is None else token_weight.reshape(-1).contiguous(),
-        inv_denominator=common.inverse_denominator(
-            hidden, target_N, class_weight, num_items=num_items, ignore_index=ignore_index, reduction=reduction
-        ),
-        index=rows_that_count(labels, prepared, ignore_index, weight),
+        check_labels(head.vocab, target, options.ignore_index)
+    return LinearCrossEntropyCall(
+        target=target,
+        class_weight=None if loss.class_weight is None else loss.class_weight.contiguous(),
+        token_weight=None if loss.token_weight is None else loss.token_weight.reshape(-1).contiguous(),
+        inv_denominator=loss.inverse_denominator(head.hidden_NH, target),
+        index=_tokens(loss, target, head),
         options=options,
-        per_row=reduction == "none",
-        entropy=common.wants_entropy(outputs),
-        predicted=common.wants_predicted(outputs),
-        chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
-        fp32_accumulate=fp32_accumulate,
-        memory_bytes=memory_bytes or 0,
+        per_row=loss.per_row,
+        entropy=wants_entropy(loss.outputs),
+        predicted=wants_predicted(loss.outputs),
+        limits=ChunkLimits(
+            default_chunk_bytes(head.hidden_NH, loss.chunk_bytes), loss.fp32_accumulate, loss.memory_bytes or 0
+        ),
     )
-    hidden_NH = hidden.reshape(-1, hidden.shape[-1])
-    compiling = torch.compiler.is_compiling()
-    results: LossResults = (
-        _linear_cross_entropy(hidden_NH, weight, bias, low, lora_b, call)
-        if compiling
-        else _run(hidden_NH, weight, bias, low, lora_b, call, leaf)
-    )
-    return results.public(labels, call.per_row, outputs, ignore_index)
 
 
-def _check_linear(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    token_weight: Tensor | None,
-) -> None:  # fmt: skip
-    check_head(hidden, weight, bias)
-    V = weight.shape[0]
-    common.check_target(target, hidden.shape[:-1], "hidden")
-    common.check_devices(
-        hidden=hidden, weight=weight, bias=bias, target=target, class_weight=class_weight, token_weight=token_weight
-    )
-    check_vector("class_weight", class_weight, (V,))
-    check_vector("token_weight", token_weight, target.shape)
+def _tokens(loss: LossRequest, target_N: Tensor, head: Head) -> Tensor | None:
+    """Flat positions of the labels that are not ignored, or None to use all rows."""
+    if (trace := dispatch.planned()) is not None:
+        return planned_tokens(trace, head.tokens) if trace.ignored else None
+    if loss.prepared is not None:
+        return loss.prepared.rows() if may_wait(target_N) else None
+    pays = 6 * head.tokens * head.weight_VH.numel() >= _WORTH_A_WAIT_FLOPS
+    return tokens_that_count(target_N, lambda: target_N != loss.options.ignore_index, wait_pays=pays)
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -521,7 +431,6 @@ def linear_cross_entropy_oracle(
     logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
     if lora_a is not None and lora_b is not None:
         low_NR = low_rank_hidden(hidden if adapter_hidden is None else adapter_hidden, lora_a, scaling, dtype)
-        assert low_NR is not None
         logits = torch.addmm(logits.flatten(0, -2), low_NR, lora_b.to(dtype).t()).view_as(logits)
     return cross_entropy_oracle(logits, target, weight=class_weight, **options)
 
