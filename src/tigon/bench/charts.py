@@ -9,7 +9,7 @@ from typing import Any
 from tigon.bench.record import Measurement, RowRecord, RunRecord
 from tigon.bench.table import bound
 from tigon.bench.timing import Spread
-from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
+from tigon.report.chart import GRID, INK, MUTED, new_figure, svg
 
 # One colour per implementation, the same in every chart. Settings of one library share a hue.
 COLOURS = {

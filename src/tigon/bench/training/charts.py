@@ -7,7 +7,7 @@ from typing import Any
 
 from tigon.bench.training.record import OVER, CaseRecord, StepMeasurement, TrainRecord
 from tigon.bench.training.time_by_kind import KINDS
-from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
+from tigon.report.chart import GRID, INK, MUTED, new_figure, svg
 
 # One colour per code, as in the charts of the kernels.
 CODE_COLOURS = {

@@ -10,13 +10,11 @@ from typing import Any
 from tigon.errors import UsageError
 from tigon.planner.estimate import Estimate, estimate
 from tigon.planner.gpus import GIB
-from tigon.planner.render.terminal import COLOURS
 from tigon.planner.request import Request, text_config
 from tigon.planner.search.recommend import Plan, label
 from tigon.planner.simulate.ledger import COMPONENTS
-from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
+from tigon.report.chart import INK, LIMIT, MEMORY_COLOURS, MUTED, new_figure, shared_legend, svg
 
-LIMIT = "#b91c1c"
 POINTS = 7
 
 
@@ -85,9 +83,7 @@ def _components(plan: Plan) -> Any:
         _draw_limit(axes, plan, max(e.device_bytes for e in predictions) / GIB)
         axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
         _whole_numbers(axes)
-    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    names = [name for name in dict.fromkeys((*COMPONENTS, *shown)) if name in shown][::-1]
-    figure.legend([shown[name] for name in names], names, frameon=False, loc="outside right center")
+    shared_legend(figure, panels, order=COMPONENTS, reverse=True, loc="outside right center")
     figure.suptitle(label(plan.option.request.choices), fontsize=9, color=MUTED)
     return figure
 
@@ -96,5 +92,5 @@ def _stack(axes: Any, values: Sequence[int], predictions: Sequence[Estimate]) ->
     shown = [name for name in COMPONENTS if any(e.components[name] for e in predictions)]
     axes.stackplot(
         values, [[e.components[name] / GIB for e in predictions] for name in shown], labels=shown,
-        colors=[COLOURS[name] for name in shown], lw=0,
+        colors=[MEMORY_COLOURS[name][0] for name in shown], lw=0,
     )  # fmt: skip

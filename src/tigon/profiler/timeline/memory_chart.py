@@ -12,9 +12,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
 from tigon.profiler.render.result import Profile
 from tigon.profiler.timeline.timeline import CATEGORIES, Phase, Timeline, title
+from tigon.report.chart import INK, MEMORY_COLOURS, MUTED, new_figure, shared_legend, svg
 from tigon.units import in_bytes
 
 COLUMNS = 400
@@ -40,20 +40,12 @@ def draw(profiles: Sequence[Profile]) -> str:
         axes.set(xlim=(0, places[-1]), ylim=(0, top / size), ylabel=unit, xticks=[])
         axes.set_title(_wrapped(profile.timeline.label), fontsize=9, color=INK, loc="left", parse_math=False)
         axes.set_xlabel(_caption(profile), fontsize=7.5, color=MUTED, loc="left", parse_math=False)
-    _legend(figure, panels)
-    return _with_two_decimals(svg(figure, "timeline"))
-
-
-def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """One legend for all panels: the categories from the lowest, then the prediction."""
-    known: dict[str, Any] = {}
-    for axes in panels:
-        known.update(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    shown = [name for name in (*map(title, CATEGORIES), "predicted") if name in known]
-    figure.legend(
-        [known[name] for name in shown], shown, frameon=False, loc="outside upper left", ncols=len(shown),
-        columnspacing=1, handlelength=1.4, fontsize=8,
+    order = (*map(title, CATEGORIES), "predicted")
+    shared_legend(
+        figure, panels, order=order, loc="outside upper left", ncols=len(order), columnspacing=1, handlelength=1.4,
+        fontsize=8,
     )  # fmt: skip
+    return _with_two_decimals(svg(figure, "timeline"))
 
 
 def _with_two_decimals(drawing: str) -> str:
@@ -100,7 +92,7 @@ def _stack(axes: Any, timeline: Timeline, places: Sequence[float], size: int) ->
         if name in timeline.categories:
             heights = [sum(row[: number + 1]) / size for row in rows]
             corners = _outline(xs, heights, least=max(totals) / size / 2000)
-            axes.fill(*zip(*corners, strict=True), color=CATEGORIES[name][0], lw=0, label=title(name))
+            axes.fill(*zip(*corners, strict=True), color=MEMORY_COLOURS[name][0], lw=0, label=title(name))
 
 
 def _outline(xs: Sequence[float], heights: Sequence[float], *, least: float) -> list[tuple[float, float]]:

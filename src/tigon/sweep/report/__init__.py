@@ -1,1 +1,1 @@
-"""`report.py` writes report.md and report.html from results.json, `charts.py` draws their bars and lines."""
+"""What the report of a sweep shows: `report.py` its texts and tables, `charts.py` its bars and lines."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from unicodedata import east_asian_width
 
-from tigon.profiler.render.figure import GRID, INK, new_figure, svg
+from tigon.report.chart import GRID, INK, LIMIT, new_figure, svg
 from tigon.sweep import failures
 from tigon.sweep.points import short
 
@@ -25,7 +25,6 @@ LOOKS = (
     ("#7e22ce", "xx", "v"), ("#a16207", "..", "<"), ("#be185d", "--", ">"), ("#4d7c0f", "++", "P"),
 )  # fmt: skip
 _OWN_LOOKS = {"unpatched": 0, "all but linear CE": 1, "tigon": 2, "Liger": 3}
-LIMIT = "#b91c1c"
 GIB = 1 << 30
 MOST_CHARTS = 12
 # How many letters fit at the charts' width and font size. Longer names are shortened; the table has them in full.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tigon.objectives.base import MetricSection
-from tigon.profiler.render.figure import GRID, INK, MUTED, legend_columns, new_figure, svg
+from tigon.report.chart import GRID, INK, MUTED, new_figure, shared_legend, svg
 
 ACCENT, SECOND, BASELINE = "#c2410c", "#0f766e", MUTED
 _COLOURS = (ACCENT, SECOND, "#4338ca", "#a16207", "#be185d")
@@ -80,8 +80,7 @@ def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequenc
             axes.set(ylim=(0, None))
         elif column.is_nats:
             axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label="unigram entropy")
-    handles, labels = first.get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=legend_columns(min(len(labels), 6)))
+    shared_legend(figure, all_axes, loc="outside upper center", ncols=6)
     return svg(figure, section.name)
 
 

@@ -12,12 +12,12 @@ from tigon._files import read_text
 from tigon.models.loading.config import is_hub_id
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
+from tigon.report.escape import fenced
 from tigon.techniques.mechanisms.adapter_targets import LOFTQ
 from tigon.trainer import model as models
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint.adapter_files import ADAPTERS
 from tigon.trainer.report import report, vllm_rules
-from tigon.trainer.report.report import fenced
 from tigon.trainer.run_folder import RunFolder
 
 FILE = "README.md"
@@ -52,7 +52,7 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
     verdict = vllm_rules.judge(folder) if adapters else None
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
     train = [record for record in run.records() if record["event"] == "train"]
-    figures = [(tile["name"], tile["value"]) for tile in report.tiles(train, summary, objective.metric_section())]
+    figures = report.tiles(train, summary, objective.metric_section())
     versions = environment["versions"]
     loading = _code(_task(recipe), adapters=adapters)
     if adapters and recipe.lora.init == LOFTQ:
