@@ -9,7 +9,7 @@ from typing import Any
 from tigon.bench.record import Measurement, RowRecord, RunRecord
 from tigon.bench.table import bound
 from tigon.bench.timing import Spread
-from tigon.report.chart import GRID, INK, MUTED, new_figure, svg
+from tigon.report.chart import INK, MUTED, horizontal_bars, new_figure, svg
 
 # One colour per implementation, the same in every chart. Settings of one library share a hue.
 COLOURS = {
@@ -165,17 +165,11 @@ def _bars(rows: Sequence[RowRecord], quantity: Quantity, unit: str) -> Any:
     for axes, row in zip(panels, rows, strict=True):
         measurements = {impl: _find(row, impl, quantity) for impl in shown}
         values = {impl: spread.median for impl, spread in measurements.items() if spread is not None}
-        colours = [COLOURS.get(impl, MUTED) for impl in values]
-        bars = axes.barh([LABELS.get(impl, impl) for impl in values], list(values.values()), color=colours)
-        figures = [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values.values()]
-        axes.bar_label(bars, labels=figures, padding=2, color=INK, fontsize=7)
+        labels, colours = [LABELS.get(impl, impl) for impl in values], [COLOURS.get(impl, MUTED) for impl in values]
+        horizontal_bars(axes, labels, list(values.values()), unit=unit, colours=colours)
         if quantity is _ms and not row.flops:
             axes.axvline(row.limit_ms, color=INK, ls=":", lw=1.2)
-        axes.invert_yaxis()
-        axes.set(xlabel=unit, xlim=(0, 1.25 * max(values.values(), default=0.0) or 1.0))
         axes.set_title(row.id.removeprefix(row.op + " "), loc="left", color=INK, fontsize=8)
-        axes.grid(axis="x", color=GRID, lw=0.8)
-        axes.grid(visible=False, axis="y")
     dotted = "  (dotted: the bound, copy)" if quantity is _ms and not rows[0].flops else ""
     figure.suptitle(rows[0].op + dotted, color=INK)
     return figure

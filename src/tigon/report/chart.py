@@ -99,11 +99,13 @@ def new_figure(panels: int, *, columns: int, height: float = 3.2) -> tuple[Any, 
 
 
 def horizontal_bars(
-    axes: Any, labels: Sequence[str], values: Sequence[float], *, unit: str, colours: Sequence[str] | str
-) -> None:
-    """One bar per label, the first at the top, with its value beside it."""
-    bars = axes.barh(labels, values, color=colours)
-    shown = [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values]
+    axes: Any, labels: Sequence[str], values: Sequence[float], *, unit: str, colours: Sequence[str] | str,
+    texts: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """One bar per label, the first at the top. texts: what stands beside each bar, if it is not the value."""
+    bars = axes.barh(range(len(labels)), values, color=colours)
+    axes.set_yticks(range(len(labels)), labels)
+    shown = texts or [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values]
     axes.bar_label(bars, labels=shown, padding=2, color=INK, fontsize=7)
     axes.set(xlabel=unit, xlim=(0, 1.25 * max(values, default=0.0) or 1.0))
     lay_flat(axes)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tigon.bench.training.record import OVER, CaseRecord, StepMeasurement, TrainRecord
 from tigon.bench.training.time_by_kind import KINDS
 from tigon.bench.training.variants import CODES, RETIRED
+from tigon.report.table import markdown_table
 from tigon.units import in_bytes, off_by
 
 REFERENCES = ("liger:full", "hf:full")
@@ -28,9 +27,7 @@ def case_table(case: CaseRecord) -> str:
         *([f"x {reference.variant}"] if reference else []), "peak, GiB", "% of matmul rate",
         *(f"{kind}, ms" for kind in KINDS), "predicted peak, time",
     ]  # fmt: skip
-    lines = [_cells(names), _cells(["---"] * len(names))]
-    lines += [_cells(_line(m, case, reference, len(names))) for m in case.measurements]
-    return "\n".join(lines)
+    return markdown_table(names, [_line(m, case, reference, len(names)) for m in case.measurements])
 
 
 def _line(m: StepMeasurement, case: CaseRecord, reference: StepMeasurement | None, columns: int) -> list[str]:
@@ -66,10 +63,6 @@ def _predicted(m: StepMeasurement) -> str:
     return f"{peak}, {time}"
 
 
-def _cells(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def provenance(run: TrainRecord) -> str:
     """Card, driver, versions, commits and dates of a record, and the ceilings that its last run measured."""
     env, ceilings = run.environment, run.ceilings
@@ -103,5 +96,4 @@ def section(run: TrainRecord) -> str:
 
 def codes() -> str:
     """The table of the codes with their meanings."""
-    lines = [_cells(("code", "meaning")), _cells(("---", "---"))]
-    return "\n".join([*lines, *(_cells((f"`{code.name}`", code.meaning)) for code in CODES.values())])
+    return markdown_table(("code", "meaning"), [(f"`{code.name}`", code.meaning) for code in CODES.values()])

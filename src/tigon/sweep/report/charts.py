@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from unicodedata import east_asian_width
 
-from tigon.report.chart import GRID, INK, LIMIT, new_figure, svg
+from tigon.report.chart import INK, LIMIT, horizontal_bars, new_figure, svg
 from tigon.sweep import failures
 from tigon.sweep.points import short
 
@@ -36,6 +36,19 @@ _AXIS_WORDS = {
     "train.batch_size": "rows in a micro-batch", "data.sequence_length": "tokens in a row", "model.name": "model",
     "train.gradient_accumulation": "micro-batches in a step", "sharding.gpus": "GPUs",
 }  # fmt: skip
+
+
+def peak_gib(row: Row) -> float | None:
+    """Peak of the memory that PyTorch allocated, in GiB."""
+    peak_bytes = row.get("peak_allocated_bytes")
+    return None if peak_bytes is None else peak_bytes / GIB
+
+
+QUANTITIES: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
+    ("peak memory (GiB)", peak_gib),
+    ("tokens/s", lambda row: row.get("tokens_per_s")),
+)
+"""What every chart shows: the label of an axis, and the value of a point."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +128,7 @@ def _planned(results: Mapping[str, Any]) -> list[tuple[str, Callable[[str], str]
 def bars(results: Mapping[str, Any], part: Slice, name: str) -> str:
     """Peak memory and tokens/s: one group of bars per value, one bar per variant."""
     figure, panels = new_figure(2, columns=1, height=5.6)
-    quantities: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
-        ("peak memory (GiB)", peak_gib), ("tokens/s", lambda row: row.get("tokens_per_s")),
-    )  # fmt: skip
-    for axes, (label, value_of) in zip(panels, quantities, strict=True):
+    for axes, (label, value_of) in zip(panels, QUANTITIES, strict=True):
         _group(axes, results, part, value_of)
         axes.set_ylabel(label, color=INK)
     panels[1].set_xlabel(axis_words(part.axis), color=INK)
@@ -177,7 +187,7 @@ def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
         if ran_out_at:
             zeros = [0] * len(ran_out_at)
             memory.plot(ran_out_at, zeros, color=color, marker="x", ls="", ms=6, mew=1.6, clip_on=False)
-    for axes, label in ((memory, "peak memory (GiB)"), (speed, "tokens/s")):
+    for axes, (label, _) in zip((memory, speed), QUANTITIES, strict=True):
         _number_axis(axes, part)
         axes.set_ylabel(label, color=INK)
         axes.set_ylim(0, None)
@@ -220,40 +230,27 @@ def _number_axis(axes: Any, part: Slice) -> None:
 
 def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
     """Peak memory and tokens/s of every point, one bar per point. For sweeps without an axis."""
-    height = max(2.4, 0.8 + 0.26 * len(rows))
-    figure, (memory, speed) = new_figure(2, columns=2, height=height)
-    labels = [_label(shortened(row["id"], _ROW_NAME)) for row in rows]
-    for axes, label, value_of in (
-        (memory, "peak memory (GiB)", peak_gib), (speed, "tokens/s", lambda row: row.get("tokens_per_s")),
-    ):  # fmt: skip
+    figure, panels = new_figure(2, columns=2, height=max(2.4, 0.8 + 0.26 * len(rows)))
+    labels = [shortened(row["id"], _ROW_NAME) for row in rows]
+    for axes, (unit, value_of) in zip(panels, QUANTITIES, strict=True):
         values = [value_of(row) if row["status"] == failures.OK else None for row in rows]
-        forecast = [row["predicted_allocated_bytes"] / GIB for row in rows if row["predicted_allocated_bytes"]]
-        top = max([value for value in values if value is not None] + (forecast if axes is memory else []), default=1)
-        axes.barh(range(len(rows)), [value or 0 for value in values], color=LOOKS[2][0], height=0.7)
-        for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-            shown = failures.mark(row["status"]) if value is None else f"{value:,.{1 if value < 1000 else 0}f}"
-            axes.text((value or 0) + 0.01 * top, place, shown, va="center", fontsize=7, color=INK)
-        axes.set_yticks(range(len(rows)), labels if axes is memory else [""] * len(rows))
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xlim(0, 1.18 * top)
-        axes.grid(visible=False, axis="y")
-        axes.grid(axis="x", color=GRID, lw=0.8)
-        axes.set_xlabel(label, color=INK)
+        texts = [
+            failures.mark(row["status"]) if value is None else f"{value:,.{1 if value < 1000 else 0}f}"
+            for row, value in zip(rows, values, strict=True)
+        ]
+        horizontal_bars(axes, labels, [value or 0 for value in values], unit=unit, colours=LOOKS[2][0], texts=texts)
+    panels[1].tick_params(labelleft=False)  # the points are those of the first panel
     predicted = [(place, row["predicted_allocated_bytes"] / GIB) for place, row in enumerate(rows)
                  if row["predicted_allocated_bytes"] and row["status"] == failures.OK]  # fmt: skip
     if predicted:
-        memory.plot([v for _, v in predicted], [p for p, _ in predicted], "|", color=INK, ms=9, mew=1.4)
+        memory, sizes = panels[0], [size for _, size in predicted]
+        memory.plot(sizes, [place for place, _ in predicted], "|", color=INK, ms=9, mew=1.4)
         memory.set_title("line: predicted", color=INK, fontsize=8, loc="left")
+        memory.set_xlim(0, max(memory.get_xlim()[1], 1.2 * max(sizes)))
     return svg(figure, name)
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------
-
-
-def peak_gib(row: Row) -> float | None:
-    """Peak of the memory that PyTorch allocated, in GiB."""
-    peak_bytes = row.get("peak_allocated_bytes")
-    return None if peak_bytes is None else peak_bytes / GIB
 
 
 def _variants(results: Mapping[str, Any], part: Slice) -> list[str]:
