@@ -24,9 +24,8 @@ const key = (background) => {
 };
 
 class Chart {
-  constructor(run, place, top) {
+  constructor(run, place) {
     this.run = run;
-    this.top = top;
     this.canvas = element("canvas");
     this.canvas.tabIndex = 0;
     this.canvas.setAttribute("role", "img");
@@ -68,6 +67,11 @@ class Chart {
       if (scale[middle] <= place) low = middle + 1; else high = middle;
     }
     return low - 1;
+  }
+
+  highest() {
+    const predicted = this.run.bands.map(([name]) => (this.run.predicted && this.run.predicted[name]) || 0);
+    return this.totals.reduce((most, total) => Math.max(most, total), Math.max(0, ...predicted));
   }
 
   all() { this.from = 0; this.to = this.limit(); }
@@ -314,16 +318,9 @@ function niceStep(rough) {
   return power * [1, 2, 5, 10].find((each) => each * power >= rough);
 }
 
-let top_ = 1;
-for (const run of runs) {
-  let total = 0;
-  for (const event of run.events) {
-    total += event >= 0 ? run.sizes[event] : -run.sizes[~event];
-    top_ = Math.max(top_, total);
-  }
-  for (const [name] of run.bands) top_ = Math.max(top_, (run.predicted && run.predicted[name]) || 0);
-}
-const charts = [...document.querySelectorAll(".memory")].map((place, i) => new Chart(runs[i], place, 1.08 * top_));
+const charts = [...document.querySelectorAll(".memory")].map((place, i) => new Chart(runs[i], place));
+const top_ = 1.08 * Math.max(1, ...charts.map((chart) => chart.highest()));
+for (const chart of charts) chart.top = top_;
 const redraw = () => charts.forEach((chart) => chart.draw());
 const button = (id, text, act) => {
   const made = element("button", text);
