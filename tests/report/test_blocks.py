@@ -71,8 +71,17 @@ def test_page_shows_every_text_of_every_block_as_text():
     assert {"script", "u", "link", "img"}.isdisjoint(seen.tags)
     assert not [name for name, _ in seen.attributes if name.startswith("on")]
     assert "wide" in seen.text and "phone" in seen.text
+
+
+def test_page_loads_nothing():
+    report, _ = everything("http://example.org/x.css url(http://example.org)")
+    text = page.render(report, CHARTS)
+    seen = Page(text)
     policy = next(value for _, value in seen.attributes if "default-src" in value)
     assert policy.startswith("default-src 'none'") and "script-src" not in policy
+    assert not {"src", "href", "xlink:href", "action"} & {name for name, _ in seen.attributes}
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
+    assert "@import" not in style and "url(" not in style
 
 
 def test_markdown_shows_every_text_of_every_block_as_text():
