@@ -110,9 +110,8 @@ def swept_dimension(rows: Sequence[RowRecord]) -> int | None:
 
 def _shown(rows: Sequence[RowRecord]) -> list[str]:
     """Implementations that have a time in any row, without the variants (tigon on changed problems)."""
-    return list(dict.fromkeys(
-        m.impl for row in rows for m in row.measurements if m.role != "variant" and (m.graph_ms or m.eager_ms)
-    ))  # fmt: skip
+    measured = (m for row in rows for m in row.measurements if m.graph_ms or m.eager_ms)
+    return list(dict.fromkeys(m.impl for m in measured if m.role != "variant"))
 
 
 def _lines(rows: Sequence[RowRecord], dimension: int, quantity: Quantity, unit: str) -> Any:
@@ -127,12 +126,11 @@ def _lines(rows: Sequence[RowRecord], dimension: int, quantity: Quantity, unit: 
         spreads = {size: spread for size, spread in measurements.items() if spread is not None}
         medians = [spread.median for spread in spreads.values()]
         highest = max(highest, *medians)
-        first = impl == "tigon"
-        axes.plot(list(spreads), medians, f"{marker}-", ms=5, color=COLOURS.get(impl, MUTED), lw=2.2 if first else 1.4,
-                  zorder=3 if first else 2, label=LABELS.get(impl, impl))  # fmt: skip
-        axes.fill_between(list(spreads), [spread.low for spread in spreads.values()],
-                          [spread.high for spread in spreads.values()], color=COLOURS.get(impl, MUTED), alpha=0.2,
-                          lw=0)  # fmt: skip
+        width, zorder = (2.2, 3) if impl == "tigon" else (1.4, 2)
+        own, colour = list(spreads), COLOURS.get(impl, MUTED)
+        axes.plot(own, medians, f"{marker}-", ms=5, color=colour, lw=width, zorder=zorder, label=LABELS.get(impl, impl))
+        lows, highs = [spread.low for spread in spreads.values()], [spread.high for spread in spreads.values()]
+        axes.fill_between(own, lows, highs, color=colour, alpha=0.2, lw=0)
     if quantity is _ms:
         bounds = [bound(row) for row in rows]
         axes.plot(sizes, [ms for ms, _ in bounds], color=INK, ls=":", lw=1.2, label=f"bound ({bounds[0][1]})")

@@ -18,13 +18,25 @@ WRONG = "†"
 NO_SLOWER = 1.01
 """tigon counts as no slower than its best peer up to this ratio of their times."""
 _SUMMARY = (
-    "op, shape", "tigon, ms", "best peer, ms", "bound, ms", "% of bound", "target: measured",
-    "extra memory of tigon / best peer, MiB", "error of tigon / eager",
-)  # fmt: skip
+    "op, shape",
+    "tigon, ms",
+    "best peer, ms",
+    "bound, ms",
+    "% of bound",
+    "target: measured",
+    "extra memory of tigon / best peer, MiB",
+    "error of tigon / eager",
+)
 _DETAILS = (
-    "implementation", *(f"{phase}, ms" for phase in PHASES), "eager both, ms", "host, us", "extra memory, MiB", "rate",
-    "% of bound", "error",
-)  # fmt: skip
+    "implementation",
+    *(f"{phase}, ms" for phase in PHASES),
+    "eager both, ms",
+    "host, us",
+    "extra memory, MiB",
+    "rate",
+    "% of bound",
+    "error",
+)
 
 
 def summary(run: RunRecord) -> str:
@@ -99,9 +111,11 @@ def best_of(row: RowRecord, roles: Sequence[str], memory_gib: float | None = Non
     fitting = [
         m
         for m in row.measurements
-        if m.role in roles and m.judged_ms(row.graph) and not m.breaks_rule
+        if m.role in roles
+        and m.judged_ms(row.graph)
+        and not m.breaks_rule
         and (memory_gib is None or (m.extra_peak_bytes is not None and m.extra_peak_bytes <= memory_gib * 2**30))
-    ]  # fmt: skip
+    ]
     return min(fitting, key=lambda m: _ms(m, row), default=None)
 
 

@@ -81,8 +81,8 @@ def new_figure(panels: int, *, columns: int, height: float = 3.2) -> tuple[Any, 
     from matplotlib.figure import Figure
 
     # Keep text as text: files are small, the same on every machine, and readable by a screen reader.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "tigon", "font.family": "sans-serif",
-                                "font.size": 9})  # fmt: skip
+    as_text = {"svg.fonttype": "none", "svg.hashsalt": "tigon", "font.family": "sans-serif", "font.size": 9}
+    matplotlib.rcParams.update(as_text)
     width = WIDE
     if _for_phone.get():
         width, height, columns = NARROW, height * min(columns, panels), 1
@@ -99,9 +99,14 @@ def new_figure(panels: int, *, columns: int, height: float = 3.2) -> tuple[Any, 
 
 
 def horizontal_bars(
-    axes: Any, labels: Sequence[str], values: Sequence[float], *, unit: str, colours: Sequence[str] | str,
+    axes: Any,
+    labels: Sequence[str],
+    values: Sequence[float],
+    *,
+    unit: str,
+    colours: Sequence[str] | str,
     texts: Sequence[str] = (),
-) -> None:  # fmt: skip
+) -> None:
     """One bar per label, the first at the top. texts: what stands beside each bar, if it is not the value."""
     bars = axes.barh(range(len(labels)), values, color=colours)
     axes.set_yticks(range(len(labels)), labels)

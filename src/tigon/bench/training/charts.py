@@ -72,8 +72,8 @@ def _time(case: CaseRecord, measured: list[StepMeasurement]) -> str:
     for kind in KINDS:
         values = [(m.split_ms or {}).get(kind) or 0.0 for m in measured]
         if any(values):
-            axes.barh(_labels(measured), values, left=left, color=KIND_COLOURS[kind], label=kind,
-                      edgecolor=MUTED, lw=0.3)  # fmt: skip
+            look = {"color": KIND_COLOURS[kind], "edgecolor": MUTED, "lw": 0.3}
+            axes.barh(_labels(measured), values, left=left, label=kind, **look)
         left = [start + value for start, value in zip(left, values, strict=True)]
     axes.set(xlabel="ms per optimizer step", xlim=(0, 1.05 * max(left) or 1.0))
     lay_flat(axes)

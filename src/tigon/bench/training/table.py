@@ -23,10 +23,16 @@ def case_table(case: CaseRecord) -> str:
     """The table of a case. A variant that was not measured has its reason instead of figures."""
     reference = reference_of(case)
     names = [
-        "variant", "micro-batches", "recomputes", "tokens/s",
-        *([f"x {reference.variant}"] if reference else []), "peak, GiB", "% of matmul rate",
-        *(f"{kind}, ms" for kind in KINDS), "predicted peak, time",
-    ]  # fmt: skip
+        "variant",
+        "micro-batches",
+        "recomputes",
+        "tokens/s",
+        *([f"x {reference.variant}"] if reference else []),
+        "peak, GiB",
+        "% of matmul rate",
+        *(f"{kind}, ms" for kind in KINDS),
+        "predicted peak, time",
+    ]
     return markdown_table(names, [_line(m, case, reference, len(names)) for m in case.measurements])
 
 
@@ -38,10 +44,16 @@ def _line(m: StepMeasurement, case: CaseRecord, reference: StepMeasurement | Non
         ratio = [f"{m.tokens_per_s / reference.tokens_per_s:.3f}"]
     mark = f" {EXCEEDS}" if m.status == OVER else ""
     return [
-        m.variant + mark, f"{case.batch // m.micro_batch} x {m.micro_batch}", m.recomputed or "-",
-        f"{m.tokens_per_s:,.0f}", *ratio, _gib(m.peak_bytes),
-        "-" if m.products_share is None else f"{100 * m.products_share:.0f} %", *_kinds(m), _predicted(m),
-    ]  # fmt: skip
+        m.variant + mark,
+        f"{case.batch // m.micro_batch} x {m.micro_batch}",
+        m.recomputed or "-",
+        f"{m.tokens_per_s:,.0f}",
+        *ratio,
+        _gib(m.peak_bytes),
+        "-" if m.products_share is None else f"{100 * m.products_share:.0f} %",
+        *_kinds(m),
+        _predicted(m),
+    ]
 
 
 def _gib(nbytes: int | None) -> str:
@@ -88,9 +100,10 @@ def section(run: TrainRecord) -> str:
         retired = {m.code for m in case.measurements} & RETIRED.keys()
         note += "".join(f" `{code}` was {RETIRED[code]}." for code in sorted(retired))
         parts += [
-            f"**{case.id}**: {case.tokens:,} tokens per optimizer step.{limit}{note}", f"`{case.command}`",
+            f"**{case.id}**: {case.tokens:,} tokens per optimizer step.{limit}{note}",
+            f"`{case.command}`",
             case_table(case),
-        ]  # fmt: skip
+        ]
     return "\n\n".join(part for part in parts if part != "``")
 
 

@@ -30,12 +30,16 @@ def render(profiles: Sequence[Profile]) -> str:
         Columns([[*own, *_tables(profile)] for own, profile in zip(headings, profiles, strict=True)]),
     ]
     report = Report(
-        kind="profile", title=labels[0] if len(labels) == 1 else "Two runs side by side", lead="", blocks=blocks,
+        kind="profile",
+        title=labels[0] if len(labels) == 1 else "Two runs side by side",
+        lead="",
+        blocks=blocks,
         script=(Path(__file__).parent / "page.js").read_text(encoding="utf-8"),
         data={
-            "categories": [[name, title(name)] for name in CATEGORIES], "runs": [_data(each) for each in profiles],
+            "categories": [[name, title(name)] for name in CATEGORIES],
+            "runs": [_data(each) for each in profiles],
         },
-    )  # fmt: skip
+    )
     return page.render(report, {})
 
 

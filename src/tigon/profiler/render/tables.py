@@ -50,9 +50,11 @@ def phases(profiles: Sequence[Profile]) -> Table:
 
 
 def _compared(
-    first: str, rows: Mapping[str, str], measured: Sequence[Mapping[str, int]],
+    first: str,
+    rows: Mapping[str, str],
+    measured: Sequence[Mapping[str, int]],
     predicted: Sequence[Mapping[str, int] | None],
-) -> Table:  # fmt: skip
+) -> Table:
     """Bytes of each run beside their prediction, if there is one.
 
     Args:
@@ -99,9 +101,9 @@ def operators(profile: Profile, shown: int = SHOWN_OPS) -> Table | None:
     ]
     rest = profile.ops[shown:]
     if rest:
-        share, launches = sum(row.share for row in rest), sum(row.launches for row in rest)
-        rows.append((f"{len(rest)} further operators", in_ms(sum(row.time_ms for row in rest)), f"{share:.1%}",
-                     f"{launches:,}", ""))  # fmt: skip
+        rest_ms, share = sum(row.time_ms for row in rest), sum(row.share for row in rest)
+        launches = sum(row.launches for row in rest)
+        rows.append((f"{len(rest)} further operators", in_ms(rest_ms), f"{share:.1%}", f"{launches:,}", ""))
     whole_ms, launches = sum(row.time_ms for row in profile.ops), sum(row.launches for row in profile.ops)
     whole_flops = sum(row.flops for row in profile.ops)
     rows.append(("all", in_ms(whole_ms), "100%", f"{launches:,}", in_flops(1000 * whole_flops / whole_ms)))
@@ -118,8 +120,8 @@ def operators(profile: Profile, shown: int = SHOWN_OPS) -> Table | None:
 def show(profiles: Sequence[Profile], console: Console) -> None:
     """Print the comparing tables, and for each run the largest rows of its other tables."""
     for number, profile in enumerate(profiles):
-        console.print(f"\n{named(profile.timeline.label, number, len(profiles))}", markup=False, style="bold",
-                      soft_wrap=True)  # fmt: skip
+        heading = named(profile.timeline.label, number, len(profiles))
+        console.print(f"\n{heading}", markup=False, style="bold", soft_wrap=True)
         console.print(peak_line(profile), markup=False, soft_wrap=True)
         calls = profile.timeline.call_table
         for piece in profile.peak.pieces[:SHOWN_LINES]:

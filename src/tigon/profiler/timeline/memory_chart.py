@@ -42,9 +42,15 @@ def draw(profiles: Sequence[Profile]) -> str:
         axes.set_xlabel(_caption(profile), fontsize=7.5, color=MUTED, loc="left", parse_math=False)
     order = (*map(title, CATEGORIES), "predicted")
     shared_legend(
-        figure, panels, order=order, loc="outside upper left", ncols=len(order), columnspacing=1, handlelength=1.4,
+        figure,
+        panels,
+        order=order,
+        loc="outside upper left",
+        ncols=len(order),
+        columnspacing=1,
+        handlelength=1.4,
         fontsize=8,
-    )  # fmt: skip
+    )
     return _with_two_decimals(svg(figure, "timeline"))
 
 
@@ -115,8 +121,8 @@ def _bands(axes: Any, profile: Profile, places: Sequence[float], *, top: float, 
         name = next((name for name in (f"{band.name} {number}", f"{band.name[0]}{number}") if len(name) < room), "")
         axes.text((start + end) / 2, top * 0.985, name, ha="center", va="top", fontsize=7, color=MUTED)
         if profile.predicted and profile.predicted.phases.get(band.name):
-            axes.hlines(profile.predicted.phases[band.name] / size, start, end, color=INK, lw=1.3, ls="--",
-                        label=None if labelled else "predicted")  # fmt: skip
+            label = None if labelled else "predicted"
+            axes.hlines(profile.predicted.phases[band.name] / size, start, end, color=INK, lw=1.3, ls="--", label=label)
             labelled = True
 
 
@@ -126,10 +132,15 @@ def _mark_peak(axes: Any, profile: Profile, places: Sequence[float], size: int) 
     right = place > places[-1] / 2
     axes.plot([place], [peak.nbytes / size], "o", ms=5, color=INK)
     axes.annotate(
-        f"peak {in_bytes(peak.nbytes)}, {phase_title(peak.phase)}", (place, peak.nbytes / size),
-        xytext=(-6 if right else 6, 6), textcoords="offset points", ha="right" if right else "left", fontsize=8,
-        color=INK, parse_math=False,
-    )  # fmt: skip
+        f"peak {in_bytes(peak.nbytes)}, {phase_title(peak.phase)}",
+        (place, peak.nbytes / size),
+        xytext=(-6 if right else 6, 6),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=8,
+        color=INK,
+        parse_math=False,
+    )
 
 
 def _caption(profile: Profile) -> str:

@@ -33,9 +33,12 @@ _ROW_NAME, _TICKS, _TITLE = 60, 96, 110
 _NEAR = 0.16  # fraction of a line chart's axis: numbers of six digits overlap at a smaller distance
 _LEGEND_LINE_INCHES = 0.17
 _AXIS_WORDS = {
-    "train.batch_size": "rows in a micro-batch", "data.sequence_length": "tokens in a row", "model.name": "model",
-    "train.gradient_accumulation": "micro-batches in a step", "sharding.gpus": "GPUs",
-}  # fmt: skip
+    "train.batch_size": "rows in a micro-batch",
+    "data.sequence_length": "tokens in a row",
+    "model.name": "model",
+    "train.gradient_accumulation": "micro-batches in a step",
+    "sharding.gpus": "GPUs",
+}
 
 
 def peak_gib(row: Row) -> float | None:
@@ -154,11 +157,11 @@ def _group(axes: Any, results: Mapping[str, Any], part: Slice, value_of: Callabl
                 places.append(place)
                 heights.append(height)
             elif row is not None:
-                axes.text(place, 0.015 * top, failures.mark(row["status"]), rotation=90, ha="center", va="bottom",
-                          fontsize=7, color=color, fontweight="bold")  # fmt: skip
+                look = {"ha": "center", "va": "bottom", "fontsize": 7, "color": color, "fontweight": "bold"}
+                axes.text(place, 0.015 * top, failures.mark(row["status"]), rotation=90, **look)
         # a variant without figures gets a bar of height 0, so that the legend shows its colour
-        axes.bar(places or [0], heights or [0], width * 0.92, color=color, hatch=hatch, edgecolor="white", lw=0.4,
-                 label=_label(variant))  # fmt: skip
+        bars = {"color": color, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": _label(variant)}
+        axes.bar(places or [0], heights or [0], width * 0.92, **bars)
     room = max(6, _TICKS // len(part.values))
     axes.set_xticks(range(len(part.values)), [shortened(_tick(value), room) for value in part.values])
     axes.set_xlim(-0.6, len(part.values) - 0.4)
@@ -240,8 +243,11 @@ def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
         ]
         horizontal_bars(axes, labels, [value or 0 for value in values], unit=unit, colours=LOOKS[2][0], texts=texts)
     panels[1].tick_params(labelleft=False)  # the points are those of the first panel
-    predicted = [(place, row["predicted_allocated_bytes"] / GIB) for place, row in enumerate(rows)
-                 if row["predicted_allocated_bytes"] and row["status"] == failures.OK]  # fmt: skip
+    predicted = [
+        (place, row["predicted_allocated_bytes"] / GIB)
+        for place, row in enumerate(rows)
+        if row["predicted_allocated_bytes"] and row["status"] == failures.OK
+    ]
     if predicted:
         memory, sizes = panels[0], [size for _, size in predicted]
         memory.plot(sizes, [place for place, _ in predicted], "|", color=INK, ms=9, mew=1.4)
@@ -271,8 +277,8 @@ def _limit(axes: Any, results: Mapping[str, Any]) -> None:
     if results["memory_limit_bytes"]:
         limit_gib = results["memory_limit_bytes"] / GIB
         axes.axhline(limit_gib, color=LIMIT, ls="--", lw=1)
-        axes.text(1, limit_gib, f" limit {limit_gib:g} GiB", transform=axes.get_yaxis_transform(), ha="right",
-                  va="bottom", fontsize=7, color=LIMIT)  # fmt: skip
+        look = {"ha": "right", "va": "bottom", "fontsize": 7, "color": LIMIT}
+        axes.text(1, limit_gib, f" limit {limit_gib:g} GiB", transform=axes.get_yaxis_transform(), **look)
         low, high = axes.get_ylim()
         axes.set_ylim(low, max(high, 1.08 * limit_gib))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -49,8 +50,7 @@ def _blocks(results: Mapping[str, Any], drawn: Collection[str]) -> Iterator[Bloc
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = results["points"]
-    counts = {status: sum(row["status"] == status for row in rows) for status in
-              dict.fromkeys(row["status"] for row in rows)}  # fmt: skip
+    counts = Counter(row["status"] for row in rows)
     tiles = [("measured" if status == failures.OK else status, f"{count:,}") for status, count in counts.items()]
     ok = [row for row in rows if row["status"] == failures.OK]
     if ok:
@@ -182,8 +182,9 @@ def notes(results: Mapping[str, Any], on_gpu: bool) -> list[str]:
     if limit := results["memory_limit_bytes"]:
         how = (
             "PyTorch's allocator may reserve that minus the memory planned outside it (CUDA context, NCCL, DeepSpeed)"
-            if on_gpu else "the data segment of the process (heap and private mappings), Python and libraries included"
-        )  # fmt: skip
+            if on_gpu
+            else "the data segment of the process (heap and private mappings), Python and libraries included"
+        )
         texts.append(f"Limited to {limit / GIB:.1f} GiB: {how}.")
     if any(row["unchecked"] for row in results["points"]):
         names = sorted({row["variant"] for row in results["points"] if row["unchecked"]})

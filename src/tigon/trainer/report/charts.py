@@ -46,8 +46,8 @@ def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> 
     one = "o" if len(train) == 1 else ""  # a line needs two points
     axes.plot([r["step"] for r in train], [r["loss"] for r in train], marker=one, color=ACCENT, label="training")
     if eval_records:
-        axes.plot([r["step"] for r in eval_records], [r["eval_loss"] for r in eval_records], "o-", color=SECOND, ms=4,
-                  label="eval")  # fmt: skip
+        steps, losses = [r["step"] for r in eval_records], [r["eval_loss"] for r in eval_records]
+        axes.plot(steps, losses, "o-", color=SECOND, ms=4, label="eval")
     axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label=f"unigram entropy of the eval text, {entropy:.2f}")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend(frameon=False)
@@ -121,8 +121,8 @@ def _comparison(rows: Sequence[Any]) -> str:
     memory.set(ylabel="peak memory of a step (MiB)", ylim=(0, max(r["peak_bytes"] for r in rows) / 2**20 * 1.3))
     memory.legend(frameon=False, loc="upper right")
     medians, ranges = [row["tokens_per_s"] for row in rows], [row["tokens_per_s_range"] for row in rows]
-    spread = [[m - low for m, (low, _) in zip(medians, ranges, strict=True)],
-              [high - m for m, (_, high) in zip(medians, ranges, strict=True)]]  # fmt: skip
+    pairs = list(zip(medians, ranges, strict=True))
+    spread = [[median - low for median, (low, _) in pairs], [high - median for median, (_, high) in pairs]]
     bars = speed.bar(labels, medians, color=SECOND, yerr=spread, ecolor=MUTED, capsize=3)
     speed.bar_label(bars, labels=[f"{median:,.0f}" for median in medians], padding=2, color=INK)
     speed.set(ylabel="tokens/s, median and range", ylim=(0, max(high for _, high in ranges) * 1.15))

@@ -28,9 +28,10 @@ FILE = "README.md"
 MAX_CARD_BYTES = 2**20
 _ADAPTERS_FOR, _MERGED_INTO = "LoRA adapters for", "LoRA adapters merged into"
 _CLASSES = {
-    "text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification",
+    "text-generation": "AutoModelForCausalLM",
+    "text-classification": "AutoModelForSequenceClassification",
     "image-text-to-text": "AutoModelForImageTextToText",
-}  # fmt: skip
+}
 """The hub's name of a task -> the class that loads a model of it."""
 _OF_WHOLE = (
     "The adapters belong to the base model's own weights. With the weights in 4 bits LoftQ's correction is missing."

@@ -42,9 +42,20 @@ _DATA_LABELS = {
     "unigram_entropy": "unigram entropy (nats per token)", "tokenizer_size": "tokens of the tokenizer",
 }  # fmt: skip
 COMPARISON_COLUMNS = (
-    "kernels", "last loss", "largest difference", "peak memory", "peak of the step alone", "saved", "tokens/s",
+    "kernels",
+    "last loss",
+    "largest difference",
+    "peak memory",
+    "peak of the step alone",
+    "saved",
+    "tokens/s",
     "slowest to fastest step",
-)  # fmt: skip
+)
+
+_MEMORY_ON_GPU = "Memory is the memory that PyTorch has allocated on the GPU."
+_MEMORY_ON_CPU = (
+    "Memory in the tiles and charts is the resident set of the whole process, including Python and libraries."
+)
 
 
 def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> None:
@@ -53,15 +64,13 @@ def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> N
     drawn = drawn_twice(lambda: charts.draw(records, summary, section))
     recipe = recipe_checks.loads_saved(run.path / run_folder.RECIPE)
     parameters = in_parameters(run.read_json(run_folder.DATA)["parameters"])
-    report = Report(
-        kind="train", title=run.path.name,
-        lead=f"{models.described(recipe.model)}, {parameters}, on {recipe.data.source_names}",
-        blocks=[
-            *_measured(run, summary, objective, recipe, drawn), *_texts(run, summary, objective, recipe),
-            *_setting(run, summary),
-        ],
-    )  # fmt: skip
-    page.write(report, drawn, run.write_text)
+    lead = f"{models.described(recipe.model)}, {parameters}, on {recipe.data.source_names}"
+    blocks = [
+        *_measured(run, summary, objective, recipe, drawn),
+        *_texts(run, summary, objective, recipe),
+        *_setting(run, summary),
+    ]
+    page.write(Report(kind="train", title=run.path.name, lead=lead, blocks=blocks), drawn, run.write_text)
 
 
 def _measured(
@@ -93,10 +102,7 @@ def _measured(
         yield _comparison(summary["comparison"])
     if "throughput" in drawn:
         yield from (Heading("Throughput and memory"), ChartImage("throughput", "tokens/s and memory over steps"))
-        yield Paragraph(
-            "Memory is the memory that PyTorch has allocated on the GPU." if on_gpu else
-            "Memory in the tiles and charts is the resident set of the whole process, including Python and libraries."
-        )  # fmt: skip
+        yield Paragraph(_MEMORY_ON_GPU if on_gpu else _MEMORY_ON_CPU)
     if tasks := rows_of(summary.get("lm_eval") or {}):
         rows = [
             (task, metric, f"{value:.4f}", "" if deviation is None else f"{deviation:.4f}")
