@@ -252,7 +252,7 @@ def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
         memory, sizes = panels[0], [size for _, size in predicted]
         memory.plot(sizes, [place for place, _ in predicted], "|", color=INK, ms=9, mew=1.4)
         memory.set_title("line: predicted", color=INK, fontsize=8, loc="left")
-        memory.set_xlim(0, max(memory.get_xlim()[1], 1.2 * max(sizes)))
+        memory.set_xlim(0, 1.25 * max([*sizes, *(peak_gib(row) or 0 for row in rows)]))
     return svg(figure, name)
 
 
