@@ -1,4 +1,4 @@
-"""What the reports of runs, plans, profiles, sweeps and benchmarks are made of.
+"""The parts of every report: of runs, plans, profiles, sweeps and benchmarks.
 
 - `blocks.py`: a report as data, and its files. `page.py`: as an HTML page. `markdown.py`: as Markdown.
 - `table.py`: a table for a page, for Markdown and for the terminal.

@@ -100,7 +100,7 @@ class Report:
     """A whole report."""
 
     kind: str
-    """What it reports on, such as "sweep", for the title of the browser's window."""
+    """The word for the title of the browser's window, such as "sweep"."""
     title: str
     lead: str
     """A line below the title; may be empty."""

@@ -16,7 +16,7 @@ from typing import Any
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 LIMIT = "#b91c1c"
-"""Of a memory limit."""
+"""The colour of a memory limit."""
 _PAGE: Mapping[str, tuple[str, str]] = {
     "ink": (INK, "#e5e7eb"),
     "soft": ("#4b5563", "#9ca3af"),

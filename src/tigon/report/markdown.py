@@ -21,7 +21,7 @@ from tigon.report.table import Table
 
 
 def render(report: Report) -> str:
-    """The report as a Markdown document. Charts are files in the folder `charts` beside it."""
+    """The report as a Markdown document. Charts are files of the folder `charts`."""
     head = [f"# {escape_markdown(report.title)}", escape_markdown(report.lead)]
     return "\n\n".join(filter(None, [*head, *map(_block, report.blocks)])) + "\n"
 

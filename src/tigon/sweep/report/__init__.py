@@ -1,1 +1,1 @@
-"""What the report of a sweep shows: `report.py` its texts and tables, `charts.py` its bars and lines."""
+"""The report of a sweep as data: `report.py` makes its texts and tables, `charts.py` its bars and lines."""

@@ -113,7 +113,7 @@ def _measured(
 
 
 def _texts(run: RunFolder, summary: Mapping[str, Any], objective: Objective, recipe: Recipe) -> Iterator[Block]:
-    """What the model has written."""
+    """The texts that the model has written."""
     if prompts := texts_of(run.records()):
         yield from (Heading("What the model writes"), Paragraph("The likeliest continuation of each prompt."))
         for one in prompts:
@@ -127,7 +127,7 @@ def _texts(run: RunFolder, summary: Mapping[str, Any], objective: Objective, rec
 
 
 def _setting(run: RunFolder, summary: Mapping[str, Any]) -> Iterator[Block]:
-    """What was run, on what."""
+    """The data, the kernels, the environment and the recipe."""
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
     counts = [(data_label(name), _number(value)) for name, value in data.items() if name != "fingerprint"]
     yield from (Heading("Data"), facts(counts, numeric=True))
