@@ -50,7 +50,7 @@ def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> 
         axes.plot(steps, losses, "o-", color=SECOND, ms=4, label="eval")
     axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label=f"unigram entropy of the eval text, {entropy:.2f}")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.legend(frameon=False)
+    shared_legend(figure, [axes], loc="outside upper center", ncols=3)  # inside it would cover lines on a phone
     return svg(figure, "loss")
 
 
