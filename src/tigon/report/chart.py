@@ -98,6 +98,14 @@ def new_figure(panels: int, *, columns: int, height: float = 3.2) -> tuple[Any, 
     return figure, all_axes
 
 
+def whole_numbers(axes: Any, most: int = 5, steps: Sequence[int] | None = None) -> None:
+    """Mark the x axis at about `most` whole numbers. steps: how far apart, times a power of ten; None: any distance."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(most, integer=True, steps=steps))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+
+
 def horizontal_bars(
     axes: Any,
     labels: Sequence[str],

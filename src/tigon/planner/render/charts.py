@@ -13,7 +13,7 @@ from tigon.planner.gpus import GIB
 from tigon.planner.request import Request, text_config
 from tigon.planner.search.recommend import Plan, label
 from tigon.planner.simulate.ledger import COMPONENTS
-from tigon.report.chart import INK, LIMIT, MEMORY_COLOURS, MUTED, new_figure, shared_legend, svg
+from tigon.report.chart import INK, LIMIT, MEMORY_COLOURS, MUTED, new_figure, shared_legend, svg, whole_numbers
 
 POINTS = 7
 
@@ -59,13 +59,6 @@ def _values(most: int, *, unit: int) -> list[int]:
     return sorted(min(value, most) for value in even)
 
 
-def _whole_numbers(axes: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-
-
 def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
     """Draws the memory limit as a line. Its name goes in the legend, because next to the line it would cover curves."""
     limit = plan.gpu.memory_bytes / GIB
@@ -82,7 +75,7 @@ def _components(plan: Plan) -> Any:
         axes.plot(values, [e.device_bytes / GIB for e in predictions], color=INK, lw=1, ls=":", label="on the device")
         _draw_limit(axes, plan, max(e.device_bytes for e in predictions) / GIB)
         axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
-        _whole_numbers(axes)
+        whole_numbers(axes)
     shared_legend(figure, panels, order=COMPONENTS, reverse=True, loc="outside right center")
     figure.suptitle(label(plan.option.request.choices), fontsize=9, color=MUTED)
     return figure
