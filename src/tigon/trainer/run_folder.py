@@ -17,9 +17,6 @@
     report.md, report.html
     summary.json       written last, so a folder without it is an incomplete run
 
-If the nodes of a run do not share a disk, each node has the first three files, `checkpoints/`, `tokenizer/` and
-`base/` in a folder of its own, and the main process's node has the others too.
-
 The folder is created after every check has passed. A run writes nothing outside it except the caches of
 tokenizers and tokens, and what the trackers of `train.report_to` keep for all runs of a folder.
 """
@@ -42,7 +39,6 @@ from tigon.objectives.recipe_checks import auto_divides_batch, loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
 from tigon.techniques.layer_checkpointing import AUTO
 from tigon.trainer.checkpoint import checkpoint, elastic
-from tigon.trainer.distributed import launch
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
     "recipe.yaml", "metrics.jsonl", "summary.json", "data.json", "environment.json"
@@ -266,10 +262,7 @@ def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
     path = newest(output)
     if path is None:
         wanted = Path(output.folder) / output.name
-        elsewhere = "" if not launch.has_several_nodes() else "; if another node has it, copy its folder to this node"
-        raise RunFolderError(
-            f"{wanted}: no run to resume there; start it without --resume, or set output.name{elsewhere}"
-        )
+        raise RunFolderError(f"{wanted}: no run to resume there; start it without --resume, or set output.name")
     return _checked(path, recipe)
 
 

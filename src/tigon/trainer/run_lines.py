@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tigon.data import preview
 from tigon.techniques import TECHNIQUES
 from tigon.trainer import model, open_folder
-from tigon.trainer.checkpoint import elastic, node_files
+from tigon.trainer.checkpoint import elastic
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared
 from tigon.trainer.run_folder import RunFolder
@@ -44,7 +44,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"steps    {prepared.size_words}",
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
         f"memory   {techniques}",
-        *open_folder.lines(run.path, divided=node_files.divides(recipe)),
+        *open_folder.lines(run.path),
     ]
     if objective_line := prepared.objective.announcement():
         lines.append(objective_line)

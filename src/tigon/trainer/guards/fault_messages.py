@@ -15,7 +15,7 @@ from tigon.errors import ProcessError, RecipeError, RunFolderError, TigonError
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint, elastic
 from tigon.trainer.distributed import launch, signals
-from tigon.trainer.distributed.failures import LOST_ANOTHER, NODE
+from tigon.trainer.distributed.torchrun import LOST_ANOTHER
 from tigon.trainer.guards import prediction, preflight, system_limits
 from tigon.trainer.run_folder import RunFolder
 
@@ -56,9 +56,7 @@ def to_user_error(error: Exception, run: RunFolder, command: str) -> TigonError 
 
 
 def _who_is_lost() -> str:
-    """The processes that do not answer, in parentheses, unless `tigon train` on this node finds out."""
-    if NODE in os.environ:
-        return ""
+    """The processes that do not answer, in parentheses."""
     silent = launch.silent_processes()
     if silent is None:
         return f" (the store at {os.environ.get('MASTER_ADDR')} is gone)"
