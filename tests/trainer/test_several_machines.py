@@ -253,9 +253,7 @@ def test_run_folder_that_a_node_does_not_see_is_refused_before_the_run_starts(he
 
     codes, said = on_two_nodes(here, act, apart=apart)
     assert codes == ([2, 2] if apart else [0, 0]), said
-    expected = (
-        f"tigon: output.folder: runs/r on {HOST} is not visible to process 1 on {HOST}; a run on several"
-    )
+    expected = f"tigon: output.folder: runs/r on {HOST} is not visible to process 1 on {HOST}; a run on several"
     assert (expected in said) == apart and not list(here.rglob(f"{open_folder.TOKEN}*"))
 
 
