@@ -131,9 +131,7 @@ def test_command_that_a_cluster_starts_several_times_without_torchrun_is_refused
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     line = tigon("train", recipe()).error_line()
-    assert (
-        "is 2 in the environment, but torchrun has not started this process; use `torchrun ... -m tigon" in line
-    )
+    assert "is 2 in the environment, but torchrun has not started this process; use `torchrun ... -m tigon" in line
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "0")
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")):

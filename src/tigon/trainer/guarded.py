@@ -38,8 +38,8 @@ from tigon.techniques import tensor_parallel
 from tigon.techniques.lora import quiet_peft
 from tigon.techniques.mechanisms.fused_linear import has_fused_linears
 from tigon.techniques.sequence_parallel import shards_of
-from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, universal, whole_files
-from tigon.trainer.checkpoint.adapter_files import check_against
+from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_swap, resume_rules
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against
 from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave
 from tigon.trainer.distributed import launch
 from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
@@ -126,7 +126,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             allow_deepspeed_globals()
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
-            counted = elastic.counted_before(
+            counted = resume_rules.counted_before(
                 Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
             )
             if counted is not None:
@@ -227,24 +227,12 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if self.is_deepspeed_enabled and checkpoint is not None:
             nvme_swap.restore(self.model_wrapped, Path(checkpoint))
         folder, optimizer = Path(checkpoint or ""), innermost(self.optimizer)
-        if checkpoint is not None and distributed_checkpoint.is_distributed(folder):
-            distributed_checkpoint.load_optimizer(self.model, optimizer, folder)
-        elif checkpoint is not None and self.is_fsdp_enabled and whole_files.has_whole_files(folder):
-            whole_files.load_optimizer(self.model, optimizer, folder)
-        elif checkpoint is not None and self._is_of_another_engine(folder):
-            universal.load_optimizer(self.model, optimizer, folder)
-        else:
+        if checkpoint is None or not distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        distributed_checkpoint.load_optimizer(self.model, optimizer, folder)
         scheduled = torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True)
         self.lr_scheduler.load_state_dict(scheduled)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """As in the Trainer; after a resume on another number of processes, from another process's file."""
-        if checkpoint is None:
-            return
-        with elastic.own_random_state(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
-            super()._load_rng_state(str(folder))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is None and self._make_optimizer is not None:
@@ -388,21 +376,13 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        if (folder / whole_files.ADAPTER_FILE).exists():
+        if (folder / ADAPTER_FILE).exists():
             check_against(self.model, folder)
-        if distributed_checkpoint.is_distributed(folder):
+        if distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
             distributed_checkpoint.load_model(model or self.model, folder, self.objective.checkpoint_state)
-        elif self.is_fsdp_enabled and whole_files.has_whole_files(folder):
-            whole_files.load_model(model or self.model, folder)
-        elif self._is_of_another_engine(folder):
-            universal.load_model(model or self.model, folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.objective.load_beside(self.model, folder)
-
-    def _is_of_another_engine(self, checkpoint: Path) -> bool:
-        """Whether DeepSpeed has written a checkpoint that this run reads without it."""
-        return universal.is_deepspeeds(checkpoint) and not self.is_deepspeed_enabled
 
     def gathered_state(self) -> dict[str, torch.Tensor] | None:
         """The whole weights of a sharded model. Every process calls it; with ZeRO-3 only the main process gets them."""

@@ -26,7 +26,7 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, open_folder, run_folder, run_lines
-from tigon.trainer.checkpoint import checkpoint, elastic, final_model, nvme_swap
+from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap, resume_rules
 from tigon.trainer.distributed import launch, signals, torchrun
 from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test
@@ -382,7 +382,7 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
     recipe = prepared.recipe
     safeguards = guarded.Safeguards(
         stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
-        metadata=fault_messages.checkpoint_metadata(prepared), distributed=elastic.writes_distributed(recipe),
+        metadata=fault_messages.checkpoint_metadata(prepared), distributed=resume_rules.writes_distributed(recipe),
         in_background=recipe.train.save_async,
     )  # fmt: skip
     if prepared.rows is not None:

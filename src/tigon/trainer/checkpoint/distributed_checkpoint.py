@@ -2,6 +2,8 @@
 
 `checkpoint-N/distributed/` holds one file per process and `.metadata`, which lists the tensors by name. Names do not
 depend on the engine, so any number of processes of DDP or FSDP2 can read it, and so can one process without a group.
+FSDP2 also reads the Trainer's files of DDP or of one process: PyTorch broadcasts each tensor, and every process keeps
+its part.
 
 `.metadata` is a pickle. `_Reader` refuses one that names anything but DCP's own records, and PyTorch reads the rest
 with `weights_only=True` (see `checkpoint.no_pickles`).
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -33,8 +35,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from tigon.errors import RunFolderError
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, name_in_file
+from tigon.trainer.distributed import launch
 
 FOLDER, METADATA = "distributed", ".metadata"
+OPTIMIZER_FILE, FSDP_FILE = "optimizer.pt", "pytorch_model_fsdp.bin"  # of the Trainer and of Accelerate
 MODEL, OPTIMIZER = "model", "optimizer"
 Select = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
 """(model, its state by name) -> the part of the state that a checkpoint holds; None: all of it."""
@@ -128,6 +133,12 @@ def writing_group() -> Any:
     return distributed.new_group(backend="gloo") if distributed.is_initialized() else None
 
 
+def can_load(checkpoint: Path, *, sharded: bool) -> bool:
+    """Whether `load_model` and `load_optimizer` read a checkpoint, and not the Trainer. sharded: By FSDP2."""
+    whole = (checkpoint / OPTIMIZER_FILE).is_file() and not (checkpoint / FSDP_FILE).exists()
+    return is_distributed(checkpoint) or (sharded and whole)
+
+
 def load_model(model: Any, checkpoint: Path, select: Select) -> None:
     """Read a checkpoint's weights into `model`, sharded or not. Every process calls it.
 
@@ -135,16 +146,63 @@ def load_model(model: Any, checkpoint: Path, select: Select) -> None:
         RunFolderError: The file that lists the tensors is not one of PyTorch's.
         RuntimeError: A tensor is missing or has another shape.
     """
-    state = _model_state(model, select)
-    _load({MODEL: state}, checkpoint)
-    set_model_state_dict(model, state, options=_options(model, strict=False))
+    if is_distributed(checkpoint):
+        state = _model_state(model, select)
+        _load({MODEL: state}, checkpoint)
+        set_model_state_dict(model, state, options=_options(model, strict=False))
+    else:
+        state = dict(_file_weights(model, checkpoint)) if launch.rank() == 0 else {}
+        set_model_state_dict(model, state, options=_broadcast(strict=False))
 
 
 def load_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
     """Read a checkpoint's optimizer states. Every process calls it. Raises as `load_model`."""
-    state = get_optimizer_state_dict(model, optimizer)
-    _load({OPTIMIZER: state}, checkpoint)
-    set_optimizer_state_dict(model, optimizer, state)
+    if is_distributed(checkpoint):
+        state = get_optimizer_state_dict(model, optimizer)
+        _load({OPTIMIZER: state}, checkpoint)
+        set_optimizer_state_dict(model, optimizer, state)
+        return
+    state = {}
+    if launch.rank() == 0:
+        saved = torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
+        state = by_name(saved, optimizer, {parameter: name for name, parameter in model.named_parameters()})
+    set_optimizer_state_dict(model, optimizer, state, options=_broadcast())
+
+
+def _broadcast(*, strict: bool = True) -> StateDictOptions:
+    """For whole states that the main process alone has."""
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=launch.world_size() > 1, strict=strict)
+
+
+def _file_weights(model: Any, checkpoint: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted(checkpoint.glob("*.safetensors"))
+    state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    if not (checkpoint / ADAPTER_FILE).is_file():
+        return state
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: state[short] for name in trained if (short := name_in_file(name)) in state}
+
+
+def by_name(saved: Mapping[str, Any], optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
+    """An optimizer's state dict with the parameters' names instead of their numbers.
+
+    Args:
+        saved: The state dict of an optimizer with the same groups.
+        optimizer: The optimizer whose parameters have the names.
+        names: Parameter -> name.
+    """
+    name_of = {
+        number: names[parameter]
+        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+        for number, parameter in zip(group["params"], own["params"], strict=True)
+    }
+    groups = [{**group, "params": [name_of[number] for number in group["params"]]} for group in saved["param_groups"]]
+    return {
+        "state": {name_of[number]: state for number, state in saved["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
