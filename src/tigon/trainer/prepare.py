@@ -152,8 +152,8 @@ def connect(recipe: Recipe, device: torch.device) -> None:
     """Connect to the other processes, if there are any."""
     if launch.started_by_launcher():
         launch.end_with_launcher()
-    if recipe.sharding.zero:
-        extension_lock.install()
+    if recipe.sharding.zero and launch.is_first_of_node():
+        extension_lock.wait_for_compilers()
     launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
 
 

@@ -193,6 +193,11 @@ def has_several_nodes() -> bool:
     return world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def is_first_of_node() -> bool:
+    """Whether this process is the first of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
 @contextmanager
 def main_process_first() -> Iterator[None]:
     """The main process runs the block first, then one process of each other node, then all others.
@@ -203,8 +208,7 @@ def main_process_first() -> Iterator[None]:
         yield
         return
     n_turns = 3 if has_several_nodes() else 2
-    first_of_node = n_turns == 3 and int(os.environ.get("LOCAL_RANK", "0")) == 0
-    turn = 0 if rank() == 0 else 1 if first_of_node else n_turns - 1
+    turn = 0 if rank() == 0 else 1 if n_turns == 3 and is_first_of_node() else n_turns - 1
     for _ in range(turn):
         distributed.barrier()
     try:
