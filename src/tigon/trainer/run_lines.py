@@ -9,6 +9,7 @@ from tigon.data import preview
 from tigon.techniques import TECHNIQUES
 from tigon.trainer import model, open_folder
 from tigon.trainer.checkpoint import resume_rules
+from tigon.trainer.distributed import torchrun
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared
 from tigon.trainer.run_folder import RunFolder
@@ -45,6 +46,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
         f"memory   {techniques}",
         *open_folder.lines(run.path),
+        *torchrun.restart_line(),
     ]
     if objective_line := prepared.objective.announcement():
         lines.append(objective_line)
