@@ -23,8 +23,9 @@ from tigon.objectives.choose import OBJECTIVES
 from tigon.objectives.medusa import PlannedMedusa
 from tigon.planner.estimate import estimate
 from tigon.recipe.keys import Recipe, TrainConfig
+from tigon.trainer import trainer as trainers
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.report import charts
-from tigon.trainer.trainer import TigonTrainer
 
 PLANNED = (PlannedCausalLM(), PlannedMedusa(HeadsSpec(count=2), HeadLosses(stage=1)))
 
@@ -118,10 +119,10 @@ class Scaled(CausalLM):
         )  # fmt: skip
 
 
-def trainer_of(folder: Path, objective: Scaled, steps: int) -> TigonTrainer:
+def trainer_of(folder: Path, objective: Scaled, steps: int) -> GuardedTrainer:
     train = TrainConfig(steps=steps, batch_size=4, learning_rate=0.01, schedule="constant", log_steps=1, save_steps=1)
     made = small_trainer(folder, Recipe(model=SMALL, train=train))
-    return TigonTrainer(
+    return trainers.make(
         objective.attach(made.model), made.args, made.data_collator, rows(), rows(8), objective=objective
     )
 

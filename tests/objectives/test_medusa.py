@@ -16,19 +16,20 @@ from tigon.medusa import HeadsSpec
 from tigon.objectives.base import FinalSave
 from tigon.objectives.medusa import MedusaTraining, split_groups
 from tigon.recipe.keys import DataConfig, HeadsConfig, Recipe, TrainConfig
+from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed import launch
-from tigon.trainer.trainer import TigonTrainer
+from tigon.trainer.guarded import GuardedTrainer
 
 
 def heads_of(recipe: Recipe) -> MedusaTraining:
     return MedusaTraining(recipe.model, recipe=recipe, spec=HeadsSpec(count=2, shared=True))
 
 
-def with_heads(trainer: Any, recipe: Recipe, held_out: Any = None) -> TigonTrainer:
+def with_heads(trainer: Any, recipe: Recipe, held_out: Any = None) -> GuardedTrainer:
     """A trainer of the same model with heads on it."""
     objective = heads_of(recipe)
     model = objective.attach(trainer.model)
-    return TigonTrainer(model, trainer.args, trainer.data_collator, rows(), held_out, objective=objective)
+    return trainers.make(model, trainer.args, trainer.data_collator, rows(), held_out, objective=objective)
 
 
 def test_heads_have_their_own_learning_rate(tmp_path: Path) -> None:

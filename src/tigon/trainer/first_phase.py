@@ -30,7 +30,7 @@ def train_phase(phase: Phase, prepared: Prepared, run: Path, callbacks: Sequence
     )
     samples = SampleDataset(prepared.train.samples)
     make_optimizer = engine.make_optimizer(phase.train, choices)
-    trainer = trainers.TigonTrainer(built, args, prepared.collator, samples, None, make_optimizer)
+    trainer = trainers.make(built, args, prepared.collator, samples, None, make_optimizer)
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()

@@ -66,6 +66,7 @@ def quiet_libraries(recipe: Recipe) -> None:
     # lm-evaluation-harness reads the data sets of its tasks from the hub.
     names = [recipe.model.name, recipe.data.tokenizer, *teacher, *data_sets]
     hub.set_offline_mode(names, needed=bool(recipe.eval.lm_eval))
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # TRL's trainers would send the run's settings
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls

@@ -31,6 +31,7 @@ from tigon.trainer.checkpoint import checkpoint, elastic, final_model, node_file
 from tigon.trainer.distributed import launch, launch_folder, node_disks, signals
 from tigon.trainer.distributed.nodes import Nodes, nodes_of_run
 from tigon.trainer.evaluation import harness
+from tigon.trainer.evaluation.token_mean import EvaluationFailed, perplexity
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test
 from tigon.trainer.prepare import Prepared, connect, prepare, quiet_libraries
 from tigon.trainer.run_folder import RunFolder
@@ -306,7 +307,6 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
     with fault_messages.explain_out_of_memory(run, prepared):
         trainer, outcome = _train(run, prepared, built, console, stop)
-    fused = getattr(trainer, "fused", "")
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
     decoded = None
@@ -320,7 +320,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         "unigram_entropy": prepared.data.get("unigram_entropy"),
         "skipped_steps": trainer.gate.skipped,
         "evaluation_error": trainer.evaluation_error,
-        "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), fused])),
+        "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), trainer.fused])),
         "decoded": decoded,
         "sample": sample,
     }
@@ -365,7 +365,7 @@ def _train(
         try:
             trainer.train(resume_from_checkpoint=str(run.checkpoint) if run.checkpoint else None)
         except Exception as error:
-            if run.checkpoint is None or trainer.n_micro_steps or isinstance(error, TigonError):
+            if run.checkpoint is None or trainer.step.speed.n_micro_batches or isinstance(error, TigonError):
                 raise
             if prediction.is_out_of_memory(error) or fault_messages.is_no_checkpoints_fault(error, run):
                 raise
@@ -399,8 +399,6 @@ def _train(
 
 def _perplexity(prepared: Prepared, eval_loss: float | None) -> float | None:
     """exp of the eval loss; None if it is not the loss per token of one head."""
-    from tigon.trainer.trainer import perplexity  # loads transformers
-
     if eval_loss is None or prepared.rows is not None or prepared.objective.metric_section() is not None:
         return None
     return next(iter(perplexity(eval_loss)), None)
@@ -432,7 +430,7 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
             reads_images=prepared.processor is not None and prepared.choices.lora_rank is None,
         )  # fmt: skip
         eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
-        trainer = trainers.TigonTrainer(
+        trainer = trainers.make(
             built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
             engine.make_optimizer(recipe.train, prepared.choices), safeguards, prepared.objective,
         )  # fmt: skip
@@ -459,8 +457,6 @@ def _final_eval_loss(trainer: Any) -> float | None:
 
     None if evaluation ran out of memory, so that the trained weights are still saved, or if a signal ended it.
     """
-    from tigon.trainer.trainer import EvaluationFailed  # loads transformers
-
     if trainer.best_step is not None:  # the weights are those of this step
         return float(trainer.state.best_metric)
     for record in reversed(trainer.state.log_history):

@@ -75,7 +75,7 @@ def watch(run: RunFolder, prepared: Prepared, trainer: Any, console: Console, st
     stack.callback(trackers.finish, {})  # if the run fails
     if prepared.prompts:
         generations = Generations(
-            run, prepared.prompts, recipe.eval.generate_tokens, prepared.tokenizer, announce, trainer.restart_clock
+            run, prepared.prompts, recipe.eval.generate_tokens, prepared.tokenizer, announce, trainer.step.speed.restart
         )
     for callback in filter(None, (MetricsWriter(run, writer), trackers, display, generations)):
         trainer.add_callback(callback)
