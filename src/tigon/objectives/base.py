@@ -461,6 +461,11 @@ class Objective(Protocol):
 
     # --- files -------------------------------------------------------------------------------------------------------
 
+    @property
+    def saves_all(self) -> bool:
+        """Whether a checkpoint holds all weights of the model; otherwise those of `checkpoint_state`."""
+        ...
+
     def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
         """The weights that a checkpoint holds; None: all weights of the model.
 

@@ -213,6 +213,10 @@ class CausalLM:
     def metric_section(self) -> MetricSection | None:
         return None
 
+    @property
+    def saves_all(self) -> bool:
+        return True
+
     def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
         return state
 

@@ -319,6 +319,10 @@ class MedusaTraining(CausalLM):
 
     # --- files -------------------------------------------------------------------------------------------------------
 
+    @property
+    def saves_all(self) -> bool:
+        return self.heads.stage == 2
+
     def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
         if self.heads.stage == 2:
             return state

@@ -122,6 +122,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
         self._keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.args.save_on_each_node = False  # only for checkpoints; see `_save_on_each_disk`
+        # The Trainer would load the best one without comparing it with its manifest.
+        self.loads_best, self.args.load_best_model_at_end = self.args.load_best_model_at_end, False
         self.best_step: int | None = None
         self._saved_step = 0
         self._writing: Path | None = None
@@ -145,15 +147,16 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
                 self.resume_counting(counted)
         if self.safeguards.stop is not None:
             self.safeguards.stop.listen()
+        result = None
         try:
             result = super().train(resume_from_checkpoint, **kwargs)
             self.end_background_save()
-            return result
         except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
             self._saved_step = self.state.global_step
-            if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-                self._load_best_model()
+        if self.loads_best and self.state.best_model_checkpoint is not None:
+            self.load_best()
+        return result
 
     # --- the step, as step.py shows it -------------------------------------------------------------------------------
 
@@ -285,7 +288,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """Whether the eval loss has not fallen for as long as train.early_stopping_patience allows."""
         return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in self.stoppers())
 
-    def _load_best_model(self) -> None:
+    def load_best(self) -> None:
         """Load the best checkpoint, after comparing it with its manifest.
 
         Raises:
@@ -302,7 +305,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if distributed_checkpoint.is_distributed(path):
             distributed_checkpoint.load_model(self.model, path, self.objective.checkpoint_state)
         else:
-            super()._load_best_model()
+            self._load_best_model()
         self.best_step = step
 
     def save_last(self) -> None:
@@ -335,32 +338,27 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             super()._load_rng_state(str(folder))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in the Trainer; the weights of a distributed checkpoint are saved with its optimizer states."""
-        if self._writing is None or not self.safeguards.distributed:
-            super().save_model(output_dir, _internal_call)
-            return
+        """Write the weights that a checkpoint holds. A distributed one has them beside the optimizer states."""
         folder = Path(output_dir or self.args.output_dir)
-        if self.args.should_save:
+        if self._writing is None or not self.safeguards.distributed:
+            with quiet_peft():
+                self._save_weights(folder, _internal_call)
+        elif self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             distributed_checkpoint.save_configs(self.model, folder)
+        if self.args.should_save:
             self.objective.save_beside(self.model, folder)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.safeguards.distributed:
-            super()._save_optimizer_and_scheduler(output_dir)
+    def _save_weights(self, folder: Path, _internal_call: bool) -> None:
+        if self.objective.saves_all:
+            super().save_model(str(folder), _internal_call)
             return
-        if self.args.should_save:  # the states follow, when all processes have written their other files
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+        state = self.gathered_state() if self.is_deepspeed_enabled else None
+        state = self.objective.checkpoint_state(self.model, state)
+        self.model.save_pretrained(folder, state_dict=state, is_main_process=self.args.should_save)
 
     def _states(self) -> dict[str, Any]:
         return distributed_checkpoint.states(self.model, innermost(self.optimizer), self.objective.checkpoint_state)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        if self.args.save_on_each_node and not self.is_world_process_zero() and self._gathers_weights():
-            return  # only the main process has them
-        with quiet_peft():
-            super()._save(output_dir, self.objective.checkpoint_state(self.model, state_dict))
-        self.objective.save_beside(self.model, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
@@ -391,9 +389,6 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(wrapped)
         return state
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._writing) if self._writing is not None else str(super()._get_output_dir(trial))
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """All processes write into the scratch folder; then the main process renames it to the checkpoint.
 
@@ -410,13 +405,13 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self.accelerator.wait_for_everyone()
         self._writing = checkpoint.scratch(folder, step)
         written = self._writing / checkpoint.name_of(step)
-        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        best = self.state.best_global_step if self.loads_best else None
         publish = partial(self._publish, folder, step, best)
         self._prune = partial(self._remove_older, folder, step, best)
         divided_to = written / distributed_checkpoint.folder_of(self.safeguards.divided)
         try:
             self.args.save_on_each_node = disks is not None
-            self._write(partial(super()._save_checkpoint, model, trial))
+            self._write(partial(self._save_files, partial(super()._save_checkpoint, model, trial)))
             self._name_best(written)
             self._write(partial(self._save_counted, written))
             if disks is not None:
@@ -434,6 +429,24 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         finally:
             self._writing, self.args.save_on_each_node = None, False
         self._saved_step = step
+
+    def _save_files(self, save: Callable[[], None]) -> None:
+        """Let the Trainer write its files into the scratch folder.
+
+        The weights and states of a distributed checkpoint follow, when all processes have written their other files.
+        """
+        args, folder = self.args, self.args.output_dir
+        args.output_dir, args.save_only_model = str(self._writing), self.safeguards.distributed
+        try:
+            save()
+        finally:
+            args.output_dir, args.save_only_model = folder, False
+        if self.safeguards.distributed:
+            written = os.path.join(str(self._writing), checkpoint.name_of(self.state.global_step))
+            if args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(written, SCHEDULER))
+            self._save_scaler(written)
+            self._save_rng_state(written)
 
     def _start_background_save(self, step: int, folder: Path, publish: Callable[[], None]) -> None:
         self._pending = BackgroundSave(step, folder, self._states(), self._writing_group, publish)
@@ -469,7 +482,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         written: A checkpoint that is being written, whose state gets the path too.
         """
         step = self.state.best_global_step
-        if not self.args.load_best_model_at_end or not step:
+        if not self.loads_best or not step:
             return
         path = Path(self.args.output_dir) / checkpoint.name_of(step)
         exists = path.is_dir() or (written is not None and written.name == path.name)

@@ -87,7 +87,7 @@ class TrainingStep(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **kwargs: Any) -> None:
         best = state.best_metric
-        if args.load_best_model_at_end and (best is None or metrics["eval_loss"] < best):
+        if self.trainer.loads_best and (best is None or metrics["eval_loss"] < best):
             control.should_save = True  # so that the best model is always on the disk
         self.speed.restart()
 
