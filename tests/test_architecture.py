@@ -233,7 +233,7 @@ def test_every_import_inside_a_function_has_a_documented_reason() -> None:
     ("line", "is_allowed"),
     {
         "import transformers": True,
-        "from torch.distributed import run": True,
+        "from torch.distributed import launcher": True,
         "from tigon.trainer import engine  # loads transformers": True,
         "import json": False,
         "from torch import nn": False,

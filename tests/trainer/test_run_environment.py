@@ -116,6 +116,29 @@ def test_stray_variable_of_a_launcher_is_named(variables, said, recipe, tigon, h
     assert not (here / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_STEP_NUM_TASKS": "2"},
+        {"PET_NNODES": "2", "RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
+    ],
+    ids=["srun", "PyTorchJob"],
+)
+def test_command_that_a_cluster_starts_several_times_without_torchrun_is_refused(variables, recipe, tigon, monkeypatch):
+    """Each would train a model of its own, or wait for processes that nobody starts."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = tigon("train", recipe()).error_line()
+    assert "is 2 in the environment, but torchrun has not started this process; use `torchrun ... -m tigon" in line
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    launch.check_environment()
+
+
 def test_address_alone_and_a_whole_set_of_variables_are_accepted(monkeypatch):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)

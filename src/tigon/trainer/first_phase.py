@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tigon.objectives.base import Phase
 from tigon.trainer import engine
 from tigon.trainer import trainer as trainers
 from tigon.trainer.checkpoint import final_model
-from tigon.trainer.distributed import launch, node_disks
+from tigon.trainer.distributed import launch
 from tigon.trainer.prepare import Prepared
 
 
@@ -38,9 +37,6 @@ def train_phase(phase: Phase, prepared: Prepared, run: Path, callbacks: Sequence
     trainer.accelerator.wait_for_everyone()
     if launch.rank() == 0:
         partial.rename(phase.folder)
-    elif node_disks.is_writer():
-        shutil.rmtree(partial, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    node_disks.share(phase.folder)
     if choices.zero:
         unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them

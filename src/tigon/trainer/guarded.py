@@ -36,10 +36,10 @@ from tigon.recipe.keys import TrainConfig
 from tigon.techniques import tensor_parallel
 from tigon.techniques.lora import quiet_peft
 from tigon.techniques.sequence_parallel import shards_of
-from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, universal, whole_files
-from tigon.trainer.checkpoint.adapter_files import check_against
+from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_swap, resume_rules
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against
 from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave
-from tigon.trainer.distributed import launch, node_disks
+from tigon.trainer.distributed import launch
 from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
 from tigon.trainer.distributed.deepspeed_classes import allow_deepspeed_globals, keep_partition_dtype
 from tigon.trainer.distributed.signals import StopRequest, ignore_signals
@@ -66,8 +66,6 @@ class Safeguards:
     """Whether checkpoints are written in PyTorch's distributed format."""
     in_background: bool = False
     """Whether training continues while they are written. It needs `distributed`."""
-    divided: bool = False
-    """Whether processes write different weights or optimizer states into them."""
 
 
 class Counter(Protocol):
@@ -121,7 +119,6 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self.evaluation_error: str | None = None
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
         self._keep, self.args.save_total_limit = self.args.save_total_limit, None
-        self.args.save_on_each_node = False  # only for checkpoints; see `_save_on_each_disk`
         # The Trainer would load the best one without comparing it with its manifest.
         self.loads_best, self.args.load_best_model_at_end = self.args.load_best_model_at_end, False
         self.best_step: int | None = None
@@ -140,7 +137,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             allow_deepspeed_globals()
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
-            counted = elastic.counted_before(
+            counted = resume_rules.counted_before(
                 Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
             )
             if counted is not None:
@@ -318,24 +315,12 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if self.is_deepspeed_enabled and checkpoint is not None:
             nvme_swap.restore(self.model_wrapped, Path(checkpoint))
         folder, optimizer = Path(checkpoint or ""), innermost(self.optimizer)
-        if checkpoint is not None and distributed_checkpoint.is_distributed(folder):
-            distributed_checkpoint.load_optimizer(self.model, optimizer, folder)
-        elif checkpoint is not None and self.is_fsdp_enabled and whole_files.has_whole_files(folder):
-            whole_files.load_optimizer(self.model, optimizer, folder)
-        elif checkpoint is not None and self._is_of_another_engine(folder):
-            universal.load_optimizer(self.model, optimizer, folder)
-        else:
+        if checkpoint is None or not distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        distributed_checkpoint.load_optimizer(self.model, optimizer, folder)
         scheduled = torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True)
         self.lr_scheduler.load_state_dict(scheduled)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """As in the Trainer; after a resume on another number of processes, from another process's file."""
-        if checkpoint is None:
-            return
-        with elastic.own_random_state(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
-            super()._load_rng_state(str(folder))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights that a checkpoint holds. A distributed one has them beside the optimizer states."""
@@ -362,26 +347,13 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        if (folder / whole_files.ADAPTER_FILE).exists():
+        if (folder / ADAPTER_FILE).exists():
             check_against(self.model, folder)
-        if distributed_checkpoint.is_distributed(folder):
+        if distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
             distributed_checkpoint.load_model(model or self.model, folder, self.objective.checkpoint_state)
-        elif self.is_fsdp_enabled and whole_files.has_whole_files(folder):
-            whole_files.load_model(model or self.model, folder)
-        elif self._is_of_another_engine(folder):
-            universal.load_model(model or self.model, folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.objective.load_beside(self.model, folder)
-
-    def _gathers_weights(self) -> bool:
-        """Whether a save gathers the whole weights in the main process."""
-        stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
-        return bool(self.is_fsdp_enabled or stage == 3)
-
-    def _is_of_another_engine(self, checkpoint: Path) -> bool:
-        """Whether DeepSpeed has written a checkpoint that this run reads without it."""
-        return universal.is_deepspeeds(checkpoint) and not self.is_deepspeed_enabled
 
     def gathered_state(self) -> dict[str, torch.Tensor] | None:
         """The whole weights of a sharded model. Every process calls it; with ZeRO-3 only the main process gets them."""
@@ -392,42 +364,34 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """All processes write into the scratch folder; then the main process renames it to the checkpoint.
 
-        In the background, the weights and states are written after this method has returned. If each node has its own
-        disk, its first process takes the part of the main process there.
+        In the background, the weights and states are written after this method has returned.
         """
         self.end_background_save()
-        step, folder, disks = self.state.global_step, Path(self.args.output_dir), node_disks.several()
+        step, folder = self.state.global_step, Path(self.args.output_dir)
         refuse_nonfinite_weights(model, step)
         if not folder.parent.is_dir():  # the run folder was deleted; the Trainer would create it again, incomplete
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder.parent))
-        if node_disks.is_writer():
+        if self.args.should_save:
             checkpoint.clear(folder)
         self.accelerator.wait_for_everyone()
         self._writing = checkpoint.scratch(folder, step)
         written = self._writing / checkpoint.name_of(step)
         best = self.state.best_global_step if self.loads_best else None
         publish = partial(self._publish, folder, step, best)
-        self._prune = partial(self._remove_older, folder, step, best)
-        divided_to = written / distributed_checkpoint.folder_of(self.safeguards.divided)
+        states_to = written / distributed_checkpoint.FOLDER
         try:
-            self.args.save_on_each_node = disks is not None
             self._write(partial(self._save_files, partial(super()._save_checkpoint, model, trial)))
             self._name_best(written)
             self._write(partial(self._save_counted, written))
-            if disks is not None:
-                self._write(partial(self._give_to_other_disks, written))
-            if self.safeguards.in_background or (self.safeguards.distributed and disks is not None):
-                self._writing_group = self._writing_group or distributed_checkpoint.writing_group()
             if self.safeguards.in_background:
-                self._write(partial(self._start_background_save, step, divided_to, publish))
+                self._writing_group = self._writing_group or distributed_checkpoint.writing_group()
+                self._write(partial(self._start_background_save, step, states_to, publish))
             else:
                 if self.safeguards.distributed:
-                    self._write(lambda: distributed_checkpoint.save(divided_to, self._states(), self._writing_group))
+                    self._write(lambda: distributed_checkpoint.save(states_to, self._states()))
                 self._write(publish)
-                if disks is not None:
-                    self._write(self._prune)
         finally:
-            self._writing, self.args.save_on_each_node = None, False
+            self._writing = None
         self._saved_step = step
 
     def _save_files(self, save: Callable[[], None]) -> None:
@@ -451,13 +415,6 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def _start_background_save(self, step: int, folder: Path, publish: Callable[[], None]) -> None:
         self._pending = BackgroundSave(step, folder, self._states(), self._writing_group, publish)
 
-    def _give_to_other_disks(self, written: Path) -> None:
-        """Give every node's disk what other processes have written: their small files, and gathered weights."""
-        own = [f"rng_state_{self.args.process_index}.pth", self._counted_file]
-        node_disks.exchange(written, [*own, universal.LATEST] if self.is_world_process_zero() else own)
-        if not self.safeguards.divided:
-            node_disks.share(written)
-
     def end_background_save(self) -> None:
         """Wait until the save in the background is complete. Every process calls it.
 
@@ -471,8 +428,6 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self._writing = checkpoint.scratch(Path(self.args.output_dir), pending.step)
         try:
             self._write(pending.wait)
-            if node_disks.several() is not None:
-                self._write(self._prune)
         finally:
             self._writing = None
 
@@ -487,23 +442,16 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         path = Path(self.args.output_dir) / checkpoint.name_of(step)
         exists = path.is_dir() or (written is not None and written.name == path.name)
         self.state.best_model_checkpoint = str(path) if exists else None
-        if written is not None and node_disks.is_writer():
+        if written is not None and self.args.should_save:
             self.state.save_to_json(str(written / "trainer_state.json"))
 
     def _save_counted(self, folder: Path) -> None:
         (folder / self._counted_file).write_text(json.dumps(self.counted()), encoding="utf-8")
 
     def _publish(self, folder: Path, step: int, best: int | None) -> None:
-        """Move the checkpoint into place, and remove older ones unless other nodes may lack this one still."""
-        disks = node_disks.several()
-        if node_disks.is_writer():
-            keep, part = (self._keep, None) if disks is None else (None, (disks.own, disks.count))
-            checkpoint.publish(folder, step, self.safeguards.metadata, keep=keep, best=best, part=part)
-
-    def _remove_older(self, folder: Path, step: int, best: int | None) -> None:
-        """With a disk on each node, remove older checkpoints when this one is complete on all of them."""
-        if node_disks.is_writer() and self._keep is not None:
-            checkpoint.prune(folder, step, self._keep, best)
+        """Move the checkpoint into place in the main process, and remove older ones."""
+        if self.args.should_save:
+            checkpoint.publish(folder, step, self.safeguards.metadata, keep=self._keep, best=best)
 
     def _write(self, part: Callable[[], None]) -> None:
         """Run one part of a save. If it fails in one process, all processes end the save and the files are removed.
@@ -523,7 +471,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         failures = launch.all_gather_ints(failed, patience_s=launch.PATIENCE_S if error is None else launch.ALONE_S)
         if failures is not None and not any(failures):
             return
-        if failures is not None and node_disks.is_writer():
+        if failures is not None and self.args.should_save:
             assert self._writing is not None
             shutil.rmtree(self._writing, ignore_errors=True)
         if max(failures or [failed]) == 2:

@@ -35,7 +35,7 @@ from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
 from tigon.techniques import head_groups, layer_checkpointing, lora, sequence_parallel, tensor_parallel
 from tigon.trainer import model
-from tigon.trainer.checkpoint import elastic
+from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.evaluation import harness
 from tigon.trainer.evaluation.sample_prompt import prompt_of
@@ -131,7 +131,7 @@ class Prepared:
     def size_words(self) -> str:
         """How much the run trains: optimizer steps, samples, rows and learned tokens."""
         data, n_steps = self.data, self.data["steps"]
-        per_step = elastic.samples_per_step(self.recipe, self.choices.gpus)
+        per_step = resume_rules.samples_per_step(self.recipe, self.choices.gpus)
         words = f"{n_steps:,} optimizer step{'s' if n_steps > 1 else ''} of {per_step:,} samples"
         words += f", {_few_digits(data['epochs'])} epoch{'' if data['epochs'] == 1 else 's'}"
         if "rows_per_sample" in data:
@@ -233,7 +233,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if objective.trl is not None:
         rows, encoded = preferences.fitting(row_docs, encoded, data.sequence_length, too_long=data.too_long)
     n_dropped = 0 if rows is None else sum(map(len, row_docs)) - sum(map(len, rows))
-    n_readers = elastic.readers(recipe, choices.gpus)
+    n_readers = resume_rules.readers(recipe, choices.gpus)
     if rows is None and processor is None:
         recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, n_readers)
         data = recipe.data

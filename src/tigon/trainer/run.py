@@ -5,7 +5,6 @@ Everything up to `prepare` only reads. The run folder is created after the last 
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 import sys
 import time
@@ -27,9 +26,8 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, open_folder, run_folder, run_lines
-from tigon.trainer.checkpoint import checkpoint, elastic, final_model, node_files, nvme_swap
-from tigon.trainer.distributed import launch, launch_folder, node_disks, signals
-from tigon.trainer.distributed.nodes import Nodes, nodes_of_run
+from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap, resume_rules
+from tigon.trainer.distributed import launch, signals, torchrun
 from tigon.trainer.evaluation import harness
 from tigon.trainer.evaluation.token_mean import EvaluationFailed, perplexity
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 
 def train(
     path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False,
-    require: Callable[[Path, Recipe], None] | None = None, nodes: Nodes | None = None,
+    require: Callable[[Path, Recipe], None] | None = None, max_restarts: int = 0,
 ) -> Path:  # fmt: skip
     """Train as the recipe at `path` says.
 
@@ -57,7 +55,7 @@ def train(
         resume: Continue the newest unfinished run of this recipe.
         auto: Change the recipe to the planner's recommendation for this GPU before training.
         require: Called with the path and the recipe; it raises if the caller's command cannot run this recipe.
-        nodes: The machines of the run. None: one machine, or those of a SLURM step or PyTorchJob.
+        max_restarts: How often the processes are started again after a failure. They continue from the last checkpoint.
 
     Returns:
         The run folder.
@@ -73,21 +71,17 @@ def train(
     if require is not None:
         require(path, recipe)
     recipe_checks.check_trained_base(recipe)
-    nodes = nodes_of_run(nodes, recipe.sharding.gpus)
     preflight.check_process(recipe.train.workers)
     preflight.check_trackers(recipe.train.report_to)
     _check_data(recipe)
-    resume = resume or launch_folder.interrupted(recipe.output) is not None
+    resume = resume or torchrun.interrupted(recipe.output) is not None
     run = None
-    if resume and _looks_for_run(recipe, nodes):
-        asked = recipe, overrides
-        if division := run_folder.division(_of_all_nodes(recipe, nodes)):
+    if resume and _looks_for_run():
+        if division := run_folder.division(recipe):
             overrides = [*overrides, *division]
             recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
-        run = run_folder.find(recipe.output, _of_all_nodes(recipe, nodes))
-        if nodes is not None and nodes.count > 1:  # the main process divides for all nodes
-            recipe, overrides = asked
-    elif not resume and launch_folder.is_new(nodes):
+        run = run_folder.find(recipe.output, recipe)
+    elif not resume and (launch.rank() == 0 or torchrun.launch_name() is None):
         run_folder.check(recipe.output, command)
     quiet_libraries(recipe)
     checkpoint.no_pickles()
@@ -95,13 +89,11 @@ def train(
     if auto:
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
         recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
-    if nodes is not None or (recipe.sharding.gpus > 1 and not launch.started_by_launcher()):
-        preflight.check_techniques(recipe, device, n_nodes=nodes.count if nodes is not None else 1)
-        if nodes is None:
-            code = launch.launch(path, overrides, recipe.sharding.gpus, resume=resume)
-        else:
-            code = _launch_node(nodes, path, overrides, recipe, resume=resume)
-        if code:
+    if (max_restarts or recipe.sharding.gpus > 1) and not launch.started_by_launcher():
+        preflight.check_techniques(recipe, device)
+        words = [*_words(overrides), *(["--resume"] if resume else [])]
+        arguments = ["-m", "tigon", "train", str(path), *words]
+        if code := torchrun.start(arguments, recipe.sharding.gpus, max_restarts=max_restarts):
             raise SystemExit(code)
         return _newest_folder(recipe, run)
 
@@ -112,28 +104,19 @@ def train(
         return _train_alone_or_joined(recipe, device, run, path, overrides, held)
 
 
-def _looks_for_run(recipe: Recipe, nodes: Nodes | None) -> bool:
-    """Whether this process checks the run folder to resume.
-
-    With several nodes the main process does it for all processes. A node may have lost its disk, or have joined later.
-    """
-    if nodes is not None and nodes.count > 1:
-        path = run_folder.newest(recipe.output)
-        return path is not None and (path / run_folder.RECIPE).is_file()
+def _looks_for_run() -> bool:
+    """Whether this process checks the run folder to resume. On several machines the main process does it for all."""
     return launch.rank() == 0 or not launch.has_several_nodes()
-
-
-def _of_all_nodes(recipe: Recipe, nodes: Nodes | None) -> Recipe:
-    """The recipe as if one machine had the processes of all nodes, for what depends on their number."""
-    if nodes is None:
-        return recipe
-    return replace(recipe, sharding=replace(recipe.sharding, gpus=recipe.sharding.gpus * nodes.count))
 
 
 def _command(path: Path, overrides: Sequence[str]) -> str:
     """The command of this run, without --resume."""
-    words = [word for text in overrides for word in ("--set", text)]
-    return shlex.join(["tigon", "train", str(path), *words]) + launch_folder.options()
+    return shlex.join(["tigon", "train", str(path), *_words(overrides), *torchrun.options()])
+
+
+def _words(overrides: Sequence[str]) -> list[str]:
+    """The overrides as options of the command line."""
+    return [word for text in overrides for word in ("--set", text)]
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -159,13 +142,13 @@ def _train_alone_or_joined(
         run, overrides = launch.broadcast((run, overrides))
         recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     prepared = prepare(recipe, device)
-    open_folder.check_same_data(prepared.data)
+    open_folder.check_same_inputs(recipe, prepared.data)
     held.enter_context(nvme_swap.own_files(recipe.sharding.nvme_folder))
     command = _command(path, overrides)
     if run is None:
         run = open_folder.create(prepared, command, held)
     else:
-        run = open_folder.join(run, prepared, console, held)
+        run = open_folder.join(run, prepared, console)
     run_lines.announce(console, run, prepared)
     prepared = _predict(console, prepared, path, overrides)
     with signals.sigterm_interrupts():
@@ -189,22 +172,6 @@ def _train_alone_or_joined(
     if launch.started_by_launcher():
         launch.shutdown_distributed()
     return run.path
-
-
-def _launch_node(nodes: Nodes, path: Path, overrides: Sequence[str], recipe: Recipe, *, resume: bool) -> int:
-    """Run this node's processes. Returns the exit code."""
-    from tigon.trainer.distributed import elastic_launcher  # loads torch.distributed.elastic
-
-    words = [word for text in overrides for word in ("--set", text)]
-    arguments = ["-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
-    text = repr((recipe.as_mapping(), resume))
-    before = run_folder.newest(recipe.output) if resume else None
-    plan = elastic_launcher.NodeLaunch(
-        nodes, arguments, recipe.sharding.gpus, recipe.output, recipe=hashlib.sha256(text.encode()).hexdigest()[:16],
-        options=nodes.options(),
-        number_before=node_files.number_before(before / run_folder.CHECKPOINTS) if before is not None else None,
-    )  # fmt: skip
-    return elastic_launcher.launch_node(plan)
 
 
 def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
@@ -287,12 +254,10 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
 
     recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
-    node_disks.share(run.path / BASE)  # to a node that has lost its disk or is new
     if phase := objective.phase(prepared.choices, run.path):
         train_phase(phase, prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
     with fault_messages.explain_out_of_memory(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
-    node_disks.share(run.path / BASE)
     engine.refuse_nonfinite(built, recipe.model)
     # All processes would have to take part in sampling from sharded weights.
     alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
@@ -413,11 +378,10 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
     from tigon.trainer.guards.document_mixing import DocumentMixing  # loads transformers
 
     recipe = prepared.recipe
-    divided = node_files.divides(recipe)
     safeguards = guarded.Safeguards(
         stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
-        metadata={**fault_messages.checkpoint_metadata(prepared), **node_files.facts(divided)},
-        distributed=elastic.writes_distributed(recipe), in_background=recipe.train.save_async, divided=divided,
+        metadata=fault_messages.checkpoint_metadata(prepared), distributed=resume_rules.writes_distributed(recipe),
+        in_background=recipe.train.save_async,
     )  # fmt: skip
     if prepared.rows is not None:
         from tigon.trainer import post_training  # loads transformers

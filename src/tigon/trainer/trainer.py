@@ -15,7 +15,7 @@ from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
-from tigon.trainer.distributed import launch, node_disks
+from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import GuardedTrainer, MakeOptimizer, Safeguards
 
 
@@ -66,7 +66,6 @@ def argument_values(
         "save_steps": train.save_steps or 500,
         "save_total_limit": train.keep_checkpoints,
         "report_to": [],
-        "save_on_each_node": node_disks.several() is not None,  # DeepSpeed reads it when the arguments are made
         "disable_tqdm": True,
         "prediction_loss_only": True,
         "ddp_find_unused_parameters": _keeps_buckets(),

@@ -1,25 +1,21 @@
-"""Starts the processes of a run; rank, world size, broadcast and all-gather.
+"""The processes of a run, seen from one of them: rank, world size, broadcast and all-gather.
 
-`tigon train` starts one process per GPU by PyTorch's launcher (torch.distributed.run). If a launcher started it, it
-joins the launcher's processes. A single process needs no process group, except with DeepSpeed and FSDP2, for which it
-creates one of world size 1.
+A launcher names the processes by environment variables (see torchrun.py). A single process needs no process group,
+except with DeepSpeed and FSDP2, for which it creates one of world size 1.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +33,7 @@ LAUNCHER = "TIGON_LAUNCHER"  # the environment variable with the launcher's pid
 PATIENCE_S = 1800  # wait for other processes, which may be writing tens of GB; the default of gloo's collectives
 NAMED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables that every launcher sets
 OF_ONE_MACHINE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_CLUSTERS = ("SLURM_STEP_NUM_TASKS", "PET_NNODES")  # the number of srun's tasks, or of a PyTorchJob's pods
 ACCELERATES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 # Accelerate's variables that request something; the others only set details of it.
 ASKS = (
@@ -55,6 +52,7 @@ def check_environment() -> None:
 
     Raises:
         ProcessError: Some variables are missing, a value is not a whole number, or a rank is not below its world size.
+            Or a cluster has started several commands, and nothing connects them.
     """
     present = [name for name in (*NAMED, *OF_ONE_MACHINE) if name in os.environ]
     # Nothing reads an address alone, which cluster images and shell profiles set.
@@ -69,6 +67,13 @@ def check_environment() -> None:
         if part in present and whole in present and int(os.environ[part]) >= int(os.environ[whole]):
             problem = f"{part} is {os.environ[part]} in the environment, but must be less than {whole}"
             raise _stray(f"{problem}, which is {os.environ[whole]}", part, whole)
+    for name in OF_CLUSTERS:
+        if "LOCAL_RANK" not in os.environ and os.environ.get(name, "1") not in ("", "1", "1:1"):
+            raise ProcessError(
+                f"{name} is {os.environ[name]} in the environment, but torchrun has not started this process; use "
+                "`torchrun ... -m tigon train RECIPE.yaml` in each task or pod (docs/several-machines.md), or "
+                f"`unset {name}` for a run of its own"
+            )
 
 
 def _stray(what: str, *names: str) -> ProcessError:
@@ -317,57 +322,3 @@ def _all_gather_by_collective(value: int) -> list[int] | None:
     except RuntimeError:  # a process is gone
         return None
     return [int(tensor) for tensor in values]
-
-
-def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bool) -> int:
-    """Run `tigon train` in `n_processes` processes, and pass signals on to them.
-
-    Args:
-        path: The recipe file.
-        overrides: `section.key=value` texts.
-        n_processes: The number of processes.
-        resume: Whether to pass --resume.
-
-    Returns:
-        0; or the exit code of the first process that failed; or after a signal 128 plus its number.
-
-    Raises:
-        ProcessError: A process was killed.
-    """
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    # Without this, torchrun sets it to 1 and prints a warning.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_processes)))
-    words = [word for text in overrides for word in ("--set", text)]
-    options = ["--standalone", f"--nproc-per-node={n_processes}"]  # SIGTERM and SIGINT are passed on by default
-    known = {option for action in run.get_args_parser()._actions for option in action.option_strings}
-    if "--shutdown-timeout" in known:  # PyTorch up to 2.11 waits 30 s and lacks the option
-        options.append(f"--shutdown-timeout={SHUTDOWN_S}")
-    arguments = [*options, "-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
-    os.environ[LAUNCHER] = str(os.getpid())
-    sys.stdout.flush()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each process prints its own error
-    try:
-        run.run(run.parse_args(arguments))
-    except SignalException as error:
-        return signals.EXIT_OFFSET + int(error.sigval)
-    except ChildFailedError as error:
-        rank, first = min(error.failures.items(), key=lambda item: (item[1].timestamp, not _was_killed(item[1])))
-        code = int(first.exitcode)
-        if code < 0:
-            raise ProcessError(
-                f"process {rank} of {n_processes} was killed ({signals.signal_name(-code)}), and the others were "
-                "ended; the kernel's log names the cause if memory was short. Continue from the last checkpoint with "
-                "--resume"
-            ) from None
-        return code
-    finally:
-        del os.environ[LAUNCHER]  # other children of this process have no launcher
-    return 0
-
-
-def _was_killed(failure: Any) -> bool:
-    """Whether another signal than the launcher's SIGTERM ended the process. Its end made the others fail."""
-    return bool(failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM)

@@ -110,16 +110,14 @@ def check_device(recipe: Recipe) -> torch.device:
     return device
 
 
-def check_techniques(recipe: Recipe, device: torch.device, *, n_nodes: int = 1) -> Choices:
-    """The techniques of this run. n_nodes: The machines on which its processes are to be started.
+def check_techniques(recipe: Recipe, device: torch.device) -> Choices:
+    """The techniques of this run.
 
     Raises:
         RecipeError: They exclude one another, or this machine lacks the device or package for one of them.
     """
     precision = resolve_precision(recipe.train.precision, device)
-    choices = replace(
-        recipe.choices(precision=precision), gpus=max(n_nodes * recipe.sharding.gpus, launch.world_size())
-    )
+    choices = replace(recipe.choices(precision=precision), gpus=max(recipe.sharding.gpus, launch.world_size()))
     matrix.check(choices, device=device.type)
     sharding.check_sizes(choices)
     if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):
