@@ -6,7 +6,7 @@
 3. Checkpoints are complete or absent, and hold no pickled arguments (checkpoint/checkpoint.py).
 4. After a signal the run saves a checkpoint at the end of the step and ends (distributed/signals.py).
 
-`PRIVATE` lists the private methods that are overridden, with the reasons. All else is a public method of the Trainer, a
+CONTRIBUTING.md gives the reasons for the three private methods. All else is a public method of the Trainer, a
 callback or a documented hook.
 
 If one process fails, all processes learn of it before the next collective. Otherwise they would wait there for it.

@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tigon.profiler.recording.device import used_bytes
 from tigon.techniques import tensor_parallel
 from tigon.techniques.sequence_parallel import shards_of
 
-if TYPE_CHECKING:
-    from tigon.trainer.guarded import GuardedTrainer
-
 
 class Speed:
     """Counts the tokens of a trainer's steps. The time of evaluation and saving is left out."""
 
-    def __init__(self, trainer: GuardedTrainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._alike = shards_of(trainer.model) * tensor_parallel.group_size(trainer.model)
         self.n_micro_batches = 0

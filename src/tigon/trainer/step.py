@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -20,14 +20,11 @@ from tigon.techniques.mechanisms.fused_linear import has_fused_linears
 from tigon.trainer.guards.nan_guard import ClippedNorm, NanGuard
 from tigon.trainer.speed import Speed
 
-if TYPE_CHECKING:
-    from tigon.trainer.guarded import GuardedTrainer
-
 
 class TrainingStep(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
     """The steps of one trainer."""
 
-    def __init__(self, trainer: GuardedTrainer, max_skipped_steps: int) -> None:
+    def __init__(self, trainer: Any, max_skipped_steps: int) -> None:
         self.trainer = trainer
         self.gate = NanGuard(trainer.args.device, max_skipped_steps)
         self.norm = ClippedNorm(trainer.accelerator)
@@ -99,6 +96,6 @@ class TrainingStep(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self.speed.restart()
 
 
-def _progress(trainer: GuardedTrainer) -> Step:
+def _progress(trainer: Any) -> Step:
     state, log_every = trainer.state, int(trainer.args.logging_steps)
     return Step(done=state.global_step, total=state.max_steps, log_every=log_every)

@@ -13,7 +13,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,6 @@ from tigon.data.packing import Sample, SampleDataset
 from tigon.models.seams.head.loss import without_logits
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction
-
-if TYPE_CHECKING:
-    from tigon.trainer.guarded import GuardedTrainer
 
 
 class EvaluationFailed(Exception):
@@ -37,7 +34,7 @@ class EvaluationBroken(Exception):
 class TokenMean:
     """The evaluation of one trainer."""
 
-    def __init__(self, trainer: GuardedTrainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def metrics(self, samples: SampleDataset, prefix: str) -> dict[str, float]:
