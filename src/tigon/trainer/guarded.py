@@ -107,7 +107,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """
         self._make_optimizer = make_optimizer
         self.safeguards = safeguards
-        self.objective = objective
+        self.objective, self.added = objective, objective.added
         self._grouped = False
         self.step = TrainingStep(self, safeguards.max_skipped_steps)
         self.gate = self.step.gate
@@ -130,6 +130,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             self.remove_callback(silent)
         self.add_callback(_Start(self))
         self.add_callback(self.step)
+        if self.added is not None:
+            self.add_callback(self.added)
         forget_tied(self.model)
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
@@ -215,7 +217,10 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             self.optimizer: Any = self._make_optimizer(self.model, self.get_decay_parameter_names(self.model))
         optimizer = super().create_optimizer(*args, **kwargs)
         if not self._grouped:
-            self.objective.group(self.model, optimizer)
+            if self.added is not None:
+                for prefix, factor in self.added.learning_rates.items():
+                    own = {id(one) for name, one in self.model.named_parameters() if prefix in name}
+                    split_groups(optimizer, own, factor)
             if tensor_parallel.group_size(self.model) > 1:
                 tensor_parallel.step_by_mesh(self.model, optimizer)
             self._grouped = True
@@ -266,7 +271,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         counted = {"gate": self.gate.state(), "evaluations_without_progress": waited}
         for counter in self.counters:
             counted |= counter.counted()
-        return {**counted, **self.objective.counted(self.model)}
+        return counted if self.added is None else {**counted, **self.added.counted(self.model)}
 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
         """Restore what `counted` returned when the checkpoint was saved."""
@@ -275,7 +280,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             each.early_stopping_patience_counter = int(waited)
         for counter in self.counters:
             counter.resume_counting(counted)
-        self.objective.resume_counting(self.model, counted, self.args.device)
+        if self.added is not None:
+            self.added.resume_counting(self.model, counted, self.args.device)
 
     def stoppers(self) -> list[EarlyStoppingCallback]:
         """The callback of train.early_stopping_patience, if the run has one."""
@@ -300,7 +306,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
                 "--set train.load_best=false --resume"
             )
         if distributed_checkpoint.is_distributed(path):
-            distributed_checkpoint.load_model(self.model, path, self.objective.checkpoint_state)
+            distributed_checkpoint.load_model(self.model, path, self._kept)
         else:
             self._load_best_model()
         self.best_step = step
@@ -331,29 +337,41 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         elif self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             distributed_checkpoint.save_configs(self.model, folder)
-        if self.args.should_save:
-            self.objective.save_beside(self.model, folder)
+        if self.added is not None and self.args.should_save:
+            self.added.save_beside(self.model, folder)
 
     def _save_weights(self, folder: Path, _internal_call: bool) -> None:
-        if self.objective.saves_all:
+        if self.added is None or self.added.saved_prefix is None:
             super().save_model(str(folder), _internal_call)
             return
         state = self.gathered_state() if self.is_deepspeed_enabled else None
-        state = self.objective.checkpoint_state(self.model, state)
+        state = self._kept(self.model, state)
         self.model.save_pretrained(folder, state_dict=state, is_main_process=self.args.should_save)
 
+    def _kept(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+        """The weights that a checkpoint holds; None: all of a model whose weights are not sharded.
+
+        state: the state dict that was gathered from sharded weights; None if they are not sharded.
+        """
+        prefix = None if self.added is None else self.added.saved_prefix
+        if prefix is None:
+            return state
+        whole = model.state_dict() if state is None else state
+        return {name: tensor for name, tensor in whole.items() if name.startswith(prefix)}
+
     def _states(self) -> dict[str, Any]:
-        return distributed_checkpoint.states(self.model, innermost(self.optimizer), self.objective.checkpoint_state)
+        return distributed_checkpoint.states(self.model, innermost(self.optimizer), self._kept)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
         if (folder / ADAPTER_FILE).exists():
             check_against(self.model, folder)
         if distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
-            distributed_checkpoint.load_model(model or self.model, folder, self.objective.checkpoint_state)
+            distributed_checkpoint.load_model(model or self.model, folder, self._kept)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.objective.load_beside(self.model, folder)
+        if self.added is not None:
+            self.added.load_beside(self.model, folder)
 
     def gathered_state(self) -> dict[str, torch.Tensor] | None:
         """The whole weights of a sharded model. Every process calls it; with ZeRO-3 only the main process gets them."""
@@ -481,6 +499,20 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         others = [rank for rank, failure in enumerate(failures or ()) if failure]
         who = f"process {others[0]} failed" if others else f"a process has not answered for {launch.PATIENCE_S} s"
         raise RunFolderError(f"{folder}: {who} while a checkpoint was written; the checkpoint was not saved")
+
+
+def split_groups(optimizer: Any, own: set[int], factor: float) -> None:
+    """Move the parameters whose ids are in `own` to separate groups with `factor` times the learning rate."""
+    for group in list(optimizer.param_groups):
+        added = [p for p in group["params"] if id(p) in own]
+        if not added:
+            continue
+        if len(added) == len(group["params"]):  # DeepSpeed does not accept empty groups
+            group["lr"] *= factor
+            continue
+        group["params"] = [p for p in group["params"] if id(p) not in own]
+        options = {name: value for name, value in group.items() if name != "params"}
+        optimizer.add_param_group({**options, "params": added, "lr": group["lr"] * factor})
 
 
 def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:

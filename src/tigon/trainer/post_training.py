@@ -114,7 +114,7 @@ def _reference(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str,
     """The model before training, frozen; adapters need none, because TRL can switch them off."""
     if not spec.takes_reference or prepared.choices.lora_rank is not None:
         return {}
-    return {"ref_model": _frozen(prepared.objective.model(folder), prepared.config, folder, prepared)}
+    return {"ref_model": _frozen(prepared.starting_model(folder), prepared.config, folder, prepared)}
 
 
 def _teacher(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str, Any]:

@@ -200,13 +200,13 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     from tigon.trainer import engine  # loads transformers
 
     recipe, objective = prepared.recipe, prepared.objective
-    section = objective.model(run.path)
+    section = prepared.starting_model(run.path)
     if run.checkpoint is not None:
         section = engine.kept_base(section, prepared.choices, run.path / BASE)
     built, patched = engine.build(
         section, prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / BASE, saves_adapters=recipe.output.save_model,
-        ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
+        ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.planned().reads_whole_weights,
     )  # fmt: skip
     built = objective.attach(built)
     lora.keep_trained_in_fp32(built, prepared.choices)
@@ -250,12 +250,11 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         Stopped: A signal came before the final weights were saved.
     """
     from tigon.trainer import engine  # loads transformers
-    from tigon.trainer.first_phase import train_phase  # loads transformers
+    from tigon.trainer.first_phase import train_base  # loads transformers
     from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
 
     recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
-    if phase := objective.phase(prepared.choices, run.path):
-        train_phase(phase, prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
+    train_base(prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
     with fault_messages.explain_out_of_memory(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
     engine.refuse_nonfinite(built, recipe.model)
@@ -264,7 +263,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     writes_text = objective.trl is None or objective.trl.writes_text
     n_sample, seed = recipe.output.sample_tokens if alone and writes_text else 0, recipe.train.seed
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
-        console.print(f"sample   {objective.no_sample_line()}: the weights are sharded", markup=False)
+        console.print("sample   no text sample: the weights are sharded", markup=False)
     sample = {"prompt": prepared.prompt_text, "before": "", "after": ""}
     if prepared.rows is not None and writes_text and built.generation_config.eos_token_id is None:
         built.generation_config.eos_token_id = tok.eos_token_id  # a preset has none, and answers have an end
@@ -275,8 +274,8 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
     decoded = None
-    if n_sample:
-        decoded = objective.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
+    if n_sample and objective.added is not None:
+        decoded = objective.added.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
     if not weights_are_sharded(prepared.choices):
         _save_model(run, prepared, built, trainer)  # after sampling: it may detach the objective's heads
@@ -297,7 +296,7 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
     if not recipe.output.save_model:
         return
     target = final_model.FinalModel(
-        run=run.path, model=objective.model(run.path), config=prepared.config, choices=prepared.choices,
+        run=run.path, model=prepared.starting_model(run.path), config=prepared.config, choices=prepared.choices,
         output=recipe.output,
     )  # fmt: skip
     final = FinalSave(
@@ -305,7 +304,11 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
         gathered_state=trainer.gathered_state, save_model=partial(target.save, built, trainer),
         save_state=partial(target.save_state, built),
     )  # fmt: skip
-    written = objective.save(built, final)
+    written = True
+    if objective.added is not None:
+        written = objective.added.save(built, final)
+    else:
+        final.save_model()
     if final.is_first and written:
         for folder in final_model.folders_in(run.path):
             prepared.saved_tokenizer.save_pretrained(folder)
@@ -364,7 +367,7 @@ def _train(
 
 def _perplexity(prepared: Prepared, eval_loss: float | None) -> float | None:
     """exp of the eval loss; None if it is not the loss per token of one head."""
-    if eval_loss is None or prepared.rows is not None or prepared.objective.metric_section() is not None:
+    if eval_loss is None or prepared.rows is not None or prepared.objective.added is not None:
         return None
     return next(iter(perplexity(eval_loss)), None)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tigon.objectives.base import Step
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.techniques import tensor_parallel
 from tigon.techniques.mechanisms.fused_linear import has_fused_linears
@@ -39,7 +38,6 @@ class TrainingStep(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
     def micro_batch(self, inputs: Any, forward_backward: Callable[[], Any]) -> Any:
         trainer = self.trainer
-        trainer.objective.begin_step(trainer.model, _progress(trainer))
         with self.speed.counting(inputs), self.fusion():
             loss = self.gate.add(forward_backward())  # Trainer: accelerator.backward(self.loss(...))
         if trainer.accelerator.sync_gradients:
@@ -72,11 +70,10 @@ class TrainingStep(TrainerCallback):  # type: ignore[misc]  # transformers is un
     # Trainer: if control.should_log: self.log({"loss": ..., "grad_norm": ..., "learning_rate": ...})
 
     def log(self, logs: dict[str, float]) -> None:
-        objective, reduce = self.trainer.objective, self.trainer.accelerator.reduce
-        if "eval_loss" in logs:
-            logs.update(objective.evaluation_metrics(reduce))
+        reduce = self.trainer.accelerator.reduce
+        if "loss" in logs or "eval_loss" in logs:
+            logs.update(self.trainer.objective.metrics(self.trainer.model, reduce))
         if "loss" in logs:
-            logs.update(objective.metrics(self.trainer.model, reduce))
             self.gate.put_loss(logs, reduce, self.trainer.state.global_step)
             logs.update(self.speed.take())
 
@@ -94,8 +91,3 @@ class TrainingStep(TrainerCallback):  # type: ignore[misc]  # transformers is un
         if self.trainer.asked_to_stop():
             control.should_training_stop = True
         self.speed.restart()
-
-
-def _progress(trainer: Any) -> Step:
-    state, log_every = trainer.state, int(trainer.args.logging_steps)
-    return Step(done=state.global_step, total=state.max_steps, log_every=log_every)

@@ -116,7 +116,8 @@ def measure(
     load_s = time.perf_counter()
     built, _ = engine.build(
         recipe.model, config, choices, run_info, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
-        base=folder / "base", ops=self_test.without(wrong_ops), reads_whole_weights=objective.reads_whole_weights,
+        base=folder / "base", ops=self_test.without(wrong_ops),
+        reads_whole_weights=objective.planned().reads_whole_weights,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
     built = objective.attach(built)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tigon.data.packing import Sample, SampleDataset
+from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.models.seams.head.loss import without_logits
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction
@@ -48,7 +49,6 @@ class TokenMean:
         """
         trainer, first = self.trainer, 0
         was_training = trainer.model.training
-        trainer.objective.begin_evaluation()
         trainer.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
         try:
@@ -66,7 +66,7 @@ class TokenMean:
             trainer.model.train(was_training)
         total, n_learned = trainer.accelerator.reduce(sums).tolist()
         metrics = {f"{prefix}_loss": total / n_learned}
-        if trainer.objective.metric_section() is None:  # otherwise the loss is a weighted sum of several heads' losses
+        if trainer.added is None:  # otherwise the loss may be a weighted sum of several modules' losses
             metrics |= {f"{prefix}_perplexity": value for value in perplexity(total / n_learned)}
         return metrics
 
@@ -93,7 +93,8 @@ class TokenMean:
         patience_s = launch.ALONE_S if together and error is not None else launch.PATIENCE_S
         failures = launch.all_gather_ints(int(error is not None), patience_s=patience_s)
         if failures is not None and not any(failures):
-            self.trainer.objective.count_batch()
+            for count in self._counted:
+                count()
             return sums
         short = [rank for rank, failed in enumerate(failures or ()) if failed] or [args.process_index]
         where = f" in process {short[0]} of {args.world_size}" if args.world_size > 1 else ""
@@ -110,11 +111,26 @@ class TokenMean:
         return None
 
     def forward_sums(self, samples: Sequence[Sample], counts: bool) -> torch.Tensor:
-        """The same sums for these samples; 0 unless `counts`."""
-        inputs = self._inputs(samples)
-        sums = self.trainer.objective.evaluation_sums(self.trainer.model, inputs, counts, self._in_precision)
+        """The same sums for these samples, in fp64; 0 unless `counts`.
+
+        They stay on the device. The host must not wait for them: the wait would not end if another process has run out
+        of memory in a collective forward pass. A callback's event `on_prediction_step` gets the batch too, and appends
+        to `counted` what to call if no process ran out of memory; otherwise the batch comes again, in smaller parts.
+        """
+        trainer, inputs = self.trainer, self._inputs(samples)
+        # With num_items_in_batch 1, the model returns the sum of the losses over its tokens.
+        one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
+        # Compute the loss without logits, which would take more memory than a training step.
+        with torch.no_grad(), without_logits(), self._in_precision():
+            loss = trainer.model(**inputs, num_items_in_batch=one).loss
+        self._counted: list[Callable[[], None]] = []
+        trainer.callback_handler.call_event(
+            "on_prediction_step", trainer.args, trainer.state, trainer.control, inputs=inputs,
+            precision=self._in_precision, counted=self._counted, has_samples=counts,
+        )  # fmt: skip
         # A process's loss is that of its shard. It has counted the learned tokens of whole rows.
-        return sums / sums.new_tensor([1, self.trainer.get_cp_size()])
+        n_learned = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().double() / trainer.get_cp_size()
+        return torch.stack([loss.double(), n_learned]) * counts
 
     def own_loss(self, sample: Sample) -> float:
         """The mean loss of the model's own head for a sample that every process takes, without dropout.
