@@ -25,8 +25,8 @@ from tigon.data.packing import BlankPadded, SampleDataset
 from tigon.errors import RunFolderError
 from tigon.recipe.keys import Recipe, ShardingConfig, TrainConfig
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, resume_rules
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.run import train
-from tigon.trainer.trainer import TigonTrainer
 
 # --- the samples of a step ---------------------------------------------------------------------------------------
 
@@ -373,12 +373,12 @@ def test_stopped_run_waits_for_its_save_in_the_background(recipe, here):
             time.sleep(1)
             return write(*arguments)
 
-        def training_step(self: TigonTrainer, *arguments: object, **options: object) -> object:
+        def training_step(self: GuardedTrainer, *arguments: object, **options: object) -> object:
             if self.state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(self, *arguments, **options)
 
-        original, TigonTrainer.training_step = TigonTrainer.training_step, training_step
+        original, GuardedTrainer.training_step = GuardedTrainer.training_step, training_step
         distributed_checkpoint.FileSystemWriter.write_data = slow
         train(path)
 

@@ -191,16 +191,16 @@ def test_few_open_files_are_refused_for_workers_and_raised_where_that_may_be(mon
     ],
 )
 def test_limit_that_a_run_meets_is_named_with_the_way_on(error, said, recipe, tigon, here, monkeypatch):
-    from tigon.trainer import trainer as trainers
+    from tigon.trainer.guarded import GuardedTrainer
 
-    original = trainers.TigonTrainer._save_checkpoint
+    original = GuardedTrainer._save_checkpoint
 
     def limited(self, model, trial):
         if self.state.global_step == last:
             raise error
         original(self, model, trial)
 
-    monkeypatch.setattr(trainers.TigonTrainer, "_save_checkpoint", limited)
+    monkeypatch.setattr(GuardedTrainer, "_save_checkpoint", limited)
     last = 1
     line = tigon("train", recipe(train={"steps": 2, "save_steps": 1})).error_line()
     assert said in line and "remove this folder, which holds no checkpoint" in line and "--resume" not in line
@@ -224,16 +224,16 @@ def test_limited_address_space_is_named_and_a_bug_is_not(monkeypatch):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_folder_that_is_removed_under_the_run_ends_it_in_one_line(step, recipe, tigon, here, monkeypatch):
-    from tigon.trainer import trainer as trainers
+    from tigon.trainer.guarded import GuardedTrainer
 
-    original = trainers.TigonTrainer.keep_schedule
+    original = GuardedTrainer.keep_schedule
 
     def remove(self):
         if self.state.global_step == step:
             shutil.rmtree(here / "runs" / "r")
         original(self)
 
-    monkeypatch.setattr(trainers.TigonTrainer, "keep_schedule", remove)
+    monkeypatch.setattr(GuardedTrainer, "keep_schedule", remove)
     line = tigon("train", recipe(train={"steps": 3, "save_steps": 2})).error_line()
     assert "runs/r: this run folder was removed or renamed while the run wrote into it" in line
     assert not (here / "runs" / "r" / "checkpoints").exists()

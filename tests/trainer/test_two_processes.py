@@ -27,9 +27,9 @@ from tigon.errors import ProcessError
 from tigon.recipe.keys import Recipe, TrainConfig
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch, signals, torchrun
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.guards import fault_messages
 from tigon.trainer.run import train
-from tigon.trainer.trainer import TigonTrainer
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the states of processes are read from Linux")
@@ -85,14 +85,14 @@ def reached(run: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 def killed_in_step(step: int, rank: int, path: Path) -> None:
     """What one of two processes does: train, until rank 1 is killed."""
-    original = TigonTrainer.compute_loss
+    original = GuardedTrainer.compute_loss
 
     def compute_loss(self, *arguments, **kwargs):
         if rank == 1 and self.state.global_step == step - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *arguments, **kwargs)
 
-    TigonTrainer.compute_loss = compute_loss
+    GuardedTrainer.compute_loss = compute_loss
     train(path, ["sharding.gpus=2"])
 
 
@@ -252,14 +252,14 @@ def test_signal_to_one_process_in_the_last_evaluation_stops_both(recipe, tigon, 
     path = recipe(train={"batch_size": 2}, output={"save_model": True})
 
     def act(rank: int) -> None:
-        original = TigonTrainer.evaluate
+        original = GuardedTrainer.evaluate
 
         def evaluate(self, *arguments):
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(self, *arguments)
 
-        TigonTrainer.evaluate = evaluate
+        GuardedTrainer.evaluate = evaluate
         fsdp_rank(path, [], resume=False)
 
     said = here / "stderr"

@@ -29,6 +29,7 @@ from tigon.trainer import model, open_folder, run_folder, run_lines
 from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap, resume_rules
 from tigon.trainer.distributed import launch, signals, torchrun
 from tigon.trainer.evaluation import harness
+from tigon.trainer.evaluation.token_mean import EvaluationFailed, perplexity
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test
 from tigon.trainer.prepare import Prepared, connect, prepare, quiet_libraries
 from tigon.trainer.run_folder import RunFolder
@@ -199,13 +200,13 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     from tigon.trainer import engine  # loads transformers
 
     recipe, objective = prepared.recipe, prepared.objective
-    section = objective.model(run.path)
+    section = prepared.starting_model(run.path)
     if run.checkpoint is not None:
         section = engine.kept_base(section, prepared.choices, run.path / BASE)
     built, patched = engine.build(
         section, prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / BASE, saves_adapters=recipe.output.save_model,
-        ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
+        ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.planned().reads_whole_weights,
     )  # fmt: skip
     built = objective.attach(built)
     lora.keep_trained_in_fp32(built, prepared.choices)
@@ -249,12 +250,11 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         Stopped: A signal came before the final weights were saved.
     """
     from tigon.trainer import engine  # loads transformers
-    from tigon.trainer.first_phase import train_phase  # loads transformers
+    from tigon.trainer.first_phase import train_base  # loads transformers
     from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
 
     recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
-    if phase := objective.phase(prepared.choices, run.path):
-        train_phase(phase, prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
+    train_base(prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
     with fault_messages.explain_out_of_memory(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
     engine.refuse_nonfinite(built, recipe.model)
@@ -263,7 +263,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     writes_text = objective.trl is None or objective.trl.writes_text
     n_sample, seed = recipe.output.sample_tokens if alone and writes_text else 0, recipe.train.seed
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
-        console.print(f"sample   {objective.no_sample_line()}: the weights are sharded", markup=False)
+        console.print("sample   no text sample: the weights are sharded", markup=False)
     sample = {"prompt": prepared.prompt_text, "before": "", "after": ""}
     if prepared.rows is not None and writes_text and built.generation_config.eos_token_id is None:
         built.generation_config.eos_token_id = tok.eos_token_id  # a preset has none, and answers have an end
@@ -271,12 +271,11 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
     with fault_messages.explain_out_of_memory(run, prepared):
         trainer, outcome = _train(run, prepared, built, console, stop)
-    fused = getattr(trainer, "fused", "")
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
     decoded = None
-    if n_sample:
-        decoded = objective.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
+    if n_sample and objective.added is not None:
+        decoded = objective.added.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
     if not weights_are_sharded(prepared.choices):
         _save_model(run, prepared, built, trainer)  # after sampling: it may detach the objective's heads
@@ -285,7 +284,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         "unigram_entropy": prepared.data.get("unigram_entropy"),
         "skipped_steps": trainer.gate.skipped,
         "evaluation_error": trainer.evaluation_error,
-        "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), fused])),
+        "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), trainer.fused])),
         "decoded": decoded,
         "sample": sample,
     }
@@ -297,7 +296,7 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
     if not recipe.output.save_model:
         return
     target = final_model.FinalModel(
-        run=run.path, model=objective.model(run.path), config=prepared.config, choices=prepared.choices,
+        run=run.path, model=prepared.starting_model(run.path), config=prepared.config, choices=prepared.choices,
         output=recipe.output,
     )  # fmt: skip
     final = FinalSave(
@@ -305,7 +304,11 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
         gathered_state=trainer.gathered_state, save_model=partial(target.save, built, trainer),
         save_state=partial(target.save_state, built),
     )  # fmt: skip
-    written = objective.save(built, final)
+    written = True
+    if objective.added is not None:
+        written = objective.added.save(built, final)
+    else:
+        final.save_model()
     if final.is_first and written:
         for folder in final_model.folders_in(run.path):
             prepared.saved_tokenizer.save_pretrained(folder)
@@ -330,7 +333,7 @@ def _train(
         try:
             trainer.train(resume_from_checkpoint=str(run.checkpoint) if run.checkpoint else None)
         except Exception as error:
-            if run.checkpoint is None or trainer.n_micro_steps or isinstance(error, TigonError):
+            if run.checkpoint is None or trainer.step.speed.n_micro_batches or isinstance(error, TigonError):
                 raise
             if prediction.is_out_of_memory(error) or fault_messages.is_no_checkpoints_fault(error, run):
                 raise
@@ -364,9 +367,7 @@ def _train(
 
 def _perplexity(prepared: Prepared, eval_loss: float | None) -> float | None:
     """exp of the eval loss; None if it is not the loss per token of one head."""
-    from tigon.trainer.trainer import perplexity  # loads transformers
-
-    if eval_loss is None or prepared.rows is not None or prepared.objective.metric_section() is not None:
+    if eval_loss is None or prepared.rows is not None or prepared.objective.added is not None:
         return None
     return next(iter(perplexity(eval_loss)), None)
 
@@ -396,7 +397,7 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
             reads_images=prepared.processor is not None and prepared.choices.lora_rank is None,
         )  # fmt: skip
         eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
-        trainer = trainers.TigonTrainer(
+        trainer = trainers.make(
             built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
             engine.make_optimizer(recipe.train, prepared.choices), safeguards, prepared.objective,
         )  # fmt: skip
@@ -423,8 +424,6 @@ def _final_eval_loss(trainer: Any) -> float | None:
 
     None if evaluation ran out of memory, so that the trained weights are still saved, or if a signal ended it.
     """
-    from tigon.trainer.trainer import EvaluationFailed  # loads transformers
-
     if trainer.best_step is not None:  # the weights are those of this step
         return float(trainer.state.best_metric)
     for record in reversed(trainer.state.log_history):

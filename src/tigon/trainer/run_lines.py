@@ -48,7 +48,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         *open_folder.lines(run.path),
         *torchrun.restart_line(),
     ]
-    if objective_line := prepared.objective.announcement():
+    if objective_line := prepared.objective.announcement:
         lines.append(objective_line)
     if data["truncated_rows"] or data["dropped_rows"]:
         counts = f"{data['truncated_rows']} documents truncated, {data['dropped_rows']} dropped"
@@ -86,7 +86,7 @@ def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objectiv
     if summary["best_step"] is not None:
         console.print(f"best     checkpoint of step {summary['best_step']}, loaded and saved", markup=False)
     if summary["decoded"]:
-        console.print(f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}", markup=False, soft_wrap=True)
+        console.print(f"{objective.name:<8} {summary['decoded']['line']}", markup=False, soft_wrap=True)
     if summary["evaluation_error"]:
         console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
     if summary["skipped_steps"]:

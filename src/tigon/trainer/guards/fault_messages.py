@@ -16,6 +16,7 @@ from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint, resume_rules
 from tigon.trainer.distributed import launch, signals
 from tigon.trainer.distributed.torchrun import LOST_ANOTHER
+from tigon.trainer.evaluation.token_mean import EvaluationBroken
 from tigon.trainer.guards import prediction, preflight, system_limits
 from tigon.trainer.run_folder import RunFolder
 
@@ -105,8 +106,6 @@ def explain_out_of_memory(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     Raises:
         RecipeError: The block ran out of memory.
     """
-    from tigon.trainer.trainer import EvaluationBroken  # loads transformers
-
     try:
         yield
     except EvaluationBroken as error:
