@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tigon.objectives.base import MetricSection
+from tigon.objectives.metric_sections import MetricSection
 from tigon.report.chart import GRID, INK, MUTED, new_figure, shared_legend, svg, whole_numbers
 
 ACCENT, SECOND, BASELINE = "#c2410c", "#0f766e", MUTED

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from tigon._files import read_text
 from tigon.models.loading.config import is_hub_id
 from tigon.objectives.base import Objective
+from tigon.objectives.metric_sections import section_of
 from tigon.recipe.keys import Recipe
 from tigon.report.escape import fenced
 from tigon.report.table import markdown_table
@@ -57,7 +58,7 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
     verdict = vllm_rules.judge(folder) if adapters else None
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
     train = [record for record in run.records() if record["event"] == "train"]
-    figures = report.tiles(train, summary, objective.metric_section())
+    figures = report.tiles(train, summary, section_of(objective))
     versions = environment["versions"]
     loading = _code(_task(recipe), adapters=adapters)
     if adapters and recipe.lora.init == LOFTQ:

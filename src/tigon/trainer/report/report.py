@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tigon.objectives import recipe_checks
-from tigon.objectives.base import MetricRow, MetricSection, Objective
+from tigon.objectives.base import Objective
+from tigon.objectives.metric_sections import MetricRow, MetricSection, section_of
 from tigon.recipe.keys import Recipe
 from tigon.report import page
 from tigon.report.blocks import (
@@ -60,13 +61,13 @@ _MEMORY_ON_CPU = (
 
 def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> None:
     """Write charts/*.svg, report.md and report.html."""
-    section, records = objective.metric_section(), run.records()
+    section, records = section_of(objective), run.records()
     drawn = drawn_twice(lambda: charts.draw(records, summary, section))
     recipe = recipe_checks.loads_saved(run.path / run_folder.RECIPE)
     parameters = in_parameters(run.read_json(run_folder.DATA)["parameters"])
     lead = f"{models.described(recipe.model)}, {parameters}, on {recipe.data.source_names}"
     blocks = [
-        *_measured(run, summary, objective, recipe, drawn),
+        *_measured(run, summary, section, recipe, drawn),
         *_texts(run, summary, objective, recipe),
         *_setting(run, summary),
     ]
@@ -74,10 +75,10 @@ def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> N
 
 
 def _measured(
-    run: RunFolder, summary: Mapping[str, Any], objective: Objective, recipe: Recipe, drawn: Collection[str]
+    run: RunFolder, summary: Mapping[str, Any], section: MetricSection | None, recipe: Recipe, drawn: Collection[str]
 ) -> Iterator[Block]:
     """The main figures, and the sections of losses, metrics, kernels, speed and tasks."""
-    records, section = run.records(), objective.metric_section()
+    records = run.records()
     on_gpu = run.read_json(run_folder.ENVIRONMENT)["hardware"]["device"].startswith("cuda")
     yield Tiles(tiles([record for record in records if record["event"] == "train"], summary, section))
     if warnings := [text for r in records if r["event"] == "warnings" for text in r["warnings"]]:
@@ -91,9 +92,7 @@ def _measured(
         yield Paragraph(f"The dots and the table are from evaluations, if there were any. {section.columns_text}")
         yield table
         if summary.get("decoded"):
-            yield Paragraph(
-                f"Decoding from the beginnings of eval samples: {objective.sampled_line(summary['decoded'])}."
-            )
+            yield Paragraph(f"Decoding from the beginnings of eval samples: {summary['decoded']['line']}.")
     if summary["comparison"]:
         yield Heading("The same steps with and without the kernels")
         yield Paragraph(_comparison_note(recipe.comparison.steps, summary["comparison"], on_gpu))
