@@ -16,7 +16,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -136,7 +136,7 @@ class PicturedRows:
         written = tuple(replace(m, parts=_as_parts(parts)) for m, parts in zip(messages, own, strict=True))
         return replace(document, segments=(), messages=written, images=tuple(images))
 
-    def toy_answers(self) -> Iterator[Document]:
+    def toy_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Raises DataError: the built-in data set has no images."""
         raise DataError("data.source: toy-answers has no images; name .jsonl files, or set data.images: 0")
 
@@ -300,9 +300,31 @@ class EncodedPictures(Encoded):
 
     text: str
     """The text before the processor has replaced the images' places by tokens."""
-    images: tuple[Picture, ...]
+    images: StoredPictures
     digest: bytes
     """A digest of the images' bytes."""
+
+
+@dataclass(frozen=True)
+class StoredPictures(Sequence[Picture]):
+    """The images of document `row` of `rows`, which are read again each time they are used."""
+
+    rows: Sequence[Document]
+    row: int
+
+    def __len__(self) -> int:
+        return len(self.rows[self.row].images)
+
+    @overload
+    def __getitem__(self, index: int) -> Picture: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Picture]: ...
+    def __getitem__(self, index: int | slice) -> Picture | Sequence[Picture]:
+        images: tuple[Picture, ...] = self.rows[self.row].images
+        return images[index]
+
+    def __iter__(self) -> Iterator[Picture]:
+        return iter(self.rows[self.row].images)
 
 
 @dataclass(frozen=True)
@@ -326,15 +348,15 @@ class Encoder:
         encoded = tokenizer.encode(
             plain, self.processor.tokenizer, vocab_size=self.vocab_size, bad=self.bad, rendering=self.rendering
         )
-        for document in documents:
+        for row, document in enumerate(documents):
             if document.images:
                 try:
-                    encoded.append(self._with_images(document))
+                    encoded.append(self._with_images(document, StoredPictures(documents, row)))
                 except DataError as error:
                     self.bad.take(error)
         return encoded
 
-    def _with_images(self, document: Document) -> EncodedPictures:
+    def _with_images(self, document: Document, images: StoredPictures) -> EncodedPictures:
         tok, where = self.processor.tokenizer, document.origin
         segments = list(segments_of(document, tok, self.rendering))
         written = "".join(segment.text for segment in segments)
@@ -373,9 +395,7 @@ class Encoder:
                 "model's own processor"
             )
         digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content, _ in read)).digest()
-        return EncodedPictures(
-            tokens, labels, where, False, notes, text=text, images=document.images, digest=digest
-        )  # fmt: skip
+        return EncodedPictures(tokens, labels, where, False, notes, text=text, images=images, digest=digest)
 
     def _spans(self, segments: Sequence[Segment], images: list[Any], length: int, where: str) -> list[tuple[int, int]]:
         """The learned characters of the text in which the images' places are replaced, as (begin, end).
@@ -423,7 +443,7 @@ class PicturedSample(Sample):
     """A sample with images. Its tensors are those of `Sample`."""
 
     text: str
-    images: tuple[Picture, ...]
+    images: StoredPictures
     digest: bytes
 
     def more_bytes(self) -> bytes:

@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import heapq
+import itertools
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
+from tigon.data.tokens import Tokens
 from tigon.errors import DataError
 
 BLANK = -1  # the index of a sample without labels, in a SampleDataset
@@ -42,11 +47,77 @@ class Sample:
         return b""
 
 
+_Piece = tuple[int, int]
+"""(begin, size) of a part of one document, in the sequence of all tokens."""
+
+
+class Samples(Sequence[Sample]):
+    """Samples that are made of the tokens each time they are read, so that the tokens may be larger than the memory.
+
+    Sample `i` has the pieces from `ends[i - 1]` to `ends[i]`; `begins` and `sizes` are those of the pieces.
+    """
+
+    def __init__(self, tokens: Tokens, begins: Any, sizes: Any, ends: Any, *, cross_document: bool) -> None:
+        self.tokens, self.cross_document = tokens, cross_document
+        self.begins, self.sizes, self.ends = begins, sizes, ends
+
+    @classmethod
+    def of(
+        cls, tokens: Tokens, found: Iterable[Sequence[_Piece]], *, cross_document: bool, keep_unlearned: bool
+    ) -> Samples:
+        """The samples of these pieces, except those without a learned token."""
+        begins, sizes, ends = array("q"), array("q"), array("q")
+        for pieces in found:
+            if keep_unlearned or _learns(tokens, pieces, cross_document):
+                begins.extend(begin for begin, _ in pieces)
+                sizes.extend(size for _, size in pieces)
+                ends.append(len(begins))
+        return cls(tokens, np.array(begins), np.array(sizes), np.array(ends), cross_document=cross_document)
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.sizes.sum())
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        places = range(self.ends[i - 1] if i else 0, self.ends[i])
+        sizes = [int(self.sizes[place]) for place in places]
+        spans = [self.tokens.span(int(self.begins[place]), size) for place, size in zip(places, sizes, strict=True)]
+        tokens_T = np.concatenate([tokens for tokens, _ in spans])
+        learned_T = np.concatenate([learned for _, learned in spans])
+        starts = np.cumsum([0, *sizes[:-1]])
+        if self.cross_document:
+            starts = starts[:1]
+        learned_T[starts] = False
+        positions_T = np.arange(len(tokens_T), dtype=np.int32)
+        positions_T -= np.repeat(starts, np.diff([*starts, len(tokens_T)])).astype(np.int32)
+        labels_T = np.where(learned_T, tokens_T, np.int32(IGNORE_INDEX))
+        return Sample(*(torch.from_numpy(values) for values in (tokens_T, labels_T, positions_T)))
+
+
+def _learns(tokens: Tokens, pieces: Sequence[_Piece], cross_document: bool) -> bool:
+    """Whether a token of the sample is learned. The first token of a document is not, because nothing predicts it."""
+    for number, (begin, size) in enumerate(pieces):
+        skipped = 0 if cross_document and number else 1
+        if size > skipped and tokens.span(begin + skipped, size - skipped)[1].any():
+            return True
+    return False
+
+
 @dataclass(frozen=True)
 class Packed:
     """The samples of a data set, and counts of what packing changed."""
 
-    samples: list[Sample]
+    samples: Sequence[Sample]
     n_tokens: int
     n_truncated: int
     n_dropped: int
@@ -105,56 +176,55 @@ def pack(
     Raises:
         DataError: `too_long` is error and a prompt with its answer is too long; the message names the first one.
     """
-    text = [d for d in documents if d.is_text]
-    prompted, n_truncated, n_dropped = _shorten([d for d in documents if not d.is_text], length, too_long)
+    tokens = Tokens.of(documents)
+    text = [(int(begin), int(size)) for begin, size in _pieces(tokens, tokens.are_text)]
+    prompted, n_truncated, n_dropped = _shorten(tokens, length, too_long)
     if packing:
-        samples = [_sample(pieces, cross_document) for pieces in _stream(text, length)]
-        samples += [_sample(pieces, cross_document) for pieces in _best_fit(prompted, length)]
+        found: Iterable[Sequence[_Piece]] = itertools.chain(_stream(text, length), _best_fit(prompted, length))
     else:
-        pieces = [_slice(d, i, i + length) for d in text for i in range(0, len(d.tokens), length)]
-        samples = [_sample([piece], cross_document) for piece in [*pieces, *prompted]]
-    if not keep_unlearned:
-        samples = [sample for sample in samples if bool((sample.labels_T != IGNORE_INDEX).any())]
-    return Packed(samples, sum(len(sample.tokens_T) for sample in samples), n_truncated, n_dropped)
+        cut = ((begin + i, min(length, size - i)) for begin, size in text for i in range(0, size, length))
+        found = ([piece] for piece in itertools.chain(cut, prompted))
+    samples = Samples.of(tokens, found, cross_document=cross_document, keep_unlearned=keep_unlearned)
+    return Packed(samples, samples.n_tokens, n_truncated, n_dropped)
 
 
-def _shorten(documents: Sequence[Encoded], length: int, too_long: str) -> tuple[list[Encoded], int, int]:
-    fitting: list[Encoded] = []
+def _pieces(tokens: Tokens, which: Any) -> Iterator[_Piece]:
+    return zip(tokens.begins[which].tolist(), tokens.sizes[which].tolist(), strict=True)
+
+
+def _shorten(tokens: Tokens, length: int, too_long: str) -> tuple[list[_Piece], int, int]:
+    """(the prompts with their answers, how many of them are truncated, how many are dropped)."""
+    is_over = (tokens.sizes > length) & ~tokens.are_text
+    if too_long == "error" and is_over.any():
+        first = tokens[int(np.argmax(is_over))]
+        raise DataError(
+            f"{first.origin}: {len(first.tokens)} tokens, over data.sequence_length {length} "
+            f"({is_over.sum()} documents are); raise it, or set data.too_long to truncate or drop"
+        )
+    fitting: list[_Piece] = []
     n_truncated = n_dropped = 0
-    for document in documents:
-        if len(document.tokens) <= length:
-            fitting.append(document)
-            continue
-        if too_long == "error":
-            n_over = sum(len(d.tokens) > length for d in documents)
-            raise DataError(
-                f"{document.origin}: {len(document.tokens)} tokens, over data.sequence_length {length} "
-                f"({n_over} documents are); raise it, or set data.too_long to truncate or drop"
-            )
-        cut = _slice(document, 0, length)
-        if too_long == "drop" or all(label == IGNORE_INDEX for label in cut.labels):  # only prompt is left
+    for begin, size in _pieces(tokens, ~tokens.are_text):
+        if size <= length:
+            fitting.append((begin, size))
+        elif too_long == "drop" or not tokens.span(begin, length)[1].any():  # only prompt is left
             n_dropped += 1
         else:
             n_truncated += 1
-            fitting.append(cut)
+            fitting.append((begin, length))
     return fitting, n_truncated, n_dropped
 
 
-def _slice(document: Encoded, start: int, stop: int) -> Encoded:
-    return Encoded(document.tokens[start:stop], document.labels[start:stop], document.origin, document.is_text)
-
-
-def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]]:
+def _stream(documents: Iterable[_Piece], length: int) -> Iterator[list[_Piece]]:
     """Pieces of consecutive documents, `length` tokens at a time. The last sample may be shorter."""
-    pieces: list[Encoded] = []
+    pieces: list[_Piece] = []
     free = length
-    for document in documents:
-        start = 0
-        while start < len(document.tokens):
-            piece = _slice(document, start, start + free)
-            pieces.append(piece)
-            start += len(piece.tokens)
-            free -= len(piece.tokens)
+    for begin, size in documents:
+        end = begin + size
+        while begin < end:
+            taken = min(free, end - begin)
+            pieces.append((begin, taken))
+            begin += taken
+            free -= taken
             if free == 0:
                 yield pieces
                 pieces, free = [], length
@@ -162,34 +232,32 @@ def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]
         yield pieces
 
 
-def _best_fit(documents: Sequence[Encoded], length: int) -> list[list[Encoded]]:
-    """Best fit, longest first: each goes into the sample with the least sufficient room. O(N log N) by bisection."""
-    samples: list[list[Encoded]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, index of the sample), sorted
-    for document in sorted(documents, key=lambda d: -len(d.tokens)):
-        size = len(document.tokens)
-        at = bisect.bisect_left(room, (size, -1))
-        if at == len(room):
+def _best_fit(documents: Sequence[_Piece], length: int) -> list[list[_Piece]]:
+    """Best fit, longest first: each goes into the sample with the least sufficient room, the first of several.
+
+    O(N log N) for N documents, if far fewer than N different sizes of room occur.
+    """
+    samples: list[list[_Piece]] = []
+    with_room: dict[int, list[int]] = {}
+    """Free tokens -> a heap of the samples that have them."""
+    rooms: list[int] = []  # its keys, sorted
+    for piece in sorted(documents, key=lambda piece: -piece[1]):
+        at = bisect.bisect_left(rooms, piece[1])
+        if at == len(rooms):
             free, index = length, len(samples)
             samples.append([])
         else:
-            free, index = room.pop(at)
-        samples[index].append(document)
-        bisect.insort(room, (free - size, index))
+            free = rooms[at]
+            index = heapq.heappop(with_room[free])
+            if not with_room[free]:
+                del with_room[free], rooms[at]
+        samples[index].append(piece)
+        free -= piece[1]
+        if free not in with_room:
+            with_room[free] = []
+            bisect.insort(rooms, free)
+        heapq.heappush(with_room[free], index)
     return samples
-
-
-def _sample(pieces: Sequence[Encoded], cross_document: bool) -> Sample:
-    tokens: list[int] = []
-    labels: list[int] = []
-    positions: list[int] = []
-    for piece in pieces:
-        restart = not cross_document or not tokens
-        first = 0 if restart else len(tokens)
-        positions += range(first, first + len(piece.tokens))
-        tokens += piece.tokens
-        labels += [IGNORE_INDEX, *piece.labels[1:]] if restart else piece.labels
-    return Sample(*(torch.tensor(values, dtype=torch.int32) for values in (tokens, labels, positions)))
 
 
 @dataclass(frozen=True)
@@ -246,9 +314,13 @@ def _stack(samples: Sequence[Tensor], padding: Sequence[int], fill: int) -> Tens
 
 def unigram_entropy(samples: Iterable[Sample]) -> float:
     """Entropy in nats per learned token of the best predictor without context: H = -sum_v p_v ln p_v."""
-    labels = torch.cat([sample.labels_T[sample.labels_T != IGNORE_INDEX] for sample in samples]).long()
-    counts = torch.bincount(labels)
-    p = counts[counts > 0].double() / labels.numel()
+    counts = torch.zeros(0, dtype=torch.long)
+    for sample in samples:
+        own = torch.bincount(sample.labels_T[sample.labels_T != IGNORE_INDEX].long())
+        if len(own) > len(counts):
+            counts, own = own, counts
+        counts[: len(own)] += own
+    p = counts[counts > 0].double() / counts.sum()
     return float(-(p * p.log()).sum())
 
 

@@ -1,0 +1,81 @@
+"""Folders for the Arrow files of a run: a cache that later runs with the same data read, or one for this process.
+
+An entry is a folder that is named by a hash of everything its content depends on, so no entry is ever out of date.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MAX_CACHE_BYTES = 20 * 2**30
+"""When the cache is larger, the entries that were not used for longest are removed."""
+
+
+def default_folder() -> Path:
+    """`$XDG_CACHE_HOME/tigon/tokens`, else under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tigon" / "tokens"
+
+
+def key_of(parts: Iterable[Any]) -> str:
+    """A hash of the `repr` of each part."""
+    digest = hashlib.sha256()
+    for part in parts:
+        text = repr(part).encode("utf-8", errors="surrogatepass")
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(text)
+    return digest.hexdigest()[:32]
+
+
+def entry(folder: Path | None, key: str | None) -> Path:
+    """The folder of an entry, which exists and may be written to.
+
+    Args:
+        folder: The cache. If it is None or cannot be written to, the entry is removed when this process ends.
+        key: The hash that names the entry. None: it is not kept.
+    """
+    if folder is not None and key is not None:
+        made = folder / key
+        try:
+            made.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.utime(made)
+        except OSError:  # a read-only home, or a file in the way
+            pass
+        else:
+            if os.access(made, os.W_OK):
+                return made
+    return Path(tempfile.mkdtemp(dir=_scratch()))
+
+
+@functools.cache
+def _scratch() -> Path:
+    """A folder in the system's folder for temporary files, removed when this process ends."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="tigon-data-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked process ends earlier
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+def prune(folder: Path, keep: Path) -> None:
+    """Remove entries until the rest takes at most `MAX_CACHE_BYTES`; `keep` stays."""
+    entries = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+    sizes = {path: sum(each.stat().st_size for each in (path, *path.rglob("*")) if each.is_file()) for path in entries}
+    total_bytes = sum(sizes.values())
+    for path in entries:
+        if total_bytes <= MAX_CACHE_BYTES:
+            return
+        if path == keep:
+            continue
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        total_bytes -= sizes[path]
