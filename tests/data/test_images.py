@@ -19,10 +19,10 @@ from PIL import Image
 
 from tigon.data.chat_template import Rendering
 from tigon.data.documents import BadRows
+from tigon.data.image_rows import PicturedRows
 from tigon.data.images import (
     Encoder,
     PicturedCollator,
-    PicturedRows,
     PicturedSample,
     load_processor,
     samples,

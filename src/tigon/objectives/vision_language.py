@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tigon.data import images
+from tigon.data import image_rows, images
 from tigon.data.documents import RowReader
 from tigon.data.images import Layout
 from tigon.data.packing import Collator, Packed
@@ -133,7 +133,7 @@ class VisionLanguage(CausalLM):
         return f"images   {each}, read by {type(self.processor).__name__}"
 
     def rows(self, data: DataConfig) -> str | RowReader:
-        return images.PicturedRows(data.images, data.format)
+        return image_rows.PicturedRows(data.images, data.format)
 
     def load_processor(self) -> Any:
         self.processor = images.load_processor(
