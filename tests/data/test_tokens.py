@@ -201,7 +201,7 @@ def test_a_full_disk_is_named_with_the_folder(tmp_path: Path, monkeypatch: pytes
         raise datasets.exceptions.DatasetGenerationError from OSError(28, "No space left on device")
 
     monkeypatch.setattr(datasets.Dataset, "from_generator", full)
-    with pytest.raises(DataError, match=r"cache.*: the rows cannot be stored: No space left on device; make room"):
+    with pytest.raises(DataError, match=r"cache.*: the data cannot be stored: No space left on device; make room"):
         read([write(tmp_path / "data")], "auto", None, cached=tmp_path / "cache")
 
 

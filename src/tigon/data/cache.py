@@ -6,14 +6,20 @@ An entry is a folder that is named by a hash of everything its content depends o
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import functools
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tigon.errors import DataError, TigonError
+
+T = TypeVar("T")
 
 MAX_CACHE_BYTES = 20 * 2**30
 """When the cache is larger, the entries that were not used for longest are removed."""
@@ -67,7 +73,38 @@ def _scratch() -> Path:
     return folder
 
 
-def prune(folder: Path, keep: Path) -> None:
+def made(folder: Path | None, key: str | None, make: Callable[[Path], T]) -> tuple[T, bool]:
+    """(what `make` makes in the folder of an entry, whether the entry had a file before).
+
+    `make` reads a file that is there already. A file that it cannot read is made again.
+
+    Raises:
+        DataError: The disk is full.
+    """
+    place = entry(folder, key)
+    is_cached = any(place.rglob("*.arrow"))
+    try:
+        result = make(place)
+    except TigonError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"{place}: the data cannot be stored: {error.strerror}; make room there, or set XDG_CACHE_HOME to "
+                "another folder"
+            ) from None
+        if not is_cached:
+            raise
+        shutil.rmtree(place)
+        place.mkdir()
+        is_cached, result = False, make(place)
+    if folder is not None and place.parent == folder:
+        with contextlib.suppress(OSError):  # another process removes entries too
+            _prune(folder, place)
+    return result, is_cached
+
+
+def _prune(folder: Path, keep: Path) -> None:
     """Remove entries until the rest takes at most `MAX_CACHE_BYTES`; `keep` stays."""
     entries = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
     sizes = {path: sum(each.stat().st_size for each in (path, *path.rglob("*")) if each.is_file()) for path in entries}

@@ -16,8 +16,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 import heapq
-import itertools
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -47,39 +45,55 @@ class Sample:
         return b""
 
 
-_Piece = tuple[int, int]
-"""(begin, size) of a part of one document, in the sequence of all tokens."""
+@dataclass(frozen=True)
+class Pieces:
+    """Which parts of documents each sample has, as arrays.
+
+    Piece `i` begins at token `begins[i]` of the sequence of all tokens. Sample `k` has the pieces `ends[k - 1]` to
+    `ends[k]`.
+    """
+
+    begins: Any
+    sizes: Any
+    ends: Any
+
+    @classmethod
+    def alone(cls, begins: Any, sizes: Any) -> Pieces:
+        """One piece per sample."""
+        return cls(begins, sizes, np.arange(1, len(begins) + 1))
+
+    def then(self, other: Pieces) -> Pieces:
+        """These samples and those of `other`."""
+        pairs = ((self.begins, other.begins), (self.sizes, other.sizes), (self.ends, other.ends + len(self.begins)))
+        return Pieces(*(np.concatenate(pair) for pair in pairs))
+
+    def learned(self, tokens: Tokens, *, cross_document: bool) -> Pieces:
+        """The samples with a learned token. The first of a document is not learned, because nothing predicts it."""
+        starts = np.concatenate([[0], self.ends[:-1]]).astype(int)
+        skipped = np.full(len(self.begins), 0 if cross_document else 1)
+        skipped[starts[: len(self.ends)]] = 1
+        parts = zip(self.begins + skipped, self.sizes - skipped, strict=True)
+        learn = np.fromiter((size > 0 and tokens.span(begin, size)[1].any() for begin, size in parts), bool)
+        if learn.all():
+            return self
+        kept = np.logical_or.reduceat(learn, starts)
+        counts = self.ends - starts
+        of_kept = np.repeat(kept, counts)
+        return Pieces(self.begins[of_kept], self.sizes[of_kept], np.cumsum(counts[kept]))
 
 
 class Samples(Sequence[Sample]):
-    """Samples that are made of the tokens each time they are read, so that the tokens may be larger than the memory.
+    """Samples that are made of the tokens each time they are read, so that the tokens may be larger than the memory."""
 
-    Sample `i` has the pieces from `ends[i - 1]` to `ends[i]`; `begins` and `sizes` are those of the pieces.
-    """
-
-    def __init__(self, tokens: Tokens, begins: Any, sizes: Any, ends: Any, *, cross_document: bool) -> None:
-        self.tokens, self.cross_document = tokens, cross_document
-        self.begins, self.sizes, self.ends = begins, sizes, ends
-
-    @classmethod
-    def of(
-        cls, tokens: Tokens, found: Iterable[Sequence[_Piece]], *, cross_document: bool, keep_unlearned: bool
-    ) -> Samples:
-        """The samples of these pieces, except those without a learned token."""
-        begins, sizes, ends = array("q"), array("q"), array("q")
-        for pieces in found:
-            if keep_unlearned or _learns(tokens, pieces, cross_document):
-                begins.extend(begin for begin, _ in pieces)
-                sizes.extend(size for _, size in pieces)
-                ends.append(len(begins))
-        return cls(tokens, np.array(begins), np.array(sizes), np.array(ends), cross_document=cross_document)
+    def __init__(self, tokens: Tokens, pieces: Pieces, *, cross_document: bool) -> None:
+        self.tokens, self.pieces, self.cross_document = tokens, pieces, cross_document
 
     @property
     def n_tokens(self) -> int:
-        return int(self.sizes.sum())
+        return int(self.pieces.sizes.sum())
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.pieces.ends)
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -89,28 +103,16 @@ class Samples(Sequence[Sample]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = range(len(self))[index]
-        places = range(self.ends[i - 1] if i else 0, self.ends[i])
-        sizes = [int(self.sizes[place]) for place in places]
-        spans = [self.tokens.span(int(self.begins[place]), size) for place, size in zip(places, sizes, strict=True)]
-        tokens_T = np.concatenate([tokens for tokens, _ in spans])
-        learned_T = np.concatenate([learned for _, learned in spans])
-        starts = np.cumsum([0, *sizes[:-1]])
-        if self.cross_document:
-            starts = starts[:1]
+        own = slice(self.pieces.ends[i - 1] if i else 0, self.pieces.ends[i])
+        sizes = self.pieces.sizes[own]
+        spans = [self.tokens.span(*piece) for piece in zip(self.pieces.begins[own], sizes, strict=True)]
+        tokens_T, learned_T = (np.concatenate(parts) for parts in zip(*spans, strict=True))
+        starts = np.zeros(1, dtype=int) if self.cross_document else np.cumsum(sizes) - sizes
         learned_T[starts] = False
         positions_T = np.arange(len(tokens_T), dtype=np.int32)
         positions_T -= np.repeat(starts, np.diff([*starts, len(tokens_T)])).astype(np.int32)
         labels_T = np.where(learned_T, tokens_T, np.int32(IGNORE_INDEX))
         return Sample(*(torch.from_numpy(values) for values in (tokens_T, labels_T, positions_T)))
-
-
-def _learns(tokens: Tokens, pieces: Sequence[_Piece], cross_document: bool) -> bool:
-    """Whether a token of the sample is learned. The first token of a document is not, because nothing predicts it."""
-    for number, (begin, size) in enumerate(pieces):
-        skipped = 0 if cross_document and number else 1
-        if size > skipped and tokens.span(begin + skipped, size - skipped)[1].any():
-            return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -177,23 +179,20 @@ def pack(
         DataError: `too_long` is error and a prompt with its answer is too long; the message names the first one.
     """
     tokens = Tokens.of(documents)
-    text = [(int(begin), int(size)) for begin, size in _pieces(tokens, tokens.are_text)]
+    text = tokens.begins[tokens.are_text], tokens.sizes[tokens.are_text]
     prompted, n_truncated, n_dropped = _shorten(tokens, length, too_long)
     if packing:
-        found: Iterable[Sequence[_Piece]] = itertools.chain(_stream(text, length), _best_fit(prompted, length))
+        pieces = _stream(*text, length).then(_best_fit(*prompted, length))
     else:
-        cut = ((begin + i, min(length, size - i)) for begin, size in text for i in range(0, size, length))
-        found = ([piece] for piece in itertools.chain(cut, prompted))
-    samples = Samples.of(tokens, found, cross_document=cross_document, keep_unlearned=keep_unlearned)
+        pieces = _cut(*text, length).then(Pieces.alone(*prompted))
+    if not keep_unlearned:
+        pieces = pieces.learned(tokens, cross_document=cross_document)
+    samples = Samples(tokens, pieces, cross_document=cross_document)
     return Packed(samples, samples.n_tokens, n_truncated, n_dropped)
 
 
-def _pieces(tokens: Tokens, which: Any) -> Iterator[_Piece]:
-    return zip(tokens.begins[which].tolist(), tokens.sizes[which].tolist(), strict=True)
-
-
-def _shorten(tokens: Tokens, length: int, too_long: str) -> tuple[list[_Piece], int, int]:
-    """(the prompts with their answers, how many of them are truncated, how many are dropped)."""
+def _shorten(tokens: Tokens, length: int, too_long: str) -> tuple[tuple[Any, Any], int, int]:
+    """((begins, sizes) of the prompts with their answers, how many are truncated, how many are dropped)."""
     is_over = (tokens.sizes > length) & ~tokens.are_text
     if too_long == "error" and is_over.any():
         first = tokens[int(np.argmax(is_over))]
@@ -201,63 +200,65 @@ def _shorten(tokens: Tokens, length: int, too_long: str) -> tuple[list[_Piece], 
             f"{first.origin}: {len(first.tokens)} tokens, over data.sequence_length {length} "
             f"({is_over.sum()} documents are); raise it, or set data.too_long to truncate or drop"
         )
-    fitting: list[_Piece] = []
-    n_truncated = n_dropped = 0
-    for begin, size in _pieces(tokens, ~tokens.are_text):
-        if size <= length:
-            fitting.append((begin, size))
-        elif too_long == "drop" or not tokens.span(begin, length)[1].any():  # only prompt is left
-            n_dropped += 1
-        else:
-            n_truncated += 1
-            fitting.append((begin, length))
-    return fitting, n_truncated, n_dropped
+    is_kept = ~tokens.are_text
+    for i in np.flatnonzero(is_over):
+        if too_long == "drop" or not tokens.span(tokens.begins[i], length)[1].any():  # only prompt is left
+            is_kept[i] = False
+    n_truncated = int((is_over & is_kept).sum())
+    kept = tokens.begins[is_kept], np.minimum(tokens.sizes[is_kept], length)
+    return kept, n_truncated, int(is_over.sum()) - n_truncated
 
 
-def _stream(documents: Iterable[_Piece], length: int) -> Iterator[list[_Piece]]:
-    """Pieces of consecutive documents, `length` tokens at a time. The last sample may be shorter."""
-    pieces: list[_Piece] = []
-    free = length
-    for begin, size in documents:
-        end = begin + size
-        while begin < end:
-            taken = min(free, end - begin)
-            pieces.append((begin, taken))
-            begin += taken
-            free -= taken
-            if free == 0:
-                yield pieces
-                pieces, free = [], length
-    if pieces:
-        yield pieces
+def _stream(begins: Any, sizes: Any, length: int) -> Pieces:
+    """Consecutive documents, `length` tokens at a time. The last sample may be shorter."""
+    document_ends = np.cumsum(sizes)
+    n_tokens = int(sizes.sum())
+    sample_ends = np.minimum(np.arange(length, n_tokens + length, length), n_tokens)
+    ends = np.union1d(document_ends[document_ends > 0], sample_ends)
+    starts = np.concatenate([np.zeros(1, dtype=int), ends])[: len(ends)]
+    document = np.searchsorted(document_ends, starts, side="right")
+    inside = starts - (document_ends - sizes)[document]
+    return Pieces(begins[document] + inside, ends - starts, np.searchsorted(ends, sample_ends, side="right"))
 
 
-def _best_fit(documents: Sequence[_Piece], length: int) -> list[list[_Piece]]:
+def _cut(begins: Any, sizes: Any, length: int) -> Pieces:
+    """Documents cut into samples of `length` tokens. The last sample of each may be shorter."""
+    counts = -(-sizes // length)
+    inside = length * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
+    return Pieces.alone(
+        np.repeat(begins, counts) + inside, np.minimum(np.repeat(sizes, counts) - inside, length)
+    )  # fmt: skip
+
+
+def _best_fit(begins: Any, sizes: Any, length: int) -> Pieces:
     """Best fit, longest first: each goes into the sample with the least sufficient room, the first of several.
 
     O(N log N) for N documents, if far fewer than N different sizes of room occur.
     """
-    samples: list[list[_Piece]] = []
+    order = np.argsort(-sizes, kind="stable")
+    sample_of = np.zeros(len(order), dtype=int)
+    n_samples = 0
     with_room: dict[int, list[int]] = {}
     """Free tokens -> a heap of the samples that have them."""
     rooms: list[int] = []  # its keys, sorted
-    for piece in sorted(documents, key=lambda piece: -piece[1]):
-        at = bisect.bisect_left(rooms, piece[1])
+    for number, size in enumerate(map(int, sizes[order])):
+        at = bisect.bisect_left(rooms, size)
         if at == len(rooms):
-            free, index = length, len(samples)
-            samples.append([])
+            free, sample = length, n_samples
+            n_samples += 1
         else:
             free = rooms[at]
-            index = heapq.heappop(with_room[free])
+            sample = heapq.heappop(with_room[free])
             if not with_room[free]:
                 del with_room[free], rooms[at]
-        samples[index].append(piece)
-        free -= piece[1]
+        sample_of[number] = sample
+        free -= size
         if free not in with_room:
             with_room[free] = []
             bisect.insort(rooms, free)
-        heapq.heappush(with_room[free], index)
-    return samples
+        heapq.heappush(with_room[free], sample)
+    places = order[np.argsort(sample_of, kind="stable")]
+    return Pieces(begins[places], sizes[places], np.cumsum(np.bincount(sample_of, minlength=n_samples)))
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
-import shutil
 import sys
 import sysconfig
 import time
@@ -58,10 +58,10 @@ def read(
     reading = _Reading(listed, key, reader, bad.policy, max_text_mib)
     # With a limit little is read, and the walk through a folder ends early.
     name = None if cached is None or max_text_mib is not None else cache.key_of(reading.identity())
-    rows = _in_arrow(reading.rows, cache.entry(cached, name))
-    documents = Documents(rows, None if isinstance(reader, str) else reader)
+    stored_rows, _ = cache.made(cached, name, functools.partial(_in_arrow, reading.rows))
+    documents = Documents(stored_rows, None if isinstance(reader, str) else reader)
     problems = documents.column("problem")
-    if problems.null_count < len(rows):
+    if problems.null_count < len(documents):
         bad.problems += [to_text(problem) for problem in problems.drop_null().to_pylist()]
         documents = documents.select(np.flatnonzero(problems.is_null()))
     return documents
@@ -72,23 +72,12 @@ def _in_arrow(rows: Callable[[], Iterator[dict[str, Any]]], folder: Path) -> Any
     import datasets
 
     datasets.disable_progress_bars()
-    has_file = any(folder.iterdir())
     try:
         return datasets.Dataset.from_generator(
             rows, features=features(), cache_dir=str(folder), fingerprint="rows", writer_batch_size=ROWS_WRITTEN
         )
     except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, DataError):
-            raise error.__cause__ from None
-        if not isinstance(error.__cause__, OSError):
-            raise
-        raise DataError(f"{folder}: the rows cannot be stored: {error.__cause__.strerror}; make room there") from None
-    except Exception:
-        if not has_file:
-            raise
-        shutil.rmtree(folder)  # a damaged file
-        folder.mkdir()
-        return _in_arrow(rows, folder)
+        raise (error.__cause__ or error) from None
 
 
 def first_look(sources: Sequence[Source], *, reader: RowReader | None = None, seconds: float = FIRST_LOOK_S) -> None:

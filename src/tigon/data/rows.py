@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from tigon._files import open_regular
-from tigon._install import install_command
 from tigon.data.sources import Refuse, Source, unreadable
 from tigon.errors import DataError
 from tigon.units import in_bytes
@@ -218,11 +217,9 @@ def _header(names: list[str], path: Path) -> list[str]:
 
 
 def _parquet(path: Path, refuse: Refuse) -> Rows:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise DataError(f"{path}: parquet needs pyarrow, not installed here: {install_command('data')}") from None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     number = 0
     try:
         with open_regular(path) as handle:

@@ -96,14 +96,10 @@ def check(sources: Sequence[Source], key: str = "data.source") -> None:
 
     key: the recipe key that names the sources, for messages.
     """
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(f"{key} needs the package datasets, which is not installed: {install_command('train')}")
     for source in sources:
-        if source.is_hub:
-            if importlib.util.find_spec("datasets") is None:
-                raise DataError(
-                    f"{source.name}: no such file or folder; a data set of the hub needs the package datasets: "
-                    f"{install_command('data')}"
-                )
-        elif not source.is_built_in:
+        if not source.is_hub and not source.is_built_in:
             _check(source.name, key)
 
 

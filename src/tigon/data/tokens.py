@@ -5,10 +5,10 @@ The file is kept in a cache, so that the next start with the same data does not 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import itertools
 import os
-import shutil
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from tigon.data.chat_template import Rendering
 from tigon.data.document_table import BATCH, Documents, read_stored, texts_of, to_bytes, to_text
 from tigon.data.documents import BadRows, RowReader
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded, encode
-from tigon.errors import DataError, TigonError
+from tigon.errors import DataError
 
 FORMAT = 3  # part of the key; increase it when `tokenizer.encode` or `chat_template` gives other tokens
 BYTES_PER_PROCESS = 2**24
@@ -180,24 +180,10 @@ class Encoder:
         """
         if not len(documents):
             return Tokens.of(())
-        key = self._key(documents)
-        folder = cache.entry(self.folder, key)
-        is_cached = any(folder.iterdir())
-        try:
-            tokens = self._mapped(documents, folder)
-        except TigonError:
-            raise
-        except Exception:
-            if not is_cached:
-                raise
-            shutil.rmtree(folder)  # a damaged file
-            folder.mkdir()
-            is_cached, tokens = False, self._mapped(documents, folder)
+        tokens, is_cached = cache.made(self.folder, self._key(documents), functools.partial(self._mapped, documents))
         for problem in tokens.problems:
             self.bad.take(DataError(problem))
         self.n_cached += len(tokens) * is_cached
-        if self.folder is not None and folder.parent == self.folder:
-            cache.prune(self.folder, folder)
         return tokens
 
     def _mapped(self, documents: Documents, folder: Path) -> Tokens:
