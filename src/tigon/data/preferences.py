@@ -183,11 +183,14 @@ def as_dataset(documents: Documents, cached: Path | None) -> Any:
     features = datasets.Features.from_arrow_schema(pa.unify_schemas(schemas, promote_options="permissive"))
     versions = [importlib.metadata.version(name) for name in ("trl", "transformers")]
     key = cache.key_of((documents.digest(), versions))
-    return documents.rows.map(
-        columns, batched=True, batch_size=BATCH, writer_batch_size=BATCH, features=features,
-        remove_columns=documents.rows.column_names, cache_file_name=str(cache.entry(cached, key) / "rows.arrow"),
-        new_fingerprint=key,
-    )  # fmt: skip
+
+    def mapped(folder: Path) -> Any:
+        return documents.rows.map(
+            columns, batched=True, batch_size=BATCH, writer_batch_size=BATCH, features=features,
+            remove_columns=documents.rows.column_names, cache_file_name=str(folder / "rows.arrow"), new_fingerprint=key,
+        )  # fmt: skip
+
+    return cache.made(cached, key, mapped)[0]
 
 
 def is_chat(document: Document) -> bool:

@@ -188,7 +188,8 @@ class Encoder:
 
     def _mapped(self, documents: Documents, folder: Path) -> Tokens:
         batch = _Batch(documents.reader, self.tokenizer, self.vocab_size, self.rendering, self.bad.policy)
-        n_processes = min(len(os.sched_getaffinity(0)), documents.n_bytes // BYTES_PER_PROCESS, len(documents))
+        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        n_processes = min(n_cores, documents.n_bytes // BYTES_PER_PROCESS, len(documents))
         rows = documents.rows.map(
             batch, batched=True, batch_size=BATCH, writer_batch_size=BATCH, features=features(),
             remove_columns=documents.rows.column_names, num_proc=n_processes if n_processes > 1 else None,
