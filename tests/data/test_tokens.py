@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tigon.data import cache, tokenizer, tokens
+from tigon.data import cache, preferences, tokenizer, tokens
 from tigon.data.chat_template import Rendering
 from tigon.data.document_table import Documents
 from tigon.data.documents import BadRows
@@ -264,3 +264,24 @@ def test_the_second_start_of_a_recipe_does_not_tokenise_again(
     assert any("from the cache" in line for line in second.rows_line) and first.rows_line != second.rows_line
     prepared("data.cache=false")
     assert counted == [49, 1, 49, 1]
+
+
+# --- rows for TRL -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_rows_for_trl_are_a_file_unless_their_types_differ(
+    alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setattr(preferences, "ROWS_TYPED", 1)
+    more: dict[str, Any] = {} if alike else {"name": "Ann"}
+    chats = [[{"role": "user", "content": "q"}], [{"role": "user", "content": "r", **more}]]
+    rows = [{"prompt": chat, "chosen": CHAT[1:], "rejected": CHAT[1:], "unread": 1} for chat in chats]
+    read_rows = read([write(tmp_path / "data", {"a.jsonl": rows})], preferences.PAIRS, None)
+    for _ in range(2):
+        made = preferences.as_dataset(read_rows, tmp_path / "cache")
+        assert bool(made.cache_files) == alike
+        assert made.column_names == ["chosen", "rejected", "prompt"]
+        prompts = [{name: value for name, value in row["prompt"][0].items() if value is not None} for row in made]
+        assert prompts == [chat[0] for chat in chats]

@@ -24,6 +24,8 @@ from tigon.data.messages import read_messages
 from tigon.data.tokens import Tokens
 from tigon.errors import DataError
 
+ROWS_TYPED = 1024
+"""Rows whose types are found at a time."""
 Content = str | list[dict[str, Any]]
 """Text, or messages in TRL's form."""
 
@@ -165,29 +167,34 @@ def fitting(
 def as_dataset(documents: Documents, cached: Path | None) -> Any:
     """The rows as TRL's trainers take them: a `datasets.Dataset` with the columns of the format.
 
+    It is in memory only if its columns have other types in some rows, for example other keys of messages.
+
     cached: the cache. TRL stores the tokens beside the rows, and finds them again in another run with the same rows.
     """
     import datasets
-    import pyarrow as pa
 
-    if not len(documents):
+    def rows(batch: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+        return [dict(read_stored(row, documents.reader).row or {}) for row in batch["row"]]
+
+    features = None
+    for batch in documents.rows.iter(ROWS_TYPED):
+        own = datasets.Dataset.from_list(rows(batch)).features
+        if features is not None and own != features:
+            return datasets.Dataset.from_list([dict(document.row or {}) for document in documents])
+        features = own
+    if features is None:
         return datasets.Dataset.from_dict({})
-
-    def columns(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        rows = [read_stored(row, documents.reader).row or {} for row in batch["row"]]
-        return {name: [row[name] for row in rows] for name in rows[0]}
-
-    # A batch need not have all keys of messages that others have.
-    batches = documents.rows.select_columns("row").iter(BATCH)
-    schemas = [pa.Table.from_pydict(columns(batch)).schema for batch in batches]
-    features = datasets.Features.from_arrow_schema(pa.unify_schemas(schemas, promote_options="permissive"))
     versions = [importlib.metadata.version(name) for name in ("trl", "transformers")]
     key = cache.key_of((documents.digest(), versions))
 
+    def columns(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        of_batch = rows(batch)
+        return {name: [row[name] for row in of_batch] for name in of_batch[0]}
+
     def mapped(folder: Path) -> Any:
         return documents.rows.map(
-            columns, batched=True, batch_size=BATCH, writer_batch_size=BATCH, features=features,
-            remove_columns=documents.rows.column_names, cache_file_name=str(folder / "rows.arrow"), new_fingerprint=key,
+            columns, batched=True, batch_size=BATCH, features=features, remove_columns=documents.rows.column_names,
+            cache_file_name=str(folder / "rows.arrow"), new_fingerprint=key,
         )  # fmt: skip
 
     return cache.made(cached, key, mapped)[0]
