@@ -14,19 +14,24 @@ import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from tigon.data.documents import TEXT, Document, RowReader
 from tigon.data.formats import read_row
 from tigon.errors import DataError
 
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
 BATCH = 64
 """Rows that are decoded at a time. Each may be a long text."""
 
 
-def features() -> Any:
+def features() -> datasets.Features:
     """The columns. Names of files need not be UTF-8, so texts that may hold one are bytes."""
     import datasets
 
@@ -77,10 +82,10 @@ def _as_json(value: Any) -> Any:
 class Documents(Sequence[Document]):
     """Documents, read from their rows.
 
-    rows: a `datasets.Dataset` with the columns of `features`. reader: what has read the rows; None: their formats.
+    rows: a data set with the columns of `features`. reader: what has read the rows; None: their formats.
     """
 
-    rows: Any
+    rows: datasets.Dataset
     reader: RowReader | None = None
 
     @classmethod
@@ -113,13 +118,13 @@ class Documents(Sequence[Document]):
             for row in batch["row"]:
                 yield read_stored(row, self.reader)
 
-    def select(self, indices: Any) -> Documents:
+    def select(self, indices: npt.NDArray[np.int64]) -> Documents:
         """The documents at `indices`, in that order."""
         # Without a name, `datasets` would hash all indices.
-        return replace(self, rows=self.rows.select(np.asarray(indices), new_fingerprint=uuid.uuid4().hex))
+        return replace(self, rows=self.rows.select(indices, new_fingerprint=uuid.uuid4().hex))
 
-    def column(self, name: str) -> Any:
-        """A column, as an array of Arrow."""
+    def column(self, name: str) -> pyarrow.ChunkedArray:
+        """A column."""
         return self.rows.select_columns(name).with_format("arrow")[:][name]
 
     @property

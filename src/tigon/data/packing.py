@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -29,6 +30,7 @@ from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.data.tokens import Tokens
 from tigon.errors import DataError
 
+Ints = npt.NDArray[np.int64]
 BLANK = -1  # the index of a sample without labels, in a SampleDataset
 
 
@@ -53,12 +55,12 @@ class Pieces:
     `ends[k]`.
     """
 
-    begins: Any
-    sizes: Any
-    ends: Any
+    begins: Ints
+    sizes: Ints
+    ends: Ints
 
     @classmethod
-    def alone(cls, begins: Any, sizes: Any) -> Pieces:
+    def alone(cls, begins: Ints, sizes: Ints) -> Pieces:
         """One piece per sample."""
         return cls(begins, sizes, np.arange(1, len(begins) + 1))
 
@@ -191,7 +193,7 @@ def pack(
     return Packed(samples, samples.n_tokens, n_truncated, n_dropped)
 
 
-def _shorten(tokens: Tokens, length: int, too_long: str) -> tuple[tuple[Any, Any], int, int]:
+def _shorten(tokens: Tokens, length: int, too_long: str) -> tuple[tuple[Ints, Ints], int, int]:
     """((begins, sizes) of the prompts with their answers, how many are truncated, how many are dropped)."""
     is_over = (tokens.sizes > length) & ~tokens.are_text
     if too_long == "error" and is_over.any():
@@ -209,7 +211,7 @@ def _shorten(tokens: Tokens, length: int, too_long: str) -> tuple[tuple[Any, Any
     return kept, n_truncated, int(is_over.sum()) - n_truncated
 
 
-def _stream(begins: Any, sizes: Any, length: int) -> Pieces:
+def _stream(begins: Ints, sizes: Ints, length: int) -> Pieces:
     """Consecutive documents, `length` tokens at a time. The last sample may be shorter."""
     document_ends = np.cumsum(sizes)
     n_tokens = int(sizes.sum())
@@ -221,7 +223,7 @@ def _stream(begins: Any, sizes: Any, length: int) -> Pieces:
     return Pieces(begins[document] + inside, ends - starts, np.searchsorted(ends, sample_ends, side="right"))
 
 
-def _cut(begins: Any, sizes: Any, length: int) -> Pieces:
+def _cut(begins: Ints, sizes: Ints, length: int) -> Pieces:
     """Documents cut into samples of `length` tokens. The last sample of each may be shorter."""
     counts = -(-sizes // length)
     inside = length * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
@@ -230,7 +232,7 @@ def _cut(begins: Any, sizes: Any, length: int) -> Pieces:
     )  # fmt: skip
 
 
-def _best_fit(begins: Any, sizes: Any, length: int) -> Pieces:
+def _best_fit(begins: Ints, sizes: Ints, length: int) -> Pieces:
     """Best fit, longest first: each goes into the sample with the least sufficient room, the first of several.
 
     O(N log N) for N documents, if far fewer than N different sizes of room occur.

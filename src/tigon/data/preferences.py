@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from tigon.data.documents import Document, Segment, string
 from tigon.data.messages import read_messages
 from tigon.data.tokens import Tokens
 from tigon.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
 
 ROWS_TYPED = 1024
 """Rows whose types are found at a time."""
@@ -156,7 +159,9 @@ def fitting(
             out.update(own[i] for i in np.flatnonzero(tokens.sizes > length))
     if not out:
         return rows, encoded
-    train, evaluated = (part.select([i for i, row in enumerate(part) if row.origin not in out]) for part in rows)
+    train, evaluated = (
+        part.select(np.array([i for i, row in enumerate(part) if row.origin not in out], dtype=int)) for part in rows
+    )
     texts, for_eval = (
         tokens.select(np.array([origin not in out for origin in own], dtype=bool))
         for own, tokens in zip(origins, encoded, strict=True)
@@ -164,7 +169,7 @@ def fitting(
     return (train, evaluated), (texts, for_eval)
 
 
-def as_dataset(documents: Documents, cached: Path | None) -> Any:
+def as_dataset(documents: Documents, cached: Path | None) -> datasets.Dataset:
     """The rows as TRL's trainers take them: a `datasets.Dataset` with the columns of the format.
 
     It is in memory only if its columns have other types in some rows, for example other keys of messages.
@@ -191,7 +196,7 @@ def as_dataset(documents: Documents, cached: Path | None) -> Any:
         of_batch = rows(batch)
         return {name: [row[name] for row in of_batch] for name in of_batch[0]}
 
-    def mapped(folder: Path) -> Any:
+    def mapped(folder: Path) -> datasets.Dataset:
         return documents.rows.map(
             columns, batched=True, batch_size=BATCH, features=features, remove_columns=documents.rows.column_names,
             cache_file_name=str(folder / "rows.arrow"), new_fingerprint=key,

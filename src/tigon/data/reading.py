@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from tigon.data.formats import detect, mapped_row, read_row
 from tigon.data.messages import without_filled_nulls
 from tigon.data.sources import BUILT_IN, TOY_ANSWERS, Source, unreadable
 from tigon.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
 
 FORMAT = 1  # part of the name in the cache; increase it when other rows or documents are read of the same files
 ROWS_WRITTEN = 256
@@ -67,7 +70,7 @@ def read(
     return documents
 
 
-def _in_arrow(rows: Callable[[], Iterator[dict[str, Any]]], folder: Path) -> Any:
+def _in_arrow(rows: Callable[[], Iterator[dict[str, Any]]], folder: Path) -> datasets.Dataset:
     """The rows as a data set in a file of `folder`, or the data set that is there already."""
     import datasets
 

@@ -14,9 +14,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from tigon.data import cache
 from tigon.data.chat_template import Rendering
@@ -25,12 +26,15 @@ from tigon.data.documents import BadRows, RowReader
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded, encode
 from tigon.errors import DataError
 
+if TYPE_CHECKING:
+    import datasets
+
 FORMAT = 3  # part of the key; increase it when `tokenizer.encode` or `chat_template` gives other tokens
 BYTES_PER_PROCESS = 2**24
 """Least text for one more process. A process takes about a second to start."""
 
 
-def features() -> Any:
+def features() -> datasets.Features:
     import datasets
 
     return datasets.Features({
@@ -57,13 +61,13 @@ def _stored(encoded: Sequence[Encoded], problems: Sequence[str]) -> dict[str, li
 
 
 class Tokens(Sequence[Encoded]):
-    """Texts as tokens. rows: a `datasets.Dataset` with the columns of `features`.
+    """Texts as tokens. rows: a data set with the columns of `features`.
 
     One after another, the tokens of all texts are one sequence. Text `i` begins at `begins[i]` and has `sizes[i]`
     tokens.
     """
 
-    def __init__(self, rows: Any, kept: Any = None) -> None:
+    def __init__(self, rows: datasets.Dataset, kept: npt.NDArray[np.int64] | None = None) -> None:
         """kept: the places of the texts in `rows`, in order; None: all that have no problem."""
         self.rows = rows
         table = rows.data  # the columns as they are in the file
@@ -90,7 +94,7 @@ class Tokens(Sequence[Encoded]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Tokens, (self.rows, self._kept)  # another process maps the file too
 
-    def select(self, which: Any) -> Tokens:
+    def select(self, which: npt.NDArray[np.bool_]) -> Tokens:
         """The texts for which `which` is true."""
         return Tokens(self.rows, self._kept[which])
 
@@ -110,7 +114,7 @@ class Tokens(Sequence[Encoded]):
         notes = tuple((kind, what) for kind, what in row["notes"])
         return Encoded(tokens.tolist(), labels.tolist(), to_text(row["origin"]), row["is_text"], notes)
 
-    def span(self, begin: int, size: int) -> tuple[Any, Any]:
+    def span(self, begin: int, size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """(tokens, whether each is learned) of a part of one text, which begins at `begin` in the sequence."""
         chunk = bisect_right(self._starts, begin, hi=len(self._tokens)) - 1
         at = begin - self._starts[chunk]

@@ -37,6 +37,7 @@ from tigon.trainer.guards.recipe_warnings import RunSize, epochs_of, steps_of, w
 from tigon.trainer.rewards import load_rewards
 
 if TYPE_CHECKING:
+    import datasets
     import torch
 
     from tigon.data.packing import Packed, Sample
@@ -90,9 +91,8 @@ class Prepared:
     """The processor of a model that reads images too."""
     prompt_inputs: Mapping[str, Any] = field(default_factory=dict)
     """The model's arguments for the prompt besides its tokens: its images."""
-    rows: tuple[Any, Any] | None = None
-    """The `datasets.Dataset` to train on and the one for evaluation, if a trainer of TRL takes them; None: it takes the
-    samples."""
+    rows: tuple[datasets.Dataset, datasets.Dataset] | None = None
+    """The rows to train on and those for evaluation, if a trainer of TRL takes them; None: it takes the samples."""
     bad_rows: tuple[str, ...] = ()
     """The problems of the first rows that were skipped."""
     prompts: tuple[Prompt, ...] = ()
