@@ -4,8 +4,10 @@ other data, and in other processes."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +227,16 @@ def test_a_row_that_cannot_be_used_ends_several_processes(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     with pytest.raises(DataError, match="the tokenizer gives id"):
         encoder(tmp_path / "cache", bpe, vocab_size=2).encode(documents)
+
+
+def test_a_process_whose_run_was_killed_ends(bpe: Any) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    batch = tokens._Batch(None, bpe, None, Rendering(), "error", gone.pid)
+    process = multiprocessing.get_context("fork").Process(target=batch, args=({"row": []},))
+    process.start()
+    process.join()
+    assert process.exitcode == 1
 
 
 def test_samples_of_another_process_map_the_same_file(tmp_path: Path, bpe: Any, documents: Documents) -> None:

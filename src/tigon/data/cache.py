@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 MAX_CACHE_BYTES = 20 * 2**30
 """When the cache is larger, the entries that were not used for longest are removed."""
+KEPT_S = 24 * 3600
+"""For so long after its last use an entry is kept all the same, because a run may read it."""
 
 
 def default_folder() -> Path:
@@ -100,19 +103,17 @@ def made(folder: Path | None, key: str | None, make: Callable[[Path], T]) -> tup
         is_cached, result = False, make(place)
     if folder is not None and place.parent == folder:
         with contextlib.suppress(OSError):  # another process removes entries too
-            _prune(folder, place)
+            _prune(folder)
     return result, is_cached
 
 
-def _prune(folder: Path, keep: Path) -> None:
-    """Remove entries until the rest takes at most `MAX_CACHE_BYTES`; `keep` stays."""
-    entries = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
-    sizes = {path: sum(each.stat().st_size for each in (path, *path.rglob("*")) if each.is_file()) for path in entries}
+def _prune(folder: Path) -> None:
+    """Remove entries that no run has used for a day until the rest takes at most `MAX_CACHE_BYTES`."""
+    used_s = {path: path.stat().st_mtime for path in folder.iterdir()}
+    sizes = {path: sum(each.stat().st_size for each in (path, *path.rglob("*")) if each.is_file()) for path in used_s}
     total_bytes = sum(sizes.values())
-    for path in entries:
-        if total_bytes <= MAX_CACHE_BYTES:
+    for path in sorted(used_s, key=lambda path: used_s[path]):
+        if total_bytes <= MAX_CACHE_BYTES or time.time() - used_s[path] < KEPT_S:
             return
-        if path == keep:
-            continue
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
         total_bytes -= sizes[path]

@@ -154,8 +154,14 @@ class _Batch:
     vocab_size: int | None
     rendering: Rendering
     policy: str
+    run: int
+    """The process that takes the tokens."""
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        try:
+            os.kill(self.run, 0)
+        except ProcessLookupError:  # killed, so nobody ends this process
+            os._exit(1)
         texts = [text for row in batch["row"] for text in texts_of(read_stored(row, self.reader))]
         bad = BadRows(self.policy)
         encoded = encode(texts, self.tokenizer, vocab_size=self.vocab_size, bad=bad, rendering=self.rendering)
@@ -191,8 +197,10 @@ class Encoder:
         return tokens
 
     def _mapped(self, documents: Documents, folder: Path) -> Tokens:
-        batch = _Batch(documents.reader, self.tokenizer, self.vocab_size, self.rendering, self.bad.policy)
+        batch = _Batch(documents.reader, self.tokenizer, self.vocab_size, self.rendering, self.bad.policy, os.getpid())
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if self.folder is None:  # every process of the run tokenises
+            n_cores //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         n_processes = min(n_cores, documents.n_bytes // BYTES_PER_PROCESS, len(documents))
         rows = documents.rows.map(
             batch, batched=True, batch_size=BATCH, writer_batch_size=BATCH, features=features(),
