@@ -32,7 +32,7 @@ from tigon.ops.head.inputs import NOTHING, Head, Wanted, low_rank_hidden
 from tigon.ops.head.loop import ChunkOptions, chunk_loop
 from tigon.ops.head.loss_request import LossRequest
 from tigon.ops.head.plan import MIB, TILE, ChunkLimits, default_chunk_bytes, plan_for
-from tigon.ops.losses.cross_entropy import LOSS_OPTIONS, Reduction, cross_entropy_oracle, loss_inputs
+from tigon.ops.losses.cross_entropy import Reduction, cross_entropy_oracle, loss_inputs
 from tigon.ops.losses.cross_entropy_rows import TokenLabels, scale_rows
 from tigon.ops.losses.labels import (
     Places,
@@ -470,38 +470,13 @@ def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cos
     )
 
 
-LORA_OPTIONS: dict[str, dict[str, Any]] = {
-    "keep": {"scaling": 2.0, "adapter_dtype": torch.float32},
-    "chunks": {"scaling": 2.0, "adapter_hidden": True, "chunk_bytes": 11 * 100 * 4},
-    "each-token": {"scaling": 0.75, "reduction": "none", "bias": True, "chunk_bytes": 11 * 100 * 4},
-}
-
 LINEAR_CROSS_ENTROPY = Op(
     name="linear_cross_entropy",
     call=linear_cross_entropy,
     oracle=linear_cross_entropy_oracle,
     make=_make,
     grads=("hidden", "weight", "bias", "lora_a", "lora_b", "adapter_hidden"),
-    cases=(
-        # One chunk, or chunks of 11 tokens (fp32) or 22 with a smaller last one. There are enough tokens that no single
-        # rounding of a logit decides the error of a gradient.
-        *(
-            Case(id=f"{name}-{mode}", shape=(2, 21, 24, 100), options={**options, "bias": bias, "chunk_bytes": chunk})
-            for name, options in LOSS_OPTIONS.items()
-            for mode, bias, chunk in (("keep", False, 1 << 20), ("chunks-bias", True, 11 * 100 * 4))
-        ),
-        Case(id="fp32-weight", shape=(2, 21, 24, 100), options={"weight_dtype": torch.float32}),
-        # A head with a LoRA adapter. Its factors are rounded too, and the loss may be exact by luck in one order.
-        *(
-            Case(id=f"lora-{mode}", shape=(2, 21, 24, 100), options={"rank": 4, **options}, product_orders=8)
-            for mode, options in LORA_OPTIONS.items()
-        ),
-        Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
-        Case(id="nothing-ignored", shape=(12, 16, 64), options={"ignored": 0.0, "chunk_bytes": 500}),
-        Case(id="within-memory", shape=(2, 21, 24, 100), options={"memory_bytes": (24 + 10) * 100 * 2}),
-        Case(id="16-chunks", shape=(2048, 64, 4000), options={"chunk_bytes": 1 << 20}, small=False),
-        Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
-    ),
+    case=Case(id="mean-keep", shape=(2, 21, 24, 100), options={"bias": False, "chunk_bytes": 1 << 20}),
     cost=_cost,
     errors={"fp32": 3.2e-06, "bf16": 6.1e-03, "fp16": 5.2e-03},
 )
