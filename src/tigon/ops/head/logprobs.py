@@ -167,15 +167,17 @@ def _divided(
     divided = DividedHead.of(hidden, weight, bias, vocab_parallel)
     ids, mask = replicated(ids, "ids"), replicated(mask, "mask")
     request = _Request.of(divided.hidden, ids, mask, vocab=divided.most_top_k, **options)
-    return request.public(divided_logprobs(divided, request.ids_NK.long(), request.options, request.chunk_bytes))
+    ids_NK, checked = request.ids_NK.long(), request.options
+    # The ids alone decide, because processes with different numbers of rows must drop the same tokens.
+    index = tokens_that_count(ids_NK, lambda: (ids_NK != checked.ignore_index).any(1))
+    return request.public(divided_logprobs(divided, ids_NK, checked, request.chunk_bytes, index))
 
 
 def divided_logprobs(
-    divided: DividedHead, ids_NK: Tensor, options: LogprobOptions, chunk_bytes: tuple[int, int]
-) -> Results:  # fmt: skip
-    """The results for ids (N, K) of the whole vocabulary."""
+    divided: DividedHead, ids_NK: Tensor, options: LogprobOptions, chunk_bytes: tuple[int, int], index: Tensor | None
+) -> Results:
+    """The results for ids (N, K) of the whole vocabulary. index: the tokens that count."""
     divided.check_labels(ids_NK, options.ignore_index)
-    index = divided.tokens_that_count(ids_NK, options.ignore_index)
     call = LinearLogprobsCall(ids_NK=ids_NK, index=index, options=options, lse=True, chunk_bytes=chunk_bytes)
     return _of_head(divided.head, call, DividedVocabulary(divided.part))
 
