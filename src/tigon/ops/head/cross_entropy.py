@@ -341,7 +341,8 @@ def linear_cross_entropy(
         token_weight=token_weight, chunk_bytes=chunk_bytes, fp32_accumulate=fp32_accumulate, memory_bytes=memory_bytes,
         outputs=outputs,
     )  # fmt: skip
-    if not (lora_a is lora_b is adapter_hidden is None) or scaling != 1.0:
+    plain = type(scaling) is float and scaling == 1.0 and lora_a is lora_b is adapter_hidden is None
+    if not plain:
         head = head.with_adapter(hidden, lora_a, lora_b, scaling, adapter_hidden)
     if torch.compiler.is_compiling():
         results: LossResults = _linear_cross_entropy(head, call)

@@ -8,7 +8,7 @@ only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -130,7 +130,7 @@ class Wanted(NamedTuple):
     want_lora_b: bool = False
 
     @classmethod
-    def of(cls, needs: Iterator[bool] | tuple[bool, ...], grad_enabled: bool) -> Wanted:
+    def of(cls, needs: Sequence[bool], grad_enabled: bool) -> Wanted:
         """needs: `ctx.needs_input_grad` of a head's tensors, which ignores no_grad."""
         return cls(*(grad_enabled and need for need in needs))
 
