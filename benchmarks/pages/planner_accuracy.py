@@ -27,7 +27,7 @@ from tigon.planner.estimate import Estimate, estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.render.json_names import KEY_OF
 from tigon.planner.request import Request
-from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
+from tigon.report.chart import INK, MUTED, new_figure, svg
 from tigon.techniques.keys.settings import Settings
 
 MEASUREMENTS = Path("benchmarks/results/nvidia-h200/planner/runs.json")

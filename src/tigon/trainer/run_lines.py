@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tigon.data import preview
+from tigon.report.table import Table
 from tigon.techniques import TECHNIQUES
 from tigon.trainer import model, open_folder
-from tigon.trainer.checkpoint import elastic, node_files
+from tigon.trainer.checkpoint import resume_rules
+from tigon.trainer.distributed import torchrun
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared
 from tigon.trainer.run_folder import RunFolder
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     """Print what the run trains, on which data, in how many steps, and its warnings."""
     recipe, data = prepared.recipe, prepared.data
-    samples_per_step = elastic.samples_per_step(recipe, prepared.settings.sharding.gpus)
+    samples_per_step = resume_rules.samples_per_step(recipe, prepared.settings.sharding.gpus)
     if prepared.rows is None:
         per_step = f"{samples_per_step * recipe.data.sequence_length:,} tokens per step"
         if not recipe.data.packs:
@@ -44,9 +46,10 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"steps    {prepared.size_words}",
         f"device   {prepared.device}, {prepared.settings.train.precision}, {per_step}",
         f"memory   {techniques}",
-        *open_folder.lines(run.path, divided=node_files.divides(recipe)),
+        *open_folder.lines(run.path),
+        *torchrun.restart_line(),
     ]
-    if objective_line := prepared.objective.announcement():
+    if objective_line := prepared.objective.announcement:
         lines.append(objective_line)
     if data["truncated_rows"] or data["dropped_rows"]:
         counts = f"{data['truncated_rows']} documents truncated, {data['dropped_rows']} dropped"
@@ -84,7 +87,7 @@ def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objectiv
     if summary["best_step"] is not None:
         console.print(f"best     checkpoint of step {summary['best_step']}, loaded and saved", markup=False)
     if summary["decoded"]:
-        console.print(f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}", markup=False, soft_wrap=True)
+        console.print(f"{objective.name:<8} {summary['decoded']['line']}", markup=False, soft_wrap=True)
     if summary["evaluation_error"]:
         console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
     if summary["skipped_steps"]:
@@ -98,23 +101,23 @@ def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objectiv
 
 def _print_comparison(console: Console, repeats: Sequence[Mapping[str, Any]]) -> None:
     """A table of the choices that were measured, and a line for each other one."""
-    from rich.table import Table
-
     from tigon.trainer.report.progress import format_bytes  # loads transformers
 
-    table = Table(title="the same steps, seed and samples, in turns", box=None, header_style="bold", pad_edge=False)
-    for title in ("kernels", "last loss", "peak memory", "step alone", "tokens/s", "range"):
-        table.add_column(title, justify="left" if title == "kernels" else "right", no_wrap=title != "kernels")
-    for row in repeats:
-        if row["error"] is None:
-            slowest, fastest = row["tokens_per_s_range"]
-            table.add_row(
-                row["label"], f"{row['losses'][-1]:.6f}", format_bytes(row["peak_bytes"]),
-                format_bytes(row["peak_bytes"] - row["at_rest_bytes"]), f"{row['tokens_per_s']:,.0f}",
-                f"{slowest:,.0f} to {fastest:,.0f}",
-            )  # fmt: skip
-    if table.row_count:
-        console.print(table)
+    rows = [
+        (
+            row["label"],
+            f"{row['losses'][-1]:.6f}",
+            format_bytes(row["peak_bytes"]),
+            format_bytes(row["peak_bytes"] - row["at_rest_bytes"]),
+            f"{row['tokens_per_s']:,.0f}",
+            " to ".join(f"{speed:,.0f}" for speed in row["tokens_per_s_range"]),
+        )
+        for row in repeats
+        if row["error"] is None
+    ]
+    if rows:
+        titles = ("kernels", "last loss", "peak memory", "step alone", "tokens/s", "range")
+        Table(titles, rows, title="the same steps, seed and samples, in turns").show(console)
         console.print("tokens/s is the median step; the range is from the slowest to the fastest step")
     for row in repeats:
         if row["error"] is not None:

@@ -39,7 +39,7 @@ def check(objective: Objective, config: Any, settings: Settings) -> tuple[str, .
         )
     built = models.without_data(config)
     lora.check(built, settings)
-    if objective.reads_plain_head:
+    if objective.trl is not None or objective.added is not None:  # their losses multiply with lm_head's weight itself
         _check_head(objective, built, settings)
     told = _frozen_experts(built, settings) + _left_out(built, settings)
     lora.check_with_peft(built, settings)
