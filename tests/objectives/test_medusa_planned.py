@@ -29,7 +29,7 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 def yaml_of(heads: PlannedMedusa, settings: Settings) -> str:
-    """The recipe that a plan with these heads and choices prints."""
+    """The recipe that a plan with these heads and settings prints."""
     request = Request(
         model="tigon-demo", config=load_config("tigon-demo"), batch=2, seq=64, settings=settings, objective=heads,
         clipped=settings.train.optimizer != "galore-layerwise",

@@ -50,7 +50,7 @@ def request_of(
     objective: PlannedObjective | None = None, shape: dict[str, Any] | None = None, adapters_fused: bool = True,
     **settings: Any,
 ) -> Request:  # fmt: skip
-    """A request for a small model with these choices."""
+    """A request for a small model with these settings."""
     return Request(
         model=name, config=config_of(name, **(shape or {})), batch=batch, seq=seq, masked=masked,
         objective=objective or PlannedCausalLM(), evaluated=evaluated,

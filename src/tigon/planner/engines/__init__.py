@@ -2,7 +2,7 @@
 
 base.py                    the protocol, and the records of a rank's memory
 single.py, ddp.py, zero.py, fsdp.py   one engine each
-choose.py                  the engine of a run's choices
+choose.py                  the engine of a run's settings
 deepspeed_host_memory.py   DeepSpeed's allocations in host memory and in files
 non_allocator_memory.py    the CUDA context, loaded kernels, NCCL's buffers
 """

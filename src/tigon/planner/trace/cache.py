@@ -6,7 +6,7 @@ Below it, traces that repeat the same few layers share the recording of these la
 Two traces share an entry of the cache if all of these are equal:
 
 - the model's name and config, the batch, the sequence length, the block mask and the objective;
-- the choices whose setting says `traced`, such as precision, kernels and checkpointing (`TraceKey`);
+- the recipe keys that say `traced`, such as precision, kernels and checkpointing (`TraceKey`);
 - the GPU, apart from its name, its memory and the source of its numbers. A trace reads its architecture and its number
   of multiprocessors;
 - whether gradients of an earlier micro-batch exist.
