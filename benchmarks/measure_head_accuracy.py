@@ -27,7 +27,8 @@ from torch import Tensor
 import tigon
 from benchmarks import step_record
 from tigon.bench.numerical_errors import DTYPE_NAMES, relative_error
-from tigon.ops import lm_head
+from tigon.ops import products as matrix_products
+from tigon.ops.head.inputs import LogitBuffer
 
 DEVIATIONS = (1.0, 10.0, 20.0, 30.0, 40.0)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -285,10 +286,10 @@ def products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
     for tokens in (2048, 512):
         x = torch.randn(tokens, H, device=device, dtype=dtype)
         for name, of_result in (("16 bits", dtype), ("fp32", torch.float32)):
-            out = lm_head.logits_buffer(tokens, V, x, of_result)
+            out = LogitBuffer(tokens, V, x, of_result).view(tokens, V)
 
             def run(x: Tensor = x, out: Tensor = out) -> None:
-                lm_head.logits_into(x, w, None, out)
+                matrix_products.logits_into(x, w, None, out)
 
             found[f"logits of {tokens} tokens in {name}"] = run
     return found
@@ -322,7 +323,7 @@ def _in_16_bits(call: Callable[[], None]) -> Callable[[], None]:
     """The call with logits in the dtype of the hidden states."""
 
     def run() -> None:
-        with patch.object(lm_head, "logits_dtype", lambda dtype: dtype):
+        with patch.object(matrix_products, "logits_dtype", lambda dtype: dtype):
             call()
 
     return run

@@ -60,7 +60,7 @@ from tigon.techniques import sharding
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 from tigon.trainer import model as models
-from tigon.trainer.distributed import launch
+from tigon.trainer.distributed import launch, launcher_variables
 from tigon.trainer.timed_run import StepMeter
 
 GPUS = 2
@@ -266,7 +266,7 @@ def measured(run: Run, device: torch.device) -> dict[str, Any]:
 def one_process(run: Run, path: Path, *, small: bool) -> None:
     """Run a case in this process, and write its row beside those of the other processes."""
     transformers.utils.logging.set_verbosity_error()
-    launch.ignore_accelerate_variables()
+    launcher_variables.ignore_accelerate_variables()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if run.one_gpu_each:  # before CUDA looks
         os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

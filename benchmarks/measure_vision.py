@@ -25,7 +25,7 @@ import torch
 
 import tigon
 from benchmarks.step_record import StepRecord, options
-from tigon.data import images, reading
+from tigon.data import image_rows, images, reading
 from tigon.data.chat_template import Rendering
 from tigon.data.documents import BadRows
 from tigon.trainer import run
@@ -118,7 +118,7 @@ def steps(folder: Path, kernels: str, device: torch.device, *, tiny: bool) -> di
     processor = made.processor() if tiny else made.processor(tile=TILE, tokens=TOKENS_PER_TILE, divides=True)
     processor.tokenizer.chat_template = processor.chat_template
     size = made.SIZE if tiny else PIXELS
-    documents = reading.read([str(folder / "rows.jsonl")], images.PicturedRows(1), None)[:BATCH]
+    documents = reading.read([str(folder / "rows.jsonl")], image_rows.PicturedRows(1), None)[:BATCH]
     encoded = images.Encoder(processor, Rendering(), 1 << 20, size, BadRows()).encode(documents)
     collate = images.PicturedCollator(0, packing=False, processor=processor, size=size)
     batch = collate(images.samples(encoded, 1 << 20, too_long="error").samples)

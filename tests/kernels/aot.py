@@ -54,8 +54,9 @@ from triton.runtime.cache import get_cache_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from tests.ops.cases import cases_of
 from tigon.kernels import chips
-from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, gradient_sums, known_amax, lm_head
+from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, gradient_sums, known_amax, products
 
 ALL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -277,8 +278,8 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         patch.object(_device, "multiprocessors", lambda index: 1),
         patch.object(chips, "chip", lambda index: chip),
         # The launches do not depend on the values, and products of a model's size take minutes on a CPU.
-        patch.object(lm_head, "_product_into", lambda a, b, out, accumulate: None),
-        patch.object(lm_head, "F", SimpleNamespace(linear=lambda x, w, bias: x.new_empty(*x.shape[:-1], w.shape[0]))),
+        patch.object(products, "_product_into", lambda a, b, out, accumulate: None),
+        patch.object(products, "F", SimpleNamespace(linear=lambda x, w, bias: x.new_empty(*x.shape[:-1], w.shape[0]))),
     ):
         yield
 
@@ -410,7 +411,9 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
             cases = (
                 (op, case)
                 for op in OPS.values()
-                for case in sorted((*op.cases, *MORE_CASES.get(op.name, ())), key=lambda case: -math.prod(case.shape))
+                for case in sorted(
+                    (*cases_of(op), *MORE_CASES.get(op.name, ())), key=lambda case: -math.prod(case.shape)
+                )
                 if thorough or not case.small
             )
             of_ops = (x for op, case in cases for x in record(op, case, dtype, chosen))

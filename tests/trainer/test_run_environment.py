@@ -17,7 +17,7 @@ from trainer_helpers import records
 
 from tigon.errors import RecipeError, RunFolderError
 from tigon.trainer import run_folder
-from tigon.trainer.distributed import launch
+from tigon.trainer.distributed import launcher_variables
 from tigon.trainer.guards import console, fault_messages, preflight, system_limits
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -136,7 +136,7 @@ def test_command_that_a_cluster_starts_several_times_without_torchrun_is_refused
     monkeypatch.setenv("RANK", "0")
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
-    launch.check_environment()
+    launcher_variables.check_environment()
 
 
 def test_address_alone_and_a_whole_set_of_variables_are_accepted(monkeypatch):
@@ -144,10 +144,10 @@ def test_address_alone_and_a_whole_set_of_variables_are_accepted(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:29500")  # as Kubernetes has it
-    launch.check_environment()
+    launcher_variables.check_environment()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    launch.check_environment()
+    launcher_variables.check_environment()
 
 
 def test_variables_of_accelerate_change_no_number_and_are_named(resumable, tigon, here, monkeypatch):

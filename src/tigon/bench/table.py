@@ -12,25 +12,36 @@ from typing import Any
 from tigon.bench.impls import MEANINGS
 from tigon.bench.record import PHASES, Measurement, RowRecord, RunRecord
 from tigon.errors import BenchError
+from tigon.report.table import markdown_table
 
 WRONG = "†"
 NO_SLOWER = 1.01
 """tigon counts as no slower than its best peer up to this ratio of their times."""
 _SUMMARY = (
-    "op, shape", "tigon, ms", "best peer, ms", "bound, ms", "% of bound", "target: measured",
-    "extra memory of tigon / best peer, MiB", "error of tigon / eager",
-)  # fmt: skip
+    "op, shape",
+    "tigon, ms",
+    "best peer, ms",
+    "bound, ms",
+    "% of bound",
+    "target: measured",
+    "extra memory of tigon / best peer, MiB",
+    "error of tigon / eager",
+)
 _DETAILS = (
-    "implementation", *(f"{phase}, ms" for phase in PHASES), "eager both, ms", "host, us", "extra memory, MiB", "rate",
-    "% of bound", "error",
-)  # fmt: skip
+    "implementation",
+    *(f"{phase}, ms" for phase in PHASES),
+    "eager both, ms",
+    "host, us",
+    "extra memory, MiB",
+    "rate",
+    "% of bound",
+    "error",
+)
 
 
 def summary(run: RunRecord) -> str:
     """The table of a record's rows. Times are medians of forward + backward in ms."""
-    lines = [_header(_SUMMARY)]
-    lines += [_cells(_summary_cells(row)) for row in run.rows]
-    return "\n".join(lines)
+    return markdown_table(_SUMMARY, [_summary_cells(row) for row in run.rows])
 
 
 def _summary_cells(row: RowRecord) -> list[str]:
@@ -66,7 +77,7 @@ def bound(row: RowRecord) -> tuple[float, str]:
 def overview(runs: Mapping[str, RunRecord]) -> str:
     """The table at the top of the docs: how tigon compares with its best peers in each record, by the record's name."""
     names = ("record", "rows", "no slower than the best peer", "slowest against the best peer", "targets reached")
-    lines = [_header(names)]
+    rows = []
     for name, run in runs.items():
         ratios = {}
         for row in run.rows:
@@ -76,22 +87,23 @@ def overview(runs: Mapping[str, RunRecord]) -> str:
                 ratios[row.id] = (_ms(own, row) / _ms(peer, row), peer.impl)
         verdicts = [target_result(row, target)[1] for row in run.rows for target in row.reach]
         slowest = max(ratios, key=lambda id_: ratios[id_][0], default=None)
-        lines.append(
-            _cells([
-                name, str(len(run.rows)),
+        rows.append(
+            [
+                name,
+                str(len(run.rows)),
                 f"{sum(ratio <= NO_SLOWER for ratio, _ in ratios.values())} of {len(ratios)}",
                 f"{slowest}: {ratios[slowest][0]:.2f} x {ratios[slowest][1]}" if slowest else "-",
                 f"{sum(ok is True for ok in verdicts)} of {len(verdicts)}" if verdicts else "no targets",
-            ])
-        )  # fmt: skip
-    return "\n".join(lines)
+            ]
+        )
+    return markdown_table(names, rows)
 
 
 def implementations(runs: Mapping[str, RunRecord]) -> str:
     """The table of the implementations that the records measure, with their meaning."""
     measured = {m.impl for run in runs.values() for row in run.rows for m in row.measurements}
-    lines = [_header(("implementation", "meaning"))]
-    return "\n".join([*lines, *(_cells([f"**{name}**", text]) for name, text in MEANINGS.items() if name in measured)])
+    rows = [(f"**{name}**", text) for name, text in MEANINGS.items() if name in measured]
+    return markdown_table(("implementation", "meaning"), rows)
 
 
 def best_of(row: RowRecord, roles: Sequence[str], memory_gib: float | None = None) -> Measurement | None:
@@ -99,9 +111,11 @@ def best_of(row: RowRecord, roles: Sequence[str], memory_gib: float | None = Non
     fitting = [
         m
         for m in row.measurements
-        if m.role in roles and m.judged_ms(row.graph) and not m.breaks_rule
+        if m.role in roles
+        and m.judged_ms(row.graph)
+        and not m.breaks_rule
         and (memory_gib is None or (m.extra_peak_bytes is not None and m.extra_peak_bytes <= memory_gib * 2**30))
-    ]  # fmt: skip
+    ]
     return min(fitting, key=lambda m: _ms(m, row), default=None)
 
 
@@ -180,10 +194,9 @@ def details(run: RunRecord) -> str:
         parts += [
             f"**{row.id}** ({row.dtype}, bound {_number(bound_ms)} ms ({kind}){errors_on})",
             "",
-            _header(_DETAILS),
+            markdown_table(_DETAILS, [_detail_cells(m, row) for m in row.measurements]),
+            "",
         ]
-        parts += [_cells(_detail_cells(m, row)) for m in row.measurements]
-        parts.append("")
     return "\n".join(parts).rstrip()
 
 
@@ -251,14 +264,6 @@ def records_in(document: str) -> list[str]:
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
-
-
-def _header(names: Sequence[str]) -> str:
-    return _cells(names) + "\n" + _cells(["---"] * len(names))
-
-
-def _cells(values: Sequence[str]) -> str:
-    return "| " + " | ".join(values) + " |"
 
 
 def _ms(m: Measurement, row: RowRecord) -> float:

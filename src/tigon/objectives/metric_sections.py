@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tigon.objectives.base import Objective
 from tigon.objectives.medusa import HEADS, MedusaTraining
 
-RANKS = 5  # accuracies among the first 1 to 5 guesses (ops/losses/multi_head.py)
+RANKS = 5  # accuracies among the first 1 to 5 guesses (ops/head/multi_head.py)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from tigon.sweep.definition import Sweep
 from tigon.sweep.points import Point
 from tigon.sweep.prediction import predict
 from tigon.sweep.processes import AHEAD, Workers
+from tigon.sweep.report import report
 from tigon.sweep.results import folder, import_results, results, schema
 from tigon.sweep.results.folder import SweepFolder
 from tigon.sweep.results.import_results import EarlierResults, ImportedPoint
@@ -34,7 +35,7 @@ from tigon.sweep.self_test import Kind
 from tigon.sweep.worker import orders
 from tigon.trainer.distributed import signals
 from tigon.trainer.guards import preflight
-from tigon.units import in_bytes
+from tigon.units import in_bytes, in_clock
 
 LEAST_LIMIT_BYTES = 1 << 30
 PREDICTIONS = "predictions.json"
@@ -362,7 +363,7 @@ def _expected_s(run: Run, point: Point) -> float:
 
 def _eta(run: Run, ahead: Sequence[tuple[Point, int]]) -> str:
     rest = sum(_expected_s(run, point) for point, _ in ahead)
-    return f"({run.wall_s[-1][1]:.0f} s; ETA {results.clock(rest)})" if ahead else f"({run.wall_s[-1][1]:.0f} s)"
+    return f"({run.wall_s[-1][1]:.0f} s; ETA {in_clock(rest)})" if ahead else f"({run.wall_s[-1][1]:.0f} s)"
 
 
 # --- one point -------------------------------------------------------------------------------------------------------
@@ -503,8 +504,6 @@ def _finish(run: Run) -> None:
         orders.write(run.folder.path / PREDICTIONS, run.predictions)
     written = run.results()
     run.folder.write_results(written)  # before the report, which takes seconds: the sweep may be killed meanwhile
-    from tigon.sweep.report import report  # loads transformers
-
     report.write(written, run.folder.path)
     done = sum(map(_finished, written["points"]))
     _say(run, f"results  {done} of {len(written['points'])} points measured, {run.folder.path / folder.RESULTS}")

@@ -29,12 +29,12 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
+from tigon._quiet import quiet_peft
 from tigon.data.packing import BlankPadded, SampleDataset
 from tigon.errors import RecipeError, RunFolderError
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import tensor_parallel
-from tigon.techniques.lora import quiet_peft
 from tigon.techniques.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_swap, resume_rules
 from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against

@@ -96,8 +96,8 @@ def measure(
     device = preflight.check_device(recipe)
     choices = _choices(recipe, device, unchecked=unchecked)
     limit.cap(device, limit_bytes, choices)
-    if recipe.sharding.zero:
-        extension_lock.install()
+    if recipe.sharding.zero and launch.is_first_of_node():
+        extension_lock.wait_for_compilers()
     launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)

@@ -80,6 +80,13 @@ def options() -> list[str]:
     return [] if launch.LAUNCHER not in os.environ or restarts == "0" else ["--max-restarts", restarts]
 
 
+def restart_line() -> list[str]:
+    """The line for the user about a restart; [] in the first attempt."""
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return [] if number == "0" else [f"restart  {number} of {most} (--max-restarts), because a process failed"]
+
+
 def _exit_code(failures: Mapping[int, Any], n_processes: int) -> int:
     """The exit code of the process that failed first. A line names the process, unless it has printed a line itself.
 

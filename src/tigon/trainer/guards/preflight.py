@@ -28,7 +28,7 @@ from tigon.techniques.lora import frozen_dtype, keeps_mxfp4
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
 from tigon.trainer.checkpoint import nvme_swap
-from tigon.trainer.distributed import launch
+from tigon.trainer.distributed import launch, launcher_variables
 from tigon.trainer.guards import system_limits
 from tigon.trainer.model import is_preset
 from tigon.units import in_bytes
@@ -70,8 +70,8 @@ def check_process(workers: int = 0) -> None:
         ProcessError: The variables of a launcher are incomplete; the message names the variable.
     """
     system_limits.raise_open_files(workers)
-    launch.check_environment()
-    for text in launch.ignore_accelerate_variables():
+    launcher_variables.check_environment()
+    for text in launcher_variables.ignore_accelerate_variables():
         if launch.rank() == 0:
             print(f"warning  {text}", flush=True)
 
