@@ -41,10 +41,10 @@ from tigon.planner.gpus import row_of
 from tigon.planner.request import Request
 from tigon.techniques import cuda_graphs
 from tigon.techniques.checkpointing import enable
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.mechanisms.layer_graphs import CudaCapture, LayerGraphs
-from tigon.techniques.records.choices import Choices
 
 transformers = importlib.import_module("transformers")  # its types are incomplete, and mypy checks this file
 
@@ -159,10 +159,15 @@ def predicted(tiny: bool, precision: str, checkpointing: str, fused: bool) -> di
         return {}
     config, (batch, seq) = config_of(tiny), SHAPE[tiny]
     properties = torch.cuda.get_device_properties(DEVICE)
-    choices = Choices(
-        precision=precision, checkpointing=checkpointing, accumulate=MICRO_BATCHES, accumulation_fusion=fused
+    settings = Settings.of(
+        {
+            "train.precision": precision,
+            "train.checkpointing": checkpointing,
+            "train.gradient_accumulation": MICRO_BATCHES,
+            "train.gradient_accumulation_fusion": fused,
+        }
     )
-    request = Request(model="llama", config=config, batch=batch, seq=seq, choices=choices, clipped=False)
+    request = Request(model="llama", config=config, batch=batch, seq=seq, settings=settings, clipped=False)
     plan = estimate(request, gpu=row_of(properties.name, properties.total_memory), evaluation=False)
     return {
         "predicted_peak_gib": round(plan.peak_allocated_bytes / 2**30, 2), "predicted_ms": round(plan.step_s * 1e3, 1)

@@ -28,7 +28,7 @@ from tigon.planner.request import Request
 from tigon.planner.search.checkpointing import choose
 from tigon.planner.search.option import Option, estimate_option
 from tigon.profiler.recording.peak import PeakMeter, training_state
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 LIMITS_GIB = (17.06, 24.0, None)
 """The first is Liger's peak at 64 x 1024 tokens with full checkpointing; None: the whole GPU."""
@@ -44,10 +44,10 @@ def allocated_bytes(option: Option) -> int:
 def request_of(tiny: bool) -> Request:
     name = "tigon-demo" if tiny else "llama-3.2-1b"
     batch, seq = (4, 32) if tiny else (64, 1024)
-    choices, config = Choices(precision="bf16", optimizer="adamw"), load_config(name)
+    settings, config = Settings.of({"train.precision": "bf16", "train.optimizer": "adamw"}), load_config(name)
     if tiny:
         config.num_hidden_layers, config.vocab_size = 3, 256
-    return Request(model=name, config=config, batch=batch, seq=seq, choices=choices)
+    return Request(model=name, config=config, batch=batch, seq=seq, settings=settings)
 
 
 def gpu_here() -> Gpu:
@@ -61,7 +61,9 @@ def limits_of(request: Request, gpu: Gpu, tiny: bool) -> list[int | None]:
     if not tiny:
         return [None if gib is None else int(gib * GIB) for gib in LIMITS_GIB]
     full, none = (
-        allocated_bytes(estimate_option(replace(request, choices=replace(request.choices, checkpointing=kind)), gpu))
+        allocated_bytes(
+            estimate_option(replace(request, settings=request.settings.having({"train.checkpointing": kind})), gpu)
+        )
         for kind in ("full", "none")
     )
     return [None if share is None else int(full + share * (none - full)) for share in TINY_SHARES]
@@ -137,12 +139,12 @@ def row_for(limit: int | None, request: Request, gpu: Gpu, training: Training) -
     option = choose(request, replace(gpu, memory_bytes=memory), splits, needs=allocated_bytes).option
     planned_s = time.perf_counter() - begin_s
     chosen, tokens = option.request, request.batch * request.seq
-    full_request = replace(chosen, choices=replace(chosen.choices, checkpointing="full"))
+    full_request = replace(chosen, settings=chosen.settings.having({"train.checkpointing": "full"}))
     full = training.measure("full", chosen.batch)
-    auto = training.measure(chosen.choices.checkpointing, chosen.batch)
+    auto = training.measure(chosen.settings.train.checkpointing, chosen.batch)
     return {
-        "limit_bytes": limit, "checkpointing": chosen.choices.checkpointing, "batch": chosen.batch,
-        "accumulate": chosen.choices.accumulate, "planned_s": planned_s,
+        "limit_bytes": limit, "checkpointing": chosen.settings.train.checkpointing, "batch": chosen.batch,
+        "accumulate": chosen.settings.train.gradient_accumulation, "planned_s": planned_s,
         "predicted": {
             "peak_bytes": allocated_bytes(option), "step_ms": 1000 * option.estimate.step_s,
             "full_step_ms": 1000 * estimate_option(full_request, gpu).estimate.step_s,

@@ -38,7 +38,7 @@ from tigon.models.loading.presets import PRESETS
 from tigon.planner.request import Request
 from tigon.planner.search.option import estimate_option
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 
 # Its types are incomplete, and mypy checks this file.
@@ -72,12 +72,13 @@ def made(tiny: bool) -> Any:
     return model
 
 
-def choices_of(target: str, kernels: str) -> Choices:
+def settings_of(target: str, kernels: str) -> Settings:
     """The run as the planner knows it."""
-    return Choices(
-        precision="amp-bf16", optimizer="adamw", kernels=kernels, checkpointing="full", lora_rank=16,
-        lora_targets=TARGETS[target],
-    )  # fmt: skip
+    return Settings.of({
+        "train.precision": "amp-bf16", "train.optimizer": "adamw", "model.kernels": kernels,
+        "train.checkpointing": "full", "lora.rank": 16,
+        "lora.targets": TARGETS[target],
+    })  # fmt: skip
 
 
 def step(model: Any, ids_BT: torch.Tensor, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
@@ -119,7 +120,7 @@ def profiled(model: Any, ids_BT: torch.Tensor, optimizer: torch.optim.Optimizer)
 
 def measured(model: Any, target: str, given: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
     """Median step, peak and loss of each version, with adapters on `target`."""
-    adapted = TECHNIQUES["lora"].model(model, choices_of(target, "tigon"), RunInfo())  # as `tigon train` adds them
+    adapted = TECHNIQUES["lora"].model(model, settings_of(target, "tigon"), RunInfo())  # as `tigon train` adds them
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
@@ -172,7 +173,7 @@ def measured(model: Any, target: str, given: argparse.Namespace, deadline_s: flo
 def predicted(config: Any, target: str, kernels: str, batch: int, seq: int) -> dict[str, Any]:
     """The planner's peak and step for this run, or why it has none."""
     request = Request(
-        model="qwen3-30b-a3b", config=config, batch=batch, seq=seq, choices=choices_of(target, kernels), masked=False
+        model="qwen3-30b-a3b", config=config, batch=batch, seq=seq, settings=settings_of(target, kernels), masked=False
     )
     try:
         estimate = estimate_option(request, gpu_of(DEVICE)).estimate

@@ -47,8 +47,8 @@ from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
 from tigon.techniques import cuda_graphs
 from tigon.techniques.checkpointing import enable, replace_function
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms.recompute import recomputed
-from tigon.techniques.records.choices import Choices
 
 transformers = importlib.import_module("transformers")  # its types are incomplete, and mypy checks this file
 
@@ -284,12 +284,12 @@ def timed(model: Any, ids_BT: Tensor, optimizer: torch.optim.Optimizer) -> dict[
     }  # fmt: skip
 
 
-def predicted(preset: str, batch: int, seq: int, choices: Choices) -> dict[str, float]:
+def predicted(preset: str, batch: int, seq: int, settings: Settings) -> dict[str, float]:
     from tigon.models.loading.presets import PRESETS
 
     shape = dict(PRESETS[preset])
     config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
-    request = Request(model=preset, config=config, batch=batch, seq=seq, choices=choices, masked=False)
+    request = Request(model=preset, config=config, batch=batch, seq=seq, settings=settings, masked=False)
     plan = estimate(request, gpu=find_gpu("h200"))
     return {"predicted_ms": plan.step_s * 1e3, "predicted_peak_gib": plan.peak_allocated_bytes / 2**30}
 
@@ -351,9 +351,9 @@ def predictions(tiny: bool) -> Iterator[dict[str, Any]]:
     for name, (preset, batch, seq, checkpointing) in RUNS.items():
         for precision in ("bf16", *(f"fp8 {scaling}" for scaling in SCALINGS)):
             kind, _, scaling = precision.partition(" ")
-            options = {"fp8_scaling": scaling} if scaling else {}
-            choices = Choices(precision=kind, checkpointing=checkpointing, **options)  # type: ignore[arg-type]
-            yield {"run": name, "precision": precision, **predicted(preset, batch, seq, choices)}
+            options = {"train.fp8_scaling": scaling} if scaling else {}
+            settings = Settings.of({"train.precision": kind, "train.checkpointing": checkpointing, **options})
+            yield {"run": name, "precision": precision, **predicted(preset, batch, seq, settings)}
 
 
 def main() -> None:

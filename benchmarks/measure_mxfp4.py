@@ -31,9 +31,9 @@ from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 from tigon.planner.request import Request
 from tigon.planner.search.option import estimate_option
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms.adapter_targets import expert_parameters
 from tigon.techniques.mechanisms.mxfp4_experts import Mxfp4Parametrization
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 
 # Its types are incomplete, and mypy checks this file.
@@ -104,18 +104,19 @@ def dequantisation(tiny: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def choices_of(targets: tuple[str, ...], sinks: bool) -> Choices:
+def settings_of(targets: tuple[str, ...], sinks: bool) -> Settings:
     """The run as the planner knows it."""
-    return Choices(
-        precision="amp-bf16", optimizer="adamw", kernels="tigon", checkpointing="full", attention="eager",
-        lora_rank=16, lora_targets=targets, quantized=True, quantize_to="mxfp4",
-        attention_sinks=sinks,
-    )  # fmt: skip
+    return Settings.of({
+        "train.precision": "amp-bf16", "train.optimizer": "adamw", "model.kernels": "tigon",
+        "train.checkpointing": "full", "model.attention": "eager",
+        "lora.rank": 16, "lora.targets": targets, "lora.quantize": True, "lora.quantize_to": "mxfp4",
+        "model.attention_sinks": sinks,
+    })  # fmt: skip
 
 
 def measured(model: Any, targets: tuple[str, ...], tiny: bool, sinks: bool) -> dict[str, Any]:
     """Median step, peak and losses with adapters on `targets`, with the planner's prediction."""
-    adapted = TECHNIQUES["lora"].model(model, choices_of(targets, sinks), RunInfo())
+    adapted = TECHNIQUES["lora"].model(model, settings_of(targets, sinks), RunInfo())
     tigon.patch(adapted, attention_sinks=sinks)
     adapted.train()
     tigon.checkpoint(adapted, "full")
@@ -141,7 +142,7 @@ def measured(model: Any, targets: tuple[str, ...], tiny: bool, sinks: bool) -> d
 def predicted(config: Any, targets: tuple[str, ...], seq: int, sinks: bool) -> dict[str, Any]:
     """The planner's peak and step for this run, or why it has none."""
     request = Request(
-        model="gpt-oss-20b", config=config, batch=1, seq=seq, choices=choices_of(targets, sinks), masked=False
+        model="gpt-oss-20b", config=config, batch=1, seq=seq, settings=settings_of(targets, sinks), masked=False
     )  # fmt: skip
     try:
         estimate = estimate_option(request, gpu_of(DEVICE)).estimate

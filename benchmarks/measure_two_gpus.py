@@ -57,7 +57,7 @@ from tigon.planner.gpus import row_of
 from tigon.planner.request import Request
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques import sharding
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch, launcher_variables
@@ -202,13 +202,13 @@ def _zero_settings(settings: Mapping[str, Any]) -> Iterator[None]:
     """Let DeepSpeed use these settings, and mark no layers for it besides theirs."""
     own, marks = sharding.deepspeed_config, sharding.gathers_layers
 
-    def config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
-        made = own(choices, run_info)
+    def config(settings: Settings, run_info: RunInfo) -> dict[str, Any]:
+        made = own(settings, run_info)
         return made | {"zero_optimization": made["zero_optimization"] | settings}
 
     sharding.deepspeed_config = config
     if settings:
-        sharding.gathers_layers = lambda choices, run_info: False
+        sharding.gathers_layers = lambda settings, run_info: False
     try:
         yield
     finally:
@@ -320,8 +320,8 @@ def predicted(run: Run, gpu_name: str, memory_bytes: int) -> dict[str, float]:
     """The seconds per step, tokens/s and allocated bytes that the planner predicts for a case."""
     case, gpu = run.case, row_of(gpu_name, memory_bytes)
     config = models.load_config(ModelConfig(name=case.model, config=dict(case.config) or None))
-    choices = case.recipe("cuda").choices()
-    request = Request(model=case.model, config=config, batch=case.batch, seq=case.seq, choices=choices)
+    settings = case.recipe("cuda").settings()
+    request = Request(model=case.model, config=config, batch=case.batch, seq=case.seq, settings=settings)
     with unittest.mock.patch.object(zero, "gathers_layers", return_value=run.zero != WEIGHTS | SMALL):
         plan = estimate(request, gpu=gpu, evaluation=False)
     return {"step_s": plan.step_s, "tokens_per_s": plan.tokens_per_s, "allocated_bytes": plan.peak_allocated_bytes}
