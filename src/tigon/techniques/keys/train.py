@@ -27,9 +27,7 @@ class TrainKeys(Section):
         "bf16, otherwise fp32.",
         choices=(AUTO, "fp32", "amp-bf16", "amp-fp16", "bf16", "fp8"), traced=True,
     )  # fmt: skip
-    tf32: bool = key(
-        False, "Let the GPU round the inputs of fp32 matmuls to 10 mantissa bits. Faster.", planned=False
-    )
+    tf32: bool = key(False, "Let the GPU round the inputs of fp32 matmuls to 10 mantissa bits. Faster.", planned=False)
     fp8_scaling: str = key(
         "tensorwise", "With `train.precision: fp8`: `tensorwise`, one scale per tensor; `rowwise`, one per row, which "
         "is more accurate and slower.", choices=("tensorwise", "rowwise"), traced=True,
