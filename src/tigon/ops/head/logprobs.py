@@ -177,9 +177,15 @@ def divided_logprobs(
     divided: DividedHead, ids_NK: Tensor, options: LogprobOptions, chunk_bytes: tuple[int, int], index: Tensor | None
 ) -> Results:
     """The results for ids (N, K) of the whole vocabulary. index: the tokens that count."""
-    divided.check_labels(ids_NK, options.ignore_index)
+    check_divided_labels(divided, ids_NK, options.ignore_index)
     call = LinearLogprobsCall(ids_NK=ids_NK, index=index, options=options, lse=True, chunk_bytes=chunk_bytes)
     return _of_head(divided.head, call, DividedVocabulary(divided.part))
+
+
+def check_divided_labels(divided: DividedHead, ids_NK: Tensor, ignore_index: int) -> None:
+    """Raise `LabelError` for an id outside the vocabulary, if that is known and labels are checked at all."""
+    if divided.vocab is not None and may_wait(ids_NK):
+        check_ids(divided.hidden, ids_NK, divided.vocab, ignore_index)
 
 
 @by_vocabulary(_divided, weight=1)
