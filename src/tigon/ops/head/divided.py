@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tigon.errors import ShapeError, ShardingError
 from tigon.ops.head.inputs import Head
-from tigon.ops.losses.labels import check_labels, may_wait, wants_label_check
 from tigon.ops.vocab_parallel import (
     ANY_VOCABULARY,
     VocabParallelOptions,
@@ -84,12 +83,6 @@ class DividedHead:
             return -(-self.vocab // dist.get_world_size(self.part.group))
         rows = torch.tensor([self.weight.shape[0]], device=self.weight.device)
         return int(self.part.all_gather(rows).max())
-
-
-def check_divided_labels(divided: DividedHead, ids_NK: Tensor, ignore_index: int) -> None:
-    """Raise `LabelError` for an id outside the vocabulary, if that is known and labels are checked at all."""
-    if divided.vocab is not None and may_wait(ids_NK) and wants_label_check(divided.hidden):
-        check_labels(divided.vocab, ids_NK, ignore_index)
 
 
 def _check_same_mesh(hidden: Any, weight: Any, prefix: str) -> None:

@@ -22,9 +22,9 @@ from tigon.errors import ShapeError
 from tigon.ops.dispatch import first_order
 from tigon.ops.head.autograd import head_gradients
 from tigon.ops.head.blocks import empty_sums, linear_logprobs_fwd
-from tigon.ops.head.divided import DividedHead, check_divided_labels
+from tigon.ops.head.divided import DividedHead
 from tigon.ops.head.inputs import Head, Wanted
-from tigon.ops.head.logprobs import divided_logprobs, of_no_column
+from tigon.ops.head.logprobs import check_divided_labels, divided_logprobs, of_no_column
 from tigon.ops.head.loop import run_blocks
 from tigon.ops.head.loss_call import LossCall
 from tigon.ops.head.plan import BlockPlan, LogitBytes, keeps_logits, plan_whole_rows
