@@ -2,7 +2,7 @@
 
     python -m benchmarks.pages.planner_accuracy [--into docs/planner.md]
 
-The measurements are those of benchmarks/measure_plans.py. Prints the errors of every case, and the peaks of each phase
+The measurements are those of `python -m benchmarks plans`. Prints the errors of every case, and the peaks of each phase
 for cases whose memory is beyond a limit. With `--into`, the predictions are written beside the measurements, the table
 between the document's markers, and the chart into img/ beside the document.
 """
@@ -64,7 +64,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """A file of benchmarks/measure_plans.py."""
+    """A file of `python -m benchmarks plans`."""
 
     environment: Mapping[str, Any]
     memory_bytes: int
@@ -96,8 +96,8 @@ class Comparison:
 
 
 def load(path: Path) -> Measurements:
-    """The measurements in `path`. Raises UsageError if the file is not one of benchmarks/measure_plans.py on a GPU."""
-    measurements = _read(path, hint="benchmarks/measure_plans.py makes it, on a GPU")
+    """The measurements in `path`. Raises UsageError if the file is not one of `python -m benchmarks plans` on a GPU."""
+    measurements = _read(path, hint="`python -m benchmarks plans` makes it, on a GPU")
     try:
         if measurements["tiny"]:
             raise UsageError(f"{path} holds runs of small models on a CPU, whose peaks nobody measured.")
@@ -107,7 +107,7 @@ def load(path: Path) -> Measurements:
             others=tuple(case for case in measurements["cases"] if case["status"] != "ok"),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise UsageError(f"{path} was not written by benchmarks/measure_plans.py: {error} is missing.") from None
+        raise UsageError(f"{path} was not written by `python -m benchmarks plans`: {error} is missing.") from None
 
 
 def _read(path: Path, *, hint: str) -> Any:

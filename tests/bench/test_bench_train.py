@@ -18,7 +18,7 @@ pytest.importorskip("typer")
 import transformers
 from transformers.models.llama import modeling_llama
 
-from benchmarks.eager_capture import eager_capture
+from eager_capture import eager_capture
 from tigon.bench import timing
 from tigon.bench.training import table, variants
 from tigon.bench.training.cases import Case
@@ -205,15 +205,32 @@ def test_variants_in_graphs_learn_the_same_and_the_fused_one_adds_in_the_product
     monkeypatch.setattr(fused_linear, "product_into", watched)
     case = Case(model=str(model), batch=4, seq=8, precision="fp32", memory=None)
     trainee, losses = Trainee(case, CPU, 2), {}
-    for name in ("tigon", "tigon-graphs", "tigon-graphs-fused"):
+    for name in ("tigon", "tigon-graphs", "tigon-graphs-fused", "tigon-fused"):
         ready = parse(f"{name}:{recomputed}").prepare(trainee.model, recomputed)
         trainee.restore()
-        assert not added
+        if "fused" not in name:
+            assert not added
         with ready.active():
             losses[name] = torch.stack([trainee.step(ready.loss, number, 2) for number in range(2)])
     assert added.count(True) > 0 and added.count(False) > 0
-    for name in ("tigon-graphs", "tigon-graphs-fused"):
+    for name in ("tigon-graphs", "tigon-graphs-fused", "tigon-fused"):
         torch.testing.assert_close(losses[name], losses["tigon"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_variant_in_fp8_computes_nearly_the_same_loss(model, recomputed, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.num_hidden_layers = 3  # the first and the last keep their products
+    config.save_pretrained(tmp_path)
+    case = Case(model=str(tmp_path), batch=2, seq=8, precision="bf16", memory=None)
+    trainee, losses = Trainee(case, CPU, 2), {}
+    for name in ("tigon", "tigon-fp8-tensorwise", "tigon-fp8-rowwise"):
+        ready = parse(f"{name}:{recomputed}").prepare(trainee.model, recomputed)
+        trainee.restore()
+        with ready.active():
+            losses[name] = trainee.step(ready.loss, 0, 2)
+    for name in ("tigon-fp8-tensorwise", "tigon-fp8-rowwise"):
+        torch.testing.assert_close(losses[name], losses["tigon"], rtol=0.02, atol=0)
 
 
 def test_fits_is_the_largest_micro_batch_within_the_limit(bench, model, tmp_path, monkeypatch):

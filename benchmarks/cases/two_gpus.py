@@ -1,7 +1,7 @@
 """Measure tigon's engines for several GPUs on two GPUs of one host, beside plain FSDP2 and beside predictions.
 
-    python -m benchmarks.measure_two_gpus --json RECORD [--only RE] [--time-limit S]     on two GPUs
-    python -m benchmarks.measure_two_gpus --json RECORD --predict         adds predictions, on any machine
+    python -m benchmarks two-gpus --json RECORD [--only RE] [--time-limit S]     on two GPUs
+    python -m benchmarks two-gpus --json RECORD --predict         adds predictions, on any machine
 
 The cases answer five questions:
 
@@ -46,10 +46,11 @@ import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import measure_plans
-from benchmarks.measure_plans import Case
+from benchmarks.cases import plans
+from benchmarks.cases.plans import Case
+from benchmarks.harness import Bench, kernel_table, write_json
+from benchmarks.harness import Case as Measurement
 from benchmarks.process_stacks import end_with_stacks
-from benchmarks.step_record import busy_ms, by_name, device_kernels
 from tigon.bench.record import environment
 from tigon.planner.engines import zero
 from tigon.planner.estimate import estimate
@@ -142,9 +143,7 @@ RUNS: Mapping[str, Run] = {
 def tiny(run: Run) -> Run:
     """The same run with a small model, on the CPU."""
     sharding = {name: value for name, value in run.case.sharding.items() if name.startswith(("gpus", "sequence"))}
-    return dataclasses.replace(
-        run, case=dataclasses.replace(measure_plans.tiny(run.case), sharding=sharding), limit_s=90
-    )
+    return dataclasses.replace(run, case=dataclasses.replace(plans.tiny(run.case), sharding=sharding), limit_s=90)
 
 
 # --- one process of a case -------------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def plain_fsdp2(case: Case, meter: StepMeter, device: torch.device) -> dict[str,
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     rank = dist.get_rank()
     first: dict[str, Any] = {}
-    rows = measure_plans.rows_of(case, case.readers * case.steps * case.batch, config.vocab_size)
+    rows = plans.rows_of(case, case.readers * case.steps * case.batch, config.vocab_size)
     for step in range(case.steps):
         start = (step * case.readers + rank) * case.batch
         tokens_BT = torch.stack([rows[start + i].tokens_T for i in range(case.batch)]).long().to(device)
@@ -234,11 +233,11 @@ class _Kernels(transformers.TrainerCallback):  # type: ignore[misc]  # transform
                 torch.cuda.synchronize()
             profiled_s = time.perf_counter() - self._begin_s
             self._profiler.stop()
-            kernels = device_kernels(self._profiler.events())
-            products = [one for one in kernels if "nccl" not in one.name.lower()]
+            events = self._profiler.events()
+            others = [one for one in events or () if "nccl" not in one.name.lower()]
             self.record = {
-                "profiled_s": profiled_s, "busy_ms": busy_ms(kernels), "busy_without_nccl_ms": busy_ms(products),
-                "kernels": by_name(kernels),
+                "profiled_s": profiled_s, "busy_without_nccl_ms": kernel_table(others)["busy_ms"],
+                **kernel_table(events),
             }  # fmt: skip
 
 
@@ -252,7 +251,7 @@ def measured(run: Run, device: torch.device) -> dict[str, Any]:
     else:
         with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder, _zero_settings(run.zero):
             kernels = _Kernels(run.case.steps) if run.profiled else None
-            row = measure_plans.run(run.case, device, Path(folder), callbacks=(kernels,) if kernels else ())
+            row = plans.run(run.case, device, Path(folder), callbacks=(kernels,) if kernels else ())
             row |= kernels.record if kernels else {}
     if row["status"] == "ok":
         steps_s = row["all_steps_s"][WARM_UP:] or row["all_steps_s"][-1:]
@@ -290,7 +289,7 @@ def run_case(name: str, run: Run, folder: Path, *, small: bool) -> dict[str, Any
     ranks, path = int(run.case.sharding.get("gpus", 1)), folder / name
     command = [sys.executable]
     command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command += ["-m", "benchmarks.measure_two_gpus", "--case", name, "--json", str(path)]
+    command += ["-m", "benchmarks", "two-gpus", "--case", name, "--json", str(path)]
     begin_s = time.monotonic()
     environ = {**os.environ, "OMP_NUM_THREADS": "1" if small else "4", "PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(
@@ -327,46 +326,29 @@ def predicted(run: Run, gpu_name: str, memory_bytes: int) -> dict[str, float]:
     return {"step_s": plan.step_s, "tokens_per_s": plan.tokens_per_s, "allocated_bytes": plan.peak_allocated_bytes}
 
 
-def save(path: Path, record: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+PRINTED = (
+    "name", "status", "tokens_per_s", "step_s", "peak_bytes", "first_loss", "first_grad_norm", "last_loss", "seconds",
+    "detail",
+)  # fmt: skip
 
 
-def run_all(options: argparse.Namespace) -> None:
-    """Run the cases one after the other, and write the record after each."""
-    begin_s = time.monotonic()
-    record: dict[str, Any] = {"command": "python -m benchmarks.measure_two_gpus", "cases": []}
-    if options.json.exists():  # cases that are not measured now stay
-        record = json.loads(options.json.read_text(encoding="utf-8"))
+def run_all(bench: Bench) -> None:
+    """Run the cases one after the other. Cases that are not measured now stay in the record."""
+    given, begin_s = bench.given, time.monotonic()
+    bench.resume("cases")
     with tempfile.TemporaryDirectory(prefix="tigon-two-gpus-") as folder:
         for name, run in RUNS.items():
-            left_s = options.time_limit - (time.monotonic() - begin_s)
-            if not options.only.search(name) or left_s < 15:
+            left_s = given.time_limit - (time.monotonic() - begin_s)
+            if not given.only.search(name) or left_s < 15:
                 continue
-            limited = dataclasses.replace(tiny(run) if options.tiny else run)
+            limited = tiny(run) if bench.tiny else run
             limited = dataclasses.replace(limited, limit_s=int(min(limited.limit_s, left_s)))
-            row = run_case(name, limited, Path(folder), small=options.tiny)
-            record["environment"] = row.pop("environment", None) or record.get("environment")
-            row["tigon_commit"] = (record["environment"] or {}).get("tigon_commit")
-            record["memory_bytes"] = row.pop("memory_bytes", record.get("memory_bytes"))
-            cases = {one["name"]: one for one in [*record["cases"], row]}
-            record["cases"] = [cases[name] for name in RUNS if name in cases]
-            save(options.json, record)
-            print(json.dumps({key: row.get(key) for key in PRINTED}), flush=True)
-
-
-PRINTED = (
-    "name",
-    "status",
-    "tokens_per_s",
-    "step_s",
-    "peak_bytes",
-    "first_loss",
-    "first_grad_norm",
-    "last_loss",
-    "seconds",
-    "detail",
-)
+            row = run_case(name, limited, Path(folder), small=bench.tiny)
+            for key in ("environment", "memory_bytes"):
+                if found := row.pop(key, None):
+                    bench.fields[key] = found
+            row["tigon_commit"] = bench.fields.get("environment", {}).get("tigon_commit")
+            bench.add("cases", row, json.dumps({key: row.get(key) for key in PRINTED}), key="name")
 
 
 def add_predictions(path: Path) -> None:
@@ -377,26 +359,27 @@ def add_predictions(path: Path) -> None:
         if has_prediction(RUNS[row["name"]]):
             row["predicted"] = predicted(RUNS[row["name"]], record["environment"]["device"], record["memory_bytes"])
             print(row["name"], row["predicted"], flush=True)
-    save(path, record)
+    write_json(path, record)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, help="where the record goes")
+def measure(bench: Bench) -> None:
+    given = bench.given
+    if given.json is None:
+        bench.refuse("--json RECORD is required")
+    if given.predict:
+        add_predictions(given.json)
+    elif given.case:
+        run = RUNS[given.case]
+        one_process(tiny(run) if bench.tiny else run, given.json, small=bench.tiny)
+    else:
+        run_all(bench)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=re.compile, default=re.compile(""), help="cases whose name this finds")
     parser.add_argument("--time-limit", type=float, default=250, help="seconds for all cases together")
-    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--predict", action="store_true", help="add predictions to an existing record")
     parser.add_argument("--case", choices=RUNS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.predict:
-        add_predictions(options.json)
-    elif options.case:
-        run = RUNS[options.case]
-        one_process(tiny(run) if options.tiny else run, options.json, small=options.tiny)
-    else:
-        run_all(options)
 
 
-if __name__ == "__main__":
-    main()
+CASE = Measurement(measure=measure, options=options, needs_gpu=False)
