@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from bench_records import measured, row, run, target
 
+from benchmarks.pages.bench import record_name, records_of, section
 from tigon.bench import table
 from tigon.bench.impls import MEANINGS, impl_names
-from tigon.bench.record import Measurement, load
-from tigon.bench.report import record_name, records_of, section
+from tigon.bench.record import Measurement
+from tigon.bench.report import load
 from tigon.errors import BenchError
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +141,7 @@ def _shown_records() -> dict[str, str]:
 
 
 def test_docs_show_the_figures_of_the_records():
-    """`tigon bench report RECORD.json --into docs/benchmarks.md` mends it."""
+    """`python -m benchmarks.pages.bench RECORD.json --into docs/benchmarks.md` mends it."""
     measured_names = {record_name(path) for path in RECORDS}
     shown = _shown_records()
     assert shown and measured_names <= set(shown)

@@ -18,13 +18,15 @@ pytest.importorskip("typer")
 import transformers
 from transformers.models.llama import modeling_llama
 
+from benchmarks.pages import bench as bench_page
+from benchmarks.pages.bench import section
 from eager_capture import eager_capture
 from tigon.bench import timing
+from tigon.bench.report import load
 from tigon.bench.training import table, variants
 from tigon.bench.training.cases import Case
 from tigon.bench.training.measure import CaseRun
-from tigon.bench.training.record import CaseRecord, StepMeasurement, load
-from tigon.bench.training.report import section
+from tigon.bench.training.record import CaseRecord, StepMeasurement
 from tigon.bench.training.time_by_kind import KINDS, kind_of, time_by_kind
 from tigon.bench.training.trainee import Trainee
 from tigon.bench.training.variants import CODES, parse
@@ -332,7 +334,8 @@ def test_report_writes_tables_and_charts_and_the_section_of_a_page(bench, measur
     pytest.importorskip("matplotlib")
     plots, document = tmp_path / "plots", tmp_path / "page.md"
     document.write_text("before\n<!-- training card/x -->\nEARLIER TEXT\n<!-- end -->\nafter\n")
-    code, out, err = bench("report", measured, "--plot", plots, "--into", document)
+    code, out, err = bench("report", measured, "--plot", plots)
+    bench_page.main([str(measured), "--into", str(document)])
     assert code == 0, err
     assert "x hf:full" in out and "| tigon:full@2 | 2 x 2 | full |" in out
     names = {p.name for p in plots.iterdir()}
@@ -344,13 +347,13 @@ def test_report_writes_tables_and_charts_and_the_section_of_a_page(bench, measur
 
 
 def test_docs_show_the_figures_of_the_records():
-    """`tigon bench report RECORD.json --into docs/training-benchmarks.md` mends it."""
+    """`python -m benchmarks.pages.bench RECORD.json --into docs/training-benchmarks.md` mends it."""
     document = (ROOT / "docs" / "training-benchmarks.md").read_text(encoding="utf-8")
     results = ROOT / "benchmarks" / "results"
     for path in sorted(results.glob("*/training/*.json")):
         name = f"training/{path.stem}"
         expected = f"<!-- training {name} -->\n{section(load(path), name)}\n<!-- end -->"
-        assert expected in document, f"run tigon bench report {path} --into docs/training-benchmarks.md"
+        assert expected in document, f"run python -m benchmarks.pages.bench {path} --into docs/training-benchmarks.md"
     codes = f"<!-- codes -->\n{table.codes()}\n<!-- end -->"
     assert codes in document
 

@@ -1,0 +1,78 @@
+"""Writes records of `tigon bench` into docs/benchmarks.md and docs/training-benchmarks.md, with their charts.
+
+    python -m benchmarks.pages.bench RECORD.json --into docs/benchmarks.md
+
+A page has the markers `<!-- record GPU/NAME -->` or `<!-- training GPU/NAME -->` and `<!-- end -->` for each record.
+Charts go to docs/img/benchmarks/GPU/NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tigon.bench import charts, record, table
+from tigon.bench.record import RunRecord
+from tigon.bench.report import draw, load, write_files
+from tigon.bench.training import charts as train_charts
+from tigon.bench.training import table as train_table
+from tigon.bench.training.record import TrainRecord
+
+
+def record_name(path: Path) -> str:
+    """A record's name in the docs: the GPU's folder and the file name without its suffix."""
+    return f"{path.parent.name}/{path.stem}"
+
+
+def chart_folder(name: str) -> str:
+    """The folder of the charts of a record's section, seen from the page."""
+    return f"img/benchmarks/{name}"
+
+
+def section(run: RunRecord | TrainRecord, name: str) -> str:
+    """The record's section in the docs: tables, all figures, charts. Charts of sweeps are shown, bar charts folded."""
+    if isinstance(run, TrainRecord):
+        images = [f"![{chart}]({chart_folder(name)}/{chart}.svg)" for chart in train_charts.chart_names(run)]
+        return "\n\n".join([train_table.section(run), *images])
+    shown = {chart: f"![{chart}]({chart_folder(name)}/{chart}.svg)" for chart in charts.chart_names(run)}
+    sweeps = [image for chart, image in shown.items() if charts.is_sweep(run, chart)]
+    bars = [image for chart, image in shown.items() if not charts.is_sweep(run, chart)]
+    parts = [table.section(run), *([table.folded("Charts", "\n".join(bars))] if bars else []), *sweeps]
+    return "\n\n".join(parts)
+
+
+def records_of(document: str, results: Path) -> dict[str, RunRecord]:
+    """The records of kernels that the document has markers for and `results` has files for, by name."""
+    paths = {name: results / f"{name}.json" for name in table.records_in(document)}
+    return {name: record.load(path, RunRecord) for name, path in paths.items() if path.exists()}
+
+
+def page(text: str, run: RunRecord | TrainRecord, path: Path) -> str:
+    """The page with the section of the record at `path`, and the tables over all records or of all codes."""
+    name = record_name(path)
+    if isinstance(run, TrainRecord):
+        new = table.replace_section(text, f"training {name}", section(run, name))
+        return table.replace_section(new, "codes", train_table.codes()) if "<!-- codes -->" in text else new
+    new = table.replace_section(text, f"record {name}", section(run, name))
+    runs = records_of(text, path.resolve().parent.parent)
+    for marker, made in (("overview", table.overview), ("implementations", table.implementations)):
+        if f"<!-- {marker} -->" in text:
+            new = table.replace_section(new, marker, made(runs))
+    return new
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("record", type=Path, metavar="RECORD.json")
+    parser.add_argument("--into", type=Path, required=True, metavar="PAGE.md")
+    given = parser.parse_args(arguments)
+    run, document = load(given.record), given.into
+    new = page(document.read_text(encoding="utf-8"), run, given.record)
+    beside = document.parent / chart_folder(record_name(given.record))
+    drawn = {beside / f"{chart}.svg": svg for chart, svg in draw(run).items()}
+    write_files({**drawn, document: new})
+    print(f"wrote the section {record_name(given.record)} of {document} and {len(drawn)} charts")
+
+
+if __name__ == "__main__":
+    main()
