@@ -24,7 +24,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import TigonError
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.causal_lm import CausalLM
-from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, ShardingConfig, TrainConfig
+from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
 from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
@@ -75,13 +75,6 @@ class Case:
     masked: bool = False
     evaluated: bool = False
     steps: int = 3
-    sharding: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the recipe's section `sharding`."""
-
-    @property
-    def readers(self) -> int:
-        """The processes that read different samples."""
-        return int(self.sharding.get("gpus", 1)) // int(self.sharding.get("sequence", 1))
 
     @property
     def id(self) -> str:
@@ -94,7 +87,6 @@ class Case:
         words += [f"lora{self.lora_rank}"] if self.lora_rank else []
         words += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
         words += [word for word in ("quantized", "masked", "evaluated") if getattr(self, word)]
-        words += [f"{name}={value}" for name, value in self.sharding.items()]
         return " ".join(words)
 
     def recipe(self, device: str) -> Recipe:
@@ -106,7 +98,7 @@ class Case:
             name=self.model, config=dict(self.config) or None, kernels=self.kernels, attention=self.attention
         )
         lora = LoraConfig(rank=self.lora_rank, base=self.lora_base, quantize=self.quantized)
-        return Recipe(model=model, train=train, lora=lora, sharding=ShardingConfig(**self.sharding))
+        return Recipe(model=model, train=train, lora=lora)
 
 
 def _of(model: str, **shared: Any) -> functools.partial[Case]:
@@ -246,9 +238,7 @@ def refusal(case: Case, device: torch.device) -> str | None:
     return None
 
 
-def measure(
-    case: Case, meter: StepMeter, device: torch.device, folder: Path, callbacks: Sequence[TrainerCallback] = ()
-) -> dict[str, float | None]:
+def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) -> dict[str, float | None]:
     """Train as `tigon train` does; `meter` has the rest. The first and the last logged loss in nats,
     and the norm of the first gradient."""
     recipe = case.recipe(device.type)
@@ -261,15 +251,13 @@ def measure(
     )  # fmt: skip
     meter.mark("load")
     args = trainers.arguments(recipe.train, choices, run_info, folder=folder, device=device, evaluate=case.evaluated)
-    rows = rows_of(case, case.readers * case.steps * case.batch * case.accumulate, config.vocab_size)
+    rows = rows_of(case, case.steps * case.batch * case.accumulate, config.vocab_size)
     held_out = rows_of(case, case.batch, config.vocab_size) if case.evaluated else None
     trainer = TimedTrainer(
         built, args, Collator(0, packing=True), rows, held_out, engine.make_optimizer(recipe.train, choices)
     )
     trainer.meter = meter
     trainer.add_callback(StepTimes(meter, trainer))
-    for callback in callbacks:
-        trainer.add_callback(callback)
     trainer.train()
     guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
     meter.mark("save")
@@ -310,8 +298,8 @@ def release(device: torch.device) -> None:
             torch._C._host_emptyCache()
 
 
-def run(case: Case, device: torch.device, folder: Path, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
-    """The row of one case: measured, or why not. callbacks: more of them for the Trainer."""
+def run(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
+    """The row of one case: measured, or why not."""
     release(device)
     begin_s = time.perf_counter()
     choices = dataclasses.asdict(case.recipe(device.type).choices())
@@ -325,7 +313,7 @@ def run(case: Case, device: torch.device, folder: Path, callbacks: Sequence[Trai
     meter = StepMeter(device)
     try:
         with module_kept(PRESETS[case.model]["model_type"]):
-            row |= {"status": "ok", "detail": "", **measure(case, meter, device, folder, callbacks)}
+            row |= {"status": "ok", "detail": "", **measure(case, meter, device, folder)}
         if not any(meter.updated):
             row |= {"status": "failed", "detail": "the loss scale skipped every step, so no optimizer state was made"}
     except torch.OutOfMemoryError as error:
@@ -334,7 +322,7 @@ def run(case: Case, device: torch.device, folder: Path, callbacks: Sequence[Trai
         row |= {"status": "failed", "detail": f"{type(error).__name__}: {_line(error)}"}
     if row["status"] == "ok":
         step_s = sum(meter.step_s[-2:]) / 2
-        row |= {"step_s": step_s, "tokens_per_s": case.readers * case.batch * case.seq * case.accumulate / step_s}
+        row |= {"step_s": step_s, "tokens_per_s": case.batch * case.seq * case.accumulate / step_s}
     else:
         with contextlib.suppress(RuntimeError):
             meter.mark("failed")
