@@ -24,7 +24,8 @@ import torch
 import transformers
 
 from benchmarks.harness import Bench, Case
-from benchmarks.pages.planner_accuracy import cells, percent, write_between
+from benchmarks.pages.planner_accuracy import cells, percent
+from benchmarks.pages.regions import write_between
 from tigon.bench import timing
 from tigon.errors import TigonError
 from tigon.models import MODELS, patch
