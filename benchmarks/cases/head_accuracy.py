@@ -24,7 +24,7 @@ from torch import Tensor
 import tigon
 from benchmarks.harness import Bench, Case, peaks_bytes, times_ms
 from tigon.bench.numerical_errors import DTYPE_NAMES, relative_error
-from tigon.ops import lm_head
+from tigon.ops import products
 
 DEVIATIONS = (1.0, 10.0, 20.0, 30.0, 40.0)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -298,7 +298,7 @@ def _in_16_bits(call: Callable[[], None]) -> Callable[[], None]:
     """The call with logits in the dtype of the hidden states."""
 
     def run() -> None:
-        with patch.object(lm_head, "logits_dtype", lambda dtype: dtype):
+        with patch.object(products, "logits_dtype", lambda dtype: dtype):
             call()
 
     return run

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.duel.agreement import wider
 from benchmarks.duel.entries import ENTRIES, LONG, LOOP, SHORT, TASKS
 from benchmarks.pages import regions
 
@@ -119,7 +120,14 @@ def table(record: Record | None, task: str, size: str) -> str:
             f"| {name} | {'a loop' if entry.where == LOOP else entry.where} | {call} | {one['tokens_per_s']:,} "
             f"| {one['peak_gib']:.2f} | {one['losses'][0]:.4f}, {one['losses'][-1]:.4f} |"
         )
-    return "\n".join([*shown, *_left_out(record, task, size)])
+    return "\n".join([*shown, *_notes(found), *_left_out(record, task, size)])
+
+
+def _notes(found: Sequence[Line]) -> Iterator[str]:
+    """Rows that train some weights in fp32 where the others train them in bf16."""
+    for one in found:
+        if any(wider(one, other) for other in found):
+            yield from ("", f"- `{one['entry']}` trains some weights in fp32, the others' are bf16.")
 
 
 def _left_out(record: Record, task: str, size: str) -> Iterator[str]:

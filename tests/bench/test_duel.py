@@ -48,6 +48,13 @@ def test_row_that_trains_something_else_is_refused_with_the_reason(other: dict[s
     assert [one["entry"] for one in agreed] == ["hf"] and [one["entry"] for one in refused] == ["liger"]
 
 
+def test_row_with_norms_in_fp32_beside_bf16_weights_counts() -> None:
+    reference = line(trained_dtypes=["bfloat16"])
+    norms = line("unsloth", trained_dtypes=["bfloat16", "float32"])
+    assert agreement.wider(norms, reference) and agreement.disagreements(norms, reference) == []
+    assert agreement.disagreements(line("unsloth", trained_dtypes=["float32"]), reference)
+
+
 def test_run_that_learns_slowly_is_refused_although_each_loss_is_close() -> None:
     small = [12.5 - 0.0009 * step for step in range(11)]
     slow = [12.5 - 0.0005 * step for step in range(11)]

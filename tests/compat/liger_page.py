@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tigon.compat.liger.absent import ABSENT, Absent
+from tigon.compat.liger.absent import ABSENT, Absent, row_of
 from tigon.compat.liger.offered import OFFERED
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,7 +30,7 @@ def _dotted() -> list[str]:
 
 
 def tables() -> str:
-    """Both tables, between their markers."""
+    """The three tables, between their markers."""
     counts = ["| package of liger_kernel | public names | offered |", "|---|---|---|"]
     packages = {module.partition(".")[0] for module in NAMES}
     for package in sorted(packages, key=lambda p: (p != "transformers", p)):
@@ -39,14 +38,29 @@ def tables() -> str:
         offered = sum(name in OFFERED.get(f"liger_kernel.{module}", {}) for module, name in pairs)
         counts.append(f"| `{package}` | {len(pairs)} | {offered} |")
     absent = ["| absent | names | reason |", "|---|---|---|", *(_row(row) for row in ABSENT)]
-    return "\n".join([BEGIN, *counts, "", *absent, END])
+    return "\n".join([BEGIN, *_offered(), "", *counts, "", *absent, END])
+
+
+def _offered() -> list[str]:
+    """The offered names of each module. A package has most names of its modules too."""
+    rows = ["| module of liger_kernel | offered |", "|---|---|"]
+    for module, names in sorted(OFFERED.items()):
+        prefix = f"{module}."
+        in_modules = {name for other, more in OFFERED.items() if other.startswith(prefix) for name in more}
+        apply = [name for name in names if name.startswith("apply_liger_kernel_to_")]
+        listed = sorted(set(names) - set(apply) - in_modules)
+        if apply and module.endswith("monkey_patch"):
+            listed.insert(0, "apply_liger_kernel_to_*")
+        if listed:
+            rows.append(f"| `{module.removeprefix('liger_kernel.')}` | {', '.join(f'`{name}`' for name in listed)} |")
+    return rows
 
 
 def _row(row: Absent) -> str:
-    names = [name for name in _dotted() if any(fnmatchcase(name, pattern) for pattern in row.names)]
+    names = [name for name in _dotted() if row_of(name) is row]
     # A package re-exports names of its modules; one mention is enough.
     short = sorted(Counter(name.rpartition(".")[2] for name in names))
-    listed = short if len(short) <= LONGEST else row.names
+    listed = short if len(short) <= LONGEST else row.names.split()
     return f"| {', '.join(f'`{name}`' for name in listed)} | {len(names)} | {row.reason} |"
 
 

@@ -37,9 +37,9 @@ from transformers.models.llama import modeling_llama
 
 import tigon
 from tigon.compat import liger
+from tigon.compat.liger import modules
 from tigon.compat.liger.patching import apply, hooks
 from tigon.compat.liger.patching.families import FAMILIES, SIGNATURES
-from tigon.compat.liger.transformers import modules
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, PatchReport, unpatch
 from tigon.models.seams.base import PatchedModule

@@ -47,7 +47,7 @@ import liger_kernel.transformers.functional as F
 from liger_kernel.transformers import LigerRMSNorm, apply_liger_kernel_to_gemma3_text, AutoLigerKernelForCausalLM
 from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 from liger_kernel.transformers.trainer_integration import _apply_liger_kernel
-from liger_kernel.ops import LigerRMSNormFunction, rms_norm_forward
+from liger_kernel.ops import LigerRMSNormFunction
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction as same
 from liger_kernel.utils import infer_device
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
@@ -55,10 +55,10 @@ from liger_kernel.chunked_loss.functional import liger_fused_linear_kto
 from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOFunction
 from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerTVDLoss, LigerFusedLinearJSD
 from liger_kernel.transformers.grpo_loss import triton_grpo_loss, fused_selective_log_softmax
-from liger_kernel.ops import GrpoLossFunction, LigerFusedLinearKLDivFunction
+from liger_kernel.ops import GrpoLossFunction, LigerFusedLinearJSDFunction
 import liger_kernel
 assert same is LigerRMSNormFunction and LigerRMSNorm is liger.LigerRMSNorm
-assert F.liger_rms_norm.__module__ == "tigon.compat.liger.transformers.functional"
+assert F.liger_rms_norm.__module__ == "tigon.compat.liger.layers"
 assert "LigerRMSNorm" in dir(liger_kernel.transformers)
 scope = {}
 exec("from liger_kernel.transformers.functional import *", scope)
@@ -76,6 +76,7 @@ print(liger_kernel.__version__, importlib.metadata.version("liger-kernel"), impo
         ("from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase", "fused_linear_ppo"),
         ("from liger_kernel.transformers.trainer import LigerORPOTrainer", "liger_kernel.transformers.trainer"),
         ("from liger_kernel.ops import jsd_forward", "liger_kernel.ops.jsd_forward"),
+        ("from liger_kernel.transformers.dyt import LigerDyT", "Use `gamma * torch.tanh(alpha * x) + beta`"),
         ("import liger_kernel.megatron.swiglu", "liger_kernel.megatron.swiglu"),
         ("from liger_kernel.ops.rms_norm import _rms_norm_forward_kernel", "rms_norm._rms_norm_forward_kernel"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.compat.liger.transformers import functional, modules
+from tigon.compat.liger import cross_entropy, layers, modules
 from tigon.errors import OptionError
 
 CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")
@@ -41,9 +42,9 @@ def test_layer_norm_with_bias_starts_as_the_plain_layer_norm(bias: bool) -> None
     [
         lambda: modules.LigerRMSNorm(8, init_fn="one"),
         lambda: modules.LigerLayerNorm(8, init_fn="one"),
-        lambda: modules.LigerCrossEntropyLoss(reduction="average"),
-        lambda: modules.LigerCrossEntropyLoss(label_smoothing=1.5),
-        lambda: modules.LigerFusedLinearCrossEntropyLoss(softcap=0.0),
+        lambda: cross_entropy.LigerCrossEntropyLoss(reduction="average"),
+        lambda: cross_entropy.LigerCrossEntropyLoss(label_smoothing=1.5),
+        lambda: cross_entropy.LigerFusedLinearCrossEntropyLoss(softcap=0.0),
     ],
 )
 def test_wrong_value_raises_an_assertion_error_as_in_liger(build: Any) -> None:
@@ -98,7 +99,7 @@ def test_own_model_with_the_fused_loss_gets_pytorchs_gradients() -> None:
     trunk, head = nn.Linear(8, 8), nn.Linear(8, 20, bias=False)
     x, target = torch.randn(12, 8), torch.randint(0, 20, (12,))
     target[:4] = -100
-    loss = modules.LigerFusedLinearCrossEntropyLoss()(head.weight, trunk(x), target)
+    loss = cross_entropy.LigerFusedLinearCrossEntropyLoss()(head.weight, trunk(x), target)
     loss.backward()
     got = [p.grad.clone() for m in (trunk, head) for p in m.parameters()]
     trunk.zero_grad(), head.zero_grad()
@@ -110,47 +111,47 @@ def test_own_model_with_the_fused_loss_gets_pytorchs_gradients() -> None:
 
 def test_losses_return_exactly_the_requested_outputs() -> None:
     logits, target = torch.randn(6, 20), torch.tensor([1, 2, -100, 3, 4, 5])
-    assert isinstance(modules.LigerCrossEntropyLoss()(logits, target), torch.Tensor)
-    full = modules.LigerCrossEntropyLoss(
+    assert isinstance(cross_entropy.LigerCrossEntropyLoss()(logits, target), torch.Tensor)
+    full = cross_entropy.LigerCrossEntropyLoss(
         torch.rand(20), lse_square_scale=1e-3, softcap=5.0, return_z_loss=True, return_token_accuracy=True,
         return_predicted_tokens=True,
     )  # fmt: skip
     out = full(logits, target)
-    assert isinstance(out, functional.CrossEntropyOutput)
+    assert isinstance(out, cross_entropy.CrossEntropyOutput)
     assert out.predicted_tokens.tolist()[2] == -1 and out.token_accuracy.ndim == out.z_loss.ndim == 0
     head, hidden = torch.randn(20, 8), torch.randn(6, 8)
-    scaled = modules.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True, return_token_accuracy=True)
+    scaled = cross_entropy.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True, return_token_accuracy=True)
     out = scaled(head, hidden, target, torch.randn(20))
     assert out.z_loss is None and out.token_accuracy is not None
 
 
 def test_functional_names_compute_their_pytorch_formulas() -> None:
     logits, target = torch.randn(6, 20), torch.tensor([1, 2, -100, 3, 4, 5])
-    torch.testing.assert_close(functional.liger_cross_entropy(logits, target), F.cross_entropy(logits, target))
+    torch.testing.assert_close(cross_entropy.liger_cross_entropy(logits, target), F.cross_entropy(logits, target))
     few = target.masked_fill(target == -100, 0)
-    out = functional.liger_cross_entropy(logits, few, ignore_index=0, return_predicted_tokens=True, reduction="sum")
-    assert isinstance(out, functional.CrossEntropyOutput) and out.predicted_tokens.tolist()[2] == -1
+    out = cross_entropy.liger_cross_entropy(logits, few, ignore_index=0, return_predicted_tokens=True, reduction="sum")
+    assert isinstance(out, cross_entropy.CrossEntropyOutput) and out.predicted_tokens.tolist()[2] == -1
     torch.testing.assert_close(out.loss, F.cross_entropy(logits, few, ignore_index=0, reduction="sum"))
     hidden, head = torch.randn(6, 8), torch.randn(20, 8)
-    loss = functional.liger_fused_linear_cross_entropy(hidden, head, target)
+    loss = cross_entropy.liger_fused_linear_cross_entropy(hidden, head, target)
     torch.testing.assert_close(loss, F.cross_entropy(hidden @ head.T, target))
     x, w, b = torch.randn(3, 8), torch.randn(8), torch.randn(8)
-    torch.testing.assert_close(functional.liger_rms_norm(x, w, 1e-6), F.rms_norm(x, (8,), w, 1e-6))
-    normed, total = functional.liger_fused_add_rms_norm(x, x, w, 1e-6)
+    torch.testing.assert_close(layers.liger_rms_norm(x, w, 1e-6), F.rms_norm(x, (8,), w, 1e-6))
+    normed, total = layers.liger_fused_add_rms_norm(x, x, w, 1e-6)
     torch.testing.assert_close((normed, total), (F.rms_norm(2 * x, (8,), w, 1e-6), 2 * x))
-    torch.testing.assert_close(functional.liger_layer_norm(x, w, b, 1e-6), F.layer_norm(x, (8,), w, b, 1e-6))
-    torch.testing.assert_close(functional.liger_swiglu(x, 2 * x), F.silu(x) * 2 * x)
-    torch.testing.assert_close(functional.liger_geglu(x, 2 * x), F.gelu(x, approximate="tanh") * 2 * x)
+    torch.testing.assert_close(layers.liger_layer_norm(x, w, b, 1e-6), F.layer_norm(x, (8,), w, b, 1e-6))
+    torch.testing.assert_close(layers.liger_swiglu(x, 2 * x), F.silu(x) * 2 * x)
+    torch.testing.assert_close(layers.liger_geglu(x, 2 * x), F.gelu(x, approximate="tanh") * 2 * x)
     q, angle = torch.randn(1, 2, 5, 8), torch.randn(1, 5, 4)
     cos, sin = (torch.cat((t, t), -1) for t in (angle.cos(), angle.sin()))
-    rotated = functional.liger_rope(q, q, cos, sin)[0]
-    torch.testing.assert_close(rotated, functional.liger_rotary_pos_emb(q, q, cos, sin)[1])
+    rotated = layers.liger_rope(q, q, cos, sin)[0]
+    torch.testing.assert_close(rotated, layers.liger_rotary_pos_emb(q, q, cos, sin)[1])
     torch.testing.assert_close(rotated.norm(dim=-1), q.norm(dim=-1))
 
 
 def test_deprecated_argument_of_cross_entropy_is_refused() -> None:
     with pytest.raises(OptionError, match="size_average"):
-        functional.liger_cross_entropy(torch.randn(2, 5), torch.tensor([1, 2]), size_average=False)
+        cross_entropy.liger_cross_entropy(torch.randn(2, 5), torch.tensor([1, 2]), size_average=False)
 
 
 def test_user_class_may_inherit_from_a_module_and_an_abstract_class() -> None:
@@ -161,3 +162,19 @@ def test_user_class_may_inherit_from_a_module_and_an_abstract_class() -> None:
         pass
 
     assert isinstance(Norm(8), modules.LigerRMSNorm) and isinstance(Norm(8), Abstract)
+
+
+def test_modules_of_a_line_print_their_options_survive_a_pickle_and_refuse_what_python_refuses() -> None:
+    loss = cross_entropy.LigerCrossEntropyLoss(torch.ones(5), label_smoothing=0.1)
+    assert "label_smoothing=0.1" in repr(loss) and "tensor" not in repr(loss) and not loss.state_dict()
+    logits, target = torch.randn(2, 5), torch.tensor([1, 2])
+    torch.testing.assert_close(pickle.loads(pickle.dumps(loss))(logits, target=target), loss(logits, target))
+    for wrong in (
+        lambda: cross_entropy.LigerCrossEntropyLoss(smoothing=0.1),
+        lambda: loss(logits),
+        lambda: loss(logits, target, target),
+        lambda: loss(logits, target, _input=logits),
+        lambda: cross_entropy.liger_cross_entropy(logits, target, smoothing=0.1),
+    ):
+        with pytest.raises(TypeError):
+            wrong()

@@ -1,4 +1,4 @@
-"""`LigerXFunction.apply` and the forward and backward launchers: PyTorch's numbers, forward and gradient."""
+"""`LigerXFunction.apply`: PyTorch's numbers, forward and gradient."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends import Backend
-from tigon.compat.liger.ops import functions as f
-from tigon.compat.liger.ops import launchers, losses
-from tigon.errors import OptionError, ShapeError
+from tigon.compat.liger import cross_entropy as ce
+from tigon.compat.liger import layers as f
+from tigon.compat.liger.loss_dtype import set_loss_dtype
+from tigon.errors import OptionError
 
 EPS = 1e-5
 
@@ -36,50 +37,13 @@ def tables(T: int, R: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def _rms_launched(dy: list[Tensor], x: Tensor, w: Tensor | None, offset: float, mode: Any) -> Any:
-    y, x_NH, rstd, block, warps, mode = launchers.rms_norm_forward(x, w, EPS, offset, mode, None)
-    return (y,), launchers.rms_norm_backward(dy[0], x_NH, w, rstd, offset, mode, block, warps, True, None)
-
-
-def _add_rms_launched(dy: list[Tensor], x: Tensor, r: Tensor, w: Tensor) -> Any:
-    y, s, rstd, block, warps, stages, mode = launchers.fused_add_rms_norm_forward(x, r, w, EPS, 1.0, "gemma")
-    grads = launchers.fused_add_rms_norm_backward(dy[0], dy[1], s, w, rstd, 1.0, mode, block, warps, stages, True)
-    return (y, s), grads
-
-
-def _layer_norm_launched(dy: list[Tensor], x: Tensor, w: Tensor, b: Tensor) -> Any:
-    y, x_NH, mean, rstd, _, _ = launchers.layer_norm_forward(x, w, b, EPS)
-    return (y,), launchers.layer_norm_backward(dy[0], x_NH, w, b, mean, rstd)
-
-
-def _swiglu_launched(dy: list[Tensor], a: Tensor, b: Tensor) -> Any:
-    a, b, c = launchers.swiglu_forward(a, b, 0.7)
-    return (c,), launchers.swiglu_backward(a, b, dy[0], 0.7)
-
-
-def _packed_launched(dy: list[Tensor], y: Tensor) -> Any:
-    y, c = launchers.swiglu_fused_gate_up_forward(y)
-    return (c,), (launchers.swiglu_fused_gate_up_backward(y, dy[0], True),)
-
-
-def _geglu_launched(dy: list[Tensor], a: Tensor, b: Tensor) -> Any:
-    a, b, c = launchers.geglu_forward(a, b)
-    return (c,), launchers.geglu_backward(a, b, dy[0])
-
-
-def _rope_launched(dy: list[Tensor], q: Tensor, k: Tensor, R: int) -> Any:
-    q, k, cos, sin = launchers.rope_forward(q, k, *(t.to(q.device) for t in tables(5, R)))
-    return (q, k), launchers.rope_backward(*dy, cos, sin)
-
-
 @dataclass(frozen=True)
 class Case:
-    """Shapes of the tensors that get gradients, and three ways from them to the outputs."""
+    """Shapes of the tensors that get gradients, and two ways from them to the outputs."""
 
     shapes: tuple[tuple[int, ...], ...]
     reference: Callable[..., Any]
     function: Callable[..., Any]
-    launched: Callable[..., Any]
 
 
 def _rms_case(weighted: bool, offset: float, mode: Any) -> Case:
@@ -90,7 +54,6 @@ def _rms_case(weighted: bool, offset: float, mode: Any) -> Case:
         ((2, 5, 24), (24,)) if weighted else ((2, 5, 24),),
         lambda *xs: rms(*pad(xs), offset),
         lambda *xs: f.LigerRMSNormFunction.apply(*pad(xs), EPS, offset, mode, True, None),
-        lambda dy, *xs: _rms_launched(dy, *pad(xs), offset, mode),
     )
 
 
@@ -99,7 +62,6 @@ def _rope_case(R: int) -> Case:
         ((2, 4, 5, 8), (2, 2, 5, 8)),
         lambda q, k: tuple(rotate(x, *(t.to(q.device) for t in tables(5, R))) for x in (q, k)),
         lambda q, k: f.LigerRopeFunction.apply(q, k, *(t.to(q.device) for t in tables(5, R))),
-        lambda dy, q, k: _rope_launched(dy, q, k, R),
     )
 
 
@@ -113,31 +75,26 @@ CASES = {
         ((2, 5, 24), (2, 5, 24), (24,)),
         lambda x, r, w: (rms(x + r, w, 1.0), x + r),
         lambda x, r, w: f.LigerFusedAddRMSNormFunction.apply(x, r, w, EPS, 1.0, "gemma"),
-        _add_rms_launched,
     ),
     "layer_norm": Case(
         ((2, 5, 24), (24,), (24,)),
         lambda x, w, b: F.layer_norm(x, (24,), w, b, EPS),
         lambda x, w, b: f.LigerLayerNormFunction.apply(x, w, b, EPS),
-        _layer_norm_launched,
     ),
     "swiglu": Case(
         ((2, 5, 24), (2, 5, 24)),
         lambda a, b: F.silu(a * 0.7) * b,
         lambda a, b: f.LigerSiLUMulFunction.apply(a, b, 0.7),
-        _swiglu_launched,
     ),
     "swiglu-packed": Case(
         ((2, 5, 24),),
         lambda y: F.silu(y[..., :12]) * y[..., 12:],
         f.LigerFusedGateUpSiLUMulFunction.apply,
-        _packed_launched,
     ),
     "geglu": Case(
         ((2, 5, 24), (2, 5, 24)),
         lambda a, b: F.gelu(a, approximate="tanh") * b,
         f.LigerGELUMulFunction.apply,
-        _geglu_launched,
     ),
     "rope": _rope_case(8),
     "rope-partial": _rope_case(4),
@@ -171,35 +128,9 @@ def test_functions_equal_pytorch(name: str, backend: Backend) -> None:
     torch.testing.assert_close(dy, kept, rtol=0, atol=0)  # Liger's in-place default writes over them
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_launchers_equal_pytorch_and_leave_their_inputs_unchanged(name: str, backend: Backend) -> None:
-    case = CASES[name]
-    leaves = _leaves(case, backend.device)
-    want = _tuple(case.reference(*leaves))
-    dy = _upstream(want)
-    expected = torch.autograd.grad(want, leaves, dy)
-    inputs = [leaf.detach().clone() for leaf in leaves]
-    before = [x.clone() for x in (*inputs, *dy)]
-    got, grads = case.launched(dy, *inputs)
-    torch.testing.assert_close(got, tuple(y.detach() for y in want), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(tuple(g for g in grads if g is not None), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close([*inputs, *dy], before, rtol=0, atol=0)
-
-
-def test_parameter_gradient_that_is_switched_off_is_none() -> None:
-    x, w, b = torch.randn(3, 8), torch.randn(8), torch.randn(8)
-    _, x_NH, rstd, *_ = launchers.rms_norm_forward(x, w, EPS, 0.0, "llama", None)
-    assert (
-        launchers.rms_norm_backward(x, x_NH, w, rstd, 0.0, "llama", None, None, True, None, needs_dw=False)[1] is None
-    )
-    _, x_NH, mean, rstd, *_ = launchers.layer_norm_forward(x, w, b, EPS)
-    assert launchers.layer_norm_backward(x, x_NH, w, b, mean, rstd, False, False)[1:] == (None, None)
-
-
 def test_rms_norm_returns_the_dtype_of_its_input() -> None:
     x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8)
     assert f.LigerRMSNormFunction.apply(x, w, EPS).dtype is torch.bfloat16
-    assert launchers.rms_norm_forward(x, w, EPS, 0.0, "llama", None)[0].dtype is torch.bfloat16
 
 
 def test_unknown_casting_mode_is_refused() -> None:
@@ -308,17 +239,11 @@ def test_cross_entropy_equals_pytorch(name: str) -> None:
     before = logits.detach().clone()
     options = _options(name)
     want = reference_loss(logits, target, **options)
-    got = f.LigerCrossEntropyFunction.apply(logits, target, **options)
+    got = ce.LigerCrossEntropyFunction.apply(logits, target, **options)
     _assert_four(got, want)
     g = torch.rand_like(want[0])
     expected = torch.autograd.grad(want[0], logits, g)[0]
     torch.testing.assert_close(torch.autograd.grad(got[0], logits, g)[0], expected, rtol=1e-4, atol=1e-6)
-
-    positional = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "reduction": "mean",
-                  "softcap": None, "return_z_loss": False} | options  # fmt: skip
-    *four, gradient = launchers.cross_entropy_forward(logits, target, **positional)
-    _assert_four(tuple(four), tuple(x if x is None else x.detach() for x in want))
-    torch.testing.assert_close(launchers.cross_entropy_backward(gradient, g), expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(logits.detach(), before, rtol=0, atol=0)
 
 
@@ -328,22 +253,12 @@ def test_linear_cross_entropy_equals_pytorch(name: str) -> None:
     options = _options(name)
     want = reference_loss(F.linear(hidden, head, bias), target, **options)
     options["ce_weight"] = options.pop("weight")
-    got = f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, bias, **options)
+    got = ce.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, bias, **options)
     _assert_four(got, want)
     g = torch.rand_like(want[0])
     expected = torch.autograd.grad(want[0], (hidden, head, bias), g)
     actual = torch.autograd.grad(got[0], (hidden, head, bias), g)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-    ce_weight = options.pop("ce_weight")
-    per_token = {"token_grad_output": g} if g.ndim else {}
-    four_and_gradients = launchers.fused_linear_cross_entropy_forward(
-        hidden, head, target, ce_weight, bias, **options, **per_token
-    )
-    _assert_four(four_and_gradients[:4], tuple(x if x is None else x.detach() for x in want))
-    one = torch.ones(()) if g.ndim else g
-    scaled = launchers.fused_linear_cross_entropy_backward(one, *four_and_gradients[4:])
-    torch.testing.assert_close(scaled, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_token_scaling_weights_each_token_with_its_probability() -> None:
@@ -352,43 +267,34 @@ def test_token_scaling_weights_each_token_with_its_probability() -> None:
     p = torch.softmax(logits, -1).gather(1, target.clamp(min=0)[:, None]).squeeze(1).detach()
     rows = F.cross_entropy(logits, target, reduction="none") * p
     want = rows.sum() / (target != -100).sum()
-    got = f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, use_token_scaling=True)[0]
+    got = ce.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, use_token_scaling=True)[0]
     torch.testing.assert_close(got, want)
     expected = torch.autograd.grad(want, (hidden, head))
     torch.testing.assert_close(torch.autograd.grad(got, (hidden, head)), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_upstream_gradient_per_token_is_refused_after_a_mean_loss() -> None:
-    with pytest.raises(ShapeError, match="token_grad_output"):
-        launchers.fused_linear_cross_entropy_backward(torch.ones(3), torch.ones(3, 2), torch.ones(4, 2), None)
-
-
 def test_backend_choice_of_the_fused_loss_is_refused() -> None:
     hidden, head, _, target = _loss_inputs()
     with pytest.raises(OptionError, match="ce_impl='cutedsl'"):
-        f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, ce_impl="cutedsl")
+        ce.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, ce_impl="cutedsl")
 
 
 # --- where Liger 0.8.5 is wrong without a word ------------------------------------------------------------------------
 
 
 def test_trainable_head_over_a_frozen_trunk_gets_its_gradient() -> None:
-    hidden, head, bias, target = _loss_inputs()
-    loss = f.LigerFusedLinearCrossEntropyFunction.apply(hidden.detach(), head, target)[0]
+    hidden, head, _, target = _loss_inputs()
+    loss = ce.LigerFusedLinearCrossEntropyFunction.apply(hidden.detach(), head, target)[0]
     expected = torch.autograd.grad(F.cross_entropy(F.linear(hidden.detach(), head), target), head)[0]
     torch.testing.assert_close(torch.autograd.grad(loss, head)[0], expected, rtol=1e-4, atol=1e-6)
-    *_, dx, dw, db = launchers.fused_linear_cross_entropy_forward(hidden.detach(), head, target, None, bias)
-    assert dx is None and dw is not None and db is not None
-    *_, dx, dw, _ = launchers.fused_linear_cross_entropy_forward(hidden, head.detach(), target)
-    assert dx is not None and dw is None
 
 
 def test_second_backward_returns_the_same_gradients() -> None:
     hidden, head, _, target = _loss_inputs()
     gate = torch.randn(N, H, requires_grad=True)
     for loss in (
-        f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target)[0] * 3.0,
-        f.LigerCrossEntropyFunction.apply(hidden @ head.T, target, None)[0] * 3.0,
+        ce.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target)[0] * 3.0,
+        ce.LigerCrossEntropyFunction.apply(hidden @ head.T, target, None)[0] * 3.0,
         f.LigerSiLUMulFunction.apply(gate, hidden).sum() * 3.0,
     ):
         first = torch.autograd.grad(loss, hidden, retain_graph=True)[0].clone()
@@ -415,10 +321,8 @@ def test_gate_with_a_second_use_gets_the_sum_of_both_gradients() -> None:
 def test_logits_that_require_no_gradient_are_not_modified() -> None:
     logits, target = torch.randn(4, 9), torch.tensor([1, -100, 2, -100])
     before = logits.clone()
-    f.LigerCrossEntropyFunction.apply(logits, target, None)
-    *_, returned = launchers.cross_entropy_forward(logits, target, None, -100, 0.0, 0.0, "mean", None, False)
+    ce.LigerCrossEntropyFunction.apply(logits, target, None)
     torch.testing.assert_close(logits, before, rtol=0, atol=0)
-    assert returned is logits
 
 
 @pytest.mark.parametrize("label", [V, -3])
@@ -426,8 +330,8 @@ def test_label_outside_the_vocabulary_is_refused_as_liger_refuses_it(label: int)
     hidden, head, _, target = _loss_inputs()
     target[1] = label
     for call in (
-        lambda: f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target),
-        lambda: f.LigerCrossEntropyFunction.apply(hidden @ head.T, target, None),
+        lambda: ce.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target),
+        lambda: ce.LigerCrossEntropyFunction.apply(hidden @ head.T, target, None),
     ):
         with pytest.raises(AssertionError, match=rf"label {label} .*out of\s+bounds") as caught:
             call()
@@ -437,7 +341,7 @@ def test_label_outside_the_vocabulary_is_refused_as_liger_refuses_it(label: int)
 @pytest.fixture
 def default_loss_dtype() -> Iterator[None]:
     yield
-    losses.set_loss_dtype("fp32")
+    set_loss_dtype("fp32")
 
 
 @pytest.mark.usefixtures("default_loss_dtype")
@@ -459,25 +363,25 @@ def test_loss_dtype_is_the_chosen_one_and_gradients_do_not_depend_on_it(
     options: dict[str, Any] = {"lse_square_scale": 1e-3, "return_z_loss": True, "reduction": reduction}
 
     def run() -> tuple[list[torch.dtype], list[Tensor]]:
-        ce = f.LigerCrossEntropyFunction.apply(logits, target, None, **options)
-        flce = f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, **options)
-        grads = [torch.autograd.grad(ce[0].sum(), logits)[0], *torch.autograd.grad(flce[0].sum(), (hidden, head))]
-        return [ce[0].dtype, flce[0].dtype, ce[1].dtype, flce[1].dtype], grads
+        plain = ce.LigerCrossEntropyFunction.apply(logits, target, None, **options)
+        flce = ce.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, **options)
+        grads = [torch.autograd.grad(plain[0].sum(), logits)[0], *torch.autograd.grad(flce[0].sum(), (hidden, head))]
+        return [plain[0].dtype, flce[0].dtype, plain[1].dtype, flce[1].dtype], grads
 
     _, expected = run()
-    losses.set_loss_dtype(choice)
+    set_loss_dtype(choice)
     dtypes, grads = run()
     assert dtypes == [cross_entropy, fused, z_loss, z_loss]
     torch.testing.assert_close(grads, expected, rtol=0, atol=0)
     if choice != "fp32":
         plain = F.cross_entropy(logits, target, reduction=reduction)
-        ours = f.LigerCrossEntropyFunction.apply(logits, target, None, reduction=reduction)[0]
+        ours = ce.LigerCrossEntropyFunction.apply(logits, target, None, reduction=reduction)[0]
         assert torch.allclose(ours, plain, rtol=2e-2)
 
 
 def test_unknown_loss_dtype_is_refused() -> None:
     with pytest.raises(OptionError, match=r"loss_dtype='bf16'.*fp32, logits, liger"):
-        losses.set_loss_dtype("bf16")
+        set_loss_dtype("bf16")
 
 
 def test_fp16_loss_and_gradient_are_rounded_after_the_loss_scale() -> None:
@@ -485,14 +389,10 @@ def test_fp16_loss_and_gradient_are_rounded_after_the_loss_scale() -> None:
     target = torch.randint(0, 4096, (64,))
     half = logits.detach().half().requires_grad_()
     exact = torch.autograd.grad(F.cross_entropy(half.float(), target) * 2**16, half)[0].float()
-    loss = f.LigerCrossEntropyFunction.apply(half, target, None)[0]
+    loss = ce.LigerCrossEntropyFunction.apply(half, target, None)[0]
     assert loss.dtype is torch.float32 and bool((loss * 2**16).isfinite())
-    *_, gradient = launchers.cross_entropy_forward(half, target, None, -100, 0.0, 0.0, "mean", None, False)
-    for got in (
-        torch.autograd.grad(loss * 2**16, half)[0].float(),
-        launchers.cross_entropy_backward(gradient, torch.tensor(2.0**16)).float(),
-    ):
-        assert float((got - exact).norm() / exact.norm()) < 1e-3
+    got = torch.autograd.grad(loss * 2**16, half)[0].float()
+    assert float((got - exact).norm() / exact.norm()) < 1e-3
 
 
 def test_compiled_call_is_one_graph_and_equals_eager_with_ignored_labels() -> None:
@@ -504,7 +404,7 @@ def test_compiled_call_is_one_graph_and_equals_eager_with_ignored_labels() -> No
         normed = f.LigerRMSNormFunction.apply(f.LigerSiLUMulFunction.apply(hidden, hidden), w, EPS)
         normed = f.LigerLayerNormFunction.apply(f.LigerGELUMulFunction.apply(normed, hidden), w, w, EPS)
         rotated = f.LigerRopeFunction.apply(q, k, cos, sin)
-        loss = f.LigerFusedLinearCrossEntropyFunction.apply(normed, head, target)[0]
+        loss = ce.LigerFusedLinearCrossEntropyFunction.apply(normed, head, target)[0]
         return loss + sum(x.sum() for x in rotated)
 
     w = torch.ones(H)
@@ -516,8 +416,8 @@ def test_z_loss_with_class_weights_is_the_mean_over_the_labels() -> None:
     torch.manual_seed(3)
     z, y, w = torch.randn(6, 10), torch.randint(0, 10, (6,)), torch.rand(10) * 3
     square = 0.1 * torch.logsumexp(z, -1).square()
-    loss, z_loss, *_ = f.LigerCrossEntropyFunction.apply(z, y, w, -100, 0.1, 0.0, "mean", None, True)
+    loss, z_loss, *_ = ce.LigerCrossEntropyFunction.apply(z, y, w, -100, 0.1, 0.0, "mean", None, True)
     torch.testing.assert_close(z_loss, square.mean())
     torch.testing.assert_close(loss, F.cross_entropy(z, y, w) + square.mean())
-    nothing = f.LigerCrossEntropyFunction.apply(z, torch.full_like(y, -100), w, -100, 0.1, 0.0, "mean", None, True)
+    nothing = ce.LigerCrossEntropyFunction.apply(z, torch.full_like(y, -100), w, -100, 0.1, 0.0, "mean", None, True)
     assert [float(x) for x in nothing[:2]] == [0.0, 0.0]

@@ -13,12 +13,14 @@ from dense_losses import Inputs, T, V, compare, draw, inputs, results, token_log
 from torch import Tensor
 
 import two_ranks
-from tigon.compat.liger.chunked_loss import functional
-from tigon.compat.liger.chunked_loss.modules import LigerFusedLinearGRPOLoss
 from tigon.compat.liger.errors import FlagConflict
-from tigon.compat.liger.ops.grpo_loss import fused_selective_log_softmax
-from tigon.compat.liger.ops.policy import get_gamma_weights, tokens_of_step
-from tigon.compat.liger.transformers.grpo_loss import triton_grpo_loss
+from tigon.compat.liger.grpo import (
+    LigerFusedLinearGRPOLoss,
+    fused_selective_log_softmax,
+    liger_fused_linear_grpo,
+    triton_grpo_loss,
+)
+from tigon.compat.liger.policy import gamma_weights, tokens_of_step
 from tigon.errors import OptionError, ShapeError
 
 B = 4
@@ -257,12 +259,12 @@ def test_selective_log_softmax_reads_the_last_ids_and_leaves_masked_tokens_0() -
 
 def test_gamma_weight_is_1_on_policy_and_bounded_for_any_ratio() -> None:
     zero = torch.zeros(B, T)
-    torch.testing.assert_close(get_gamma_weights(ADVANTAGES.float(), zero, MASK), torch.ones(B, 1))
+    torch.testing.assert_close(gamma_weights(ADVANTAGES.float(), zero, MASK), torch.ones(B, 1))
     for log_ratio in (-1e4, 1e4):
-        assert get_gamma_weights(ADVANTAGES.float(), zero + log_ratio, MASK).isfinite().all()
+        assert gamma_weights(ADVANTAGES.float(), zero + log_ratio, MASK).isfinite().all()
     # A masked token's correction does not count, whatever it is.
     with_zero = torch.where(MASK > 0, 1.0, 0.0)
-    torch.testing.assert_close(get_gamma_weights(ADVANTAGES.float(), zero, MASK, with_zero), torch.ones(B, 1))
+    torch.testing.assert_close(gamma_weights(ADVANTAGES.float(), zero, MASK, with_zero), torch.ones(B, 1))
 
 
 def test_a_bool_as_the_temperature_is_its_number_with_a_warning() -> None:
@@ -279,7 +281,7 @@ def test_a_bool_as_the_temperature_is_its_number_with_a_warning() -> None:
     # A call with the positional order of an older Liger gives `compiled` as the temperature.
     rest = (None, torch.zeros(B, T), None, None, None, None, 0.1, 0.2, 0.2, "bnpo", None, "token", 1.0, False, True)
     with pytest.warns(UserWarning, match="an argument that is one place off"):
-        functional.liger_fused_linear_grpo(*tensors, *rest)
+        liger_fused_linear_grpo(*tensors, *rest)
     with pytest.warns(UserWarning, match="temperature=False"), pytest.raises(OptionError, match="must be positive"):
         LigerFusedLinearGRPOLoss(0.0, use_ref_model=False, temperature=False)(*tensors)
 

@@ -10,11 +10,12 @@ import torch
 from dense_losses import H, Inputs, T, V, compare, draw, inputs, largest_temporary, logits_of, results, token_logps
 from torch import Tensor
 
-from tigon.compat.liger.chunked_loss import functional, modules
-from tigon.compat.liger.chunked_loss.preference import DPO_LOSS_TYPES
+from tigon.compat.liger import preference as modules
 from tigon.compat.liger.errors import FlagConflict
+from tigon.compat.liger.kto import LigerFusedLinearKTOLoss, liger_fused_linear_kto
+from tigon.compat.liger.preference import DPO_LOSS_TYPES
 from tigon.errors import DtypeError, LabelError, OptionError, ShapeError
-from tigon.ops.losses.chunk_plan import default_chunk_bytes
+from tigon.ops.head.plan import default_chunk_bytes
 
 BETA, ALPHA, SMOOTHING, TAU = 0.3, 0.7, 0.1, 0.5
 PAIRS = 3
@@ -196,7 +197,7 @@ def test_kto_is_the_formula_with_one_kl_or_one_per_sequence(
 ) -> None:
     data = inputs(5, bias=bias)
     ref = inputs(5, bias=bias, seed=40) if reference else None
-    loss = modules.LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=reference, average_log_prob=average, chunk_size=1)
+    loss = LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=reference, average_log_prob=average, chunk_size=1)
 
     def ours(d: Inputs) -> Any:
         tensors = (None, None, None) if ref is None else ref.to(d.hidden.dtype)[:3]
@@ -212,7 +213,7 @@ def test_a_reference_that_is_passed_counts_with_a_warning_even_without_use_ref_m
     data, ref = inputs(5, bias=False), inputs(5, bias=False, seed=40)
     arguments = (data.hidden, data.weight, data.labels, None, LABELS, ref.hidden, ref.weight)
     with pytest.warns(UserWarning, match="use_ref_model=False, but ref_input is passed"):
-        found, _ = modules.LigerFusedLinearKTOLoss(beta=BETA)(*arguments)
+        found, _ = LigerFusedLinearKTOLoss(beta=BETA)(*arguments)
     torch.testing.assert_close(found, dense_kto(data, ref, [0.0] * 5, False)[0])
     pairs, ref_pairs = inputs(6, bias=False), inputs(6, bias=False, seed=40)
     with pytest.warns(UserWarning, match="use_ref_model=False"):
@@ -260,7 +261,7 @@ def test_sequences_without_labels_give_finite_losses_and_gradients() -> None:
         found = results(lambda d, loss=loss: loss(d.weight, d.hidden, d.labels, d.bias), data, torch.float32)
         assert all(value.isfinite().all() for value in found), type(loss).__name__
     data.labels[:] = -100
-    loss = modules.LigerFusedLinearKTOLoss(average_log_prob=True)
+    loss = LigerFusedLinearKTOLoss(average_log_prob=True)
     found = results(lambda d: loss(d.hidden, d.weight, d.labels, d.bias, torch.tensor([True] * 6)), data, torch.float32)
     assert all(value.isfinite().all() for value in found)
 
@@ -294,12 +295,12 @@ def test_functional_forms_take_the_functions_positional_arguments() -> None:
     by_class, _ = modules.LigerFusedLinearDPOLoss(-100, BETA, use_ref_model=False)(
         data.weight, data.hidden, data.labels
     )
-    by_function, _ = functional.liger_fused_linear_dpo(
+    by_function, _ = modules.liger_fused_linear_dpo(
         data.hidden, data.weight, data.labels, None, None, None, None, -100, BETA, False, True, False
     )
     assert torch.equal(by_class, by_function)
-    by_class, _ = modules.LigerFusedLinearKTOLoss(-100, BETA)(data.hidden, data.weight, data.labels, None, LABELS6)
-    by_function, _ = functional.liger_fused_linear_kto(
+    by_class, _ = LigerFusedLinearKTOLoss(-100, BETA)(data.hidden, data.weight, data.labels, None, LABELS6)
+    by_function, _ = liger_fused_linear_kto(
         data.hidden, data.weight, data.labels, LABELS6, None, None, None, None, None, -100, BETA, True, False
     )
     assert torch.equal(by_class, by_function)
@@ -310,7 +311,7 @@ LABELS6 = torch.tensor([True, False] * 3)
 
 def test_wrong_input_is_refused_by_name() -> None:
     data = inputs(6, bias=False)
-    dpo, kto = modules.LigerFusedLinearDPOLoss, modules.LigerFusedLinearKTOLoss
+    dpo, kto = modules.LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
     for kind in ("ipo", "sigmoid_norm", "nonsense"):
         with pytest.raises(OptionError, match="Unsupported loss_type"):
             dpo(loss_type=kind)

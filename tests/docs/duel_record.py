@@ -8,7 +8,7 @@ from typing import Any
 def row(entry: str, tokens_per_s: int, peak_gib: float, task: str = "qlora", size: str = "4x2048") -> dict[str, Any]:
     return {
         "task": task, "entry": entry, "size": size, "tokens_per_s": tokens_per_s, "peak_gib": peak_gib, "row_s": 30.0,
-        "losses": [3.0] * 10 + [2.0], "tigon_commit": "0123456789", "date": "2000-01-01",
+        "losses": [3.0] * 10 + [2.0], "trained_dtypes": ["float32"], "tigon_commit": "0123456789", "date": "2000-01-01",
     }  # fmt: skip
 
 

@@ -234,7 +234,7 @@ def resolves(dotted: str) -> bool:
 
 
 def test_every_flag_in_the_text_is_an_option_of_a_command() -> None:
-    shim = importlib.import_module("tigon.compat.liger.ops.losses").LOSS_DTYPE_OPTION
+    shim = importlib.import_module("tigon.compat.liger.loss_dtype").LOSS_DTYPE_OPTION
     known = set().union(*options().values()) | {shim}
     named = {
         page: {found[0] for code in code_of(page) for found in re.finditer(r"^--[a-z][\w-]*", code)} for page in BLOCKS

@@ -55,7 +55,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tigon.kernels import chips
-from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, gradient_sums, known_amax, lm_head
+from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, gradient_sums, known_amax, products
 
 ALL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -277,8 +277,8 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         patch.object(_device, "multiprocessors", lambda index: 1),
         patch.object(chips, "chip", lambda index: chip),
         # The launches do not depend on the values, and products of a model's size take minutes on a CPU.
-        patch.object(lm_head, "_product_into", lambda a, b, out, accumulate: None),
-        patch.object(lm_head, "F", SimpleNamespace(linear=lambda x, w, bias: x.new_empty(*x.shape[:-1], w.shape[0]))),
+        patch.object(products, "_product_into", lambda a, b, out, accumulate: None),
+        patch.object(products, "F", SimpleNamespace(linear=lambda x, w, bias: x.new_empty(*x.shape[:-1], w.shape[0]))),
     ):
         yield
 

@@ -11,7 +11,7 @@ from loss_checks import check, check_finite, draw
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.losses import GKDLoss, add_tail, distillation, divergence, topk_divergence
+from tigon.losses import add_tail, distillation, divergence, topk_divergence
 
 V, K = 7, 3
 STUDENT, TEACHER = draw(2, 3, V, seed=1), draw(2, 3, V, seed=2)
@@ -154,12 +154,6 @@ def test_distillation_returns_what_trainers_log_and_leaves_masked_tokens_out() -
     assert distillation(SOFT.sum()).hard is None
 
 
-def test_module_combines_divergence_and_mean() -> None:
-    student, teacher = STUDENT.log_softmax(-1), TEACHER.log_softmax(-1)
-    expected = distillation(divergence(student, teacher, kind="jsd", beta=0.3), MASK).loss
-    assert torch.equal(GKDLoss(beta=0.3)(student, teacher, MASK).loss, expected)
-
-
 def test_invalid_options_and_tensors_are_refused() -> None:
     for call, words in (
         (
@@ -170,7 +164,6 @@ def test_invalid_options_and_tensors_are_refused() -> None:
         (lambda: distillation(SOFT, weight_hard_loss=0.5), "weight_hard_loss=0.5 requires nll"),
         (lambda: distillation(SOFT, temperature=0.0), "temperature=0.0 must be above 0"),
         (lambda: distillation(SOFT, num_items=-1), "num_items=-1"),
-        (lambda: GKDLoss(beta=2.0), "beta=2.0"),
     ):
         with pytest.raises(OptionError) as caught:
             call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -217,6 +218,16 @@ def test_module_checks_its_options_when_it_is_made_and_gives_the_functions_resul
     assert "beta=0.5, loss_type='apo_down'" in repr(module)
     with pytest.raises(OptionError):
         DPOLoss(loss_type="dpo")
+
+
+def test_a_subclass_of_a_module_keeps_its_options_and_survives_a_pickle() -> None:
+    module = pickle.loads(pickle.dumps(Mine(0.5)))
+    assert module.options["beta"] == 0.5
+    assert torch.equal(module(*inputs().values()).loss, dpo(**inputs(), beta=0.5).loss)
+
+
+class Mine(DPOLoss):
+    """A user's loss."""
 
 
 def test_literal_and_table_name_the_same_types() -> None:

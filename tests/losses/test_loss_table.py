@@ -37,7 +37,7 @@ def test_every_function_documents_arguments_result_and_errors(name: str) -> None
 @pytest.mark.parametrize("name", [name for name in losses.__all__ if name.endswith("Loss")])
 def test_options_of_a_module_have_the_functions_defaults(name: str) -> None:
     cls = getattr(losses, name)
-    if not issubclass(cls, losses.common.LossModule) or name == "GKDLoss":  # GKD's defaults are those of its paper
+    if not issubclass(cls, losses.common.LossModule):
         return
     function = getattr(losses, {"PPOValueLoss": "ppo_value"}.get(name, name.removesuffix("Loss").lower()))
     ours, theirs = inspect.signature(cls).parameters, inspect.signature(function).parameters

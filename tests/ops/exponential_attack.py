@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops import linear_cross_entropy
-from tigon.ops.losses.linear_cross_entropy import linear_cross_entropy_oracle
+from tigon.ops.head.cross_entropy import linear_cross_entropy_oracle
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -30,23 +30,34 @@ def _is_head(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and value.is_floating_point()
 
 
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of two 16-bit matrices, with an fp32 result.
+
+    A GPU's matrix unit adds up with fewer bits than fp32 has, about four times as inexactly as an fp32 product (H100,
+    2,048 terms). No head can be more exact than that unit, so the formula uses it too.
+    """
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 class Fp32Logits(torch.autograd.Function):
     """x @ weight.T + bias in fp32. The gradient is rounded to 16 bits before its products, as in any op."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        logits = x.float() @ weight.float().t()
+        logits = fp32_product(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1)
         return logits if bias is None else logits + bias.float()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight, bias = ctx.saved_tensors
-        g = gradient.to(x.dtype).float().flatten(0, -2)
-        dw = g.t() @ x.float().flatten(0, -2)
+        g = gradient.to(x.dtype).flatten(0, -2)
+        dw = fp32_product(g.t(), x.flatten(0, -2))
         return (
-            (g @ weight.float()).view(x.shape).to(x.dtype), dw.to(weight.dtype),
-            None if bias is None else g.sum(0).to(bias.dtype),
+            fp32_product(g, weight).view(x.shape).to(x.dtype), dw.to(weight.dtype),
+            None if bias is None else g.float().sum(0).to(bias.dtype),
         )  # fmt: skip
 
 

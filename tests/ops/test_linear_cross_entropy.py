@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
-from tigon.ops import dispatch, linear_cross_entropy, lm_head, prepare_targets
-from tigon.ops.losses import common
-from tigon.ops.losses.chunk_plan import MIB, buffer_bytes, make_chunk_plan, plan_within
-
-op_module = sys.modules["tigon.ops.losses.linear_cross_entropy"]  # the package's attribute of that name is the function
+from tigon.ops import dispatch, linear_cross_entropy, prepare_targets, products
+from tigon.ops.head import cross_entropy as op_module
+from tigon.ops.head import loop
+from tigon.ops.head.plan import MIB, ChunkRequest, buffer_bytes, make_chunk_plan, plan_within
+from tigon.ops.losses import labels
+from tigon.ops.losses.cross_entropy_rows import Rows
 
 N, H, V = 24, 16, 53
 
@@ -127,13 +128,13 @@ class Shapes:
     def __init__(self, monkeypatch: Any) -> None:
         self.logits_rows: list[int] = []
         self.products: list[tuple[int, ...]] = []
-        inner = common.rows_with_gradient
+        inner = loop.rows_with_gradient
 
-        def run(rows: common.Rows, *args: Any) -> Any:
+        def run(rows: Rows, *args: Any) -> Any:
             self.logits_rows.append(rows.logits_NV.shape[0])
             return inner(rows, *args)
 
-        monkeypatch.setattr(common, "rows_with_gradient", run)
+        monkeypatch.setattr(loop, "rows_with_gradient", run)
         for name in ("mm", "addmm"):
             real = getattr(torch, name)
 
@@ -157,7 +158,7 @@ def test_results_of_a_chunk_are_freed_before_the_next_chunk(backend: Any, monkey
     x, w, target = head(backend.device)
     previous: list[weakref.ref[Tensor]] = []
     alive = []
-    inner = common.rows_with_gradient
+    inner = loop.rows_with_gradient
 
     def run(*args: Any) -> Any:
         alive.append(sum(ref() is not None for ref in previous))
@@ -165,7 +166,7 @@ def test_results_of_a_chunk_are_freed_before_the_next_chunk(backend: Any, monkey
         previous[:] = [weakref.ref(result) for result in results]
         return results
 
-    monkeypatch.setattr(common, "rows_with_gradient", run)
+    monkeypatch.setattr(loop, "rows_with_gradient", run)
     linear_cross_entropy(x, w, target, chunk_bytes=bytes_for(7), outputs=("entropy", "predicted"))
     assert alive == [0, 0, 0, 0]
 
@@ -192,9 +193,9 @@ def test_few_ignored_tokens_are_computed_instead_of_gathering_the_rest(backend: 
     target = torch.randint(0, V, (64,)).to(backend.device)
     target[-1] = -100
     found = []
-    for left_out, rows in ((lm_head._LEFT_OUT, 64), (0.0, 63)):
+    for left_out, rows in ((labels._LEFT_OUT, 64), (0.0, 63)):
         with monkeypatch.context() as patch:
-            patch.setattr(lm_head, "_LEFT_OUT", left_out)
+            patch.setattr(labels, "_LEFT_OUT", left_out)
             shapes = Shapes(patch)
             leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
             loss = linear_cross_entropy(*leaves, target)
@@ -331,7 +332,10 @@ def test_plan_chooses_the_mode_that_holds_the_least(
     tokens: int, hidden: int, vocab: int, per_row: bool, weight: bool, mode: str, most_bytes: float
 ) -> None:
     plan = make_chunk_plan(
-        tokens, hidden, vocab, 2, chunk_bytes=(GIB // 2, GIB), per_row=per_row, want_hidden=True, want_weight=weight,
+        ChunkRequest(
+            tokens=tokens, hidden=hidden, vocab=vocab, itemsize=2, chunk_bytes=(GIB // 2, GIB), per_row=per_row,
+            want_weight=weight,
+        )
     )  # fmt: skip
     assert plan.mode == mode
     assert plan.chunk * vocab * 2 <= most_bytes
@@ -341,12 +345,13 @@ def test_plan_chooses_the_mode_that_holds_the_least(
 
 def within(memory_mib: int, tokens: int, *, bf16: bool = True, weight: bool = True) -> tuple[Any, int]:
     """(plan, MiB of its buffers) for the head of Llama-3.2-1B."""
-    size = tokens, 2048, 128256, 2
-    plan = plan_within(
-        memory_mib * MIB, *size, chunk_bytes=(GIB // 2, GIB), per_row=False, want_hidden=True, want_weight=weight,
-        may_sum_in_16_bits=bf16,
-    )  # fmt: skip
-    return plan, buffer_bytes(plan, *size, want_weight=weight) // MIB
+    request = replace(llama_head(tokens), want_weight=weight, may_sum_in_16_bits=bf16)
+    plan = plan_within(memory_mib * MIB, request)
+    return plan, buffer_bytes(plan, request) // MIB
+
+
+def llama_head(tokens: int) -> ChunkRequest:
+    return ChunkRequest(tokens=tokens, hidden=2048, vocab=128256, itemsize=2, chunk_bytes=(GIB // 2, GIB))
 
 
 @pytest.mark.parametrize("memory_mib", [4096, 2048, 1536, 1100, 1024, 840])
@@ -358,9 +363,7 @@ def test_plan_within_a_limit_holds_no_more(memory_mib: int, tokens: int) -> None
 
 
 def test_plan_within_a_limit_is_the_usual_one_then_sums_in_16_bits_then_in_small_chunks() -> None:
-    usual = make_chunk_plan(
-        8192, 2048, 128256, 2, chunk_bytes=(GIB // 2, GIB), per_row=False, want_hidden=True, want_weight=True
-    )
+    usual = make_chunk_plan(llama_head(8192))
     assert within(2048, 8192)[0] == usual
     assert within(1536, 8192)[0] == usual._replace(chunk=2048)
     assert within(1024, 8192)[0] == usual._replace(chunk=2048, fp32_accumulate=False)
@@ -448,8 +451,8 @@ def test_interpreter_flag_is_off_by_default() -> None:
 def test_meta_tensors_give_shapes_alone() -> None:
     """Planners run models on the meta device: shapes only, nothing counted, nothing waited for."""
     x, w, target = (t.to("meta") for t in head(torch.device("cpu")))
-    for labels in (target, prepare_targets(target)):
-        loss = linear_cross_entropy(x, w, labels)
+    for given in (target, prepare_targets(target)):
+        loss = linear_cross_entropy(x, w, given)
         dx, dw = torch.autograd.grad(loss, (x, w))
         assert (loss.shape, dx.shape, dw.shape) == ((), x.shape, w.shape) and loss.is_meta
 
@@ -472,7 +475,7 @@ def test_product_over_an_odd_vocabulary_has_every_column_and_is_not_rounded_twic
     before = torch.randn(rows, columns).to(out_dtype) if accumulate else torch.zeros(rows, columns)
     if accumulate:
         out.copy_(before)
-    lm_head.product_into(a, b, out, accumulate)
+    products.product_into(a, b, out, accumulate)
     want = before.double() + a.double() @ b.double()
     # the columns left over are few, so that their rounding adds little to that of the whole
     assert relative_error(out, want) <= 1.15 * relative_error(want.to(out_dtype), want) + 1e-6
@@ -528,13 +531,13 @@ def test_products_on_the_cpu_get_contiguous_factors_alone(
     The tests themselves run without AMX (tests/backends.py).
     """
     gaps = []
-    product = lm_head._product_into
+    product = products._product_into
 
     def watched(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         gaps.extend(t for t in (a, b) if not (t.is_contiguous() or t.t().is_contiguous()))
         product(a, b, out, accumulate)
 
-    monkeypatch.setattr(lm_head, "_product_into", watched)
+    monkeypatch.setattr(products, "_product_into", watched)
     x = torch.randn(300, 8).bfloat16().requires_grad_()
     w = torch.randn(97, 8).bfloat16().requires_grad_()
     linear_cross_entropy(x, w, torch.randint(0, 97, (300,)), chunk_bytes=chunk_bytes).backward()  # type: ignore[union-attr]
@@ -544,13 +547,13 @@ def test_products_on_the_cpu_get_contiguous_factors_alone(
 def test_product_of_one_token_has_no_factor_of_one_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS loads such a factor element by element."""
     inner = []
-    product = lm_head._product_into
+    product = products._product_into
 
     def watched(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         inner.append(a.shape[1])
         product(a, b, out, accumulate)
 
-    monkeypatch.setattr(lm_head, "_product_into", watched)
+    monkeypatch.setattr(products, "_product_into", watched)
     x, w = torch.randn(1, 16).bfloat16(), torch.randn(40, 16).bfloat16().requires_grad_()
     target = torch.randint(0, 40, (1,))
     linear_cross_entropy(x, w, target).backward()  # type: ignore[union-attr]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,8 +22,10 @@ from helpers import (
 from tigon import linear_kl, linear_logprobs
 from tigon.errors import OptionError, ShapeError
 from tigon.losses import topk_divergence
-from tigon.ops import Case, lm_head
-from tigon.ops.logprobs.linear_kl import LINEAR_KL, linear_kl_oracle
+from tigon.ops import Case
+from tigon.ops import products as matrix_products
+from tigon.ops.head.divergence import LINEAR_KL, linear_kl_oracle
+from tigon.ops.losses import labels
 
 N, H, G, V = 6, 8, 12, 40
 KINDS: list[dict[str, Any]] = [{"kind": "forward"}, {"kind": "reverse"}, {"kind": "jsd", "beta": 0.3}]
@@ -123,7 +124,7 @@ def test_backward_whose_products_sum_in_another_order_is_as_precise(
 
     A probability near 1 has a gradient of the size of its distance to 1, which the logit's rounding would exceed.
     """
-    product_into, generator, H = lm_head._product_into, torch.Generator(), 24
+    product_into, generator, H = matrix_products._product_into, torch.Generator(), 24
 
     def in_another_order(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         if a.shape[1] == H:  # logits
@@ -131,7 +132,7 @@ def test_backward_whose_products_sum_in_another_order_is_as_precise(
             a, b = a[:, order], b[order]
         product_into(a, b, out, accumulate)
 
-    monkeypatch.setattr(lm_head, "_product_into", in_another_order)
+    monkeypatch.setattr(matrix_products, "_product_into", in_another_order)
     inputs = [_near_and_peaked(seed, grid=0.0) for seed in range(3 if backend.interpreted else 20)]
     errors = _root_mean_square_errors(
         inputs, backend, lambda: generator.manual_seed(1), chunk_bytes=21 * 240, **options
@@ -197,13 +198,13 @@ def test_jsd_is_at_most_log_2() -> None:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the products' results."""
     seen: list[tuple[int, ...]] = []
-    product_into = lm_head._product_into
+    product_into = matrix_products._product_into
 
     def counted(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         seen.append(tuple(out.shape))
         product_into(a, b, out, accumulate)
 
-    monkeypatch.setattr(lm_head, "_product_into", counted)
+    monkeypatch.setattr(matrix_products, "_product_into", counted)
     return seen
 
 
@@ -276,8 +277,7 @@ def test_mask_that_cannot_be_read_is_applied_in_the_kernels(
     inputs = heads(backend.device)
     mask = torch.tensor([True, False, False, True, True, False], device=backend.device)
     expected, want = linear_kl(**inputs, mask=mask, **options), gradients(inputs, 2.0, mask=mask, **options)
-    module = importlib.import_module("tigon.ops.logprobs.linear_kl")  # tigon.ops.logprobs is a function too
-    monkeypatch.setattr(module, "may_wait", lambda mask: False)
+    monkeypatch.setattr(labels, "may_wait", lambda mask: False)
     torch.testing.assert_close(linear_kl(**inputs, mask=mask, **options), expected)
     for name, g in gradients(inputs, 2.0, mask=mask, **options).items():
         assert relative_error(g, want[name]) <= 1e-5, name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -14,13 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from helpers import relative_error
 from second_proofs import proved_by
 from tigon.errors import DoubleBackwardError, DtypeError, LabelError, OptionError, ShapeError
-from tigon.ops import linear_cross_entropy, linear_logprobs, lm_head, logprobs
-from tigon.ops.logprobs import blocks
-from tigon.ops.logprobs.blocks import BlockPlan, LogitBytes, keeps_logits, plan_blocks, plan_kept
-from tigon.ops.logprobs.linear_logprobs import linear_logprobs_oracle
-from tigon.ops.logprobs.oracle import logprobs_oracle
-
-op_module = sys.modules["tigon.ops.logprobs.linear_logprobs"]  # the package's attribute of that name is the function
+from tigon.ops import linear_cross_entropy, linear_logprobs, logprobs
+from tigon.ops import products as matrix_products
+from tigon.ops.head import blocks, loop
+from tigon.ops.head import logprobs as op_module
+from tigon.ops.head import plan as sizes
+from tigon.ops.head.logprobs import linear_logprobs_oracle
+from tigon.ops.head.plan import BlockPlan, LogitBytes, keeps_logits, plan_blocks, plan_kept
+from tigon.ops.losses.logprobs import logprobs_oracle
 
 N, H, V = 10, 8, 37
 ALL = ("lse", "entropy", "predicted")
@@ -33,8 +33,8 @@ FIELDS = ("logprob", "lse", "entropy", "topk_logprob")
 @pytest.fixture(autouse=True)
 def short_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens too are split at these sizes, where a block of few columns would otherwise take all of them."""
-    monkeypatch.setattr(blocks, "_FEWEST_COLUMNS", 12)
-    monkeypatch.setattr(blocks, "_LOGIT_TOKENS", 4)
+    monkeypatch.setattr(sizes, "_FEWEST_COLUMNS", 12)
+    monkeypatch.setattr(sizes, "_BLOCK_LOGIT_TOKENS", 4)
 
 
 def head(device: Any = "cpu", dtype: torch.dtype = torch.float32, tokens: int = N) -> tuple[Tensor, Tensor, Tensor]:
@@ -346,7 +346,7 @@ def test_logits_of_a_block_and_their_gradient_fit_into_the_bytes(
 def test_plan_takes_all_tokens_first_and_keeps_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert plan_blocks(4096, 128256, IN_BF16, 512 << 20).tokens == 4096
-    assert plan_blocks(131072, 128256, IN_BF16, 512 << 20).tokens <= blocks._MOST_TOKENS
+    assert plan_blocks(131072, 128256, IN_BF16, 512 << 20).tokens <= sizes._MOST_TOKENS
     assert plan_blocks(1, 5, IN_BF16, 1) == BlockPlan(1, 1, 1)
     assert keeps_logits(1900, 128256, IN_BF16, 1 << 30) and not keeps_logits(2048, 128256, IN_BF16, 1 << 30)
 
@@ -385,8 +385,8 @@ class Products:
     def __init__(self, monkeypatch: Any) -> None:
         self.rows: list[int] = []
         self.products: list[tuple[int, ...]] = []
-        add_block, product_into = blocks.add_block, blocks.product_into
-        logits_into = blocks.logits_into
+        add_block, product_into = blocks.add_block, loop.product_into
+        logits_into = matrix_products.logits_into
 
         def added(block: Any, *args: Any) -> None:
             self.rows.append(block.logits_NC.shape[0])
@@ -401,8 +401,8 @@ class Products:
             logits_into(x, weight, bias, out)
 
         monkeypatch.setattr(blocks, "add_block", added)
-        monkeypatch.setattr(blocks, "product_into", product)
-        monkeypatch.setattr(blocks, "logits_into", logits)
+        monkeypatch.setattr(loop, "product_into", product)
+        monkeypatch.setattr(matrix_products, "logits_into", logits)
 
 
 @pytest.fixture
@@ -453,7 +453,7 @@ def test_frozen_half_and_no_grad_skip_their_products(products: Products, backend
             found.sum().backward()
         return len(products.products)
 
-    parts = -(-N // blocks._LOGIT_TOKENS)
+    parts = -(-N // sizes._BLOCK_LOGIT_TOKENS)
     assert count(hidden, weight, KEPT) == 1 + 2
     assert count(hidden, weight.detach(), KEPT) == 1 + 1
     assert count(hidden.detach(), weight, KEPT) == 1 + 1
@@ -646,7 +646,7 @@ def test_products_get_whole_lines_of_an_odd_vocabulary(products: Products) -> No
     linear_logprobs(hidden, weight, ids, chunk_bytes=BLOCKS).sum().backward()
     blocks_of_logits = [product[0] * product[2] for product in products.products if product[1] == H]
     assert sum(blocks_of_logits) == 2 * N * V and max(blocks_of_logits) * 4 <= BLOCKS
-    assert lm_head.product_into is not blocks.product_into
+    assert matrix_products.product_into is not loop.product_into
 
 
 @pytest.mark.parametrize("of_logits", [False, True], ids=["linear", "logits"])

@@ -34,7 +34,7 @@ from helpers import (
 from second_proofs import proved_by
 from tigon.errors import LabelError, OptionError, ShapeError, ShardingError
 from tigon.ops import OPS, Op, VocabParallelOptions, linear_cross_entropy, linear_kl, linear_logprobs, logprobs
-from tigon.ops.logprobs.blocks import LogitBytes, plan_whole_rows
+from tigon.ops.head.plan import LogitBytes, plan_whole_rows
 from two_ranks import Scenarios
 
 REFUSED = ("label_smoothing", "rank")

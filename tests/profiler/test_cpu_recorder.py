@@ -9,10 +9,10 @@ import pytest
 import torch
 from profiler_helpers import MIB
 
+from tigon._quiet import library_log_lines_dropped
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.profiler.recording.journal import Journal, plain_tensors
 from tigon.profiler.recording.peak import PeakMeter
-from tigon.profiler.recording.quiet import library_log_lines_dropped
 from tigon.profiler.recording.watch import PhaseHooks, _hook_nodes
 from tigon.profiler.timeline.assemble import assemble
 

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from tigon._quiet import quiet_packages
+from tigon._quiet import quiet_loading, quiet_packages
 from tigon.cli.shared import Command
 from tigon.models.loading.hub import set_offline_mode
-from tigon.models.loading.quiet import quiet_loading
 
 
 def command(

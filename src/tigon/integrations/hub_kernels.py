@@ -77,9 +77,13 @@ def write_repository(folder: str | os.PathLike[str]) -> Path:
     build = root / "build" / VARIANT
     build.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, Any] = {
-        "name": NAME, "id": f"_{NAME}_hub_kernels", "version": 1, "license": "Apache-2.0", "python-depends": [],
+        "name": NAME,
+        "id": f"_{NAME}_hub_kernels",
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
         "backend": {"type": "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"},
-    }  # fmt: skip
+    }
     (build / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     (build / "__init__.py").write_text(_INIT, encoding="utf-8")
     return root

@@ -480,7 +480,7 @@ def _class_weight_sum(rows):
 
 
 def cross_entropy_fwd(rows, entropy, predicted, grad_scale=None, grad_NV=None):
-    """Launch the forward of `rows` (ops/losses/common.py).
+    """Launch the forward of `rows` (ops/losses/cross_entropy_rows.py).
 
     `grad_NV` (None, logits_NV itself, or a tensor like it) receives the gradient times the fp32 scalar `grad_scale`.
     Returns the loss per row (N,) and stats (3, N), both fp32; entropy (N,) fp32 and predicted (N,) int64. Entropy and

@@ -319,7 +319,7 @@ def _tile(columns_per_lane, warps, C):
 
 
 def divergence(logits, rows, options, statistics=True, terms=True):
-    """Launch the divergence of rows of logits (`LogitPair`, `DivergenceRows` in ops/logprobs/kl_rows.py)."""
+    """Launch the divergence of rows of logits (`LogitPair`, `DivergenceRows` in ops/losses/divergence_rows.py)."""
     p_NC, q_NC = logits.p_NC, logits.q_NC
     N, C = p_NC.shape
     if not N:

@@ -354,17 +354,17 @@ def _rows_in_l2(rows, row_bytes, tile):
     return _device.cdiv(tiles, _device.cdiv(tiles * tile.tokens * row_bytes, tile.group_bytes))
 
 
-def exp_logits(x_CH, tensors, options, tile, e_CV):
+def exp_logits(head, labels, options, tile, e_CV):
     """(loss (C,), stats (3, C), factors (2, C)) in fp32 of bf16 hidden and weight; E into `e_CV` if given.
 
-    `tensors` and `options` are the chunk's ChunkTensors and LossOptions; x_CH is its hidden states, or an aligned copy.
-    x_CH and weight_VH have unit stride along H and rows that start at multiples of 16 bytes, as e_CV's do. `factors`
-    are f and c, the fp32 scalar `grad_scale` included; empty without `e_CV`.
+    `head`, `labels` and `options` are the chunk's Head, TokenLabels and LossOptions. hidden_NH and weight_VH have unit
+    stride along H and rows that start at multiples of 16 bytes, as e_CV's do. `factors` are f and c, the fp32 scalar
+    `grad_scale` included; empty without `e_CV`.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4
 
-    weight_VH, bias, target = tensors.weight_VH, tensors.bias, tensors.target
-    class_weight, token_weight, grad_scale = tensors.class_weight, tensors.token_weight, tensors.grad_scale
+    x_CH, weight_VH, bias, *_ = head
+    target, class_weight, token_weight, grad_scale = labels
     ignore_index, _, softcap, logit_scale, z_loss = options
     (C, H), V = x_CH.shape, weight_VH.shape[0]
     P = _device.cdiv(V, tile.vocab)

@@ -259,7 +259,7 @@ def _numbers(options):
 
 
 def logprob_statistics(block, rows, options):
-    """Launch the statistics of a block of columns (`Block` in ops/logprobs/rows.py) into `rows`."""
+    """Launch the statistics of a block of columns (`Block` in ops/losses/logprob_rows.py) into `rows`."""
     logits_NC, ids_NK = block.logits_NC, rows.ids_NK
     (N, C), K = logits_NC.shape, ids_NK.shape[1]
     if not N:

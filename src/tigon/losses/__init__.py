@@ -3,7 +3,7 @@
 `tigon.linear_logprobs` gives the log-probabilities per token without logits, and `sequence_sum` those of sequences. The
 losses compute in fp32, or in fp64 if the log-probabilities are. `LOSSES` lists each with its formulas and papers.
 
-sequences.py        Sums and means per sequence, padded and packed.
+sequences.py        Sums and means per sequence.
 dpo.py              DPO and its variants, with a reference model.
 reference_free.py   ORPO, SimPO, and CPO with its variants.
 unpaired.py         KTO and BCO, for sequences with a label each.
@@ -26,7 +26,6 @@ from tigon.losses.distillation import (
     DISTILLATION_FORMULAS,
     DIVERGENCE_FORMULAS,
     DistillationLoss,
-    GKDLoss,
     add_tail,
     distillation,
     divergence,
@@ -50,7 +49,7 @@ from tigon.losses.reference_free import (
     orpo,
     simpo,
 )
-from tigon.losses.sequences import layout_of, sequence_lengths, sequence_mean, sequence_sum
+from tigon.losses.sequences import sequence_lengths, sequence_mean, sequence_sum
 from tigon.losses.unpaired import BCO_FORMULAS, KTO_FORMULAS, BCOLoss, KTOLoss, UnpairedLoss, bco, kto, kto_kl
 
 LOSSES: Mapping[str, Mapping[str, LossFormula]] = MappingProxyType(
@@ -76,7 +75,6 @@ __all__ = [
     "CPOLoss",
     "DPOLoss",
     "DistillationLoss",
-    "GKDLoss",
     "GRPOLoss",
     "KTOLoss",
     "LossFormula",
@@ -101,7 +99,6 @@ __all__ = [
     "kl_estimate",
     "kto",
     "kto_kl",
-    "layout_of",
     "leave_one_out_advantages",
     "orpo",
     "ppo",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -52,11 +54,35 @@ def smoothed_logistic(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 class LossModule(nn.Module):
-    """A loss function with its options. The options are checked when the module is made."""
+    """A loss function that holds its options, under the same names; forward takes the function's other parameters.
 
-    def __init__(self, **options: Any) -> None:
+    A subclass names the function, the options in the order of the constructor, and the function that checks them:
+    the constructor raises `OptionError` under the conditions of the loss function.
+    """
+
+    __signature__: inspect.Signature
+    _function: Callable[..., Any]
+    _check: Callable[..., None]
+
+    def __init_subclass__(
+        cls, *, of: Callable[..., Any] | None = None, holds: str = "", check: Callable[..., None] | None = None
+    ) -> None:
+        super().__init_subclass__()
+        if of is None or check is None:  # a user's subclass
+            return
+        parameters = inspect.signature(of).parameters
+        held = [parameters[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in holds.split()]
+        cls.__signature__, cls._function, cls._check = inspect.Signature(held), staticmethod(of), staticmethod(check)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
-        self.options = options
+        bound = self.__signature__.bind(*args, **options)
+        bound.apply_defaults()
+        self.options: dict[str, Any] = dict(bound.arguments)
+        self._check(**self.options)
+
+    def forward(self, *tensors: Any, **named: Any) -> Any:
+        return self._function(*tensors, **named, **self.options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.losses._checks import as_float, check_choice, check_number, same_shape
-from tigon.losses.common import LossFormula, LossModule
+from tigon.losses.common import LossFormula
 from tigon.losses.numerics import log1mexp
-from tigon.losses.sequences import layout_of
+from tigon.losses.sequences import Tokens
 
 DivergenceKind = Literal["forward", "reverse", "jsd"]
 
@@ -196,13 +196,13 @@ def distillation(
     soft_tokens = as_float("divergences", divergences)
     same_shape(soft_tokens.shape, nll=nll)
     soft_tokens = soft_tokens.reshape(-1)
-    layout = layout_of(soft_tokens, None if mask is None else _flat("mask", mask, divergences))
-    denominator = layout.items_of_step(num_items, soft_tokens.dtype)
-    soft = layout.masked(soft_tokens).sum() / denominator
+    tokens = Tokens.of(soft_tokens, None if mask is None else _flat("mask", mask, divergences))
+    denominator = tokens.items_of_step(num_items, soft_tokens.dtype)
+    soft = tokens.masked(soft_tokens).sum() / denominator
     loss = (weight_soft_loss * temperature**2) * soft
     hard = None
     if nll is not None:
-        hard = layout.masked(as_float("nll", nll).reshape(-1)).sum() / denominator
+        hard = tokens.masked(as_float("nll", nll).reshape(-1)).sum() / denominator
         if weight_hard_loss:
             loss = loss + weight_hard_loss * hard
         hard = hard.detach()
@@ -218,43 +218,3 @@ def _check_distillation_options(weight_soft_loss: float, weight_hard_loss: float
     check_number("weight_soft_loss", weight_soft_loss, at_least=0)
     check_number("weight_hard_loss", weight_hard_loss, at_least=0)
     check_number("temperature", temperature, above=0)
-
-
-class GKDLoss(LossModule):
-    """`distillation` of a `divergence`, as a module that holds their options.
-
-    forward takes student_logprobs and teacher_logprobs (..., V), and optionally mask, nll and num_items, and returns
-    `DistillationLoss`.
-
-    Raises:
-        OptionError: when the module is made, under the conditions of `divergence` and `distillation`.
-    """
-
-    def __init__(
-        self,
-        beta: float = 0.5,
-        kind: DivergenceKind = "jsd",
-        weight_soft_loss: float = 1.0,
-        weight_hard_loss: float = 0.0,
-        temperature: float = 1.0,
-    ) -> None:
-        super().__init__(
-            beta=beta, kind=kind, weight_soft_loss=weight_soft_loss, weight_hard_loss=weight_hard_loss,
-            temperature=temperature,
-        )  # fmt: skip
-        _check_divergence_options(kind, beta)
-        _check_distillation_options(weight_soft_loss, weight_hard_loss, temperature)
-
-    def forward(
-        self,
-        student_logprobs: Tensor,
-        teacher_logprobs: Tensor,
-        mask: Tensor | None = None,
-        *,
-        nll: Tensor | None = None,
-        num_items: Tensor | float | None = None,
-    ) -> DistillationLoss:
-        options = dict(self.options)
-        kind, beta = options.pop("kind"), options.pop("beta")
-        per_token = divergence(student_logprobs, teacher_logprobs, kind=kind, beta=beta)
-        return distillation(per_token, mask, nll=nll, num_items=num_items, **options)

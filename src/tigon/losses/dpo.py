@@ -1,7 +1,7 @@
 """Direct preference optimization (DPO) and its variants, on log-probabilities of whole sequences.
 
 The log-ratio of a sequence is r = log π(y|x) - log π_ref(y|x). Index w stands for the chosen and l for the rejected
-sequence of a pair, and Δ = r_w - r_l. Each variant is a function below and a row of `FORMULAS`.
+sequence of a pair, and Δ = r_w - r_l. Each variant is a row of `FORMULAS` and of `_FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,21 @@ from tigon.losses.common import LossFormula, LossModule, PairLoss, smoothed_logi
 from tigon.losses.numerics import exp_bounded
 
 DPOLossType = Literal[
-    "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
-    "aot_unpaired", "apo_zero", "apo_down", "discopop",
-]  # fmt: skip
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+]
 
 FORMULAS: dict[str, LossFormula] = {
     "sigmoid": LossFormula("-(1-e) log σ(βΔ) - e log σ(-βΔ)", ("2305.18290",)),
@@ -59,32 +71,20 @@ class _Pairs:
     discopop_tau: float
 
     @property
-    def delta(self) -> Tensor:
-        """Δ"""
-        return self.chosen - self.rejected
-
-
-def _sigmoid(p: _Pairs) -> Tensor:
-    return smoothed_logistic(p.beta * p.delta, p.label_smoothing)
-
-
-def _hinge(p: _Pairs) -> Tensor:
-    return torch.relu(1.0 - p.beta * p.delta)
-
-
-def _ipo(p: _Pairs) -> Tensor:
-    return (p.delta - 0.5 / p.beta) ** 2
-
-
-def _robust(p: _Pairs) -> Tensor:
-    e, margin = p.label_smoothing, p.beta * p.delta
-    return (e * F.logsigmoid(-margin) - (1.0 - e) * F.logsigmoid(margin)) / (1.0 - 2.0 * e)
+    def margin(self) -> Tensor:
+        """βΔ"""
+        return self.beta * (self.chosen - self.rejected)
 
 
 def _exo_pair(p: _Pairs) -> Tensor:
-    e, margin = p.label_smoothing, p.beta * p.delta
+    e, margin = p.label_smoothing, p.margin
     won = torch.sigmoid(margin) * (F.logsigmoid(margin) - math.log1p(-e))
     return won + torch.sigmoid(-margin) * (F.logsigmoid(-margin) - math.log(e))
+
+
+def _robust(p: _Pairs) -> Tensor:
+    e = p.label_smoothing
+    return (e * F.logsigmoid(-p.margin) - (1.0 - e) * F.logsigmoid(p.margin)) / (1.0 - 2.0 * e)
 
 
 def _nca_pair(p: _Pairs) -> Tensor:
@@ -92,44 +92,32 @@ def _nca_pair(p: _Pairs) -> Tensor:
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def _bco_pair(p: _Pairs) -> Tensor:
-    return -F.logsigmoid(p.beta * p.chosen) - F.logsigmoid(-p.beta * p.rejected)
-
-
-def _sppo_hard(p: _Pairs) -> Tensor:
-    return (p.chosen - 0.5 / p.beta) ** 2 + (p.rejected + 0.5 / p.beta) ** 2
-
-
-def _aot(p: _Pairs) -> Tensor:
-    delta = p.policy_margin.sort().values - p.ref_margin.sort().values
-    return smoothed_logistic(p.beta * delta, p.label_smoothing)
-
-
-def _aot_unpaired(p: _Pairs) -> Tensor:
-    delta = p.chosen.sort().values - p.rejected.sort().values
-    return smoothed_logistic(p.beta * delta, p.label_smoothing)
-
-
-def _apo_zero(p: _Pairs) -> Tensor:
-    return torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected)
-
-
-def _apo_down(p: _Pairs) -> Tensor:
-    return torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.beta * (p.chosen - p.rejected))
-
-
 def _discopop(p: _Pairs) -> Tensor:
-    margin = p.beta * p.delta
-    logistic = torch.sigmoid(-margin / p.discopop_tau) * -F.logsigmoid(margin)
+    logistic = torch.sigmoid(-p.margin / p.discopop_tau) * -F.logsigmoid(p.margin)
     # σ(m/τ) exp(-m) as one exponential, because the second factor overflows where the product is at most 1.
-    return logistic + exp_bounded(F.logsigmoid(margin / p.discopop_tau) - margin)
+    return logistic + exp_bounded(F.logsigmoid(p.margin / p.discopop_tau) - p.margin)
+
+
+def _sorted_logistic(first: Tensor, second: Tensor, p: _Pairs) -> Tensor:
+    return smoothed_logistic(p.beta * (first.sort().values - second.sort().values), p.label_smoothing)
 
 
 _FUNCTIONS: dict[str, Callable[[_Pairs], Tensor]] = {
-    "sigmoid": _sigmoid, "sigmoid_norm": _sigmoid, "hinge": _hinge, "ipo": _ipo, "robust": _robust,
-    "exo_pair": _exo_pair, "nca_pair": _nca_pair, "bco_pair": _bco_pair, "sppo_hard": _sppo_hard, "aot": _aot,
-    "aot_unpaired": _aot_unpaired, "apo_zero": _apo_zero, "apo_down": _apo_down, "discopop": _discopop,
-}  # fmt: skip
+    "sigmoid": lambda p: smoothed_logistic(p.margin, p.label_smoothing),
+    "sigmoid_norm": lambda p: smoothed_logistic(p.margin, p.label_smoothing),
+    "hinge": lambda p: torch.relu(1.0 - p.margin),
+    "ipo": lambda p: (p.chosen - p.rejected - 0.5 / p.beta) ** 2,
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": lambda p: -F.logsigmoid(p.beta * p.chosen) - F.logsigmoid(-p.beta * p.rejected),
+    "sppo_hard": lambda p: (p.chosen - 0.5 / p.beta) ** 2 + (p.rejected + 0.5 / p.beta) ** 2,
+    "aot": lambda p: _sorted_logistic(p.policy_margin, p.ref_margin, p),
+    "aot_unpaired": lambda p: _sorted_logistic(p.chosen, p.rejected, p),
+    "apo_zero": lambda p: torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected),
+    "apo_down": lambda p: torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.margin),
+    "discopop": _discopop,
+}
 
 
 def check_dpo_options(
@@ -202,9 +190,12 @@ def dpo(
         DtypeError: a log-probability is not a floating-point tensor.
     """
     check_dpo_options(
-        beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, reference_free=reference_free,
+        beta=beta,
+        loss_type=loss_type,
+        label_smoothing=label_smoothing,
+        reference_free=reference_free,
         discopop_tau=discopop_tau,
-    )  # fmt: skip
+    )
     chosen_logps, rejected_logps = vectors(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     if reference_free:
         if ref_chosen_logps is not None or ref_rejected_logps is not None:
@@ -213,9 +204,11 @@ def dpo(
     if ref_chosen_logps is None or ref_rejected_logps is None:
         raise OptionError("Pass ref_chosen_logps and ref_rejected_logps, or reference_free=True.")
     chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps = vectors(
-        chosen_logps=chosen_logps, rejected_logps=rejected_logps,
-        ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps,
-    )  # fmt: skip
+        chosen_logps=chosen_logps,
+        rejected_logps=rejected_logps,
+        ref_chosen_logps=ref_chosen_logps,
+        ref_rejected_logps=ref_rejected_logps,
+    )
     chosen, rejected = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
     chosen_rewards, rejected_rewards = beta * chosen.detach(), beta * rejected.detach()
 
@@ -227,9 +220,14 @@ def dpo(
     elif loss_type == "sigmoid_norm":
         raise OptionError("loss_type='sigmoid_norm' requires chosen_lengths and rejected_lengths.")
     pairs = _Pairs(
-        chosen, rejected, chosen_logps - rejected_logps, ref_chosen_logps - ref_rejected_logps, beta, label_smoothing,
+        chosen,
+        rejected,
+        chosen_logps - rejected_logps,
+        ref_chosen_logps - ref_rejected_logps,
+        beta,
+        label_smoothing,
         discopop_tau,
-    )  # fmt: skip
+    )
     return PairLoss(_FUNCTIONS[loss_type](pairs), chosen_rewards, rejected_rewards)
 
 
@@ -239,41 +237,10 @@ def _lengths(name: str, lengths: Tensor, like: Tensor) -> Tensor:
     return as_float(name, lengths if lengths.is_floating_point() else lengths.to(like.dtype)).clamp(min=1)
 
 
-class DPOLoss(LossModule):
-    """`dpo` as a module that holds its options, under the same names.
-
-    forward takes chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, and optionally chosen_lengths and
-    rejected_lengths, all (B,), and returns `PairLoss`.
-
-    Raises:
-        OptionError: when the module is made, under the conditions of `dpo`.
-    """
-
-    def __init__(
-        self,
-        beta: float = 0.1,
-        loss_type: DPOLossType = "sigmoid",
-        label_smoothing: float = 0.0,
-        reference_free: bool = False,
-        discopop_tau: float = 0.05,
-    ) -> None:
-        super().__init__(
-            beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, reference_free=reference_free,
-            discopop_tau=discopop_tau,
-        )  # fmt: skip
-        check_dpo_options(**self.options)
-
-    def forward(
-        self,
-        chosen_logps: Tensor,
-        rejected_logps: Tensor,
-        ref_chosen_logps: Tensor | None = None,
-        ref_rejected_logps: Tensor | None = None,
-        *,
-        chosen_lengths: Tensor | None = None,
-        rejected_lengths: Tensor | None = None,
-    ) -> PairLoss:
-        return dpo(
-            chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_lengths=chosen_lengths,
-            rejected_lengths=rejected_lengths, **self.options,
-        )  # fmt: skip
+class DPOLoss(
+    LossModule,
+    of=dpo,
+    holds="beta loss_type label_smoothing reference_free discopop_tau",
+    check=check_dpo_options,
+):
+    """`dpo` as a module that holds its options."""

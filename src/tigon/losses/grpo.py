@@ -16,7 +16,7 @@ from tigon.losses._checks import as_float, check_choice, check_number, same_shap
 from tigon.losses.common import LossFormula, LossModule
 from tigon.losses.kl import kl_estimate
 from tigon.losses.numerics import exp_bounded
-from tigon.losses.sequences import SequenceLayout, layout_of
+from tigon.losses.sequences import Tokens
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Level = Literal["token", "sequence"]
@@ -103,7 +103,6 @@ def grpo(
     *,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
-    kl: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     loss_type: GRPOLossType = "dapo",
     beta: float = 0.0,
@@ -114,8 +113,6 @@ def grpo(
     use_bias_correction_kl: bool = False,
     max_completion_length: int | None = None,
     num_items: Tensor | float | None = None,
-    segment_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
 ) -> PolicyLoss:
     """Policy gradient with a clipped ratio: GRPO, DAPO, Dr. GRPO, BNPO, GSPO and CISPO.
 
@@ -124,13 +121,11 @@ def grpo(
     Log-ratios of ±500 and beyond give finite losses and gradients: from 30 on the exponential goes on as its tangent.
 
     Args:
-        logps: (B, T) log-probability of each completion token, or (N,) packed with segment_ids or cu_seqlens.
-        advantages: (B,) or (S,), one per sequence, or one per token.
+        logps: (B, T) log-probability of each completion token.
+        advantages: (B,), one per sequence, or (B, T), one per token.
         mask: of logps' shape, bool or numbers: False or 0 leaves a token out, whatever its values are.
         old_logps: of logps' shape, at the time of the sampling. None: logps without gradient, so that ρ is 1.
         ref_logps: of logps' shape, under the reference model, for the k3 estimate of the KL.
-        kl: of logps' shape, another KL per token instead of ref_logps: exact as `tigon.linear_kl` gives it, or another
-            estimate of `kl_estimate`.
         importance_sampling_ratio: w, per token or sequence, as `importance_sampling_ratio` gives. No gradient flows
             into it. It weights the policy term and not the KL.
         loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "gspo" or "cispo".
@@ -144,7 +139,6 @@ def grpo(
         max_completion_length: for "dr_grpo", which divides by it.
         num_items: for "dapo" and "cispo", the denominator: the tokens of all micro-batches of the step. None: this
             batch's tokens. Values below 1 count as 1.
-        segment_ids, cu_seqlens: the sequences of a packed batch, as in `layout_of`.
 
     Returns:
         `PolicyLoss`: loss (scalar), per_token, and without gradient per token ratio, kl, clipped_low and clipped_high.
@@ -156,30 +150,33 @@ def grpo(
         DtypeError: a tensor is not floating-point.
     """
     check_grpo_options(
-        loss_type=loss_type, beta=beta, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta,
-        importance_sampling_level=importance_sampling_level, use_bias_correction_kl=use_bias_correction_kl,
+        loss_type=loss_type,
+        beta=beta,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        importance_sampling_level=importance_sampling_level,
+        use_bias_correction_kl=use_bias_correction_kl,
         max_completion_length=max_completion_length,
-    )  # fmt: skip
+    )
     logps = as_float("logps", logps)
-    same_shape(logps.shape, old_logps=old_logps, ref_logps=ref_logps, kl=kl)
-    if ref_logps is not None and kl is not None:
-        raise OptionError("ref_logps and kl both give the KL; pass one of them.")
-    if beta and ref_logps is None and kl is None:
-        raise OptionError(f"beta={beta} requires ref_logps or kl.")
+    same_shape(logps.shape, old_logps=old_logps, ref_logps=ref_logps)
+    if beta and ref_logps is None:
+        raise OptionError(f"beta={beta} requires ref_logps.")
     if num_items is not None and loss_type not in ("dapo", "cispo"):
         raise OptionError(f"num_items does not apply to loss_type={loss_type!r}; it applies to dapo, cispo.")
-    layout = layout_of(logps, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
-    logps = layout.masked(logps)
-    old = logps.detach() if old_logps is None else layout.masked(as_float("old_logps", old_logps))
-    advantage = layout.masked(layout.per_token("advantages", as_float("advantages", advantages)))
+    tokens = Tokens.of(logps, mask)
+    logps = tokens.masked(logps)
+    old = logps.detach() if old_logps is None else tokens.masked(as_float("old_logps", old_logps))
+    advantage = tokens.masked(tokens.per_token("advantages", as_float("advantages", advantages)))
 
     log_ratio = logps - old
     is_sequence_level = loss_type == "gspo" or importance_sampling_level == "sequence"
-    ratio = exp_bounded(layout.spread(layout.means(log_ratio)) if is_sequence_level else log_ratio)
+    ratio = exp_bounded(tokens.spread(tokens.means(log_ratio)) if is_sequence_level else log_ratio)
     upper = epsilon if epsilon_high is None else epsilon_high
     if loss_type == "cispo":
         per_token = -ratio.detach().clamp(max=upper) * advantage * logps
-        clipped_low = torch.zeros_like(layout.mask)
+        clipped_low = torch.zeros_like(tokens.mask)
         clipped_high = (ratio > upper) & (advantage > 0)
     else:
         bounded = ratio if delta is None else ratio.clamp(max=delta)
@@ -187,45 +184,46 @@ def grpo(
         clipped_low = (ratio < 1.0 - epsilon) & (advantage < 0)
         clipped_high = (ratio > 1.0 + upper) & (advantage > 0)
     if importance_sampling_ratio is not None:
-        weight = layout.per_token(
+        weight = tokens.per_token(
             "importance_sampling_ratio", as_float("importance_sampling_ratio", importance_sampling_ratio)
         )
-        per_token = per_token * layout.masked(weight.detach())
+        per_token = per_token * tokens.masked(weight.detach())
 
     per_token_kl = None
     if ref_logps is not None:
-        per_token_kl = kl_estimate(logps, layout.masked(as_float("ref_logps", ref_logps)))
-    elif kl is not None:
-        per_token_kl = layout.masked(as_float("kl", kl))
-    if per_token_kl is not None:
+        per_token_kl = kl_estimate(logps, tokens.masked(as_float("ref_logps", ref_logps)))
         if use_bias_correction_kl:
             per_token_kl = per_token_kl * ratio
         if beta:
             per_token = per_token + beta * per_token_kl
 
-    loss = _reduced(per_token, layout, loss_type, max_completion_length, num_items)
+    loss = _reduced(per_token, tokens, loss_type, max_completion_length, num_items)
     return PolicyLoss(
-        loss, ratio.detach(), None if per_token_kl is None else per_token_kl.detach(),
-        clipped_low & layout.mask, clipped_high & layout.mask, layout.masked(per_token),
-    )  # fmt: skip
+        loss,
+        ratio.detach(),
+        None if per_token_kl is None else per_token_kl.detach(),
+        clipped_low & tokens.mask,
+        clipped_high & tokens.mask,
+        tokens.masked(per_token),
+    )
 
 
 def _reduced(
     per_token: Tensor,
-    layout: SequenceLayout,
+    tokens: Tokens,
     loss_type: str,
     max_completion_length: int | None,
     num_items: Tensor | float | None,
 ) -> Tensor:
     """The scalar loss, with the denominator of the loss type."""
     if loss_type in ("grpo", "gspo"):
-        return layout.means(per_token).sum() / max(layout.count(), 1)
+        return tokens.means(per_token).sum() / max(tokens.sequences(), 1)
     if loss_type == "bnpo":
-        return layout.mean(per_token)
-    total = layout.masked(per_token).sum()
+        return tokens.mean(per_token)
+    total = tokens.masked(per_token).sum()
     if loss_type == "dr_grpo":
-        return total / max(layout.count() * (max_completion_length or 1), 1)
-    return total / layout.items_of_step(num_items, total.dtype)
+        return total / max(tokens.sequences() * (max_completion_length or 1), 1)
+    return total / tokens.items_of_step(num_items, total.dtype)
 
 
 def importance_sampling_ratio(
@@ -235,8 +233,6 @@ def importance_sampling_ratio(
     *,
     mode: CorrectionMode = "sequence_mask",
     clip_max: float = 3.0,
-    segment_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Weights that correct for a sampler whose log-probabilities differ from the trainer's.
 
@@ -245,12 +241,11 @@ def importance_sampling_ratio(
     off-policy RL training"; masked: the same with whole sequences (TRL's names and defaults).
 
     Args:
-        old_logps: (B, T) or (N,) log-probabilities by the trainer's model at the time of the sampling.
+        old_logps: (B, T) log-probabilities by the trainer's model at the time of the sampling.
         sampling_logps: the same by the sampler, such as vLLM. A NaN counts as equal to old_logps.
         mask: of the same shape: False or 0 leaves a token out.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
         clip_max: the largest w, above 0.
-        segment_ids, cu_seqlens: the sequences of a packed batch, as in `layout_of`.
 
     Returns:
         w per token, of the same shape, without gradient; 1 for masked tokens, except in a masked sequence.
@@ -264,60 +259,21 @@ def importance_sampling_ratio(
     check_number("clip_max", clip_max, above=0)
     old = as_float("old_logps", old_logps).detach()
     same_shape(old.shape, sampling_logps=sampling_logps)
-    layout = layout_of(old, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
-    log_ratio = layout.masked((old - as_float("sampling_logps", sampling_logps).detach()).nan_to_num(nan=0.0))
+    tokens = Tokens.of(old, mask)
+    log_ratio = tokens.masked((old - as_float("sampling_logps", sampling_logps).detach()).nan_to_num(nan=0.0))
     if mode.startswith("sequence"):
-        log_ratio = layout.spread(layout.sums(log_ratio))
+        log_ratio = tokens.spread(log_ratio.sum(-1))
     ratio = exp_bounded(log_ratio)
     if mode.endswith("truncate"):
         return ratio.clamp(max=clip_max)
     return ratio.masked_fill(ratio > clip_max, 0.0)
 
 
-class GRPOLoss(LossModule):
-    """`grpo` as a module that holds its options, under the same names.
-
-    forward takes logps, advantages, mask, old_logps, ref_logps, kl, importance_sampling_ratio, num_items and the
-    sequences of a packed batch, and returns `PolicyLoss`.
-
-    Raises:
-        OptionError: when the module is made, under the conditions of `grpo`.
-    """
-
-    def __init__(
-        self,
-        beta: float = 0.0,
-        loss_type: GRPOLossType = "dapo",
-        epsilon: float = 0.2,
-        epsilon_high: float | None = None,
-        delta: float | None = None,
-        importance_sampling_level: Level | None = None,
-        use_bias_correction_kl: bool = False,
-        max_completion_length: int | None = None,
-    ) -> None:
-        super().__init__(
-            beta=beta, loss_type=loss_type, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta,
-            importance_sampling_level=importance_sampling_level, use_bias_correction_kl=use_bias_correction_kl,
-            max_completion_length=max_completion_length,
-        )  # fmt: skip
-        check_grpo_options(**self.options)
-
-    def forward(
-        self,
-        logps: Tensor,
-        advantages: Tensor,
-        mask: Tensor | None = None,
-        *,
-        old_logps: Tensor | None = None,
-        ref_logps: Tensor | None = None,
-        kl: Tensor | None = None,
-        importance_sampling_ratio: Tensor | None = None,
-        num_items: Tensor | float | None = None,
-        segment_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> PolicyLoss:
-        return grpo(
-            logps, advantages, mask, old_logps=old_logps, ref_logps=ref_logps, kl=kl,
-            importance_sampling_ratio=importance_sampling_ratio, num_items=num_items, segment_ids=segment_ids,
-            cu_seqlens=cu_seqlens, **self.options,
-        )  # fmt: skip
+class GRPOLoss(
+    LossModule,
+    of=grpo,
+    holds="beta loss_type epsilon epsilon_high delta importance_sampling_level use_bias_correction_kl "
+    "max_completion_length",
+    check=check_grpo_options,
+):
+    """`grpo` as a module that holds its options."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from tigon.losses._checks import as_float, check_number, same_shape
 from tigon.losses.common import LossFormula, LossModule
 from tigon.losses.grpo import PolicyLoss, grpo
-from tigon.losses.sequences import layout_of
+from tigon.losses.sequences import Tokens
 
 PPO_FORMULAS: dict[str, LossFormula] = {
     "ppo": LossFormula("mean over tokens of -min(ρA, clip(ρ, 1-ε, 1+ε_high) A)", ("1707.06347",)),
@@ -73,6 +73,10 @@ def _check_ppo_options(cliprange: float, cliprange_high: float | None) -> None:
         check_number("cliprange_high", cliprange_high, at_least=0)
 
 
+def _check_value_options(cliprange_value: float) -> None:
+    check_number("cliprange_value", cliprange_value, above=0)
+
+
 def ppo_value(
     values: Tensor,
     returns: Tensor,
@@ -101,53 +105,25 @@ def ppo_value(
         ShapeError: the shapes do not match.
         DtypeError: a tensor is not floating-point.
     """
-    check_number("cliprange_value", cliprange_value, above=0)
+    _check_value_options(cliprange_value)
     values = as_float("values", values)
     same_shape(values.shape, returns=returns, old_values=old_values)
-    layout = layout_of(values, mask)
-    values, target = layout.masked(values), layout.masked(as_float("returns", returns).detach())
+    tokens = Tokens.of(values, mask)
+    values, target = tokens.masked(values), tokens.masked(as_float("returns", returns).detach())
     squared = (values - target).square()
-    clipped = torch.zeros_like(layout.mask)
+    clipped = torch.zeros_like(tokens.mask)
     if old_values is not None:
-        old = layout.masked(as_float("old_values", old_values).detach())
+        old = tokens.masked(as_float("old_values", old_values).detach())
         near = torch.maximum(torch.minimum(values, old + cliprange_value), old - cliprange_value)
         of_near = (near - target).square()
-        clipped = (of_near > squared) & layout.mask
+        clipped = (of_near > squared) & tokens.mask
         squared = torch.maximum(squared, of_near)
-    return ValueLoss(0.5 * layout.mean(squared), clipped)
+    return ValueLoss(0.5 * tokens.mean(squared), clipped)
 
 
-class PPOLoss(LossModule):
-    """`ppo` as a module that holds its options, under the same names.
-
-    forward takes logps, old_logps, advantages and mask, and returns `PolicyLoss`.
-
-    Raises:
-        OptionError: when the module is made, under the conditions of `ppo`.
-    """
-
-    def __init__(self, cliprange: float = 0.2, cliprange_high: float | None = None) -> None:
-        super().__init__(cliprange=cliprange, cliprange_high=cliprange_high)
-        _check_ppo_options(**self.options)
-
-    def forward(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor | None = None) -> PolicyLoss:
-        return ppo(logps, old_logps, advantages, mask, **self.options)
+class PPOLoss(LossModule, of=ppo, holds="cliprange cliprange_high", check=_check_ppo_options):
+    """`ppo` as a module that holds its options."""
 
 
-class PPOValueLoss(LossModule):
-    """`ppo_value` as a module that holds its options, under the same names.
-
-    forward takes values, returns, mask and old_values, and returns `ValueLoss`.
-
-    Raises:
-        OptionError: when the module is made, if cliprange_value is out of range.
-    """
-
-    def __init__(self, cliprange_value: float = 0.2) -> None:
-        super().__init__(cliprange_value=cliprange_value)
-        check_number("cliprange_value", cliprange_value, above=0)
-
-    def forward(
-        self, values: Tensor, returns: Tensor, mask: Tensor | None = None, *, old_values: Tensor | None = None
-    ) -> ValueLoss:
-        return ppo_value(values, returns, mask, old_values=old_values, **self.options)
+class PPOValueLoss(LossModule, of=ppo_value, holds="cliprange_value", check=_check_value_options):
+    """`ppo_value` as a module that holds its options."""

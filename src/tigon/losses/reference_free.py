@@ -78,7 +78,7 @@ def orpo(
         ShapeError: the tensors are not vectors of one length.
         DtypeError: a tensor is not floating-point.
     """
-    check_number("beta", beta, at_least=0)
+    _check_orpo_options(beta)
     chosen, rejected = vectors(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
     ratio = F.logsigmoid(log_odds)
@@ -188,64 +188,24 @@ def simpo(
     )
 
 
-class ORPOLoss(LossModule):
-    """`orpo` as a module that holds its options, under the same names.
-
-    forward takes chosen_logps and rejected_logps (B,) and optionally nll_loss, and returns `OddsRatioLoss`.
-
-    Raises:
-        OptionError: when the module is made, under the conditions of `orpo`.
-    """
-
-    def __init__(self, beta: float = 0.1) -> None:
-        super().__init__(beta=beta)
-        check_number("beta", beta, at_least=0)
-
-    def forward(self, chosen_logps: Tensor, rejected_logps: Tensor, nll_loss: Tensor | None = None) -> OddsRatioLoss:
-        return orpo(chosen_logps, rejected_logps, nll_loss, **self.options)
+def _check_orpo_options(beta: float) -> None:
+    check_number("beta", beta, at_least=0)
 
 
-class CPOLoss(LossModule):
-    """`cpo` as a module that holds its options, under the same names.
-
-    forward takes chosen_logps and rejected_logps (B,) and optionally nll_loss, and returns `PairLoss`.
-
-    Raises:
-        OptionError: when the module is made, under the conditions of `cpo`.
-    """
-
-    def __init__(
-        self,
-        beta: float = 0.1,
-        loss_type: CPOLossType = "sigmoid",
-        label_smoothing: float = 0.0,
-        cpo_alpha: float = 1.0,
-        simpo_gamma: float = 0.5,
-    ) -> None:
-        super().__init__(
-            beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, cpo_alpha=cpo_alpha,
-            simpo_gamma=simpo_gamma,
-        )  # fmt: skip
-        check_cpo_options(**self.options)
-
-    def forward(self, chosen_logps: Tensor, rejected_logps: Tensor, nll_loss: Tensor | None = None) -> PairLoss:
-        return cpo(chosen_logps, rejected_logps, nll_loss, **self.options)
+def _check_simpo_options(beta: float, gamma: float, label_smoothing: float) -> None:
+    check_number("gamma", gamma)
+    check_cpo_options(beta=beta, loss_type="simpo", label_smoothing=label_smoothing, cpo_alpha=0.0, simpo_gamma=gamma)
 
 
-class SimPOLoss(LossModule):
-    """`simpo` as a module that holds its options, under the same names.
+class ORPOLoss(LossModule, of=orpo, holds="beta", check=_check_orpo_options):
+    """`orpo` as a module that holds its options."""
 
-    forward takes chosen_logps and rejected_logps (B,) and returns `PairLoss`.
 
-    Raises:
-        OptionError: when the module is made, under the conditions of `simpo`.
-    """
+class CPOLoss(
+    LossModule, of=cpo, holds="beta loss_type label_smoothing cpo_alpha simpo_gamma", check=check_cpo_options
+):
+    """`cpo` as a module that holds its options."""
 
-    def __init__(self, beta: float = 2.0, gamma: float = 0.5, label_smoothing: float = 0.0) -> None:
-        super().__init__(beta=beta, gamma=gamma, label_smoothing=label_smoothing)
-        check_number("gamma", gamma)
-        check_number("beta", beta, above=0)
-        check_number("label_smoothing", label_smoothing, at_least=0, at_most=1)
 
-    def forward(self, chosen_logps: Tensor, rejected_logps: Tensor) -> PairLoss:
-        return simpo(chosen_logps, rejected_logps, **self.options)
+class SimPOLoss(LossModule, of=simpo, holds="beta gamma label_smoothing", check=_check_simpo_options):
+    """`simpo` as a module that holds its options."""

@@ -76,7 +76,9 @@ def _scalar(name: str, value: Tensor | float, like: Tensor) -> Tensor:
     return as_float(name, value).detach().reshape(())
 
 
-def check_kto_options(*, beta: float, loss_type: str, desirable_weight: float, undesirable_weight: float) -> None:
+def check_kto_options(
+    *, beta: float, desirable_weight: float, undesirable_weight: float, loss_type: str = "kto"
+) -> None:
     """Raise `OptionError` for an option of `kto` or `bco` that is not valid."""
     check_choice("loss_type", loss_type, KTO_FORMULAS)
     check_number("beta", beta, above=0)
@@ -165,9 +167,7 @@ def bco(
         ShapeError: the tensors are not vectors of one length, or delta has more than one element.
         DtypeError: a log-probability is not a floating-point tensor.
     """
-    check_kto_options(
-        beta=beta, loss_type="kto", desirable_weight=desirable_weight, undesirable_weight=undesirable_weight
-    )
+    check_kto_options(beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     logps, ref_logps = vectors(logps=logps, ref_logps=ref_logps)
     signs = _signs(labels, logps)
     log_ratio = logps - ref_logps
@@ -176,45 +176,9 @@ def bco(
     return UnpairedLoss(loss, beta * log_ratio.detach())
 
 
-class KTOLoss(LossModule):
-    """`kto` as a module that holds its options, under the same names.
-
-    forward takes logps, ref_logps and labels (B,), and kl, and returns `UnpairedLoss`.
-
-    Raises:
-        OptionError: when the module is made, under the conditions of `kto`.
-    """
-
-    def __init__(
-        self,
-        beta: float = 0.1,
-        loss_type: KTOLossType = "kto",
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-    ) -> None:
-        super().__init__(
-            beta=beta, loss_type=loss_type, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight
-        )
-        check_kto_options(**self.options)
-
-    def forward(
-        self, logps: Tensor, ref_logps: Tensor, labels: Tensor, kl: Tensor | float | None = None
-    ) -> UnpairedLoss:
-        return kto(logps, ref_logps, labels, kl, **self.options)
+class KTOLoss(LossModule, of=kto, holds="beta loss_type desirable_weight undesirable_weight", check=check_kto_options):
+    """`kto` as a module that holds its options."""
 
 
-class BCOLoss(LossModule):
-    """`bco` as a module that holds its options, under the same names.
-
-    forward takes logps, ref_logps and labels (B,), and delta, and returns `UnpairedLoss`.
-
-    Raises:
-        OptionError: when the module is made, under the conditions of `bco`.
-    """
-
-    def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
-        super().__init__(beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
-        check_kto_options(loss_type="kto", **self.options)
-
-    def forward(self, logps: Tensor, ref_logps: Tensor, labels: Tensor, delta: Tensor | float = 0.0) -> UnpairedLoss:
-        return bco(logps, ref_logps, labels, delta, **self.options)
+class BCOLoss(LossModule, of=bco, holds="beta desirable_weight undesirable_weight", check=check_kto_options):
+    """`bco` as a module that holds its options."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.losses.multi_head import MultiHeadOutput
+from tigon.ops.head.multi_head import MultiHeadOutput
 
 # K losses: those of the heads, preceded by the model's own if the model is trained too.
 

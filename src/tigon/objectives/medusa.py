@@ -30,7 +30,7 @@ from tigon.techniques.records.choices import Choices
 
 HEADS, CHECKPOINTED = "heads", "heads.safetensors"
 PROMPTS, PROMPT_TOKENS = 4, 24
-RANKS = 5  # accuracies among the first 1 to 5 guesses (ops/losses/multi_head.py)
+RANKS = 5  # accuracies among the first 1 to 5 guesses (ops/head/multi_head.py)
 
 
 # --- before the model -------------------------------------------------------------------------------------------------

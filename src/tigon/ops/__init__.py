@@ -13,18 +13,18 @@ from tigon.ops.attention_with_sinks import attention_with_sinks
 from tigon.ops.expert_operators import ExpertUnit
 from tigon.ops.experts import experts
 from tigon.ops.glu import geglu, swiglu
+from tigon.ops.head.cross_entropy import linear_cross_entropy
+from tigon.ops.head.divergence import linear_kl
+from tigon.ops.head.logprobs import linear_logprobs
+from tigon.ops.head.multi_head import multi_head_linear_cross_entropy
 from tigon.ops.linear.fp8_linear import fp8_linear
 from tigon.ops.linear.lora_linear import lora_linear
 from tigon.ops.linear.lora_linears import LoraLayer, lora_linears
 from tigon.ops.load_balancing import load_balancing_loss
-from tigon.ops.logprobs.linear_kl import linear_kl
-from tigon.ops.logprobs.linear_logprobs import linear_logprobs
-from tigon.ops.logprobs.logprobs import logprobs
-from tigon.ops.logprobs.rows import Logprobs
 from tigon.ops.losses.cross_entropy import cross_entropy
-from tigon.ops.losses.linear_cross_entropy import linear_cross_entropy
-from tigon.ops.losses.multi_head import multi_head_linear_cross_entropy
-from tigon.ops.losses.prepared_targets import prepare_targets
+from tigon.ops.losses.labels import prepare_targets
+from tigon.ops.losses.logprobs import logprobs
+from tigon.ops.losses.results import Logprobs
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope

@@ -31,7 +31,7 @@ from tigon.ops.dispatch import (
     first_order,
     planned_device,
 )
-from tigon.ops.lm_head import no_autocast
+from tigon.ops.products import no_autocast
 
 # B rows, h query heads, k key heads, T tokens, D head width, E width of the values.
 

@@ -23,6 +23,7 @@ import importlib.util
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -51,32 +52,49 @@ def uses_kernel(x: Tensor) -> bool:
     return HAS_TRITON and (x.is_cuda or (INTERPRET and x.device.type == "cpu")) and x.dtype in KERNEL_DTYPES
 
 
-_planned_arch: tuple[int, int] | None = None
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What ops ask while a trace of fake tensors plans a GPU's run: facts that depend on values or on the device."""
+
+    arch: tuple[int, int]
+    """The GPU's compute capability."""
+    ignored: int = 0
+    """Tokens of a micro-batch that do not count."""
+    count: Callable[..., None] = lambda **work: None
+    """Takes the work of a call that a GPU does in place, as `flops`, `moved_bytes` and `dtype`."""
+
+
+_planned: Planned | None = None
 
 
 @contextlib.contextmanager
-def planned_for(arch: tuple[int, int]) -> Iterator[None]:
-    """Let ops plan for a CUDA GPU of this compute capability, whatever device their tensors are on.
+def planned_for(run: Planned) -> Iterator[None]:
+    """Let ops plan for a CUDA GPU, whatever device their tensors are on.
 
     Used to trace fake tensors on machines without a GPU, where fake CUDA tensors cannot be created.
     """
-    global _planned_arch
-    before, _planned_arch = _planned_arch, arch
+    global _planned
+    before, _planned = _planned, run
     try:
         yield
     finally:
-        _planned_arch = before
+        _planned = before
+
+
+def planned() -> Planned | None:
+    """The run that a trace plans; None outside of traces."""
+    return _planned
 
 
 def planned_device(x: Tensor) -> str:
     """The device type that an op on `x` plans for."""
-    return "cuda" if _planned_arch is not None else x.device.type
+    return "cuda" if _planned is not None else x.device.type
 
 
 def planned_chip(x: Tensor) -> Chip | None:
     """The chip whose launch tables an op on `x` uses; None if no kernel runs or the chip has no table row."""
-    if _planned_arch is not None:
-        return chips.chip_of_arch(_planned_arch)
+    if _planned is not None:
+        return chips.chip_of_arch(_planned.arch)
     if not HAS_TRITON or not (x.is_cuda or (INTERPRET and x.device.type == "cpu")):
         return None
     return chips.chip(x.device.index)
@@ -127,6 +145,11 @@ def can_bypass_dispatcher(args: Iterable[Any]) -> bool:
         elif isinstance(a, Tensor):
             return False
     return True
+
+
+def may_overwrite(gradient: Tensor) -> bool:
+    """Whether a backward may scale its own gradient in place. A trace may, because its GPU run does."""
+    return _planned is not None or can_bypass_dispatcher((gradient,))
 
 
 PRIMITIVES: dict[str, Primitive] = {}

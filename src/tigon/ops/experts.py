@@ -54,7 +54,7 @@ from tigon.ops.expert_operators import (
 )
 from tigon.ops.linear.lora_linear import Weight, dense
 from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
-from tigon.ops.lm_head import no_autocast, product_dtype
+from tigon.ops.products import no_autocast, product_dtype
 
 # T tokens, K experts per token, S = T · K slots, E experts, H hidden, F inner width of an expert, R rank of an adapter.
 

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import operator
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,13 @@ class _Fields:
 
     def __init__(self, annotations: Mapping[str, Any]) -> None:
         self.kinds = tuple((name, _kind(annotation)) for name, annotation in annotations.items())
-        self.schema = [entry for name, kind in self.kinds for entry in kind.declare(name)]
+        declared = [(name, kind, kind.declare(name)) for name, kind in self.kinds]
+        names = Counter(entry.split()[1] for _, _, entries in declared for entry in entries)
+        self.schema = [
+            entry.replace(" ", f" {name}_") if isinstance(kind, _Record) and names[entry.split()[1]] > 1 else entry
+            for name, kind, entries in declared
+            for entry in entries
+        ]  # two records of one type are told apart by the names of their arguments
         self.size = len(self.schema)
 
     def flatten_all(self, values: Iterable[Any]) -> list[Any]:

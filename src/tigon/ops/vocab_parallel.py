@@ -2,12 +2,13 @@
 
 Each process computes its own rows' logits and their statistics per token. One all-gather per call exchanges the
 statistics. Nothing of the vocabulary's width leaves a process. The gradient of hidden is a sum over all rows, so the
-backward adds it up over the group.
+backward adds it up over the group. `by_vocabulary` takes the calls of a divided head to the functions that do this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -17,10 +18,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tigon.errors import OptionError, ShapeError, ShardingError
-from tigon.ops.dispatch import check_dtype, check_whole
-from tigon.ops.lm_head import check_head
+from tigon.ops.dispatch import check_whole
 
-# N tokens, H hidden, U rows of the weight in this process, V vocabulary.
+# N tokens, K columns.
 
 ANY_VOCABULARY = 1 << 31
 """Bounds `top_k` if a process knows only its own part of the vocabulary."""
@@ -61,7 +61,7 @@ class VocabParallelOptions:
         Raises:
             ShardingError: it has other placements.
         """
-        return _part_of_dtensor(weight, "weight")
+        return part_of_dtensor(weight, "weight")
 
     @property
     def rank(self) -> int:
@@ -84,29 +84,6 @@ class VocabParallelOptions:
             self.all_reduce(gradient)
 
 
-@dataclass(frozen=True)
-class DividedHead:
-    """Hidden states and this process's part of a divided head, as ordinary tensors."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    part: VocabParallelOptions
-    vocab: int | None
-    """Classes of the whole head; None if only this process's part is known."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.hidden, self.weight, self.bias
-
-    def most_rows(self) -> int:
-        """The most rows of the weight that a process of the group holds. All processes call it."""
-        if self.vocab is not None:  # a DTensor's first part is the largest
-            return -(-self.vocab // dist.get_world_size(self.part.group))
-        rows = torch.tensor([self.weight.shape[0]], device=self.weight.device)
-        return int(self.part.all_gather(rows).max())
-
-
 def outside_graphs(function: _F) -> _F:
     """Decorate a function that torch.compile must not trace: it runs eagerly, between two graphs.
 
@@ -120,71 +97,33 @@ def is_dtensor(value: Any) -> bool:
     return type(value).__name__ == "DTensor"
 
 
-def divided_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_parallel: VocabParallelOptions | None, prefix: str = ""
-) -> DividedHead | None:
-    """This process's part of a head that is divided by vocabulary; None for a whole head.
+def by_vocabulary(divided: Callable[..., Any], **weights: int) -> Callable[[_F], _F]:
+    """Decorate a function of whole heads: `divided` takes the calls whose head is divided by vocabulary.
+
+    The call is divided if a weight is a DTensor, or if `vocab_parallel` is given.
 
     Args:
-        hidden: (..., H), the same in each process. Beside a DTensor weight, a DTensor of Replicate() on its mesh.
-        weight: (V, H), a DTensor of Shard(0); or (U, H) with `vocab_parallel`.
-        bias: divided as the weight, or None.
-        prefix: what the arguments' names begin with in the messages.
-
-    Raises:
-        ShardingError: a tensor is divided in another way.
-        ShapeError, DtypeError, OptionError: the tensors do not fit each other or `vocab_parallel`.
+        divided: takes the same arguments.
+        weights: the names of the weights, and their places among the arguments.
     """
-    if vocab_parallel is None and not is_dtensor(weight):
-        return None
-    return _divided_head(hidden, weight, bias, vocab_parallel, prefix)
+
+    def decorate(whole: _F) -> _F:
+        @functools.wraps(whole)
+        def entered(*args: Any, **options: Any) -> Any:
+            if options.get("vocab_parallel") is not None or _holds_dtensor(weights, args, options):
+                return divided(*args, **options)
+            return whole(*args, **options)
+
+        return cast(_F, entered)
+
+    return decorate
 
 
-@outside_graphs
-def _divided_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_parallel: VocabParallelOptions | None, prefix: str
-) -> DividedHead:
-    if vocab_parallel is None:
-        part, vocab = _part_of_dtensor(weight, f"{prefix}weight"), weight.shape[0]
-        _check_same_mesh(hidden, weight, prefix)
-        if bias is not None and (not is_dtensor(bias) or _part_of_dtensor(bias, f"{prefix}bias") != part):
-            raise ShardingError(f"{prefix}bias is not divided as {prefix}weight is; make it a DTensor of Shard(0) too.")
-        weight, bias = _local(weight), None if bias is None else _local(bias)
-    else:
-        if is_dtensor(weight) or is_dtensor(bias):
-            raise ShardingError(f"vocab_parallel is for ordinary tensors, but {prefix}weight or bias is a DTensor.")
-        part, vocab = _checked(vocab_parallel), None
-    hidden = replicated(hidden, f"{prefix}hidden")
-    if weight.shape[0] != part.stop - part.start:
-        raise ShapeError(
-            f"{prefix}weight has {weight.shape[0]} rows; vocab_parallel [{part.start}, {part.stop}) names "
-            f"{part.stop - part.start}. Pass this process's rows only."
-        )
-    _check_local(hidden, weight, bias, prefix)
-    return DividedHead(hidden, weight, bias, part, vocab)
+def _holds_dtensor(weights: Mapping[str, int], args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    return any(is_dtensor(args[place] if place < len(args) else options.get(name)) for name, place in weights.items())
 
 
-def _check_same_mesh(hidden: Any, weight: Any, prefix: str) -> None:
-    """Raise unless hidden is a DTensor: FSDP2's shards are like a divided head's, but the processes' tokens differ."""
-    if not is_dtensor(hidden) or hidden.device_mesh != weight.device_mesh:
-        raise ShardingError(
-            f"{prefix}weight is a DTensor, but {prefix}hidden is not one on its mesh. If FSDP has sharded the weight, "
-            "call the head's own module. If all processes have the same hidden states, pass "
-            "DTensor.from_local(hidden, mesh, [Replicate()])."
-        )
-
-
-def _check_local(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str) -> None:
-    if weight.shape[0]:
-        check_head(hidden, weight, bias, prefix)
-        return
-    # A process may hold no row, such as the last of 4 that divide 5 rows.
-    check_dtype(hidden, weight, bias)
-    if weight.ndim != 2 or hidden.ndim == 0 or weight.shape[1] != hidden.shape[-1]:
-        raise ShapeError(f"{prefix}hidden is {tuple(hidden.shape)}, {prefix}weight is {tuple(weight.shape)}.")
-
-
-def _checked(options: Any) -> VocabParallelOptions:
+def checked_part(options: Any) -> VocabParallelOptions:
     if not isinstance(options, VocabParallelOptions):
         raise OptionError(f"vocab_parallel={options!r} must be tigon.VocabParallelOptions, or None for a whole head.")
     check_whole("vocab_parallel.start", options.start)
@@ -198,7 +137,7 @@ def _checked(options: Any) -> VocabParallelOptions:
 
 def check_columns(options: VocabParallelOptions, columns: int) -> VocabParallelOptions:
     """The options of logits; raises unless they name as many columns as the logits have."""
-    if _checked(options).stop - options.start != columns:
+    if checked_part(options).stop - options.start != columns:
         raise ShapeError(
             f"logits have {columns} columns; vocab_parallel [{options.start}, {options.stop}) names "
             f"{options.stop - options.start}. Pass this process's columns only."
@@ -206,7 +145,7 @@ def check_columns(options: VocabParallelOptions, columns: int) -> VocabParallelO
     return options
 
 
-def _part_of_dtensor(tensor: Any, name: str) -> VocabParallelOptions:
+def part_of_dtensor(tensor: Any, name: str) -> VocabParallelOptions:
     """The rows of a DTensor that this process holds; Shard(0) gives each rank ceil(V / ranks) rows, the last fewer."""
     placements, mesh = tensor.placements, tensor.device_mesh
     kinds = [type(placement).__name__ for placement in placements]
@@ -219,11 +158,6 @@ def _part_of_dtensor(tensor: Any, name: str) -> VocabParallelOptions:
     each = -(-rows // mesh.size())
     start = min(mesh.get_local_rank() * each, rows)
     return VocabParallelOptions(start, min(start + each, rows), mesh.get_group())
-
-
-def _local(tensor: Any) -> Tensor:
-    """This process's part; its gradient becomes a DTensor of the same placement."""
-    return tensor.to_local()  # type: ignore[no-any-return]
 
 
 def replicated(tensor: Any, name: str) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tigon._quiet import quiet_peft
 from tigon.errors import RecipeError
 from tigon.techniques import model_kernels
 from tigon.techniques.mechanisms import adapter_targets
@@ -126,22 +126,6 @@ def is_saved_as_difference(choices: Choices) -> bool:
     frozen weight, or the value makes up for the rounding of the weight to 4 bits.
     """
     return choices.lora_rank is not None and choices.lora_init.startswith(adapter_targets.DIFFERENCE_INITS)
-
-
-@contextlib.contextmanager
-def quiet_peft() -> Iterator[None]:
-    """Silence PEFT's warnings about its own calls, and about cases that tigon handles.
-
-    Merging unties tied weights. Adapters that change the frozen weights are converted when they are saved. A checkpoint
-    may hold the weight of an adapted head too.
-    """
-    with warnings.catch_warnings():
-        for message in (
-            "`is_gradient_checkpointing`", ".*fan_in_fan_out", "Model has `tie_word_embeddings=True`",
-            "(PiSSA|OLoRA) changes the base weights", "Setting `save_embedding_layers`",
-        ):  # fmt: skip
-            warnings.filterwarnings("ignore", message=message)
-        yield
 
 
 def keep_trained_in_fp32(model: Any, choices: Choices) -> None:

@@ -49,7 +49,7 @@ DECLARATION = Declaration(
             "are slower. If the fp32 sum does not fit, up to 7 chunks are summed in bf16, within twice the usual "
             "error.",
             recipe={"train.loss_memory_mib": 512}, chosen=(_LIMITED,), model=_limit,
-            source="ops/losses/chunk_plan.py",
+            source="ops/head/plan.py",
         ),
     ),
     exclusions=(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.errors import RecipeError
-from tigon.ops.lm_head import keeps_graph
+from tigon.ops.products import keeps_graph
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition
 from tigon.techniques.records.setting import Setting

@@ -28,6 +28,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
+from tigon._quiet import quiet_peft
 from tigon.data.packing import BlankPadded, SampleDataset
 from tigon.errors import RecipeError, RunFolderError
 from tigon.objectives.base import Objective, Step
@@ -35,7 +36,6 @@ from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.device import used_bytes
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import tensor_parallel
-from tigon.techniques.lora import quiet_peft
 from tigon.techniques.mechanisms.fused_linear import has_fused_linears
 from tigon.techniques.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, universal, whole_files

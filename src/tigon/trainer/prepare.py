@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
+from tigon._quiet import quiet_loading
 from tigon.data import (
     chat_template,
     documents,
@@ -30,7 +31,6 @@ from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError, TigonError
 from tigon.models.loading import hub
-from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
 from tigon.techniques import head_groups, layer_checkpointing, lora, sequence_parallel, tensor_parallel

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from tigon._quiet import library_log_lines_dropped
 from tigon._trunk import decoder_layers
 from tigon.data.packing import SampleDataset
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.profiler.recording.cuda import CudaRecorder
 from tigon.profiler.recording.journal import Journal, Recorder, Recording
-from tigon.profiler.recording.quiet import library_log_lines_dropped
 from tigon.profiler.recording.watch import PhaseHooks
 from tigon.profiler.render.op_table import OpRow, op_table
 from tigon.profiler.timeline.assemble import assemble

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.profiler
 
+from tigon._quiet import library_log_lines_dropped
 from tigon.bench import timing
 from tigon.bench.measure import status_of
 from tigon.bench.timing import Spread
@@ -27,7 +28,6 @@ from tigon.bench.training.trainee import Trainee
 from tigon.bench.training.variants import AUTO, FITS, WHOLE, Ready, Variant
 from tigon.errors import BenchError
 from tigon.profiler.recording.peak import PeakMeter, training_state
-from tigon.profiler.recording.quiet import library_log_lines_dropped
 
 WARM_UP_STEPS = 1
 Say = Callable[[str], None]

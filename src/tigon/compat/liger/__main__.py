@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tigon.compat.liger.aliases import install
-from tigon.compat.liger.ops.losses import LOSS_DTYPE_OPTION, LOSS_DTYPES, set_loss_dtype
+from tigon.compat.liger.loss_dtype import LOSS_DTYPE_OPTION, LOSS_DTYPES, set_loss_dtype
 from tigon.errors import UsageError
 
 _USAGE = f"usage: python -m tigon.compat.liger [{LOSS_DTYPE_OPTION} {'|'.join(LOSS_DTYPES)}] SCRIPT.py [ARGS...]"

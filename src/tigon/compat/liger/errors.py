@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 from tigon.compat.liger.absent import reason_for
 from tigon.errors import LabelError, OptionError, TigonError
@@ -29,6 +30,20 @@ def missing(name: str) -> str:
         "this process; docs/liger.md lists its names. For other names, install liger-kernel and run without "
         "tigon.compat.liger."
     )
+
+
+def no_implementation(**named: Any) -> None:
+    """Refuse the choice of one of Liger's backends; tigon has one implementation per device."""
+    for name, value in named.items():
+        if value is not None:
+            raise OptionError(f"{name}={value!r}: tigon does not have Liger's backends. Leave {name} out.")
+
+
+def no_reduce(accepted: bool | None, **named: Any) -> None:
+    """Refuse PyTorch's deprecated `size_average` and `reduce`, which Liger ignores."""
+    for name, value in named.items():
+        if value is not accepted:
+            raise OptionError(f"{name}={value!r} is deprecated in PyTorch and not supported; use reduction.")
 
 
 def warn(message: str) -> None:

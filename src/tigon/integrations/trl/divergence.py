@@ -45,11 +45,15 @@ class _Divergence:
         divergence, entropy = self.head.compute(
             student,
             Divergence(
-                teacher, weight.detach(), None if bias is None else bias.detach(),
-                LogitForm(temperature, softcap, scale), LogitForm(temperature, teacher_softcap, teacher_scale), beta,
+                teacher,
+                weight.detach(),
+                None if bias is None else bias.detach(),
+                LogitForm(temperature, softcap, scale),
+                LogitForm(temperature, teacher_softcap, teacher_scale),
+                beta,
                 with_entropy=True,
             ),
-        )  # fmt: skip
+        )
         return divergence, entropy
 
 

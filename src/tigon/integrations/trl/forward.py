@@ -25,9 +25,16 @@ TRL_FUNCTION = "_ChunkedLogProbFunction"
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """What TRL's autograd function returns, in its order."""
 PARAMETERS = {
-    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
     "outputs",
-}  # fmt: skip
+}
 
 
 SFT_LOSS = "_chunked_cross_entropy_loss"

@@ -84,16 +84,26 @@ class TokenStatistics:
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """hidden (N, H), weight (V, H), bias (V,) or None -> log-probabilities and each of `outputs`, all (N,)."""
         result: Any = ops.linear_logprobs(
-            hidden, weight, self.ids_N, bias=bias, temperature=self.form.temperature, outputs=self._wanted(),
+            hidden,
+            weight,
+            self.ids_N,
+            bias=bias,
+            temperature=self.form.temperature,
+            outputs=self._wanted(),
             **self._given(),
-        )  # fmt: skip
+        )
         extra: dict[str, Tensor] = {}
         with torch.no_grad():
             if "log_sum_sq_probs" in self.outputs:  # log Σ p² = lse(2z) - 2 lse(z), and 2z is z at half the temperature
                 twice: Any = ops.linear_logprobs(
-                    hidden, weight, self.ids_N, bias=bias, temperature=self.form.temperature / 2, outputs=("lse",),
+                    hidden,
+                    weight,
+                    self.ids_N,
+                    bias=bias,
+                    temperature=self.form.temperature / 2,
+                    outputs=("lse",),
                     **self._given(),
-                )  # fmt: skip
+                )
                 extra["log_sum_sq_probs"] = twice.lse - 2 * result.lse
             if "mean_logits" in self.outputs:
                 extra["mean_logits"] = mean_logits(hidden, weight, bias, self.form)
@@ -140,11 +150,20 @@ class Divergence:
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """hidden (N, H), weight (V, H), bias (V,) or None -> divergence (N,) and entropy (N,)."""
         divergence = ops.linear_kl(
-            hidden, weight, self.teacher_hidden_NH, self.teacher_weight_VH, kind="jsd", beta=float(self.beta),
-            bias=bias, teacher_bias=self.teacher_bias_V, temperature=self.form.temperature, softcap=self.form.softcap,
-            teacher_softcap=self.teacher_form.softcap, logit_scale=self.form.scale,
+            hidden,
+            weight,
+            self.teacher_hidden_NH,
+            self.teacher_weight_VH,
+            kind="jsd",
+            beta=float(self.beta),
+            bias=bias,
+            teacher_bias=self.teacher_bias_V,
+            temperature=self.form.temperature,
+            softcap=self.form.softcap,
+            teacher_softcap=self.teacher_form.softcap,
+            logit_scale=self.form.scale,
             teacher_logit_scale=self.teacher_form.scale,
-        )  # fmt: skip
+        )
         if not self.with_entropy:
             return (divergence,)
         ids_N = torch.zeros(hidden.shape[0], dtype=torch.long, device=hidden.device)

@@ -101,10 +101,8 @@ def divergence(student: TracedModel, teacher: TracedModel, ids_BT: Tensor, kept:
     teacher_head = teacher.causal.get_output_embeddings()
     divergence_N, _ = student.compute(
         hidden_NH,
-        Divergence(
-            teacher_NG, teacher_head.weight.detach(), None, student.form, teacher.form, beta, with_entropy=True
-        ),
-    )  # fmt: skip
+        Divergence(teacher_NG, teacher_head.weight.detach(), None, student.form, teacher.form, beta, with_entropy=True),
+    )
     return divergence_N
 
 

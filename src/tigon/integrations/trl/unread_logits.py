@@ -289,6 +289,11 @@ def _with(name: str, original: Any) -> Any:
             logprob, entropy = logprob.masked_fill(row_mask == 0, 0.0), entropy.masked_fill(row_mask == 0, 0.0)
         return logprob, entropy
 
-    return {function.__name__: function for function in (
-        selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy,
-    )}[name]  # fmt: skip
+    return {
+        function.__name__: function
+        for function in (
+            selective_log_softmax,
+            entropy_from_logits,
+            selective_log_softmax_and_entropy,
+        )
+    }[name]

@@ -5,6 +5,5 @@ presets.py        shapes of well-known models, with random weights
 auto.py           `tigon.AutoModelForCausalLM`
 auto_class.py     the class of transformers that loads a config's model
 weight_files.py   the headers of a checkpoint's safetensors, compared with the model
-quiet.py          silences transformers while it loads
 hub.py            sets offline mode after a single request, which is sent only for a hub id
 """

@@ -27,7 +27,7 @@ from tigon.ops import known_amax, recomputation
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 from tigon.ops.linear.fp8 import SCALINGS, Operand, fp8_amax, fp8_product, operand, transposed_rows
-from tigon.ops.lm_head import no_autocast, product_dtype
+from tigon.ops.products import no_autocast, product_dtype
 
 # N tokens, H input width, F output width.
 

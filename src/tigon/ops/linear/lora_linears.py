@@ -34,7 +34,7 @@ from tigon.ops.linear.lora_linear import (
     small_gradient,
 )
 from tigon.ops.linear.nf4 import BLOCK, OUTER_BLOCK, nf4_weight
-from tigon.ops.lm_head import no_autocast, product_dtype
+from tigon.ops.products import no_autocast, product_dtype
 
 # N tokens, H input width, F output width of a layer, R rank of a layer, S sum of the ranks.
 

@@ -21,9 +21,11 @@ from tigon.errors import DoubleBackwardError, OptionError, ShapeError
 from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
-from tigon.ops.losses import common
-from tigon.ops.losses.common import LossOutput, LossResults, Rows
-from tigon.ops.losses.options import LossOptions, check_options, check_vector
+from tigon.ops.losses.cross_entropy_rows import Rows, cross_entropy_bwd, cross_entropy_fwd, rows_with_gradient
+from tigon.ops.losses.labels import check_target
+from tigon.ops.losses.options import LossOptions, check_devices, check_options, check_vector, check_vocabulary
+from tigon.ops.losses.reduction import gradient_scales, inverse_denominator, sum_times
+from tigon.ops.losses.results import LossOutput, LossResults, wants_entropy, wants_predicted
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -46,20 +48,20 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, call: CrossEntropyCall) -> LossResults:
         rows = Rows(logits_NV, call.target, call.class_weight, call.token_weight, call.options)
-        loss_N, *others = common.cross_entropy_fwd(rows, call.entropy, call.predicted)
+        loss_N, *others = cross_entropy_fwd(rows, call.entropy, call.predicted)
         ctx.save_for_backward(
             logits_NV, call.target, call.class_weight, call.token_weight, call.inv_denominator, others[0]
         )
         ctx.options = call.options
         ctx.mark_non_differentiable(*others)
-        return LossResults(loss_N if call.per_row else common.sum_times(loss_N, call.inv_denominator), *others)
+        return LossResults(loss_N if call.per_row else sum_times(loss_N, call.inv_denominator), *others)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         logits_NV, target, class_weight, token_weight, inv_denominator, stats = ctx.saved_tensors
         rows = Rows(logits_NV, target, class_weight, token_weight, ctx.options)
-        return common.cross_entropy_bwd(rows, stats, dloss.expand(target.shape), inv_denominator), None
+        return cross_entropy_bwd(rows, stats, dloss.expand(target.shape), inv_denominator), None
 
 
 class CrossEntropyInplace(torch.autograd.Function):
@@ -67,17 +69,17 @@ class CrossEntropyInplace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, call: CrossEntropyCall) -> LossResults:
-        stored, ctx.left = common.gradient_scales(
+        stored, ctx.left = gradient_scales(
             logits_NV.dtype, call.inv_denominator, call.token_weight, call.class_weight, call.options
         )
         buffer = logits_NV.detach()
         rows = Rows(buffer, call.target, call.class_weight, call.token_weight, call.options)
-        loss_N, *others = common.rows_with_gradient(rows, call.entropy, call.predicted, stored, buffer)
+        loss_N, *others = rows_with_gradient(rows, call.entropy, call.predicted, stored, buffer)
         # The kernel's write is invisible to autograd. The new version makes other nodes that saved these logits raise.
         torch.autograd.graph.increment_version(logits_NV)
         ctx.gradient = buffer
         ctx.mark_non_differentiable(*others)
-        return LossResults(loss_N if call.per_row else common.sum_times(loss_N, call.inv_denominator), *others)
+        return LossResults(loss_N if call.per_row else sum_times(loss_N, call.inv_denominator), *others)
 
     @staticmethod
     @first_order
@@ -163,9 +165,9 @@ def cross_entropy(
     if logits.ndim == 0:
         raise ShapeError("logits are 0-dim; pass (..., V).")
     V = logits.shape[-1]
-    common.check_vocabulary(V)
-    common.check_target(target, logits.shape[:-1], "logits")
-    common.check_devices(logits=logits, target=target, weight=weight, token_weight=token_weight)
+    check_vocabulary(V)
+    check_target(target, logits.shape[:-1], "logits")
+    check_devices(logits=logits, target=target, weight=weight, token_weight=token_weight)
     check_vector("weight", weight, (V,))
     check_vector("token_weight", token_weight, target.shape)
     logits_NV = logits.reshape(-1, V)
@@ -178,14 +180,14 @@ def cross_entropy(
         target=target_N,
         class_weight=class_weight,
         token_weight=token_weight_N,
-        inv_denominator=common.inverse_denominator(
+        inv_denominator=inverse_denominator(
             logits_NV, target_N, class_weight,
             num_items=num_items, ignore_index=ignore_index, reduction=reduction,
         ),
         options=options,
         per_row=reduction == "none",
-        entropy=common.wants_entropy(outputs),
-        predicted=common.wants_predicted(outputs),
+        entropy=wants_entropy(outputs),
+        predicted=wants_predicted(outputs),
     )  # fmt: skip
     compiling = torch.compiler.is_compiling()
     if inplace and torch.is_grad_enabled() and logits.requires_grad and not compiling:

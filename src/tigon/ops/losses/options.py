@@ -1,4 +1,4 @@
-"""The options of the losses: each is declared once, with its type, default and check.
+"""The options of the losses and log-probabilities, and the checks that they share.
 
 `LossOptions` also gives the operators' schemas (`ops/signature.py`). The public functions repeat the defaults in their
 signatures, so that editors show them; a test compares the two.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -90,12 +90,17 @@ def check_options(
     num_items = check_num_items(num_items)
     if num_items is not None and reduction != "mean":
         raise OptionError(f"num_items divides the mean, but reduction is {reduction!r}. Leave one of them out.")
+    check_outputs(outputs, names)
+    return LossOptions(*checked), num_items
+
+
+def check_outputs(outputs: Any, names: tuple[str, ...]) -> None:
+    """Raise `OptionError` unless `outputs` is a collection of these names."""
     if not isinstance(outputs, _COLLECTIONS):
         raise OptionError(f"outputs={outputs!r} must be a tuple of names; choose from {', '.join(names)}.")
     for name in outputs:
         if name not in names:
             raise OptionError(f"outputs names {name!r}; choose from {', '.join(names)}.")
-    return LossOptions(*checked), num_items
 
 
 def check_num_items(num_items: Any) -> Any:
@@ -159,3 +164,68 @@ def check_chunk_bytes(chunk_bytes: int | None, name: str = "chunk_bytes") -> Non
     check_whole(name, chunk_bytes)
     if chunk_bytes <= 0:
         raise OptionError(f"{name}={chunk_bytes} must be positive; leave it out for the default.")
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """Raise unless all tensors are on the first one's device; a kernel would read another device's address."""
+    (name, first), *others = tensors.items()
+    assert first is not None
+    for other, tensor in others:
+        if tensor is not None and tensor.device != first.device:
+            raise ShapeError(f"{other} is on {tensor.device}, {name} is on {first.device}; move one of them.")
+
+
+def check_vocabulary(V: int) -> None:
+    """Raise unless there is at least one class."""
+    if V == 0:
+        raise ShapeError("the vocabulary has 0 classes; V must be at least 1.")
+
+
+# --- log-probabilities ---
+
+LOGPROB_OUTPUTS = ("lse", "entropy", "predicted")
+
+
+class LogprobOptions(NamedTuple):
+    """The results that a call computes."""
+
+    ignore_index: int = -100
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    entropy: bool = False
+    predicted: bool = False
+
+
+def check_logprob_options(
+    *, vocab: int, ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0,
+    temperature: float = 1.0, top_k: int = 0, outputs: Collection[str] = (),
+) -> LogprobOptions:  # fmt: skip
+    """The options of a call; raises `OptionError` for an invalid value."""
+    check_whole("ignore_index", ignore_index)
+    softcap, logit_scale = check_logit_map(softcap, logit_scale)
+    temperature = check_temperature(temperature)
+    check_whole("top_k", top_k)
+    if not 0 <= top_k <= vocab:
+        raise OptionError(f"top_k={top_k} is outside [0, {vocab}], the vocabulary; leave it out for none.")
+    check_outputs(outputs, LOGPROB_OUTPUTS)
+    return LogprobOptions(
+        ignore_index, softcap, logit_scale, temperature, top_k, "entropy" in outputs, "predicted" in outputs
+    )
+
+
+def check_logit_map(softcap: float | None, logit_scale: float, prefix: str = "") -> tuple[float | None, float]:
+    """softcap and logit_scale as floats; raises `OptionError` for an invalid value, with `prefix` before its name."""
+    if softcap is not None and not 0.0 < check_number(f"{prefix}softcap", softcap) < math.inf:
+        raise OptionError(f"{prefix}softcap={softcap} must be positive and finite; pass None for no cap.")
+    if not -math.inf < check_number(f"{prefix}logit_scale", logit_scale) < math.inf or logit_scale == 0:
+        raise OptionError(f"{prefix}logit_scale={logit_scale} must be finite and not 0; leave it out for none.")
+    return None if softcap is None else float(softcap), float(logit_scale)
+
+
+def check_temperature(temperature: float) -> float:
+    """The temperature as a float; raises `OptionError` unless it is positive and finite."""
+    if not 0.0 < check_number("temperature", temperature) < math.inf:
+        raise OptionError(f"temperature={temperature} must be positive and finite; 1.0 leaves the logits as they are.")
+    return float(temperature)

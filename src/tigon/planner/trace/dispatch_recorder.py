@@ -331,17 +331,16 @@ def _divergence_gradients(args: Mapping[str, Any]) -> float:
     """FLOPs of the requested gradients of each side, and of its logits unless they were kept."""
     flops = 0.0
     for side in _SIDES:
-        wanted = args[f"want_{side[0]}_hidden"] + args[f"want_{side[0]}_weight"]
+        wanted = args[f"{side}_want_hidden"] + args[f"{side}_want_weight"]
         flops += _side_flops(args, side) * (wanted + (args["p_kept_NV"] is None))
     return flops
 
 
-_SIDES = (("p", "NG", "VG"), ("q", "NH", "VH"))
+_SIDES = ("p", "q")
 
 
-def _side_flops(args: Mapping[str, Any], side: tuple[str, str, str]) -> float:
-    name, hidden, weight = side
-    return float(2 * math.prod(args[f"{name}_hidden_{hidden}"].shape) * args[f"{name}_weight_{weight}"].shape[0])
+def _side_flops(args: Mapping[str, Any], side: str) -> float:
+    return float(2 * math.prod(args[f"{side}_hidden_NH"].shape) * args[f"{side}_weight_VH"].shape[0])
 
 
 # FlashAttention 2 reaches about half of the rate of other products on an H100 (35 % of the peak: arXiv 2407.08608). No

@@ -5,5 +5,4 @@
 - `frames.py`: shortens Python frames for readers.
 - `peak.py`: the peak memory of a section of code.
 - `device.py`: the total and used memory of a device.
-- `quiet.py`: drops PyTorch's log lines from standard error.
 """

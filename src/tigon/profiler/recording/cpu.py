@@ -21,9 +21,9 @@ import torch
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tigon._quiet import library_log_lines_dropped
 from tigon.profiler.recording.frames import readable
 from tigon.profiler.recording.journal import RawEvent, Recorder, Recording
-from tigon.profiler.recording.quiet import library_log_lines_dropped
 from tigon.profiler.timeline.timeline import Call
 
 _MARK, _CALL = "tigon.mark ", "tigon.call "

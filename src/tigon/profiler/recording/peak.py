@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
-from tigon.profiler.recording.quiet import library_log_lines_dropped
+from tigon._quiet import library_log_lines_dropped
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from tigon._quiet import quiet_loading
 from tigon.errors import KernelError, TigonError
-from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives import recipe_checks
 from tigon.sweep import failures
 from tigon.sweep.self_test import Kind, try_ops

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tigon._quiet import quiet_peft
 from tigon.errors import RunFolderError, UsageError
 from tigon.models.kv_cache import cache_as_in
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import AGAIN, DTYPES, Header, listed, one_line, read_headers, read_json
 from tigon.recipe.keys import ModelConfig
-from tigon.techniques.lora import is_saved_as_difference, quiet_peft
+from tigon.techniques.lora import is_saved_as_difference
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models

@@ -32,25 +32,18 @@ _STANDARD = f"rope {_LOSS} rms_norm swiglu model"
 _NO_ROPE = f"-{_STANDARD}"
 _TILL_NORM = f"rope {_LOSS} rms_norm"
 
-# Liger 0.8.5 with its defaults, except nemotron's relu_squared. It is on in Liger, and tigon lacks a kernel for it.
+# Families -> their signature in Liger 0.8.5 with its defaults, except nemotron's relu_squared. It is on in Liger, and
+# tigon lacks a kernel for it.
 _LIGER: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(
-            (
-                "llama", "smollm3", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl",
-                "qwen3_vl_moe", "phi3", "olmo2", "olmo3", "falcon_h1", "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
-            ),
-            _STANDARD,
-        ),
-        **dict.fromkeys(
-            ("glm4", "glm4v", "glm4v_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"),
-            _NO_ROPE,
-        ),
-        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), f"{_TILL_NORM} geglu model"),
-        **dict.fromkeys(("gemma3", "paligemma"), f"rope {_LOSS} layer_norm rms_norm geglu model"),
-        **dict.fromkeys(("mllama", "muse_glimmer"), f"rope {_LOSS} layer_norm rms_norm swiglu model"),
-        **dict.fromkeys(("gpt_oss", "qwen3_vl"), f"{_TILL_NORM} -swiglu model"),
-        **dict.fromkeys(("internvl", "smolvlm"), f"{_LOSS} rms_norm layer_norm model **"),
+        "llama smollm3 ministral mistral mixtral qwen2 qwen3 qwen3_moe qwen2_5_vl qwen3_vl_moe phi3 olmo2 olmo3 "
+        "falcon_h1 hunyuan_v1_dense hunyuan_v1_moe exaone4": _STANDARD,
+        "glm4 glm4v glm4v_moe qwen3_next qwen3_5 qwen3_5_moe deepseek_v2 deepseek_v3": _NO_ROPE,
+        "gemma gemma2 gemma3_text": f"{_TILL_NORM} geglu model",
+        "gemma3 paligemma": f"rope {_LOSS} layer_norm rms_norm geglu model",
+        "mllama muse_glimmer": f"rope {_LOSS} layer_norm rms_norm swiglu model",
+        "gpt_oss qwen3_vl": f"{_TILL_NORM} -swiglu model",
+        "internvl smolvlm": f"{_LOSS} rms_norm layer_norm model **",
         "deepseek_v4": f"-{_TILL_NORM} -swiglu model",
         "gemma4_text": f"-{_TILL_NORM} geglu model",
         "gemma4": f"-rope {_LOSS} -layer_norm rms_norm geglu model",
@@ -61,18 +54,17 @@ _LIGER: Mapping[str, str] = MappingProxyType(
         "pixtral": "rope rms_norm swiglu model",
         "qwen2_vl": f"{_TILL_NORM} layer_norm swiglu model",
     }
-)  # fmt: skip
+)
+_WITH_TEXT_MODEL = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 
 # Model types that another family's function accepts too.
 _ALSO: Mapping[str, str] = MappingProxyType(
     {
         "llama4_text": "llama4",
         "mllama_text_model": "mllama",
-        **{f"{family}_text": family for family in (
-            "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
-        )},
+        **{f"{family}_text": family for family in _WITH_TEXT_MODEL},
     }
-)  # fmt: skip
+)
 
 
 def _of_row(row: PatchSpec) -> str:
@@ -85,7 +77,10 @@ def _of_row(row: PatchSpec) -> str:
 
 
 SIGNATURES: Mapping[str, str] = MappingProxyType(
-    {**{model_type: _of_row(row) for model_type, row in MODELS.items() if model_type not in _ALSO}, **_LIGER}
+    {
+        **{model_type: _of_row(row) for model_type, row in MODELS.items() if model_type not in _ALSO},
+        **{family: line for families, line in _LIGER.items() for family in families.split()},
+    }
 )
 """Family -> the signature of its function."""
 

@@ -1,1 +1,0 @@
-"""Mirrors the modules and functions of `liger_kernel.transformers`."""

@@ -1,0 +1,507 @@
+"""Linear + cross entropy: the loss of `hidden @ weight.T + bias` without holding all the logits at once.
+
+Tokens are processed in chunks. For each chunk, one matrix product writes the logits into a reused buffer, in fp32 (in
+fp64 for fp64 inputs). One pass turns them into their gradient (kernels/cross_entropy.py), and two products reduce
+that to the gradients of hidden and weight. On Hopper the product of bf16 may write exponentials instead
+(`exponentials.py`). The products take most of the time; they are the vendor's and run at the hardware's rate.
+
+`plan.py` chooses the chunks, and what is kept for backward.
+
+Ignored tokens are dropped before the products, so they cost no time. The host needs the number of the remaining tokens.
+This one small copy waits for the device, unless `prepare_targets` has started it before the model's forward. Under
+torch.compile and CUDA graphs the host cannot wait, so every row is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.ops import dispatch
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
+from tigon.ops.dispatch import Differentiable, first_order, may_overwrite
+from tigon.ops.gradient_sums import add_scaled_
+from tigon.ops.head.divided_cross_entropy import divided_cross_entropy
+from tigon.ops.head.exponentials import add_exp_weight_grad, exp_hidden_grad, exp_weight_grad, needs_fp32_logits
+from tigon.ops.head.inputs import NOTHING, Head, Wanted, low_rank_hidden
+from tigon.ops.head.loop import ChunkOptions, chunk_loop
+from tigon.ops.head.loss_request import LossRequest
+from tigon.ops.head.plan import MIB, TILE, ChunkLimits, default_chunk_bytes, plan_for
+from tigon.ops.losses.cross_entropy import LOSS_OPTIONS, Reduction, cross_entropy_oracle, loss_inputs
+from tigon.ops.losses.cross_entropy_rows import TokenLabels, scale_rows
+from tigon.ops.losses.labels import (
+    Places,
+    PreparedTargets,
+    check_labels,
+    may_wait,
+    planned_tokens,
+    tokens_that_count,
+    wants_label_check,
+)
+from tigon.ops.losses.options import LossOptions, check_vector
+from tigon.ops.losses.reduction import gradient_scales, sum_times
+from tigon.ops.losses.results import LossOutput, LossResults, wants_entropy, wants_predicted
+from tigon.ops.products import keeps_graph, no_autocast, product_into
+from tigon.ops.vocab_parallel import VocabParallelOptions, by_vocabulary
+
+# N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary, R rank of an adapter.
+
+# Bytes alive at once of an fp32 product that is then scaled and rounded. This has enough tiles for the product's full
+# rate; a whole 128256 x 2048 product would take 1 GiB on top of the kept logits.
+_PRODUCT_BYTES = 64 * MIB
+
+# Reading the count on the host leaves the GPU idle for 0.7 ms (H200, 4096 x 2048 x 50264: the time of the step minus
+# that of its kernels, commit a3809ce). Three products with this many operations take about as long.
+_WORTH_A_WAIT_FLOPS = 5 * 10**11
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCrossEntropyCall:
+    """The arguments of one call that are not differentiated."""
+
+    target: Tensor
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    inv_denominator: Tensor
+    index: Tensor | None
+    """Flat positions of the tokens that count; None for all."""
+    options: LossOptions
+    per_row: bool
+    entropy: bool
+    predicted: bool
+    limits: ChunkLimits
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> LossResults:
+        """args: the tensors of a `Head`, then the call, whether gradients are enabled, and the leaf of the weight."""
+        *tensors, call, grad_enabled, ctx.leaf = args
+        wanted, head = Wanted.of(ctx.needs_input_grad[:5], grad_enabled), Head(*tensors)
+        places = Places(call.index, head.tokens)
+        ctx.b_dtype = None if head.lora_b_VR is None else head.lora_b_VR.dtype
+        if head.lora_b_VR is not None:
+            head = head._replace(lora_b_VR=head.lora_b_VR.to(head.dtype))
+        head, target, token_weight = head.at(places), places.take(call.target), places.take(call.token_weight)
+        assert target is not None
+        other_outputs = wanted.want_bias or call.entropy or call.predicted or head.low_NR is not None
+        fp32_logits = needs_fp32_logits(head.hidden_NH, head.weight_VH, call.options, other_outputs)
+        plan = plan_for(head, call.limits, wanted, per_row=call.per_row, fp32_logits=fp32_logits)
+        inverse, class_weight = call.inv_denominator, call.class_weight
+        stored, left = gradient_scales(head.dtype, inverse, token_weight, class_weight, call.options)
+        chunks = chunk_loop(
+            head,
+            TokenLabels(target, class_weight, token_weight, stored),
+            ChunkOptions(
+                loss=call.options, chunk=plan.chunk, logit_tokens=plan.logit_tokens, keep=plan.mode == "keep",
+                fp32_accumulate=plan.fp32_accumulate, wanted=wanted if plan.mode in ("keep", "stream") else NOTHING,
+                entropy=call.entropy, predicted=call.predicted,
+            ),
+        )  # fmt: skip
+        ctx.plan, ctx.options, ctx.wanted, ctx.tokens, ctx.dtype = plan, call.options, wanted, places.tokens, head.dtype
+        if plan.mode == "keep":
+            ctx.save_for_backward(chunks.kept_NV, chunks.factors, target, chunks.db_V, left, places.index_N, *head)
+        elif plan.mode == "stream":
+            # Not a saved tensor, because a dW in its final dtype is scaled in place and returned.
+            ctx.dw = chunks.dw_VH
+            ctx.save_for_backward(chunks.dx_NH, chunks.db_V, chunks.dlow_NR, chunks.dlora_b_VR, left, places.index_N)
+        elif plan.mode == "recompute":
+            ctx.save_for_backward(target, class_weight, token_weight, inverse, places.index_N, *head)
+        # Without a reduction, the losses return to their original positions.
+        stats = chunks.stats
+        if places.index_N is not None:
+            stats = stats.new_zeros((3, places.tokens)).index_copy_(1, places.index_N, stats)
+        results = LossResults(
+            loss=places.spread(chunks.loss, 0) if call.per_row else sum_times(chunks.loss, inverse),
+            stats=stats,
+            entropy=places.spread(chunks.entropy, 0) if call.entropy else chunks.entropy,
+            predicted=(
+                places.spread(chunks.predicted, call.options.ignore_index) if call.predicted else chunks.predicted
+            ),
+        )
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grads = _BACKWARD[ctx.plan.mode](ctx, dloss)
+        return *(g if want else None for g, want in zip(grads, ctx.wanted, strict=True)), None, None, None
+
+
+_Grads = tuple[Tensor | None, ...]
+"""Of a head's five tensors."""
+
+
+def _backward_keep(ctx: Any, dloss: Tensor) -> _Grads:
+    g_NV, factors, target, db, left, index, *tensors = ctx.saved_tensors
+    head, wanted, places = Head(*tensors), ctx.wanted, Places(index, ctx.tokens)
+    scale, x_NH = dloss if left is None else dloss * left, head.hidden_NH
+    dx = dw = dlow = dlora_b = None
+    grad_VH = gradient_to_add_to(ctx.leaf) if wanted.want_weight else None
+    # dW first, so that the scaled X is freed before dX is allocated.
+    if factors.numel():
+        factors = factors * scale
+        if grad_VH is not None:
+            add_exp_weight_grad(g_NV, x_NH, factors, target, grad_VH)
+        elif wanted.want_weight:
+            dw = exp_weight_grad(g_NV, x_NH, factors, target)
+        if wanted.want_hidden:
+            dx = exp_hidden_grad(g_NV, head.weight_VH, factors, target, places.index_N, places.tokens)
+        return dx, dw, None, None, None
+    with no_autocast(g_NV):
+        if grad_VH is not None:
+            _weight_grad_into(g_NV, x_NH, scale, grad_VH, accumulate=True)
+        elif wanted.want_weight:
+            dw = _weight_grad(g_NV, x_NH, scale, ctx.dtype)
+        if wanted.want_lora_b and head.low_NR is not None:
+            dlora_b = _weight_grad(g_NV, head.low_NR, scale, ctx.b_dtype)
+        if wanted.want_low and head.lora_b_VR is not None:
+            dlow = _hidden_grad(g_NV, head.lora_b_VR, scale, places)
+        if wanted.want_hidden:
+            dx = _hidden_grad(g_NV, head.weight_VH, scale, places)
+    return dx, dw, (db * scale).to(ctx.dtype) if wanted.want_bias else None, dlow, dlora_b
+
+
+def _hidden_grad(g_NV: Tensor, weight_VH: Tensor, scale: Tensor, places: Places) -> Tensor:
+    """scale · G W in G's dtype, at its places."""
+    # An fp16 gradient stays in fp32 until the loss scale is applied.
+    shape = (g_NV.shape[0], weight_VH.shape[1])
+    product = g_NV.new_empty(shape, dtype=scale.dtype if g_NV.dtype == torch.float16 else g_NV.dtype)
+    product_into(g_NV, weight_VH, product, accumulate=False)
+    return scale_rows(product, scale, places.index_N, places.tokens, g_NV.dtype)  # type: ignore[no-any-return]
+
+
+def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """scale · Gᵀ X in `dtype`."""
+    dw_VH = x_NH.new_empty((g_NV.shape[1], x_NH.shape[1]), dtype=dtype)
+    _weight_grad_into(g_NV, x_NH, scale, dw_VH, accumulate=False)
+    return dw_VH
+
+
+def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor, *, accumulate: bool) -> None:
+    """out (+)= scale · Gᵀ X.
+
+    The scale is applied to X, which is V / N times smaller than dW. In fp16 a loss scale on X would overflow, so the
+    product is computed in fp32 and scaled, a block of rows at a time.
+    """
+    V, H = out_VH.shape
+    if x_NH.dtype != torch.float16:
+        scaled = scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype)
+        product_into(g_NV.t(), scaled, out_VH, accumulate=accumulate)
+        return
+    most = max(TILE, _PRODUCT_BYTES // (H * scale.element_size()) // TILE * TILE)
+    product = x_NH.new_empty((min(most, V), H), dtype=scale.dtype)
+    for start in range(0, V, most):
+        rows = out_VH[start : start + most]
+        product_into(g_NV.t()[start : start + most], x_NH, product[: len(rows)], accumulate=False)
+        if accumulate:
+            add_scaled_(rows, product[: len(rows)], scale)
+        else:
+            torch.mul(product[: len(rows)], scale, out=rows)
+
+
+def _backward_stream(ctx: Any, dloss: Tensor) -> _Grads:
+    # Raises in a second backward of a graph that was not retained.
+    dx, db, dlow, dlora_b, left, index = ctx.saved_tensors
+    scale = dloss if left is None else dloss * left
+    dw, once = ctx.dw, not keeps_graph()
+    if once:
+        ctx.dw = None  # the rest of the model's backward needs its memory
+    grad_VH = gradient_to_add_to(ctx.leaf) if ctx.wanted.want_weight else None
+    if grad_VH is not None:
+        add_scaled_(grad_VH, dw, scale)
+        dw = None
+    elif once and dw.dtype == ctx.dtype and may_overwrite(dw):
+        dw = scaled_in_place(dw, scale)
+    elif ctx.wanted.want_weight:
+        dw = scale_rows(dw, scale, None, dw.shape[0], ctx.dtype)
+    return _scaled(ctx, index, scale, (dx, dw, db, dlow, dlora_b))
+
+
+def _scaled(ctx: Any, index: Tensor | None, scale: Tensor, made: tuple[Any, ...]) -> _Grads:
+    """The loop's gradients times the scale; dW is scaled already."""
+    wanted, tokens, (dx, dw, db, dlow, dlora_b) = ctx.wanted, ctx.tokens, made
+    return (
+        scale_rows(dx, scale, index, tokens, ctx.dtype) if wanted.want_hidden else None,
+        dw,
+        (db * scale).to(ctx.dtype) if wanted.want_bias else None,
+        scale_rows(dlow, scale, index, tokens, ctx.dtype) if wanted.want_low else None,
+        (dlora_b * scale).to(ctx.b_dtype) if wanted.want_lora_b else None,
+    )
+
+
+def scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
+    """x times the scale, in x's memory."""
+    if dispatch.uses_kernel(x_NH):
+        from tigon.kernels.cross_entropy import scale_rows_
+
+        return scale_rows_(x_NH, scale)  # type: ignore[no-any-return]
+    return x_NH.mul_(scale)
+
+
+def _backward_recompute(ctx: Any, dloss: Tensor) -> _Grads:
+    target, class_weight, token_weight, inverse, index, *tensors = ctx.saved_tensors
+    head, wanted, plan = Head(*tensors), ctx.wanted, ctx.plan
+    per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
+    if token_weight is not None:
+        per_token = per_token * token_weight
+    stored, left = gradient_scales(ctx.dtype, inverse, per_token, class_weight, ctx.options)
+    left = torch.ones_like(stored) if left is None else left
+    made = chunk_loop(
+        head,
+        TokenLabels(target, class_weight, per_token, stored),
+        ChunkOptions(
+            loss=ctx.options, chunk=plan.chunk, logit_tokens=plan.logit_tokens, fp32_accumulate=plan.fp32_accumulate,
+            wanted=wanted,
+        ),
+    ).gradients  # fmt: skip
+    grad_VH, dw = gradient_to_add_to(ctx.leaf) if wanted.want_weight else None, None
+    if grad_VH is not None:
+        add_scaled_(grad_VH, made.dw_VH, left)
+    elif wanted.want_weight:
+        dw = scale_rows(made.dw_VH, left, None, head.vocab, ctx.dtype)
+    return _scaled(ctx, index, left, made._replace(dw_VH=dw))
+
+
+_BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
+
+
+def _run(head: Head, call: LinearCrossEntropyCall, leaf: LeafGradient | None = None) -> LossResults:
+    # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
+    return LossResults(*LinearCrossEntropy.apply(*head, call, torch.is_grad_enabled(), leaf))
+
+
+def _apply(head: Head, call: LinearCrossEntropyCall) -> LossResults:
+    return _run(head, call)
+
+
+_linear_cross_entropy = Differentiable("linear_cross_entropy", _apply)
+
+
+@by_vocabulary(divided_cross_entropy, weight=1)
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | PreparedTargets,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    chunk_bytes: int | None = None,
+    fp32_accumulate: bool = True,
+    memory_bytes: int | None = None,
+    lora_a: Tensor | None = None,
+    lora_b: Tensor | None = None,
+    scaling: float = 1.0,
+    adapter_hidden: Tensor | None = None,
+    outputs: tuple[str, ...] = (),
+    vocab_parallel: VocabParallelOptions | None = None,
+) -> Tensor | LossOutput:
+    """Compute `cross_entropy(hidden @ weight.T + bias, target)` without holding all the logits.
+
+    A LoRA adapter of the head adds `scaling * (hidden @ lora_a.T) @ lora_b.T` to the logits.
+
+    Args:
+        hidden: (..., H), fp16, bf16, fp32 or fp64.
+        weight: (V, H), the weight of `lm_head`. If its dtype differs from hidden's, both are promoted. Under autocast
+            both are cast to autocast's dtype, as in F.linear.
+        target: (...), int64 or int32 class indices, or the result of `prepare_targets`.
+        bias: (V,) or None.
+        class_weight: (V,), the `weight` of `cross_entropy`.
+        chunk_bytes: largest number of bytes of logits and of their gradient alive at once. The default is 512 MiB on
+            GPUs (up to 1 GiB if the fp32 weight gradient is as large) and 16 MiB on the CPU. All tokens are one chunk
+            if that takes less memory than several chunks with an fp32 weight gradient.
+        fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16. This halves the memory of the largest
+            tensor and adds one rounding per chunk. More than 7 chunks are summed in fp32 anyway, because the error
+            would grow. Not available for fp16, where the sums would overflow.
+        memory_bytes: the most bytes of logits and of the weight's gradient together, in place of the two options above.
+            The fastest chunks that fit are taken. The default is the fastest, then smaller chunks, then bf16 weight
+            gradients of up to 7 chunks summed in bf16. If nothing fits, the smallest are taken. hidden's gradient does
+            not count.
+        lora_a, lora_b: (R, H) and (V, R), the adapter's matrices, in any of the four dtypes; both or neither. They are
+            cast to the products' dtype; each gradient has its matrix's own dtype.
+        scaling: multiplies the adapter's result; PEFT's `lora_alpha / r`.
+        adapter_hidden: (..., H), what the adapter reads instead of hidden, such as hidden after dropout.
+        vocab_parallel: the rows of the weight that this process holds, if the head is divided by vocabulary. weight and
+            bias are then these rows, class_weight is still (V,). A weight that is a DTensor of Shard(0) needs no such
+            options, and hidden is a DTensor of Replicate().
+        ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
+            as in `cross_entropy`.
+
+    Returns:
+        As `cross_entropy`: 0-dim fp32, or (...) for "none", or a `LossOutput`. Without gradients (eval) only the loss
+        is computed. A frozen weight or hidden skips its product.
+
+    Raises:
+        ShapeError: a tensor or num_items has the wrong shape; V or H is 0 (a weight with 0 elements is sharded); or
+            the tensors are on several devices.
+        DtypeError: hidden, weight, bias or a matrix of the adapter is none of the four floats, or as in
+            `cross_entropy`.
+        OptionError: as in `cross_entropy`; chunk_bytes or memory_bytes is not a positive integer; memory_bytes together
+            with chunk_bytes or fp32_accumulate=False; fp32_accumulate=False with fp16; target was prepared with shifts
+            or another ignore_index; lora_a without lora_b or the other way round; adapter_hidden without them; or
+            scaling is not finite.
+        ShardingError: a DTensor has other placements, vocab_parallel is given without a process group, or a divided
+            head has label_smoothing or an adapter.
+        LabelError: as in `cross_entropy`.
+        DoubleBackwardError: in backward, with create_graph=True.
+    """
+    loss = LossRequest.of(
+        target, class_weight=class_weight, ignore_index=ignore_index, reduction=reduction, softcap=softcap,
+        label_smoothing=label_smoothing, logit_scale=logit_scale, z_loss=z_loss, num_items=num_items,
+        token_weight=token_weight, chunk_bytes=chunk_bytes, fp32_accumulate=fp32_accumulate, memory_bytes=memory_bytes,
+        outputs=outputs,
+    )  # fmt: skip
+    head = Head.of(hidden, weight, bias)
+    loss.check_tensors(hidden)
+    check_vector("class_weight", class_weight, (head.vocab,))
+    leaf = LeafGradient.of(weight)
+    head = head.with_adapter(hidden, lora_a, lora_b, scaling, adapter_hidden)
+    loss.check_sum(head.dtype)
+    call = _call_of(loss, head)
+    if torch.compiler.is_compiling():
+        results: LossResults = _linear_cross_entropy(head, call)
+    else:
+        results = _run(head, call, leaf)
+    return results.public(loss.target, call.per_row, outputs, ignore_index)
+
+
+def _call_of(loss: LossRequest, head: Head) -> LinearCrossEntropyCall:
+    target, options = loss.target.reshape(-1).contiguous(), loss.options
+    if may_wait(target) and wants_label_check(head.hidden_NH):
+        # Checked here so that the message names the caller's position: ignored rows are dropped below.
+        check_labels(head.vocab, target, options.ignore_index)
+    return LinearCrossEntropyCall(
+        target=target,
+        class_weight=None if loss.class_weight is None else loss.class_weight.contiguous(),
+        token_weight=None if loss.token_weight is None else loss.token_weight.reshape(-1).contiguous(),
+        inv_denominator=loss.inverse_denominator(head.hidden_NH, target),
+        index=_tokens(loss, target, head),
+        options=options,
+        per_row=loss.per_row,
+        entropy=wants_entropy(loss.outputs),
+        predicted=wants_predicted(loss.outputs),
+        limits=ChunkLimits(
+            default_chunk_bytes(head.hidden_NH, loss.chunk_bytes), loss.fp32_accumulate, loss.memory_bytes or 0
+        ),
+    )
+
+
+def _tokens(loss: LossRequest, target_N: Tensor, head: Head) -> Tensor | None:
+    """Flat positions of the labels that are not ignored, or None to use all rows."""
+    if (trace := dispatch.planned()) is not None:
+        return planned_tokens(trace, head.tokens) if trace.ignored else None
+    if loss.prepared is not None:
+        return loss.prepared.rows() if may_wait(target_N) else None
+    pays = 6 * head.tokens * head.weight_VH.numel() >= _WORTH_A_WAIT_FLOPS
+    return tokens_that_count(target_N, lambda: target_N != loss.options.ignore_index, wait_pays=pays)
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy_oracle(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
+    chunk_bytes: int | None = None, fp32_accumulate: bool = True, memory_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, scaling: float = 1.0,
+    adapter_hidden: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """The unfused formula: one product, logits in the product's dtype, then the loss in at least fp32.
+
+    An adapter adds the product of its low-rank hidden states to the logits, which are rounded before and after it. PEFT
+    rounds twice more; of two sums of roundings that differ, either may be twice the other by chance.
+    """
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
+    if lora_a is not None and lora_b is not None:
+        low_NR = low_rank_hidden(hidden if adapter_hidden is None else adapter_hidden, lora_a, scaling, dtype)
+        logits = torch.addmm(logits.flatten(0, -2), low_NR, lora_b.to(dtype).t()).view_as(logits)
+    return cross_entropy_oracle(logits, target, weight=class_weight, **options)
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    *rows, H, V = case.shape
+    options = dict(case.options)
+    has_bias, weight_dtype = options.pop("bias", False), options.pop("weight_dtype", dtype)
+    rank, adapter_dtype = options.pop("rank", 0), options.pop("adapter_dtype", dtype)
+    scaling, apart = options.pop("scaling", 1.0), options.pop("adapter_hidden", False)
+    plain = Case(id=case.id, shape=case.shape, options=options)
+    inputs = {
+        "hidden": randn(*rows, H, dtype=dtype, device=device),
+        "weight": randn(V, H, dtype=weight_dtype, device=device, scale=2.0 / H**0.5),
+        "bias": randn(V, dtype=weight_dtype, device=device) if has_bias else None,
+        **loss_inputs(plain, tuple(rows), V, device),
+    }
+    if not rank:
+        return inputs
+    return {
+        **inputs,
+        "lora_a": randn(rank, H, dtype=adapter_dtype, device=device, scale=H**-0.5),
+        "lora_b": randn(V, rank, dtype=adapter_dtype, device=device, scale=2.0 / rank**0.5),
+        "scaling": scaling,
+        "adapter_hidden": randn(*rows, H, dtype=dtype, device=device) if apart else None,
+    }
+
+
+def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cost:
+    # Three products of 2·N·H·V operations; operands move once, logits are written and read once.
+    N, H, V = target.numel(), hidden.shape[-1], weight.shape[0]
+    logits_bytes = N * V * hidden.element_size()
+    return Cost(
+        moved_bytes=2 * (hidden.nbytes + weight.nbytes) + 2 * logits_bytes,
+        saved_bytes=hidden.nbytes + 4 * V * H,
+        flops=6 * N * H * V,
+    )
+
+
+LORA_OPTIONS: dict[str, dict[str, Any]] = {
+    "keep": {"scaling": 2.0, "adapter_dtype": torch.float32},
+    "chunks": {"scaling": 2.0, "adapter_hidden": True, "chunk_bytes": 11 * 100 * 4},
+    "each-token": {"scaling": 0.75, "reduction": "none", "bias": True, "chunk_bytes": 11 * 100 * 4},
+}
+
+LINEAR_CROSS_ENTROPY = Op(
+    name="linear_cross_entropy",
+    call=linear_cross_entropy,
+    oracle=linear_cross_entropy_oracle,
+    make=_make,
+    grads=("hidden", "weight", "bias", "lora_a", "lora_b", "adapter_hidden"),
+    cases=(
+        # One chunk, or chunks of 11 tokens (fp32) or 22 with a smaller last one. There are enough tokens that no single
+        # rounding of a logit decides the error of a gradient.
+        *(
+            Case(id=f"{name}-{mode}", shape=(2, 21, 24, 100), options={**options, "bias": bias, "chunk_bytes": chunk})
+            for name, options in LOSS_OPTIONS.items()
+            for mode, bias, chunk in (("keep", False, 1 << 20), ("chunks-bias", True, 11 * 100 * 4))
+        ),
+        Case(id="fp32-weight", shape=(2, 21, 24, 100), options={"weight_dtype": torch.float32}),
+        # A head with a LoRA adapter. Its factors are rounded too, and the loss may be exact by luck in one order.
+        *(
+            Case(id=f"lora-{mode}", shape=(2, 21, 24, 100), options={"rank": 4, **options}, product_orders=8)
+            for mode, options in LORA_OPTIONS.items()
+        ),
+        Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
+        Case(id="nothing-ignored", shape=(12, 16, 64), options={"ignored": 0.0, "chunk_bytes": 500}),
+        Case(id="within-memory", shape=(2, 21, 24, 100), options={"memory_bytes": (24 + 10) * 100 * 2}),
+        Case(id="16-chunks", shape=(2048, 64, 4000), options={"chunk_bytes": 1 << 20}, small=False),
+        Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
+    ),
+    cost=_cost,
+    errors={"fp32": 3.2e-06, "bf16": 6.1e-03, "fp16": 5.2e-03},
+)

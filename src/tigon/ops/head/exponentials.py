@@ -1,0 +1,159 @@
+"""bf16 logits that leave their product as exponentials, so that no pass over them follows, and their two products.
+
+Chips with a `logits_tile` in kernels/chips.py do this (kernels/linear_cross_entropy.py). Each row of exponentials still
+lacks a factor, which is applied to dX, and to X before dW's product. It also lacks the label's own term, which is added
+to both in fp32. Label smoothing, a trained bias, an adapter, entropy and predictions need the pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.chips import LogitsTile
+from tigon.ops import dispatch, products
+from tigon.ops.dispatch import Primitive
+from tigon.ops.head.inputs import Head
+from tigon.ops.losses.cross_entropy_rows import TokenLabels, scale_rows
+from tigon.ops.losses.labels import check_labels, wants_label_check
+from tigon.ops.losses.options import LossOptions
+from tigon.ops.products import no_autocast, product_into
+
+# N tokens, C tokens of a chunk, H hidden, V vocabulary.
+
+FEWEST_EXP_ROWS = 16
+"""With fewer tokens, reading the weight takes the time, and the vendor's product is faster. It takes 0.25 ms instead of
+0.33 for 1 x 4096 x 128256 on an H200 (torch 2.11+cu130, triton 3.6, commit 3dc13d9, 2026-11-21)."""
+
+
+def exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> LogitsTile | None:
+    """The tile of the product that writes exponentials, or None if a pass over the logits follows. Reads no data."""
+    bf16 = hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
+    aligned = hidden_NH.shape[1] % 8 == 0  # rows of 16 bytes, which tensor descriptors need
+    if not (bf16 and aligned) or options.label_smoothing or other_outputs:
+        return None
+    chip = dispatch.planned_chip(hidden_NH)
+    return None if chip is None else chip.logits_tile
+
+
+def needs_fp32_logits(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> bool:
+    """Whether the loop stores fp32 logits: a pass reads the logits, and the hidden states have 16 bits.
+
+    other_outputs: a bias is trained, or there is an adapter, entropy or predictions.
+    """
+    wide = products.logits_dtype(hidden_NH.dtype) != hidden_NH.dtype
+    return wide and exp_tile(hidden_NH, weight_VH, options, other_outputs) is None
+
+
+def starts_aligned(x: Tensor) -> bool:
+    """Whether rows have unit stride and start at multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    return x.stride(1) == 1 and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0
+
+
+def exp_logits(
+    head: Head, labels: TokenLabels, options: LossOptions, tile: LogitsTile, e_CV: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, stats, factors) of a chunk; writes the exponentials E, which lack the factors, into `e_CV`."""
+    from tigon.kernels.linear_cross_entropy import exp_logits
+
+    if wants_label_check(head.hidden_NH):
+        check_labels(head.vocab, labels.target, options.ignore_index)
+    if not starts_aligned(head.hidden_NH):
+        head = head._replace(hidden_NH=head.hidden_NH.clone(memory_format=torch.contiguous_format))
+    return exp_logits(head, labels, options, tile, e_CV)  # type: ignore[no-any-return]
+
+
+def _label_term(factors: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """(c, label) per row; both are 0 if the label is ignored or invalid."""
+    valid = (target >= 0) & (target < vocab)
+    return torch.where(valid, factors[1], 0.0), torch.where(valid, target, 0).long()
+
+
+def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+    """f ⊙ (E W) + c ⊙ W[y], by one kernel if its tiles fill the chip, else by the vendor's product in fp32."""
+    kernel = dispatch.uses_kernel(e_NV) and weight_VH.stride(1) == 1
+    if kernel and starts_aligned(e_NV) and starts_aligned(weight_VH):
+        from tigon.kernels.linear_cross_entropy import scaled_product, suits_scaled_product
+
+        tile = dispatch.planned_chip(e_NV).logits_tile  # type: ignore[union-attr]
+        if suits_scaled_product(e_NV.shape[0], weight_VH.shape[1], tile, e_NV.device.index):
+            return scaled_product(e_NV, weight_VH, factors, target, tile)  # type: ignore[no-any-return]
+    product = e_NV.new_empty((e_NV.shape[0], weight_VH.shape[1]), dtype=factors.dtype)
+    product_into(e_NV, weight_VH, product, accumulate=False)
+    if kernel:
+        from tigon.kernels.linear_cross_entropy import scaled_rows
+
+        return scaled_rows(product, weight_VH, factors, target)  # type: ignore[no-any-return]
+    c, labels = _label_term(factors, target, weight_VH.shape[0])
+    return (product * factors[0].unsqueeze(1) + weight_VH[labels] * c.unsqueeze(1)).to(e_NV.dtype)
+
+
+def hidden_grad(
+    e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor, index: Tensor | None, rows: int
+) -> Tensor:
+    """f ⊙ (E W) + c ⊙ W[y], rounded once, at the positions `index` of `rows` rows."""
+    with no_autocast(e_NV):
+        dx = _scaled_product(e_NV, weight_VH, factors, target)
+    return dx if index is None else dx.new_zeros((rows, dx.shape[1])).index_copy_(0, index, dx)
+
+
+def _exp_hidden_grad_fake(
+    e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor, index: Tensor | None, rows: int
+) -> Tensor:
+    return e_NV.new_empty((rows, weight_VH.shape[1]))
+
+
+exp_hidden_grad = Primitive(
+    "linear_cross_entropy_exp_hidden_grad",
+    "(Tensor e, Tensor weight, Tensor factors, Tensor target, Tensor? index, SymInt rows) -> Tensor",
+    composite=hidden_grad,
+    fake=_exp_hidden_grad_fake,
+)
+
+
+def weight_grad_into(
+    e_CV: Tensor, x_CH: Tensor, factors: Tensor, target: Tensor, dw_VH: Tensor, accumulate: bool
+) -> None:
+    """dW (+)= Eᵀ (f ⊙ X), then adds c_i · x_i to row y_i."""
+    scaled = scale_rows.body(x_CH)(x_CH, factors[0], None, x_CH.shape[0], x_CH.dtype)
+    product_into(e_CV.t(), scaled, dw_VH, accumulate)
+    if dispatch.uses_kernel(e_CV):
+        from tigon.kernels.linear_cross_entropy import add_label_rows
+
+        add_label_rows(x_CH if x_CH.stride(1) == 1 else x_CH.contiguous(), target, factors, dw_VH)
+        return
+    c, labels = _label_term(factors, target, dw_VH.shape[0])
+    # In fp32 and rounded once, as in the kernel.
+    touched = dw_VH.to(factors.dtype).index_add_(0, labels, x_CH.to(factors.dtype) * c.unsqueeze(1))
+    dw_VH.copy_(touched)
+
+
+def _exp_weight_grad_body(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+    dw_VH = x_NH.new_empty((e_NV.shape[1], x_NH.shape[1]))
+    with no_autocast(e_NV):
+        weight_grad_into(e_NV, x_NH, factors, target, dw_VH, accumulate=False)
+    return dw_VH
+
+
+def _exp_weight_grad_fake(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+    torch.empty_like(x_NH)
+    return x_NH.new_empty((e_NV.shape[1], x_NH.shape[1]))
+
+
+exp_weight_grad = Primitive(
+    "linear_cross_entropy_exp_weight_grad",
+    "(Tensor e, Tensor hidden, Tensor factors, Tensor target) -> Tensor",
+    composite=_exp_weight_grad_body,
+    fake=_exp_weight_grad_fake,
+)
+
+
+def add_exp_weight_grad(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor, grad_VH: Tensor) -> None:
+    """As `exp_weight_grad`, added to `grad`. It is not an operator, because compilers never see it."""
+    if (trace := dispatch.planned()) is not None:
+        torch.empty_like(x_NH)  # the scaled rows
+        trace.count(moved_bytes=sum(t.nbytes for t in (e_NV, x_NH, factors, target, grad_VH)))
+        return
+    with no_autocast(e_NV):
+        weight_grad_into(e_NV, x_NH, factors, target, grad_VH, accumulate=True)
