@@ -25,6 +25,7 @@ import tigon
 from benchmarks.harness import Bench, Case, peaks_bytes, times_ms
 from tigon.bench.numerical_errors import DTYPE_NAMES, relative_error
 from tigon.ops import products
+from tigon.ops.head.inputs import LogitBuffer
 
 DEVIATIONS = (1.0, 10.0, 20.0, 30.0, 40.0)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -271,7 +272,9 @@ def timed_ops(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.dev
     }
 
 
-def products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], None]]:
+def timed_products(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[], None]]:
     """The product of the logits of 2,048 and of 512 tokens, with results in 16 bits and in fp32."""
     _, H, V = shape
     w = torch.randn(V, H, device=device, dtype=dtype)
@@ -279,10 +282,10 @@ def products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
     for tokens in (2048, 512):
         x = torch.randn(tokens, H, device=device, dtype=dtype)
         for name, of_result in (("16 bits", dtype), ("fp32", torch.float32)):
-            out = lm_head.logits_buffer(tokens, V, x, of_result)
+            out = LogitBuffer(tokens, V, x, of_result).view(tokens, V)
 
             def run(x: Tensor = x, out: Tensor = out) -> None:
-                lm_head.logits_into(x, w, None, out)
+                products.logits_into(x, w, None, out)
 
             found[f"logits of {tokens} tokens in {name}"] = run
     return found
@@ -310,7 +313,7 @@ def all_times(bench: Bench, shapes: tuple[tuple[int, int, int], ...]) -> None:
         for dtype in DTYPES[: 2 if shape is shapes[0] else 1]:
             size = {"shape": shape, "dtype": DTYPE_NAMES[dtype]}
             title = f"{'x'.join(map(str, shape))} {DTYPE_NAMES[dtype]}"
-            for name, found in cost(products(shape, dtype, bench.device), bench.device).items():
+            for name, found in cost(timed_products(shape, dtype, bench.device), bench.device).items():
                 bench.add(
                     "times", {**size, "op": name, "fp32 logits": found}, f"{title} {name:<40} {found['ms']:.3f} ms"
                 )
