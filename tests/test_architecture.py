@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import re
 import subprocess
@@ -233,7 +234,7 @@ def test_every_import_inside_a_function_has_a_documented_reason() -> None:
     ("line", "is_allowed"),
     {
         "import transformers": True,
-        "from torch.distributed import run": True,
+        "from torch.distributed import launcher": True,
         "from tigon.trainer import engine  # loads transformers": True,
         "import json": False,
         "from torch import nn": False,
@@ -321,6 +322,98 @@ def test_a_private_name_of_another_package_is_found(text: str) -> None:
     assert private_names_of_others(text, "models") and not private_names_of_others(text, "ops")
     assert not private_names_of_others("from tigon._files import one_line\nself._x", "models")
     assert private_names_of_others("from tigon._files import _write", "models")
+
+
+# --- private methods of libraries ------------------------------------------------------------------------------------
+
+
+def documented_overrides() -> set[str]:
+    """`Class.method` of each private method of another library that may be overridden."""
+    rows = CONTRIBUTING.partition("| overridden private method | reason why no public one serves |\n|---|---|\n")[2]
+    return {
+        name for row in rows.partition("\n\n")[0].splitlines() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])
+    }
+
+
+def overridden_private_methods(text: str) -> set[str]:
+    """`Class.method` of the private methods of other libraries' classes that a file defines anew.
+
+    A function that is assigned to a private name of another object counts as `method` alone.
+    """
+    tree = tree_of(text)
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            own = {item.name for item in node.body if isinstance(item, ast.FunctionDef) and is_private(item.name)}
+            for base in filter(None, (class_of_another_library(base, bound) for base in node.bases)):
+                found |= {f"{owner_of(base, name)}.{name}" for name in own if hasattr(base, name)}
+        elif isinstance(node, ast.Assign):
+            is_function = isinstance(node.value, ast.Lambda) or ast.unparse(node.value) in functions
+            targets = [target for target in node.targets if isinstance(target, ast.Attribute)]
+            names = [target.attr for target in targets if ast.unparse(target.value) != "self"]
+            found |= {name for name in names if is_function and is_private(name)}
+    return found
+
+
+def class_of_another_library(base: ast.expr, bound: Mapping[str, str]) -> type | None:
+    first, *rest = ast.unparse(base).partition("[")[0].split(".")
+    package, *path = [*bound.get(first, first).split("."), *rest]
+    if first not in bound or package in ("tigon", *sys.stdlib_module_names) or not path:
+        return None
+    try:
+        found = importlib.import_module(".".join((package, *path[:-1])))
+    except ImportError:  # an optional package, such as axolotl
+        return None
+    return getattr(found, path[-1])  # type: ignore[no-any-return]
+
+
+def owner_of(base: type, name: str) -> str:
+    """The class that introduced a method."""
+    return next(cls.__name__ for cls in reversed(base.__mro__) if name in vars(cls))
+
+
+def test_private_methods_of_libraries_are_overridden_only_for_a_documented_reason() -> None:
+    pytest.importorskip("transformers")
+    found = set().union(*(overridden_private_methods(text) for text in TEXT.values()))
+    documented = documented_overrides()
+    whole = {name for name in documented if name.rpartition(".")[2] not in found}
+    assert {name for name in found if "." in name} == whole
+    assert {name for name in found if "." not in name} <= {name.rpartition(".")[2] for name in documented}
+    assert len([name for name in documented if name.startswith("Trainer.")]) <= 3
+
+
+def test_tigon_has_one_subclass_of_the_trainer() -> None:
+    found = [
+        (room_of(path), node.name)
+        for path, text in TEXT.items()
+        for node in ast.walk(tree_of(text))
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Trainer") for base in node.bases)
+    ]
+    assert found == [("trainer", "GuardedTrainer")]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    {
+        "from transformers import Trainer\nclass T(Trainer):\n    def _evaluate(self): ...": {"Trainer._evaluate"},
+        "import transformers\nclass T(transformers.Trainer):\n    def _wrap_model(self): ...": {"Trainer._wrap_model"},
+        "from transformers import Trainer\nclass T(Trainer):\n    def evaluate(self): ...": set(),
+        "from transformers import Trainer\nclass T(Trainer):\n    def _own(self): ...": set(),
+        "def set_dtype(): ...\nother.Init._set_dtype = set_dtype": {"_set_dtype"},
+        "self.accelerator._prepare = lambda *given: given": {"_prepare"},
+        "self._step = 1": set(),
+    }.items(),
+)
+def test_an_overridden_private_method_is_found(text: str, found: set[str]) -> None:
+    pytest.importorskip("transformers")
+    assert overridden_private_methods(text) == found
 
 
 # --- libraries, sizes and names --------------------------------------------------------------------------------------

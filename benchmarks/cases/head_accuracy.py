@@ -24,7 +24,7 @@ from torch import Tensor
 import tigon
 from benchmarks.harness import Bench, Case, peaks_bytes, times_ms
 from tigon.bench.numerical_errors import DTYPE_NAMES, relative_error
-from tigon.ops import products
+from tigon.ops import products as op_products
 from tigon.ops.head.inputs import LogitBuffer
 
 DEVIATIONS = (1.0, 10.0, 20.0, 30.0, 40.0)
@@ -272,9 +272,7 @@ def timed_ops(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.dev
     }
 
 
-def timed_products(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> dict[str, Callable[[], None]]:
+def products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], None]]:
     """The product of the logits of 2,048 and of 512 tokens, with results in 16 bits and in fp32."""
     _, H, V = shape
     w = torch.randn(V, H, device=device, dtype=dtype)
@@ -285,7 +283,7 @@ def timed_products(
             out = LogitBuffer(tokens, V, x, of_result).view(tokens, V)
 
             def run(x: Tensor = x, out: Tensor = out) -> None:
-                products.logits_into(x, w, None, out)
+                op_products.logits_into(x, w, None, out)
 
             found[f"logits of {tokens} tokens in {name}"] = run
     return found
@@ -301,7 +299,7 @@ def _in_16_bits(call: Callable[[], None]) -> Callable[[], None]:
     """The call with logits in the dtype of the hidden states."""
 
     def run() -> None:
-        with patch.object(products, "logits_dtype", lambda dtype: dtype):
+        with patch.object(op_products, "logits_dtype", lambda dtype: dtype):
             call()
 
     return run
@@ -313,7 +311,7 @@ def all_times(bench: Bench, shapes: tuple[tuple[int, int, int], ...]) -> None:
         for dtype in DTYPES[: 2 if shape is shapes[0] else 1]:
             size = {"shape": shape, "dtype": DTYPE_NAMES[dtype]}
             title = f"{'x'.join(map(str, shape))} {DTYPE_NAMES[dtype]}"
-            for name, found in cost(timed_products(shape, dtype, bench.device), bench.device).items():
+            for name, found in cost(products(shape, dtype, bench.device), bench.device).items():
                 bench.add(
                     "times", {**size, "op": name, "fp32 logits": found}, f"{title} {name:<40} {found['ms']:.3f} ms"
                 )

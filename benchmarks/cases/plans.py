@@ -33,7 +33,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from transformers import TrainerCallback
 
 from benchmarks.harness import Bench
 from benchmarks.harness import Case as Measurement
@@ -47,7 +46,7 @@ from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.guards import preflight
-from tigon.trainer.timed_run import StepMeter, TimedTrainer
+from tigon.trainer.timed_run import StepMeter, StepTimer
 
 PACKAGES = ("accelerate", "peft", "bitsandbytes", "torchao")
 DOCUMENTS = 4
@@ -191,17 +190,6 @@ def tiny(case: Case) -> Case:
 # --- one run ---------------------------------------------------------------------------------------------------------
 
 
-class StepTimes(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    def __init__(self, meter: StepMeter, trainer: Any) -> None:
-        self._watch, self._trainer = meter, trainer
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._watch.begin()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._watch.end(self._trainer)
-
-
 def rows_of(case: Case, count: int, vocab_size: int) -> SampleDataset:
     """Random sequences of one document each, or of DOCUMENTS with different lengths in a masked case."""
     generator = torch.Generator().manual_seed(1)
@@ -253,11 +241,10 @@ def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) ->
     args = trainers.arguments(recipe.train, choices, run_info, folder=folder, device=device, evaluate=case.evaluated)
     rows = rows_of(case, case.steps * case.batch * case.accumulate, config.vocab_size)
     held_out = rows_of(case, case.batch, config.vocab_size) if case.evaluated else None
-    trainer = TimedTrainer(
+    trainer = trainers.make(
         built, args, Collator(0, packing=True), rows, held_out, engine.make_optimizer(recipe.train, choices)
     )
-    trainer.meter = meter
-    trainer.add_callback(StepTimes(meter, trainer))
+    trainer.add_callback(StepTimer(meter, trainer))
     trainer.train()
     guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
     meter.mark("save")

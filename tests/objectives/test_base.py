@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,23 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
+from transformers import TrainerCallback
+
 from tests.planner.planner_helpers import BARE, request_of
 from tests.trainer.trainer_helpers import SMALL, rows, small_trainer
+from tigon.data.packing import Sample
 from tigon.medusa import HeadsSpec
 from tigon.medusa import Objective as HeadLosses
-from tigon.objectives.base import MetricColumn, MetricRow, MetricSection, Objective, PlannedObjective, Reduce
+from tigon.objectives.base import AddedModules, FinalSave, Objective, PlannedObjective, Reduce
 from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
 from tigon.objectives.choose import OBJECTIVES
 from tigon.objectives.medusa import PlannedMedusa
+from tigon.objectives.metric_sections import MetricColumn, MetricRow, MetricSection, section_of
 from tigon.planner.estimate import estimate
 from tigon.recipe.keys import Recipe, TrainConfig
+from tigon.trainer import trainer as trainers
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.report import charts
-from tigon.trainer.trainer import TigonTrainer
 
 PLANNED = (PlannedCausalLM(), PlannedMedusa(HeadsSpec(count=2), HeadLosses(stage=1)))
 
@@ -78,6 +83,37 @@ class PlannedScaled(PlannedCausalLM):
         return "a scale"
 
 
+class Scale(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """The trainer's callback of the scale."""
+
+    learning_rates = {"scale": 3.0}
+    saved_prefix = None
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["counted"].append(lambda: self.calls.append("counted"))
+
+    def counted(self, model: Any) -> dict[str, Any]:
+        return {"answer": 42}
+
+    def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
+        self.calls.append(f"resume {counted['answer']}")
+
+    def save_beside(self, model: Any, folder: Path) -> None:
+        (folder / "scale.txt").write_text(str(float(model.scale.detach())))
+
+    def load_beside(self, model: Any, folder: Path) -> None:
+        self.calls.append(f"load {(folder / 'scale.txt').is_file()}")
+
+    def save(self, built: Any, final: FinalSave) -> bool:
+        raise NotImplementedError
+
+    def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+
 class Scaled(CausalLM):
     """The model's loss times a learned scale, which it logs and saves beside the model."""
 
@@ -87,12 +123,13 @@ class Scaled(CausalLM):
         super().__init__()
         self.calls: list[str] = []
 
+    @property
+    def added(self) -> AddedModules:
+        return Scale(self.calls)
+
     def attach(self, built: Any) -> Any:
         built.scale = nn.Parameter(torch.ones(()))
         return built
-
-    def group(self, model: Any, optimizer: Any) -> None:
-        self.calls.append("group")
 
     def loss(self, model: Any, inputs: Mapping[str, Any], of_model: Callable[[], Any]) -> Any:
         self.calls.append("loss")
@@ -101,27 +138,18 @@ class Scaled(CausalLM):
     def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
         return {"scale": float(reduce(model.scale.detach()))}
 
-    def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
-        return {"answer": 42.0}
 
-    def save_beside(self, model: Any, folder: Path) -> None:
-        (folder / "scale.txt").write_text(str(float(model.scale.detach())))
-
-    def load_beside(self, model: Any, folder: Path) -> None:
-        self.calls.append(f"load {(folder / 'scale.txt').is_file()}")
-
-    def metric_section(self) -> MetricSection:
-        return MetricSection(
-            name="scaled", title="Scale", chart_text="the scale over steps", columns_text="the scale",
-            columns=(MetricColumn(title="scale", axis="scale"),),
-            rows=(MetricRow(title="the scale", label="scale", metrics=("scale",)),), tile="the scale",
-        )  # fmt: skip
+SECTION = MetricSection(
+    name="scaled", title="Scale", chart_text="the scale over steps", columns_text="the scale",
+    columns=(MetricColumn(title="scale", axis="scale"),),
+    rows=(MetricRow(title="the scale", label="scale", metrics=("scale",)),), tile="the scale",
+)  # fmt: skip
 
 
-def trainer_of(folder: Path, objective: Scaled, steps: int) -> TigonTrainer:
+def trainer_of(folder: Path, objective: Scaled, steps: int) -> GuardedTrainer:
     train = TrainConfig(steps=steps, batch_size=4, learning_rate=0.01, schedule="constant", log_steps=1, save_steps=1)
     made = small_trainer(folder, Recipe(model=SMALL, train=train))
-    return TigonTrainer(
+    return trainers.make(
         objective.attach(made.model), made.args, made.data_collator, rows(), rows(8), objective=objective
     )
 
@@ -132,17 +160,25 @@ def test_trainer_needs_only_the_protocol_of_an_objective(tmp_path: Path) -> None
     trainer.train()
     logged = [record["scale"] for record in trainer.state.log_history if "loss" in record]
     assert len(logged) == 2 and logged[1] < logged[0] <= 1.0
-    assert objective.calls == ["group", "loss", "loss"]
+    assert objective.calls == ["loss", "loss"]
+    rates = {len(group["params"]): group["lr"] for group in trainer.optimizer.param_groups}
+    assert rates.pop(1) == pytest.approx(0.03) and set(rates.values()) == {0.01}
     trainer.evaluate()
-    assert trainer.state.log_history[-1]["answer"] == 42.0
+    assert trainer.state.log_history[-1]["scale"] == pytest.approx(float(trainer.model.scale.detach()))
+    assert objective.calls == ["loss", "loss", "counted", "counted"], "in batches of four"
     saved = tmp_path / "c" / "checkpoint-2"
     assert float((saved / "scale.txt").read_text()) == pytest.approx(logged[1])
 
     again = Scaled()
     resumed = trainer_of(tmp_path, again, 3)
     resumed.train(resume_from_checkpoint=str(saved))
-    assert again.calls == ["group", "load True", "loss"] or again.calls == ["load True", "group", "loss"]
+    assert again.calls == ["resume 42", "load True", "loss"]
     assert float(resumed.model.scale.detach()) < logged[1]
+
+
+def test_an_objective_has_four_parts_and_facts() -> None:
+    methods = {name for name, value in members(Objective).items() if inspect.isfunction(value)}
+    assert methods == {"rows", "attach", "loss", "metrics", "planned"}, "attach makes the forward of the loss"
 
 
 def test_report_draws_the_metrics_that_an_objective_declares() -> None:
@@ -151,9 +187,9 @@ def test_report_draws_the_metrics_that_an_objective_declares() -> None:
          "memory_peak_bytes": 1}
         for step in (1, 2)
     ]  # fmt: skip
-    drawn = charts.draw(records, {"unigram_entropy": 2.0, "comparison": []}, Scaled().metric_section())
+    drawn = charts.draw(records, {"unigram_entropy": 2.0, "comparison": []}, SECTION)
     assert drawn.keys() == {"scaled", "throughput"}
-    drawn = charts.draw(records, {"unigram_entropy": 2.0, "comparison": []}, CausalLM().metric_section())
+    drawn = charts.draw(records, {"unigram_entropy": 2.0, "comparison": []}, section_of(CausalLM()))
     assert drawn.keys() == {"loss", "throughput"}
 
 

@@ -14,21 +14,23 @@ from forks import forks, in_forks
 from tests.trainer.trainer_helpers import SMALL, rows, small_trainer
 from tigon.medusa import HeadsSpec
 from tigon.objectives.base import FinalSave
-from tigon.objectives.medusa import MedusaTraining, split_groups
+from tigon.objectives.medusa import MedusaTraining
+from tigon.objectives.metric_sections import section_of
 from tigon.recipe.keys import DataConfig, HeadsConfig, Recipe, TrainConfig
+from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed import launch
-from tigon.trainer.trainer import TigonTrainer
+from tigon.trainer.guarded import GuardedTrainer, split_groups
 
 
 def heads_of(recipe: Recipe) -> MedusaTraining:
     return MedusaTraining(recipe.model, recipe=recipe, spec=HeadsSpec(count=2, shared=True))
 
 
-def with_heads(trainer: Any, recipe: Recipe, held_out: Any = None) -> TigonTrainer:
+def with_heads(trainer: Any, recipe: Recipe, held_out: Any = None) -> GuardedTrainer:
     """A trainer of the same model with heads on it."""
     objective = heads_of(recipe)
     model = objective.attach(trainer.model)
-    return TigonTrainer(model, trainer.args, trainer.data_collator, rows(), held_out, objective=objective)
+    return trainers.make(model, trainer.args, trainer.data_collator, rows(), held_out, objective=objective)
 
 
 def test_heads_have_their_own_learning_rate(tmp_path: Path) -> None:
@@ -95,7 +97,7 @@ def test_process_that_gets_no_weights_saves_nothing_without_an_error(stage: int,
         save_model=lambda: pytest.fail("sharded weights are saved as they were gathered"),
         save_state=lambda state: pytest.fail("only the first process saves"),
     )  # fmt: skip
-    assert objective.save(objective.attach(trainer.model), final)
+    assert objective.added.save(objective.attach(trainer.model), final)
     assert not (tmp_path / "run").exists()
 
 
@@ -133,7 +135,7 @@ def test_report_shows_the_metrics_that_the_heads_log(stage: int, tmp_path: Path)
     )
     ours = with_heads(small_trainer(tmp_path, recipe_of), recipe_of)
     ours.train()
-    section = heads_of(recipe_of).metric_section()
+    section = section_of(heads_of(recipe_of))
     logged = next(record for record in ours.state.log_history if "loss" in record)
     shown = {name for row in section.rows for name in row.metrics}
     assert shown == {name for name in logged if name.startswith(("head", "model"))}

@@ -5,12 +5,15 @@ tests/trainer/test_mesh_runs.py trains with it in four processes.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from forks import forks, in_forks
 from tigon.errors import RecipeError
 from tigon.models import MODELS
 from tigon.models.verification.tiny import tiny_config
@@ -108,3 +111,26 @@ def test_optimizer_steps_once_per_mesh_and_keeps_the_groups_of_an_ordinary_run()
     assert stepped == [[first, third], [second], [fourth]]
     assert [group["params"] for group in optimizer.param_groups] == [[first, second, third], [fourth]]
     assert not any(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+def norms_as_rank(rank: int, folder: Path) -> None:
+    """The norms of a step whose gradients are finite, and of one in which rank 1 has an infinity."""
+    torch.distributed.init_process_group("gloo")
+    model = nn.Linear(2, 2)
+    tensor_parallel._divided[model] = torch.distributed.group.WORLD, ()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    norms = [tensor_parallel.sum_gradients(model)]
+    if rank == 1:
+        next(model.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
+    norms.append(tensor_parallel.sum_gradients(model))
+    (folder / f"{rank}.json").write_text(json.dumps([bool(torch.isfinite(norm)) for norm in norms if norm is not None]))
+    torch.distributed.barrier()
+
+
+@forks
+def test_a_gradient_that_is_not_finite_in_one_process_is_seen_in_all(tmp_path: Path) -> None:
+    said = tmp_path / "stderr"
+    assert in_forks(lambda rank: norms_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-3000:]
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[True, False]] * 2
+    assert tensor_parallel.sum_gradients(nn.Linear(2, 2)) is None

@@ -40,9 +40,9 @@ def recipe(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def killed_in_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tigon.trainer import trainer
+    from tigon.trainer import guarded
 
-    original, calls = trainer.TigonTrainer.compute_loss, []
+    original, calls = guarded.GuardedTrainer.compute_loss, []
 
     def compute_loss(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
@@ -50,7 +50,7 @@ def killed_in_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(trainer.TigonTrainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(guarded.GuardedTrainer, "compute_loss", compute_loss)
 
 
 def plain(folder: Path) -> Any:

@@ -364,15 +364,15 @@ def test_resume_after_the_last_step_takes_no_further_step(whole, tigon):
 
 def test_records_of_a_resumed_run_reach_back_before_its_checkpoint(recipe, tigon, here, monkeypatch):
     """A checkpoint between two records, after a step that was left out: the mean loss and the count both reach back."""
-    from tigon.trainer.trainer import TigonTrainer
+    from tigon.trainer.guarded import GuardedTrainer
 
-    original = TigonTrainer.compute_loss
+    original = GuardedTrainer.compute_loss
 
     def compute_loss(self, *arguments, **kwargs):
         loss = original(self, *arguments, **kwargs)
         return self.gate.nan_if_not_finite(loss * math.nan) if self.state.global_step == 1 else loss
 
-    monkeypatch.setattr(TigonTrainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(GuardedTrainer, "compute_loss", compute_loss)
     path = recipe(train={"steps": 7, "save_steps": 3, "log_steps": 5, "keep_checkpoints": 5}, output={"name": "whole"})
     assert tigon("train", path).code == 0
     uninterrupted = here / "runs" / "whole"

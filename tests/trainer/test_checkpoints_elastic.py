@@ -17,17 +17,16 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_technique_runs import fsdp_rank, zero_rank
+from test_technique_runs import fsdp_rank
 from trainer_helpers import SMALL, records, small_trainer
-from transformers.trainer_pt_utils import safe_globals
 
 from forks import forks, in_forks
 from tigon.data.packing import BlankPadded, SampleDataset
 from tigon.errors import RunFolderError
 from tigon.recipe.keys import Recipe, ShardingConfig, TrainConfig
-from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, whole_files
+from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, resume_rules
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.run import train
-from tigon.trainer.trainer import TigonTrainer
 
 # --- the samples of a step ---------------------------------------------------------------------------------------
 
@@ -85,40 +84,35 @@ def run_of(batch: int = 4, accumulation: int = 1, gpus: int = 1, **sharding: obj
     ],
 )
 def test_samples_of_a_step_are_divided_for_the_processes(tmp_path, before, now, batch, accumulation):
-    overrides = elastic.divided(tmp_path, before, now)
+    overrides = resume_rules.divided(tmp_path, before, now)
     assert overrides == (f"train.batch_size={batch}", f"train.gradient_accumulation={accumulation}")
     train = replace(now.train, batch_size=batch, gradient_accumulation=accumulation)
-    assert not elastic.divided(tmp_path, before, replace(now, train=train)), "a launched process divides again"
+    assert not resume_rules.divided(tmp_path, before, replace(now, train=train)), "a launched process divides again"
 
 
 def test_step_that_processes_cannot_share_is_refused_with_the_numbers_that_can(tmp_path):
     with pytest.raises(RunFolderError, match=r"the run has 6 samples per step, which 4 processes .* 1, 2, 3, 6$"):
-        elastic.divided(tmp_path, run_of(3, 1, 2), run_of(3, 1, 4))
+        resume_rules.divided(tmp_path, run_of(3, 1, 2), run_of(3, 1, 4))
     with pytest.raises(RunFolderError, match=r"the run has 6 samples per step, which 8 processes .* 2, 4, 6, 12$"):
-        elastic.divided(tmp_path, run_of(3, 1, 4, sequence=2), run_of(3, 1, 8, sequence=2))
+        resume_rules.divided(tmp_path, run_of(3, 1, 4, sequence=2), run_of(3, 1, 8, sequence=2))
 
 
-def test_deepspeed_reads_its_own_checkpoints_only_and_others_read_those_of_plain_runs(tmp_path):
+def test_deepspeed_reads_its_own_checkpoints_only_and_no_other_engine_reads_them(tmp_path):
     zero = run_of(4, 1, 2, zero=2)
-    for now in (zero, run_of(4, 2, 1), run_of(4, 1, 2), run_of(4, 1, 2, fsdp=True)):
-        assert elastic.engine_problem(tmp_path, zero, now) is None
+    assert resume_rules.engine_problem(tmp_path, zero, zero) is None
     for before, now in (
         (zero, run_of(4, 2, 1, zero=2)), (run_of(4, 1, 2), zero), (run_of(4, 1, 2, fsdp=True), zero),
-        (zero, run_of(4, 1, 2, zero=3)),
+        (zero, run_of(4, 1, 2, zero=3)), (zero, run_of(4, 1, 2)), (zero, run_of(4, 1, 2, fsdp=True)),
     ):  # fmt: skip
-        problem = elastic.engine_problem(tmp_path, before, now)
+        problem = resume_rules.engine_problem(tmp_path, before, now)
         assert problem is not None and "DeepSpeed reads only its own checkpoints" in problem
         assert "`tigon export " in problem
-    adapted = replace(zero, lora=replace(zero.lora, rank=4))
-    offloaded = run_of(4, 1, 2, zero=2, offload="cpu")
-    for before, reason in ((adapted, "with lora.rank"), (offloaded, "with sharding.offload")):
-        assert reason in str(elastic.engine_problem(tmp_path, before, run_of(4, 1, 2)))
 
 
 def test_states_of_a_compiled_optimizer_are_not_moved_between_engines(tmp_path):
     before, now = (run_of(4, 1, 2), run_of(4, 1, 2, fsdp=True))
     before, now = (replace(each, train=replace(each.train, optimizer="adamw-torchao-8bit")) for each in (before, now))
-    assert "adamw-torchao-8bit" in str(elastic.engine_problem(tmp_path, before, now))
+    assert "adamw-torchao-8bit" in str(resume_rules.engine_problem(tmp_path, before, now))
 
 
 # --- counters and random states ------------------------------------------------------------------------------------
@@ -130,33 +124,10 @@ def test_counters_of_two_processes_give_one_process_the_same_record(tmp_path):
         return {"gate": gate, "evaluations_without_progress": [1], "heads": {"losses": losses, "hits": [[1.0], [2.0]]}}
 
     both = [counted(3.0, [1.0, 2.0]), counted(5.0, [3.0, 4.0])]
-    first, second = (elastic.redistributed(both, rank) for rank in range(2))
+    first, second = (resume_rules.redistributed(both, rank) for rank in range(2))
     assert first["gate"]["loss_sum"] == second["gate"]["loss_sum"] == 4.0 and first["gate"]["skipped"] == 1
     assert first["heads"] == {"losses": [4.0, 6.0], "hits": [[2.0], [4.0]]}
     assert second["heads"] == {"losses": [0.0, 0.0], "hits": [[0.0], [0.0]]}
-
-
-def test_random_state_comes_from_the_process_of_that_rank_or_modulo_their_number(tmp_path):
-    for rank in range(2):
-        torch.manual_seed(rank)
-        state = {"cpu": torch.get_rng_state(), "cuda": [torch.tensor([rank, i]) for i in range(2)]}
-        torch.save(state, tmp_path / f"rng_state_{rank}.pth")
-
-    def state_of(rank: int, processes: int) -> dict[str, object]:
-        with elastic.own_random_state(tmp_path, rank, processes) as folder, safe_globals():
-            name = f"rng_state_{rank}.pth" if processes > 1 else "rng_state.pth"
-            found: dict[str, object] = torch.load(folder / name, weights_only=True)
-            assert (folder == tmp_path) == (processes > 1 and rank < 2)
-            return found
-
-    for rank, processes, source in ((0, 1, 0), (1, 2, 1), (2, 3, 0)):
-        expected = torch.load(tmp_path / f"rng_state_{source}.pth", weights_only=True)
-        assert torch.equal(state_of(rank, processes)["cpu"], expected["cpu"])
-    one_gpu = {"cuda": torch.tensor([7])}
-    several = elastic.random_state_for(one_gpu, source_rank=0, processes=2, devices=2)["cuda"]
-    assert [t.tolist() for t in several] == [[7], [7]]
-    own = elastic.random_state_for({"cuda": several}, source_rank=1, processes=1, devices=2)["cuda"]
-    assert own.tolist() == [7]
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------
@@ -170,8 +141,6 @@ ENGINES: dict[str, tuple[int, bool, tuple[str, ...]]] = {
 ADAPTERS, HEADS = ("lora.rank=4", "output.save_model=true"), ("heads.stage=1", "heads.count=2", "train.log_steps=2")
 ENGINES |= {"fsdp2, adapters": (2, True, ADAPTERS), "one, adapters": (1, False, ADAPTERS)}
 ENGINES |= {"ddp, heads": (2, False, HEADS), "one, heads": (1, False, HEADS)}
-ENGINES |= {f"zero-{stage}": (2, False, (f"sharding.zero={stage}",)) for stage in (2, 3)}
-ENGINES |= {"ddp": (2, False, ())}
 NUMBERS = ("loss", "grad_norm", "learning_rate", "head1_loss", "head2_loss")
 
 
@@ -179,7 +148,7 @@ def in_processes(here: Path, path: Path, engine: str, *sets: str, resume: bool =
     processes, sharded, own = ENGINES[engine]
     words = [f"sharding.gpus={processes}", *own, *sets]
     said = here / "stderr.txt"
-    rank_of: Callable[..., object] = fsdp_rank if sharded else zero_rank if "zero" in engine else train
+    rank_of: Callable[..., object] = fsdp_rank if sharded else train
     statuses = in_forks(lambda rank: rank_of(path, words, resume=resume), processes, said=said)
     assert statuses == [0] * processes, said.read_text()[-3000:]
 
@@ -204,9 +173,6 @@ def uninterrupted(recipe, here, kept) -> Callable[[str], tuple[Path, Path]]:
     return of
 
 
-CONVERTED = pytest.mark.second_proof("one conversion of a checkpoint of ZeRO, from the stage that shards most")
-
-
 @forks
 @pytest.mark.parametrize(
     ("before", "now"),
@@ -217,10 +183,6 @@ CONVERTED = pytest.mark.second_proof("one conversion of a checkpoint of ZeRO, fr
         ("ddp in the background", "fsdp2"),
         ("fsdp2, adapters", "one, adapters"),
         ("ddp, heads", "one, heads"),
-        pytest.param("zero-2", "ddp", marks=CONVERTED),
-        pytest.param("zero-2", "fsdp2", marks=CONVERTED),
-        ("zero-3", "fsdp2"),
-        pytest.param("zero-3", "one", marks=CONVERTED),
     ],
 )
 def test_run_continues_exactly_on_other_processes_or_with_another_engine(uninterrupted, here, before, now):
@@ -230,8 +192,6 @@ def test_run_continues_exactly_on_other_processes_or_with_another_engine(uninter
     """
     if "adapters" in before:
         pytest.importorskip("peft")
-    if "zero" in before:
-        pytest.importorskip("deepspeed")
     path, run = uninterrupted(before)
     whole = numbers(run)
     shutil.rmtree(run / "checkpoints" / f"checkpoint-{STEPS}")
@@ -413,12 +373,12 @@ def test_stopped_run_waits_for_its_save_in_the_background(recipe, here):
             time.sleep(1)
             return write(*arguments)
 
-        def training_step(self: TigonTrainer, *arguments: object, **options: object) -> object:
+        def training_step(self: GuardedTrainer, *arguments: object, **options: object) -> object:
             if self.state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(self, *arguments, **options)
 
-        original, TigonTrainer.training_step = TigonTrainer.training_step, training_step
+        original, GuardedTrainer.training_step = GuardedTrainer.training_step, training_step
         distributed_checkpoint.FileSystemWriter.write_data = slow
         train(path)
 
@@ -465,7 +425,7 @@ def test_whole_states_are_named_by_the_parameters_of_their_groups():
     for parameter, gradient in ((first, 1.0), (second, 2.0)):
         parameter.grad = torch.full((2,), gradient)
     optimizer.step()
-    named = whole_files.by_name(optimizer.state_dict(), optimizer, {first: "first", second: "second"})
+    named = distributed_checkpoint.by_name(optimizer.state_dict(), optimizer, {first: "first", second: "second"})
     assert named["state"]["second"]["exp_avg"].tolist() == pytest.approx([0.2, 0.2])
     assert [group["params"] for group in named["param_groups"]] == [["second"], ["first"]]
     assert named["param_groups"][0]["weight_decay"] == 0.1

@@ -15,7 +15,7 @@ from tigon.medusa.spec import HeadsSpec
 from tigon.objectives.medusa import MedusaTraining
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.recipe.keys import HeadsConfig, LoraConfig, Recipe, TrainConfig
-from tigon.trainer.trainer import TigonTrainer
+from tigon.trainer import trainer as trainers
 
 VOCAB, ROWS, TOKENS = 8192, 4, 256
 LOGITS_BYTES = 4 * ROWS * TOKENS * VOCAB
@@ -44,7 +44,7 @@ def trainer_of(kind: str, folder: Path, kernels: str, precision: str = "fp32") -
     recipe = replace(recipe, heads=heads)
     objective = MedusaTraining(recipe.model, recipe=recipe, spec=HeadsSpec(count=2, shared=True))
     model = objective.attach(trainer.model)
-    return TigonTrainer(model, trainer.args, trainer.data_collator, data, data, objective=objective)
+    return trainers.make(model, trainer.args, trainer.data_collator, data, data, objective=objective)
 
 
 def largest_allocation(trainer: Any) -> int:

@@ -31,7 +31,7 @@ def spoil(trainer, what: str, steps: set[int], micro: int = 0) -> None:
 
     def now() -> bool:
         accumulate = trainer.args.gradient_accumulation_steps
-        return trainer.state.global_step + 1 in steps and (trainer.n_micro_steps - 1) % accumulate == micro
+        return trainer.state.global_step + 1 in steps and (trainer.step.speed.n_micro_batches - 1) % accumulate == micro
 
     if what == "gradient":
         weight = next(p for name, p in trainer.model.named_parameters() if "down_proj" in name)
@@ -194,15 +194,15 @@ def test_weights_that_are_not_finite_are_not_saved_over_the_last_checkpoint(tmp_
 
 
 def test_skipped_steps_are_printed_recorded_and_reported(recipe, tigon, here, monkeypatch):
-    from tigon.trainer.trainer import TigonTrainer
+    from tigon.trainer.guarded import GuardedTrainer
 
-    original = TigonTrainer.compute_loss
+    original = GuardedTrainer.compute_loss
 
     def compute_loss(self, *arguments, **kwargs):
         loss = original(self, *arguments, **kwargs)
         return self.gate.nan_if_not_finite(loss * math.nan) if self.state.global_step == 1 else loss
 
-    monkeypatch.setattr(TigonTrainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(GuardedTrainer, "compute_loss", compute_loss)
     outcome = tigon("train", recipe())
     assert outcome.code == 0, outcome.err
     assert "1 steps skipped: loss or gradient was not finite" in outcome.out

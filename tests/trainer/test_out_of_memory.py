@@ -20,8 +20,9 @@ from tigon.recipe.keys import Recipe, TrainConfig
 from tigon.trainer import model
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
+from tigon.trainer.evaluation.token_mean import EvaluationFailed, TokenMean
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.guards import prediction
-from tigon.trainer.trainer import EvaluationFailed, TigonTrainer
 
 ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of ...")
 
@@ -49,7 +50,7 @@ def test_out_of_memory_in_a_step_names_a_command_that_continues_the_run(recipe, 
     path = recipe(train={"steps": 6, "save_steps": 2, "learning_rate": 0.003}, output={"name": "whole"})
     assert tigon("train", path).code == 0
     with monkeypatch.context() as patch:
-        failing(patch, TigonTrainer, "compute_loss", lambda self, *_: self.state.global_step == 4)
+        failing(patch, GuardedTrainer, "compute_loss", lambda self, *_: self.state.global_step == 4)
         line = tigon("train", path, "--set", "output.name=r").error_line()
     way = "--set output.name=r --set train.batch_size=2 --set train.gradient_accumulation=2 --resume"
     assert line.endswith(way) and "the same numbers" in line
@@ -67,16 +68,16 @@ def test_evaluation_in_smaller_batches_has_the_same_loss(tmp_path, monkeypatch):
     want = trainer.evaluate()["eval_loss"]
     batches = []
     tried = lambda self, rows, counts: batches.append(len(rows)) or len(rows) > 2  # noqa: E731
-    failing(monkeypatch, TigonTrainer, "_forward_sums", tried)
+    failing(monkeypatch, TokenMean, "forward_sums", tried)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-6)
     assert batches[0] == 7 and trainer.args.per_device_eval_batch_size <= 2, "the next one tries what failed again"
-    failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows, counts: True)
+    failing(monkeypatch, TokenMean, "forward_sums", lambda self, rows, counts: True)
     with pytest.raises(EvaluationFailed, match=r"evaluation ran out of memory with batch size 1"):
         trainer.evaluate()
 
 
 def test_evaluation_that_does_not_fit_keeps_the_trained_model(recipe, tigon, here, monkeypatch):
-    failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows, counts: True)
+    failing(monkeypatch, TokenMean, "forward_sums", lambda self, rows, counts: True)
     path = recipe(train={"eval_steps": 2, "save_steps": 2}, output={"save_model": True})
     outcome = tigon("train", path)
     assert outcome.code == 0, outcome.err
@@ -100,7 +101,7 @@ def evaluate_as_rank(rank: int, folder: Path) -> None:
     train = TrainConfig(steps=1, batch_size=7)
     trainer = small_trainer(folder / str(rank), Recipe(model=SMALL, train=train), evaluate=True)
     said = [trainer.evaluate()["eval_loss"]]
-    original, limit, trainer.tried = trainer._forward_sums, 2, []
+    original, limit, trainer.tried = trainer.token_mean.forward_sums, 2, []
 
     def limited(rows, counts):
         trainer.tried.append(len(rows))
@@ -108,7 +109,7 @@ def evaluate_as_rank(rank: int, folder: Path) -> None:
             raise ERROR
         return original(rows, counts)
 
-    trainer._forward_sums = limited
+    trainer.token_mean.forward_sums = limited
     said += [trainer.evaluate()["eval_loss"], max(trainer.tried[1:])]
     limit = 0
     with pytest.raises(EvaluationFailed) as caught:

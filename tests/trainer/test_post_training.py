@@ -21,8 +21,7 @@ pytest.importorskip("datasets")
 from second_proofs import proved_by
 from tigon.data import preferences
 from tigon.objectives import post_training_rules
-from tigon.trainer.guarded import GuardedTrainer
-from tigon.trainer.post_training import PostTrainer
+from tigon.trainer.speed import Speed
 
 SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}
 QUICK: dict[str, dict[str, Any]] = {
@@ -278,17 +277,13 @@ def test_resumed_run_repeats_the_records_of_one_without_interruption(objective, 
     ]
 
 
-def test_tokens_of_completions_are_counted_once_in_all_processes(monkeypatch):
-    def step(self: Any, model: Any, inputs: Any) -> float:
-        self.state.num_input_tokens_seen += 80  # TRL adds the tokens of all processes
-        return 0.5
-
-    monkeypatch.setattr(GuardedTrainer, "training_step", step)
-    trainer = object.__new__(PostTrainer)
-    trainer.state, trainer.args = SimpleNamespace(num_input_tokens_seen=100), SimpleNamespace(world_size=2)
-    trainer.tokens_since_mark = 0
-    assert trainer.training_step(None, []) == 0.5
-    assert trainer.tokens_since_mark * trainer.args.world_size == 80
+def test_tokens_of_completions_are_counted_once_in_all_processes():
+    state, args = SimpleNamespace(num_input_tokens_seen=100), SimpleNamespace(world_size=2)
+    trainer: Any = SimpleNamespace(state=state, args=args, model=torch.nn.Linear(1, 1))
+    speed = Speed(trainer)
+    with speed.counting([{"prompt": "a list, as GRPO has it"}]):
+        state.num_input_tokens_seen += 80  # TRL adds the tokens of all processes
+    assert speed.n_tokens * args.world_size == 80
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

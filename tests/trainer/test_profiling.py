@@ -72,7 +72,7 @@ def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     )  # fmt: skip
     args = trainers.arguments(configured.train, prepared.choices, prepared.run_info, folder=here / "c",
                               device=prepared.device, evaluate=False)  # fmt: skip
-    trainer = trainers.TigonTrainer(built, args, prepared.collator, SampleDataset(prepared.train.samples))
+    trainer = trainers.make(built, args, prepared.collator, SampleDataset(prepared.train.samples))
     from transformers import TrainerCallback
 
     meter, peaks = PeakMeter(prepared.device), []

@@ -22,9 +22,9 @@ from tigon._install import install_command
 from tigon.objectives import recipe_checks
 from tigon.recipe.keys import ModelConfig
 from tigon.trainer import run_folder
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.prepare import prepare as look_ahead
 from tigon.trainer.run import train
-from tigon.trainer.trainer import TigonTrainer
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -268,7 +268,7 @@ def test_run_killed_before_its_first_checkpoint_is_started_again_as_the_message_
     path = recipe(train={"steps": 2}, output={"sample_tokens": 0})
 
     def killed_in_the_first_step(_: int) -> None:
-        TigonTrainer.training_step = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        GuardedTrainer.training_step = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         train(path)
 
     (status,) = in_forks(killed_in_the_first_step)
@@ -338,9 +338,9 @@ def test_disk_too_small_for_nvme_states_is_refused_before_the_run(recipe, here, 
 def test_a_disk_that_fills_up_during_the_run_names_the_way_back(recipe, tigon, here, monkeypatch):
     import errno
 
-    from tigon.trainer import trainer as trainers
+    from tigon.trainer.guarded import GuardedTrainer
 
-    original = trainers.TigonTrainer._save_checkpoint
+    original = GuardedTrainer._save_checkpoint
 
     def full(self, model, trial):
         if self.state.global_step == 4:
@@ -348,7 +348,7 @@ def test_a_disk_that_fills_up_during_the_run_names_the_way_back(recipe, tigon, h
         original(self, model, trial)
 
     path = recipe(train={"save_steps": 2})
-    monkeypatch.setattr(trainers.TigonTrainer, "_save_checkpoint", full)
+    monkeypatch.setattr(GuardedTrainer, "_save_checkpoint", full)
     line = tigon("train", path).error_line()
     assert "runs/r: the disk is full" in line and "--resume" in line
     monkeypatch.undo()
@@ -377,6 +377,7 @@ def test_the_hub_is_left_alone_unless_a_hub_id_is_asked_for(recipe, tigon, monke
 
     quiet_libraries(Recipe())
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1", "TRL would send the settings of a run"
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr("tigon.models.loading.hub.hub_is_reachable", lambda: True)
     quiet_libraries(Recipe(model=ModelConfig(name="owner/model")))

@@ -17,7 +17,7 @@ from trainer_helpers import records
 
 from tigon.errors import RecipeError, RunFolderError
 from tigon.trainer import run_folder
-from tigon.trainer.distributed import launch
+from tigon.trainer.distributed import launcher_variables
 from tigon.trainer.guards import console, fault_messages, preflight, system_limits
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -116,15 +116,38 @@ def test_stray_variable_of_a_launcher_is_named(variables, said, recipe, tigon, h
     assert not (here / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_STEP_NUM_TASKS": "2"},
+        {"PET_NNODES": "2", "RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
+    ],
+    ids=["srun", "PyTorchJob"],
+)
+def test_command_that_a_cluster_starts_several_times_without_torchrun_is_refused(variables, recipe, tigon, monkeypatch):
+    """Each would train a model of its own, or wait for processes that nobody starts."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = tigon("train", recipe()).error_line()
+    assert "is 2 in the environment, but torchrun has not started this process; use `torchrun ... -m tigon" in line
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    launcher_variables.check_environment()
+
+
 def test_address_alone_and_a_whole_set_of_variables_are_accepted(monkeypatch):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:29500")  # as Kubernetes has it
-    launch.check_environment()
+    launcher_variables.check_environment()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    launch.check_environment()
+    launcher_variables.check_environment()
 
 
 def test_variables_of_accelerate_change_no_number_and_are_named(resumable, tigon, here, monkeypatch):
@@ -168,16 +191,16 @@ def test_few_open_files_are_refused_for_workers_and_raised_where_that_may_be(mon
     ],
 )
 def test_limit_that_a_run_meets_is_named_with_the_way_on(error, said, recipe, tigon, here, monkeypatch):
-    from tigon.trainer import trainer as trainers
+    from tigon.trainer.guarded import GuardedTrainer
 
-    original = trainers.TigonTrainer._save_checkpoint
+    original = GuardedTrainer._save_checkpoint
 
     def limited(self, model, trial):
         if self.state.global_step == last:
             raise error
         original(self, model, trial)
 
-    monkeypatch.setattr(trainers.TigonTrainer, "_save_checkpoint", limited)
+    monkeypatch.setattr(GuardedTrainer, "_save_checkpoint", limited)
     last = 1
     line = tigon("train", recipe(train={"steps": 2, "save_steps": 1})).error_line()
     assert said in line and "remove this folder, which holds no checkpoint" in line and "--resume" not in line
@@ -201,16 +224,16 @@ def test_limited_address_space_is_named_and_a_bug_is_not(monkeypatch):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_folder_that_is_removed_under_the_run_ends_it_in_one_line(step, recipe, tigon, here, monkeypatch):
-    from tigon.trainer import trainer as trainers
+    from tigon.trainer.guarded import GuardedTrainer
 
-    original = trainers.TigonTrainer.keep_schedule
+    original = GuardedTrainer.keep_schedule
 
     def remove(self):
         if self.state.global_step == step:
             shutil.rmtree(here / "runs" / "r")
         original(self)
 
-    monkeypatch.setattr(trainers.TigonTrainer, "keep_schedule", remove)
+    monkeypatch.setattr(GuardedTrainer, "keep_schedule", remove)
     line = tigon("train", recipe(train={"steps": 3, "save_steps": 2})).error_line()
     assert "runs/r: this run folder was removed or renamed while the run wrote into it" in line
     assert not (here / "runs" / "r" / "checkpoints").exists()

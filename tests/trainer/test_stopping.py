@@ -16,9 +16,10 @@ from torch.utils.data import get_worker_info
 from trainer_helpers import records
 
 from forks import forks, in_forks
-from tigon.trainer import guarded, model, run, run_folder, trainer
+from tigon.trainer import guarded, model, run, run_folder
 from tigon.trainer.checkpoint import checkpoint, final_model
 from tigon.trainer.distributed import signals
+from tigon.trainer.evaluation.token_mean import TokenMean
 from tigon.trainer.guards import fault_messages
 from tigon.trainer.report import comparison, progress, report
 from tigon.trainer.run_folder import RunFolder
@@ -47,10 +48,10 @@ def uninterrupted():
 
 # where, the n-th call there, the signal, and the step it ends after. save_steps: 4 is the first to save.
 PHASES = {
-    "in a step": (trainer.TigonTrainer, "compute_loss", 2, signal.SIGTERM, 2, 143),
-    "in an evaluation": (trainer.TigonTrainer, "_forward_sums", 1, signal.SIGINT, 3, 130),
+    "in a step": (guarded.GuardedTrainer, "compute_loss", 2, signal.SIGTERM, 2, 143),
+    "in an evaluation": (TokenMean, "forward_sums", 1, signal.SIGINT, 3, 130),
     "in a save": (checkpoint, "publish", 1, signal.SIGTERM, 4, 143),
-    "in the last step": (trainer.TigonTrainer, "compute_loss", 6, signal.SIGINT, 6, 130),
+    "in the last step": (guarded.GuardedTrainer, "compute_loss", 6, signal.SIGINT, 6, 130),
 }
 
 
@@ -81,7 +82,7 @@ def test_stopped_and_resumed_run_equals_the_uninterrupted_one(phase, recipe, tig
 def test_run_without_checkpoints_is_saved_on_a_signal(recipe, tigon, here, monkeypatch):
     path = recipe(train={**TRAIN, "eval_steps": None, "workers": 2})
     with monkeypatch.context() as patch:
-        kill_at(patch, trainer.TigonTrainer, "compute_loss", 3, signal.SIGTERM)
+        kill_at(patch, guarded.GuardedTrainer, "compute_loss", 3, signal.SIGTERM)
         outcome = tigon("train", path)
     assert outcome.code == 143 and "checkpoint-3 is complete" in outcome.err
     assert "saving at the end of this step" not in outcome.out
@@ -101,8 +102,8 @@ def test_signal_before_training_ends_the_run_with_its_exit_code(recipe, tigon, h
 # After the last step, before the final weights are saved: the owner, the n-th call there, whether it is saved anyway.
 BEFORE_THE_MODEL = {
     "at the end of training": (progress.ProgressDisplay, "on_train_end", 1, False),
-    "before the last evaluation": (trainer.TigonTrainer, "evaluate", 1, False),
-    "in its last batch": (trainer.TigonTrainer, "_forward_sums", 2, True),
+    "before the last evaluation": (guarded.GuardedTrainer, "evaluate", 1, False),
+    "in its last batch": (TokenMean, "forward_sums", 2, True),
     "in the sample": (model, "sample", 2, False),
 }
 
@@ -131,7 +132,7 @@ def test_signal_after_the_last_step_keeps_the_weights_in_a_checkpoint(phase, rec
 AFTER_THE_MODEL = {
     "in the final save": (final_model.FinalModel, "save", 1, 3), "in the comparison": (comparison, "_release", 2, 2),
     "in a later turn of the comparison": (comparison, "_release", 6, 0),
-    "in a repeat's step": (trainer.TigonTrainer, "compute_loss", 4 + 1, 3), "in the report": (report, "write", 1, 0),
+    "in a repeat's step": (guarded.GuardedTrainer, "compute_loss", 4 + 1, 3), "in the report": (report, "write", 1, 0),
 }  # fmt: skip
 
 
@@ -194,9 +195,9 @@ def test_second_signal_ends_the_process_at_once(first):
 
 def test_data_workers_survive_a_signal_to_the_process_group(recipe, tigon, here, monkeypatch):
     """A shell's Ctrl-C and a batch system's SIGTERM go to the whole group."""
-    from tigon.trainer.trainer import TigonTrainer
+    from tigon.trainer.guarded import GuardedTrainer
 
-    original = TigonTrainer.compute_loss
+    original = GuardedTrainer.compute_loss
 
     def compute_loss(self, *arguments, **kwargs):
         if self.state.global_step == 1:
@@ -207,7 +208,7 @@ def test_data_workers_survive_a_signal_to_the_process_group(recipe, tigon, here,
                     os.kill(child.pid, number)
         return original(self, *arguments, **kwargs)
 
-    monkeypatch.setattr(TigonTrainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(GuardedTrainer, "compute_loss", compute_loss)
     outcome = tigon("train", recipe(train={"workers": 2, "steps": 4}))
     assert outcome.code == 0, outcome.err
 

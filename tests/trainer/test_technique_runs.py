@@ -35,9 +35,9 @@ from tigon.trainer import engine
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint.final_model import FinalModel
 from tigon.trainer.distributed import launch
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.guards import preflight
 from tigon.trainer.run import train
-from tigon.trainer.trainer import TigonTrainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -366,14 +366,14 @@ def test_zero_3_by_layers_accumulates_and_evaluates_as_one_process(recipe, tigon
 
 def spoilt(rank: int, train_as: Callable[[], None], *, step: int) -> None:
     """Train with a loss that is not a number in the last process's part of one step."""
-    original = TigonTrainer.compute_loss
+    original = GuardedTrainer.compute_loss
 
-    def compute_loss(self: TigonTrainer, model: Any, *arguments: Any, **options: Any) -> Any:
+    def compute_loss(self: GuardedTrainer, model: Any, *arguments: Any, **options: Any) -> Any:
         loss = original(self, model, *arguments, **options)
         now = model.training and self.state.global_step + 1 == step and rank == launch.world_size() - 1
         return self.gate.nan_if_not_finite(loss * math.nan) if now else loss
 
-    TigonTrainer.compute_loss = compute_loss  # type: ignore[method-assign]  # in a copy of this process
+    GuardedTrainer.compute_loss = compute_loss  # type: ignore[method-assign]  # in a copy of this process
     train_as()
 
 

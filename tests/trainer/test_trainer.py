@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from trainer_helpers import SMALL, losses_of, records, rows, small_trainer, words
+from transformers import Trainer
 
 from tigon.data.packing import IGNORE_INDEX
 from tigon.recipe.keys import Recipe, TrainConfig
@@ -163,3 +166,23 @@ def test_id_beyond_the_vocabulary_is_refused_or_skipped():
     assert max(kept.tokens) < limit and len(bad.problems) == 1
     with pytest.raises(DataError, match=rf"d:\d: the tokenizer gives id \d+, but the model's vocabulary has {limit}"):
         encode(documents, tokenizer, vocab_size=limit)
+
+
+PRIVATE = {
+    "_save_checkpoint": ["self", "model", "trial"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+}
+"""The private methods that tigon overrides, and their parameters in the Trainer."""
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_the_trainer_still_calls_the_private_methods_that_tigon_overrides(name):
+    assert list(inspect.signature(getattr(Trainer, name)).parameters) == PRIVATE[name]
+    assert f"self.{name}(" in inspect.getsource(Trainer)
+
+
+def test_the_trainer_takes_the_norm_and_the_counts_from_the_public_methods_that_tigon_overrides():
+    source = inspect.getsource(Trainer)
+    assert "self.accelerator.clip_grad_norm_(" in source, "guards/nan_guard.py: ClippedNorm"
+    assert {"self.get_cp_size()", "self.get_tp_size()"} <= set(re.findall(r"self\.get_\wp_size\(\)", source))

@@ -26,10 +26,10 @@ from forks import forks, in_forks
 from tigon.errors import ProcessError
 from tigon.recipe.keys import Recipe, TrainConfig
 from tigon.trainer.checkpoint import checkpoint
-from tigon.trainer.distributed import launch, signals
+from tigon.trainer.distributed import launch, signals, torchrun
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.guards import fault_messages
 from tigon.trainer.run import train
-from tigon.trainer.trainer import TigonTrainer
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the states of processes are read from Linux")
@@ -85,14 +85,14 @@ def reached(run: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 def killed_in_step(step: int, rank: int, path: Path) -> None:
     """What one of two processes does: train, until rank 1 is killed."""
-    original = TigonTrainer.compute_loss
+    original = GuardedTrainer.compute_loss
 
     def compute_loss(self, *arguments, **kwargs):
         if rank == 1 and self.state.global_step == step - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *arguments, **kwargs)
 
-    TigonTrainer.compute_loss = compute_loss
+    GuardedTrainer.compute_loss = compute_loss
     train(path, ["sharding.gpus=2"])
 
 
@@ -135,12 +135,16 @@ def test_rendezvous_port_is_reserved_until_the_store_listens():
 
 # Stands in for tigon in the processes of a launcher: rank 1 ends as it is told, rank 0 waits to be ended.
 RANK = """
-import os, signal, sys, time
+import json, os, pathlib, signal, sys, time
 if os.environ["TIGON_LAUNCHER"] != str(os.getppid()):
     sys.exit(9)
 if os.environ["RANK"] == "1":
     fate = sys.argv[2]
-    os.kill(os.getpid(), signal.SIGKILL) if fate == "killed" else sys.exit(int(fate))
+    if fate == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = {"message": {"message": "ValueError: of its own", "extraInfo": {"timestamp": "0", "py_callstack": ""}}}
+    pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(error))
+    sys.exit(int(fate))
 time.sleep(60)
 """
 
@@ -148,7 +152,12 @@ time.sleep(60)
 @forks
 @pytest.mark.parametrize(
     ("fate", "said_or_code"),
-    [("killed", "process 1 of 2 was killed (SIGKILL), and the others were ended"), ("2", 2), ("143", 143)],
+    [
+        ("killed", "ProcessError: process 1 of 2 was killed (SIGKILL), and the others were ended"),
+        ("1", "tigon: process 1 of 2 ended with exit code 1: ValueError: of its own; the others were ended"),
+        ("2", 2),
+        ("143", 143),
+    ],
 )
 def test_launcher_ends_with_the_fate_of_its_process(fate, said_or_code, tmp_path):
     (tmp_path / "tigon").mkdir()
@@ -158,12 +167,12 @@ def test_launcher_ends_with_the_fate_of_its_process(fate, said_or_code, tmp_path
     def act(_: int) -> int:
         os.environ["PYTHONPATH"] = str(tmp_path)
         os.chdir(tmp_path)
-        return launch.launch(Path(fate), [], 2, resume=False)
+        return torchrun.start(["-m", "tigon", "train", fate], 2)
 
     said = tmp_path / "stderr"
     (status,) = in_forks(act, said=said)
     if isinstance(said_or_code, str):
-        assert os.waitstatus_to_exitcode(status) == 1 and f"ProcessError: {said_or_code}" in said.read_text()
+        assert os.waitstatus_to_exitcode(status) == 1 and said_or_code in said.read_text()
     else:
         assert os.waitstatus_to_exitcode(status) == said_or_code and not said.read_text()
 
@@ -180,17 +189,23 @@ def test_loss_of_another_process_is_told_apart_from_a_fault_of_its_own(monkeypat
 
 
 def test_killed_process_is_named_as_the_cause_and_not_the_one_that_misses_it(monkeypatch):
-    """Both have ended when the launcher looks."""
-    from torch.distributed import run
+    """All have ended when the launcher looks. Then comes a process with an error of its own."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher import api
 
     failures = {
         rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=code, error_file="none")
-        for rank, code in enumerate((2, -signal.SIGKILL))
+        for rank, code in enumerate((2, 1, -signal.SIGTERM, -signal.SIGKILL))
     }
-    monkeypatch.setattr(run, "run", mock.Mock(side_effect=ChildFailedError("tigon", failures)))
-    with pytest.raises(ProcessError, match=r"process 1 of 2 was killed \(SIGKILL\)"):
-        launch.launch(Path("recipe.yaml"), [], 2, resume=False)
+    failures[0].error_file_data = {"message": {"message": f"ProcessError: process 0 of 4 {torchrun.LOST_ANOTHER}"}}
+    failures[1].timestamp = failures[3].timestamp = failures[0].timestamp + 1
+    monkeypatch.setattr(api, "launch_agent", mock.Mock(side_effect=ChildFailedError("tigon", failures)))
+    with pytest.raises(ProcessError, match=r"process 3 of 4 was killed \(SIGKILL\)"):
+        torchrun.start(["recipe.yaml"], 4)
+    del failures[3]
+    assert torchrun.start(["recipe.yaml"], 4) == 1
+    del failures[1]
+    assert torchrun.start(["recipe.yaml"], 4) == 2
 
 
 def wait_in_vain(rank: int, here: Path) -> int | None:
@@ -237,14 +252,14 @@ def test_signal_to_one_process_in_the_last_evaluation_stops_both(recipe, tigon, 
     path = recipe(train={"batch_size": 2}, output={"save_model": True})
 
     def act(rank: int) -> None:
-        original = TigonTrainer.evaluate
+        original = GuardedTrainer.evaluate
 
         def evaluate(self, *arguments):
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(self, *arguments)
 
-        TigonTrainer.evaluate = evaluate
+        GuardedTrainer.evaluate = evaluate
         fsdp_rank(path, [], resume=False)
 
     said = here / "stderr"
@@ -259,23 +274,28 @@ def test_signal_to_one_process_in_the_last_evaluation_stops_both(recipe, tigon, 
     assert records(here / "runs" / "r", "result")[0]["eval_loss"] is not None
 
 
-def test_options_that_an_older_launcher_lacks_are_left_out(monkeypatch):
-    """PyTorch 2.8, the oldest that tigon takes, has neither of them."""
-    from torch.distributed import run
+def test_processes_are_started_on_this_machine_and_restarted_as_often_as_asked(recipe, tigon, here, monkeypatch):
+    from torch.distributed.launcher import api
 
-    parser, taken = run.get_args_parser(), []
-    for action in list(parser._actions):
-        if {"--shutdown-timeout", "--signals-to-handle"} & set(action.option_strings):
-            parser._remove_action(action)
-            for option in action.option_strings:
-                del parser._option_string_actions[option]
-    monkeypatch.setattr(run, "get_args_parser", lambda: parser)
-    monkeypatch.setattr(run, "run", taken.append)
-    assert launch.launch(Path("recipe.yaml"), ["train.steps=3"], 2, resume=True) == 0
+    monkeypatch.delenv(torchrun.SHUTDOWN_VARIABLE, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    taken = mock.Mock(side_effect=lambda *_, **__: (here / "runs" / "r").mkdir(parents=True))
+    monkeypatch.setattr(api, "launch_agent", taken)
+    words = ["-m", "tigon", "train", str(recipe()), "--set", "train.steps=3", "--set", "sharding.gpus=2"]
+    assert tigon("train", *words[3:], "--max-restarts", "4").code == 0
     assert launch.LAUNCHER not in os.environ  # or a launcher that is started from here is taken for gone
-    (arguments,) = taken
-    assert (arguments.nproc_per_node, arguments.module, arguments.training_script) == ("2", True, "tigon")
-    assert arguments.training_script_args == ["train", "recipe.yaml", "--set", "train.steps=3", "--resume"]
+    (config, python, arguments), _ = taken.call_args
+    assert (python, arguments) == (sys.executable, ["-u", *words])
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 1, 2, 4)
+    assert os.environ[torchrun.SHUTDOWN_VARIABLE] == str(launch.SHUTDOWN_S)
+    assert "--max-restarts" in tigon("train", words[3], "--max-restarts", "-1").error_line()
+
+
+def test_command_that_continues_a_run_names_the_restarts(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert torchrun.options() == []  # torchrun was not started by `tigon train`
+    monkeypatch.setenv(launch.LAUNCHER, "1")
+    assert torchrun.options() == ["--max-restarts", "3"]
 
 
 def launched(here: Path, action: Callable[[int], None]) -> list[int]:

@@ -55,7 +55,7 @@ def small_trainer(
     data = data or rows()
     args = trainer.arguments(recipe.train, choices, run_info, folder=folder / "c", device=device, evaluate=evaluate)
     optimizer = engine.make_optimizer(recipe.train, choices)
-    return trainer.TigonTrainer(
+    return trainer.make(
         built, args, Collator(0, packing=False), data, data if evaluate else None, optimizer,
         trainer.Safeguards(max_skipped_steps=recipe.train.max_skipped_steps),
     )  # fmt: skip

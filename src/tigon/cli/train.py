@@ -29,31 +29,18 @@ def command(
             help="Change keys that the recipe leaves at their defaults to the fastest values that fit the GPU.",
         ),
     ] = False,
-    nnodes: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Number of machines. Start the command on each; --gpus is per machine."),
-    ] = None,
-    rdzv: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="With --nnodes: one of the machines, where all of them meet."),
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(metavar="R", help="Number of this machine. HOST is number 0. Default: given when they meet."),
-    ] = None,
     max_restarts: Annotated[
-        int | None,
-        typer.Option(metavar="K", help="Continue from the last checkpoint after a failure, at most K times."),
-    ] = None,
+        int,
+        typer.Option(metavar="K", min=0, help="Continue from the last checkpoint after a failure, at most K times."),
+    ] = 0,
 ) -> None:
     """Train a model as a recipe says, with a report at the end."""
-    from tigon.trainer.distributed import failures, nodes  # not for --help
+    from tigon.trainer.distributed.torchrun import recorded  # not for --help
     from tigon.trainer.run import train  # not for --help
 
-    with console.survive_broken_streams(), failures.recorded():
-        machines = nodes.from_options(nnodes, rdzv, node_rank, max_restarts)
+    with console.survive_broken_streams():
         overrides = [*(assignments or ()), *gpus_as_override(gpus)]
-        train(recipe, overrides, resume=resume, auto=auto, nodes=machines)
+        recorded(train)(recipe, overrides, resume=resume, auto=auto, max_restarts=max_restarts)
 
 
 COMMAND = Command(command, place=1)

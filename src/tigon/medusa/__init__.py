@@ -6,6 +6,7 @@ loss.py      the losses of the heads, fused or plain
 attach.py    attaches heads to a model, which gets another forward in training
 record.py    losses and accuracies of the heads, summed until they are logged
 layout.py    files of heads, in the formats of FasterDecoding/Medusa and vLLM
+callback.py  trains heads inside a Trainer: schedule, metrics, checkpoints, final files
 generate.py  decoding with the heads: the output of greedy decoding in fewer forward passes
 """
 

@@ -58,6 +58,8 @@ class HeadState:
     """Whether to compute accuracies in this step, which adds a third to the heads' time."""
     scoring: bool = False
     record: HeadMetrics = field(default_factory=lambda: HeadMetrics([]))
+    evaluated: HeadMetrics | None = None
+    """The record of an evaluation that `take` has not returned yet."""
 
     def __post_init__(self) -> None:
         if not self.record.names:
@@ -66,6 +68,14 @@ class HeadState:
     def new_record(self) -> HeadMetrics:
         own = ["model"] if self.objective.stage == 2 else []
         return HeadMetrics([*own, *(f"head{k}" for k in range(1, self.count + 1))])
+
+    def take(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """The metrics of an evaluation since the last call, or else those of the steps since the last call.
+
+        reduce: sums a tensor over all processes. Either all processes call this method, or none.
+        """
+        evaluated, self.evaluated = self.evaluated, None
+        return (evaluated or self.record).take(reduce)
 
     def factors(self) -> list[float]:
         return self.objective.factors(self.count, self.scheduled)

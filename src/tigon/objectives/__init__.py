@@ -7,6 +7,7 @@ post_training.py    The parts that dpo.py, kto.py, orpo.py, grpo.py, distill.py 
 planned_post_training.py  What they have in common for the planner.
 choose.py           All objectives, and the choice of a recipe's.
 post_training_rules.py  The recipe keys of those objectives, and what does not go with them.
+metric_sections.py  How reports show the metrics of each objective.
 recipe_checks.py    Loads a recipe, with the rules of the objectives' sections, before transformers is imported.
 
 To add an objective, write a file with a class and `OBJECTIVE = <class>`. `choose.py` finds it. Its recipe section is

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,25 +26,17 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
-    """A training before the run, with the next token's loss. The objective starts from its model."""
+class BaseTraining:
+    """Ordinary training of a preset before the run, with the next token's loss, into `base/` of the run folder."""
 
     train: TrainConfig
-    choices: Choices
-    folder: Path
-    """The model is written here when the phase is complete."""
+    makes_teacher: bool = False
+    """Whether its model is the teacher; otherwise the run starts from it."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """The progress of training before a micro-batch."""
-
-    done: int
-    """Completed optimizer steps."""
-    total: int
-    """Optimizer steps of the whole run."""
-    log_every: int
-    """Optimizer steps between two records of the training log."""
+    def trained(self, model: ModelConfig, run: Path) -> ModelConfig:
+        """The `model` section of its result; the given one if the training is not complete."""
+        base = run / "base"
+        return replace(model, name=str(base), config=None) if (base / "config.json").is_file() else model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,71 +55,6 @@ class FinalSave:
     the caller passes `merges=True`."""
     save_state: Callable[[dict[str, torch.Tensor]], None]
     """Writes a gathered state dict as `model/`; the main process alone calls it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricColumn:
-    """A kind of metric: a column of the report's table and, if it has an axis, a panel of its chart."""
-
-    title: str
-    axis: str | None = None
-    """The label of the panel's y axis; None: the chart leaves the column out."""
-    is_share: bool = False
-    """Its values are fractions, shown in percent."""
-    is_nats: bool = True
-    """Its values, unless fractions, are losses in nats per token. The chart then shows the unigram entropy too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricRow:
-    """A row of the report's table, and a line in each panel of its chart."""
-
-    title: str
-    """In the table."""
-    label: str
-    """In the chart's legend."""
-    metrics: tuple[str, ...]
-    """The metric's name in the records of metrics.jsonl, for each column."""
-    is_baseline: bool = False
-    """Drawn in the chart's muted colour."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricSection:
-    """The report's section about an objective's own metrics. It stands in place of the chart of the total loss."""
-
-    name: str
-    """The name of the chart's file."""
-    title: str
-    chart_text: str
-    """A description of the chart, for readers who do not see it."""
-    columns_text: str
-    """A sentence about the columns."""
-    columns: tuple[MetricColumn, ...]
-    rows: tuple[MetricRow, ...]
-    tile: str
-    """The label of a box at the top of the report. The box shows the first and the last value of one metric: the first
-    metric of the first row that is not a baseline."""
-
-    @property
-    def tile_metric(self) -> str:
-        return next(row.metrics[0] for row in self.rows if not row.is_baseline)
-
-    @property
-    def progress(self) -> tuple[tuple[str, str, bool], ...]:
-        """What the terminal shows during training beside the loss, as (title, metric, whether it is a fraction).
-
-        The first `PROGRESS_METRICS` metrics of a section with one row, otherwise the metric of the tile.
-        """
-        if len(self.rows) > 1:
-            return ((self.tile, self.tile_metric, False),)
-        pairs = zip(self.columns, self.rows[0].metrics, strict=True)
-        own = [(column.title, name, column.is_share) for column, name in pairs if name != "loss"]
-        return tuple(own[:PROGRESS_METRICS])
-
-
-PROGRESS_METRICS = 2
-"""A line of the terminal has room for two metrics beside loss, speed, memory and remaining time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +142,7 @@ class PlannedObjective(Protocol):
 
     @property
     def reads_whole_weights(self) -> bool:
-        """Whether the run loads whole weights before ZeRO-3 partitions them; see `Objective.reads_whole_weights`."""
+        """Whether `attach` reads weights of the model, so that ZeRO-3 must not partition them while they are loaded."""
         ...
 
     @property
@@ -293,8 +220,65 @@ class PlannedObjective(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How an objective reads the rows of `data.source`, and makes batches of them."""
+
+    layout: str | RowReader
+    """The format of the rows, or their reader."""
+    pack: Callable[[Sequence[Encoded]], Packed]
+    """Makes the samples of encoded documents."""
+    collator: Callable[[int, bool], Collator]
+    """Makes the function that makes a batch of samples. Called with the id that fills samples up to one length, and
+    whether a batch is one long packed row, as flash attention takes it."""
+    load_processor: Callable[[], Any] = lambda: None
+    """Loads the processor of a model that reads more than text; None: its tokenizer suffices."""
+
+
+class AddedModules(Protocol):
+    """The modules that an objective adds to a model: a TrainerCallback with the members below.
+
+    Its event `on_prediction_step` also gets `inputs`, `precision` and `counted` of a batch of an evaluation; see
+    trainer/evaluation/token_mean.py.
+    """
+
+    @property
+    def learning_rates(self) -> Mapping[str, float]:
+        """Prefixes of parameter names -> factors of the learning rate."""
+        ...
+
+    @property
+    def saved_prefix(self) -> str | None:
+        """A checkpoint holds only the weights whose names begin with it; None: all of them."""
+        ...
+
+    def counted(self, model: Any) -> dict[str, Any]:
+        """What this process has summed up since the last record; a checkpoint between two records saves it."""
+        ...
+
+    def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
+        """Restore, in a resumed run, the sums that `counted` returned."""
+        ...
+
+    def save_beside(self, model: Any, folder: Path) -> None:
+        """Write the weights that a checkpoint would leave out."""
+        ...
+
+    def load_beside(self, model: Any, folder: Path) -> None:
+        """Read the files of `save_beside`, if the checkpoint has them."""
+        ...
+
+    def save(self, built: Any, final: FinalSave) -> bool:
+        """Save the final weights. Every process calls it. Returns whether a model was written."""
+        ...
+
+    def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any]:
+        """Decode from prompts of eval samples, for the summary's `decoded`; `line` describes the result."""
+        ...
+
+
 class Objective(Protocol):
-    """The loss that a run minimises, and what depends on it: samples, modules, optimizer groups, metrics, files."""
+    """The loss that a run minimises: its rows, its forward and loss, its metrics, and its plan."""
 
     @classmethod
     def of_recipe(
@@ -312,91 +296,41 @@ class Objective(Protocol):
         """
         ...
 
+    # --- facts -------------------------------------------------------------------------------------------------------
+
     @property
     def name(self) -> str:
         """A short name. A line for the console about the objective begins with it."""
         ...
 
     @property
-    def trl(self) -> TrlTraining | None:
-        """The trainer of TRL that carries out the run; None: tigon's own trainer, which calls the methods below."""
-        ...
-
-    # --- before there is a model -------------------------------------------------------------------------------------
-
-    @property
-    def reads_whole_weights(self) -> bool:
-        """Whether `attach` reads weights of the model, so ZeRO-3 must not partition them while they are loaded."""
-        ...
-
-    @property
-    def reads_plain_head(self) -> bool:
-        """Whether the loss multiplies with the weight of `lm_head` itself, which would leave out an adapter on it."""
-        ...
-
-    def planned(self) -> PlannedObjective:
-        """The objective as the planner traces it."""
-        ...
-
     def announcement(self) -> str | None:
         """One line for the console before training, or None."""
         ...
 
-    def no_sample_line(self) -> str:
-        """Names what the run does not show with sharded weights. The console adds `: the weights are sharded`."""
+    @property
+    def trl(self) -> TrlTraining | None:
+        """The trainer of TRL that carries out the run; None: tigon's own."""
         ...
 
-    def phase(self, choices: Choices, run: Path) -> Phase | None:
-        """The phase before the run; None if there is none, or if it is complete (a resumed run)."""
+    @property
+    def base(self) -> BaseTraining | None:
+        """The ordinary training of a preset before the run, or None."""
         ...
 
-    def model(self, run: Path) -> ModelConfig:
-        """The `model` section to load: the recipe's, or that of the model which `phase` trained.
+    @property
+    def added(self) -> AddedModules | None:
+        """The modules that `attach` adds, for the trainer; None if it adds none."""
+        ...
 
-        run: the run folder.
-        """
+    # --- the four parts ----------------------------------------------------------------------------------------------
+
+    def rows(self, data: DataConfig) -> Rows:
+        """How the rows of the recipe's `data` section are read and packed."""
         ...
 
     def attach(self, built: Any) -> Any:
-        """Add the objective's modules to `built`, and return it. `built` is patched and has its techniques."""
-        ...
-
-    # --- data --------------------------------------------------------------------------------------------------------
-
-    def rows(self, data: DataConfig) -> str | RowReader:
-        """The format of the rows, or their reader."""
-        ...
-
-    def load_processor(self) -> Any:
-        """The processor of a model that reads more than text; None: its tokenizer suffices.
-
-        Raises:
-            RecipeError: The model has none.
-        """
-        ...
-
-    def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
-        """Make the training samples, or those for evaluation, of encoded documents."""
-        ...
-
-    def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
-        """The function that makes a batch of samples.
-
-        Args:
-            data: The recipe's `data` section.
-            pad_id: The id that fills samples up to one length.
-            flatten: Whether a batch is one long packed row, as flash attention takes it.
-        """
-        ...
-
-    # --- training ----------------------------------------------------------------------------------------------------
-
-    def group(self, model: Any, optimizer: Any) -> None:
-        """Change the parameter groups of a new optimizer, for example to give new modules their own learning rate."""
-        ...
-
-    def begin_step(self, model: Any, step: Step) -> None:
-        """Called before each micro-batch."""
+        """Return the model whose forward is trained: `built`, patched and with its techniques, and added modules."""
         ...
 
     def loss(self, model: Any, inputs: Mapping[str, Any], of_model: Callable[[], Any]) -> Any:
@@ -410,82 +344,9 @@ class Objective(Protocol):
         ...
 
     def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
-        """More metrics for the training log, over the steps since the last log."""
+        """More metrics for a record: of the evaluation that has ended, or else of the steps since the last record."""
         ...
 
-    def counted(self, model: Any) -> dict[str, Any]:
-        """What `metrics` has summed up in this process since the last log; a checkpoint between two logs saves it."""
-        ...
-
-    def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
-        """Restore, in a resumed run, the sums that `counted` returned."""
-        ...
-
-    # --- evaluation --------------------------------------------------------------------------------------------------
-
-    def begin_evaluation(self) -> None:
-        """Called before the first batch of an evaluation; the sums for `evaluation_metrics` begin at 0."""
-        ...
-
-    def evaluation_sums(
-        self, model: Any, inputs: Mapping[str, Any], counts: bool, precision: Callable[[], AbstractContextManager[Any]]
-    ) -> torch.Tensor:
-        """Returns (sum of the losses, number of target tokens) of a batch in fp64.
-
-        The result stays on the device. The host must not wait for it: the wait would not end if another process has
-        run out of memory in a collective forward pass.
-
-        Args:
-            model: The trained model.
-            inputs: The keyword arguments of its forward.
-            counts: False for a process without samples left, which only takes part in gathering weights. The result
-                is then 0.
-            precision: Makes the autocast context of a forward pass.
-        """
-        ...
-
-    def count_batch(self) -> None:
-        """Add the batch of the last `evaluation_sums` to the sums for `evaluation_metrics`.
-
-        Not called for a batch in which a process ran out of memory: all processes evaluate it again, in smaller parts.
-        """
-        ...
-
-    def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
-        """More metrics for the evaluation log."""
-        ...
-
-    def metric_section(self) -> MetricSection | None:
-        """How the report shows the objective's own metrics; None: it draws the training loss and the eval loss."""
-        ...
-
-    # --- files -------------------------------------------------------------------------------------------------------
-
-    def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-        """The weights that a checkpoint holds; None: all weights of the model.
-
-        state: the state dict that was gathered from sharded weights; None if the model's weights are not sharded.
-        """
-        ...
-
-    def save_beside(self, model: Any, folder: Path) -> None:
-        """Write the objective's own files of a checkpoint."""
-        ...
-
-    def load_beside(self, model: Any, folder: Path) -> None:
-        """Read the files of `save_beside`, if the checkpoint has them."""
-        ...
-
-    def save(self, built: Any, final: FinalSave) -> bool:
-        """Save the final weights. Every process calls it. Returns whether a model was written."""
-        ...
-
-    # --- after training ----------------------------------------------------------------------------------------------
-
-    def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any] | None:
-        """Decode from prompts of eval samples, for the summary's `decoded`; None if the objective decodes nothing."""
-        ...
-
-    def sampled_line(self, decoded: Mapping[str, Any]) -> str:
-        """One line for the console and the report about the result of `sampled`, without the objective's name."""
+    def planned(self) -> PlannedObjective:
+        """The objective as the planner traces it."""
         ...

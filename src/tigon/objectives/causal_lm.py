@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tigon.data.documents import RowReader
-from tigon.data.packing import Collator, Packed, Sample, pack
-from tigon.data.tokenizer import IGNORE_INDEX, Encoded
+from tigon.data.packing import Collator, Packed, pack
+from tigon.data.tokenizer import Encoded
 from tigon.models.seams.head.loss import without_logits
 from tigon.objectives.base import (
-    FinalSave,
+    AddedModules,
+    BaseTraining,
     FrozenModel,
     Generation,
-    MetricSection,
-    Phase,
     PlannedObjective,
     Reduce,
-    Step,
+    Rows,
     TracedModels,
     TrlTraining,
 )
@@ -128,55 +125,35 @@ class CausalLM:
         return "causal LM"
 
     @property
+    def announcement(self) -> str | None:
+        return None
+
+    @property
     def trl(self) -> TrlTraining | None:
         return None
 
     @property
-    def reads_whole_weights(self) -> bool:
-        return self.planned().reads_whole_weights
+    def base(self) -> BaseTraining | None:
+        return None
 
     @property
-    def reads_plain_head(self) -> bool:
-        return False
-
-    def planned(self) -> PlannedObjective:
-        return PlannedCausalLM()
-
-    def announcement(self) -> str | None:
+    def added(self) -> AddedModules | None:
         return None
 
-    def no_sample_line(self) -> str:
-        return "no text sample"
+    def rows(self, data: DataConfig) -> Rows:
+        def packed(encoded: Sequence[Encoded]) -> Packed:
+            return pack(
+                encoded, data.sequence_length, packing=data.packs, cross_document=data.cross_document_attention,
+                too_long=data.too_long,
+            )  # fmt: skip
 
-    def phase(self, choices: Choices, run: Path) -> Phase | None:
-        return None
+        def collator(pad_id: int, flatten: bool) -> Collator:
+            return Collator(pad_id, data.packs, flatten, data.cross_document_attention)
 
-    def model(self, run: Path) -> ModelConfig:
-        return self.config
+        return Rows(layout=data.format, pack=packed, collator=collator)
 
     def attach(self, built: Any) -> Any:
         return built
-
-    def rows(self, data: DataConfig) -> str | RowReader:
-        return data.format if self.trl is None else self.trl.rows
-
-    def load_processor(self) -> Any:
-        return None
-
-    def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
-        return pack(
-            encoded, data.sequence_length, packing=data.packs, cross_document=data.cross_document_attention,
-            too_long=data.too_long,
-        )  # fmt: skip
-
-    def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
-        return Collator(pad_id, data.packs, flatten, data.cross_document_attention)
-
-    def group(self, model: Any, optimizer: Any) -> None:
-        pass
-
-    def begin_step(self, model: Any, step: Step) -> None:
-        pass
 
     def loss(self, model: Any, inputs: Mapping[str, Any], of_model: Callable[[], Any]) -> Any:
         return of_model()
@@ -184,53 +161,8 @@ class CausalLM:
     def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
         return {}
 
-    def counted(self, model: Any) -> dict[str, Any]:
-        return {}
-
-    def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
-        pass
-
-    def begin_evaluation(self) -> None:
-        pass
-
-    def evaluation_sums(
-        self, model: Any, inputs: Mapping[str, Any], counts: bool, precision: Callable[[], AbstractContextManager[Any]]
-    ) -> torch.Tensor:
-        # With num_items_in_batch 1, the model returns the sum of the losses over its tokens.
-        one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
-        # Compute the loss without logits, which would take more memory than a training step.
-        with torch.no_grad(), without_logits(), precision():
-            loss = model(**inputs, num_items_in_batch=one).loss
-        n_learned = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
-        return torch.stack([loss.double(), n_learned.double()]) * counts
-
-    def count_batch(self) -> None:
-        pass
-
-    def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
-        return {}
-
-    def metric_section(self) -> MetricSection | None:
-        return None
-
-    def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-        return state
-
-    def save_beside(self, model: Any, folder: Path) -> None:
-        pass
-
-    def load_beside(self, model: Any, folder: Path) -> None:
-        pass
-
-    def save(self, built: Any, final: FinalSave) -> bool:
-        final.save_model()
-        return True
-
-    def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any] | None:
-        return None
-
-    def sampled_line(self, decoded: Mapping[str, Any]) -> str:
-        raise NotImplementedError("this objective decodes nothing except the text sample")
+    def planned(self) -> PlannedObjective:
+        return PlannedCausalLM()
 
 
 OBJECTIVE = CausalLM

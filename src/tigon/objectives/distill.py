@@ -12,7 +12,7 @@ from tigon.data.preferences import PROMPTS
 from tigon.errors import UsageError
 from tigon.integrations.trl.traced import TracedModel, divergence
 from tigon.models.loading.config import load_config
-from tigon.objectives.base import FrozenModel, Generation, MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import FrozenModel, Generation, PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import (
     TIME_WITHOUT_WRITING,
     UNCOMPARED,
@@ -20,7 +20,7 @@ from tigon.objectives.planned_post_training import (
     PlannedTeacher,
     padded,
 )
-from tigon.objectives.post_training import PostTraining, column, section
+from tigon.objectives.post_training import PostTraining
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques.records.choices import Choices
 
@@ -84,13 +84,11 @@ class Distillation(PostTraining):
         )  # fmt: skip
 
     def teacher(self, run: Path) -> ModelConfig:
-        if self.own.teacher is None:
-            return self.trained_first(run)
-        return replace(self.recipe.model, name=self.own.teacher, config=None, revision=None)
+        if self.own.teacher is not None:
+            return replace(self.recipe.model, name=self.own.teacher, config=None, revision=None)
+        return self.recipe.model if self.base is None else self.base.trained(self.recipe.model, run)
 
-    def model(self, run: Path) -> ModelConfig:
-        return self.recipe.model  # `base/` is the teacher
-
+    @property
     def announcement(self) -> str | None:
         teacher = self.own.teacher or f"{self.recipe.model.name} after {self.own.base_steps} steps"
         return f"{self.name:<8} TRL's {self.trl.trainer}, teacher: {teacher}"
@@ -101,14 +99,6 @@ class Distillation(PostTraining):
             self.name, self.planned_keys(), completion_tokens=own.completion_length,
             beta=1.0 if own.beta is None else own.beta,
             teacher=None if own.teacher is None else PlannedTeacher.of(own.teacher, load_config(own.teacher)),
-        )  # fmt: skip
-
-    def metric_section(self) -> MetricSection:
-        return section(
-            "Distillation", "divergence from the teacher and entropy over steps",
-            "The divergence from the teacher and the model's entropy are means per token, in nats.",
-            ("loss", column("divergence", "divergence (nats)")),
-            ("entropy", column("entropy", "entropy (nats)")),
         )  # fmt: skip
 
 

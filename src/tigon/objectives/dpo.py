@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from tigon.data.preferences import PAIRS
 from tigon.integrations.trl.traced import DPO_OUTPUTS
-from tigon.objectives.base import MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import PlannedWithReference, labels_of, logprobs_of, padded
-from tigon.objectives.post_training import PostTraining, column, section
+from tigon.objectives.post_training import PostTraining
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,6 @@ class DPO(PostTraining):
 
     def planned(self) -> PlannedObjective:
         return PlannedDPO(self.name, self.planned_keys())
-
-    def metric_section(self) -> MetricSection:
-        return section(
-            "Preferences", "reward margin, accuracy and loss over steps",
-            "The reward of an answer is beta times the change of its log-probability. The margin is the reward of the "
-            "chosen answer minus that of the rejected one. The accuracy is the share of pairs with a positive margin.",
-            ("rewards/margins", column("reward margin")),
-            ("rewards/accuracies", column("accuracy", "pairs with a positive margin (%)", is_share=True)),
-            ("loss", column("loss")),
-        )  # fmt: skip
 
 
 OBJECTIVE = DPO

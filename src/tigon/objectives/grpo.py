@@ -12,7 +12,7 @@ from tigon.data.preferences import PROMPTS
 from tigon.errors import RecipeError
 from tigon.integrations.trl.traced import GRPO_OUTPUTS
 from tigon.models.loading.presets import PRESETS
-from tigon.objectives.base import FrozenModel, Generation, MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import FrozenModel, Generation, PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import (
     COMPARED,
     TIME_WITHOUT_WRITING,
@@ -20,7 +20,7 @@ from tigon.objectives.planned_post_training import (
     logprobs_of,
     padded,
 )
-from tigon.objectives.post_training import PostTraining, column, section
+from tigon.objectives.post_training import PostTraining
 from tigon.techniques.records.choices import Choices
 
 
@@ -97,16 +97,6 @@ class GRPO(PostTraining):
         return PlannedGRPO(
             self.name, self.planned_keys(), generations=self.own.generations,
             completion_tokens=self.own.completion_length, has_reference=bool(self.own.beta),
-        )  # fmt: skip
-
-    def metric_section(self) -> MetricSection:
-        return section(
-            "Rewards", "reward, completion length and entropy over steps",
-            "The reward is the sum of the reward functions, its mean over completions. The entropy is per token, in "
-            "nats.",
-            ("reward", column("reward", "mean reward")),
-            ("completions/mean_length", column("completion length", "tokens per completion")),
-            ("entropy", column("entropy", "entropy (nats)")),
         )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tigon.data.preferences import UNPAIRED
 from tigon.integrations.trl.traced import KTO_OUTPUTS
-from tigon.objectives.base import MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import PlannedWithReference, labels_of, logprobs_of, padded
-from tigon.objectives.post_training import PostTraining, column, section
+from tigon.objectives.post_training import PostTraining
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,6 @@ class KTO(PostTraining):
 
     def planned(self) -> PlannedObjective:
         return PlannedKTO(self.name, self.planned_keys())
-
-    def metric_section(self) -> MetricSection:
-        return section(
-            "Preferences", "reward margin, rewards and loss over steps",
-            "The reward of an answer is beta times the change of its log-probability. The margin is the mean reward of "
-            "the good answers minus that of the bad ones.",
-            ("rewards/margins", column("reward margin")),
-            ("rewards/chosen", column("reward of good answers")),
-            ("rewards/rejected", column("reward of bad answers")),
-            ("loss", column("loss")),
-        )  # fmt: skip
 
 
 OBJECTIVE = KTO

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from tigon.data.preferences import PAIRS
 from tigon.integrations.trl.traced import TracedModel, preference_logprobs
-from tigon.objectives.base import MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import PlannedPostTraining, padded
-from tigon.objectives.post_training import PostTraining, column, section
+from tigon.objectives.post_training import PostTraining
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,6 @@ class ORPO(PostTraining):
 
     def planned(self) -> PlannedObjective:
         return PlannedORPO(self.name, self.planned_keys())
-
-    def metric_section(self) -> MetricSection:
-        return section(
-            "Preferences", "accuracy, reward margin and loss over steps",
-            "The reward of an answer is beta times its mean log-probability per token. The accuracy is the share of "
-            "pairs whose chosen answer has the larger reward.",
-            ("rewards/margins", column("reward margin")),
-            ("rewards/accuracies", column("accuracy", "pairs with a positive margin (%)", is_share=True)),
-            ("loss", column("loss")),
-        )  # fmt: skip
 
 
 OBJECTIVE = ORPO

@@ -10,7 +10,6 @@ import importlib.metadata
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tigon.data.packing import Collator, Packed, pack
@@ -18,10 +17,9 @@ from tigon.data.tokenizer import Encoded
 from tigon.errors import RecipeError
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives import post_training_rules
-from tigon.objectives.base import MetricColumn, MetricRow, MetricSection, Phase, PlannedObjective, TrlTraining
+from tigon.objectives.base import BaseTraining, PlannedObjective, Rows, TrlTraining
 from tigon.objectives.causal_lm import CausalLM
-from tigon.recipe.keys import DataConfig, ModelConfig, PostTrainingConfig, Recipe
-from tigon.techniques.records.choices import Choices
+from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe
 
 TRL_VERSIONS = ((1, 16), (1, 17))
 """The first version of TRL with these trainers, and the first one that tigon has not been tried with."""
@@ -89,79 +87,38 @@ class PostTraining(CausalLM):
         return tuple((name, value) for name, value in values if value != getattr(default, name))
 
     @property
-    def reads_whole_weights(self) -> bool:
-        return False
-
-    @property
-    def reads_plain_head(self) -> bool:
-        return True
-
     def announcement(self) -> str | None:
         base = f", after {self.own.base_steps} steps of ordinary training" if self.own.base_steps else ""
         return f"{self.name:<8} TRL's {self.trl.trainer}{base}"
 
-    # --- the model ---------------------------------------------------------------------------------------------------
-
-    def phase(self, choices: Choices, run: Path) -> Phase | None:
-        """The ordinary training of a preset into `base/`; None if `base/` exists (a resumed run)."""
-        if not self.own.base_steps or _base(run):
+    @property
+    def base(self) -> BaseTraining | None:
+        if not self.own.base_steps:
             return None
-        return Phase(
+        return BaseTraining(
             train=replace(
                 self.recipe.train, steps=self.own.base_steps, epochs=None, eval_steps=None, save_steps=None,
                 checkpointing="none", learning_rate=BASE_LEARNING_RATE, batch_size=BASE_BATCH_SIZE,
                 gradient_accumulation=1,
             ),
-            choices=replace(choices, lora_rank=None, quantized=False, checkpointing="none", accumulate=1),
-            folder=run / "base",
+            makes_teacher=self.trl.teacher is not None,
         )  # fmt: skip
 
-    def trained_first(self, run: Path) -> ModelConfig:
-        """The model that `phase` has trained, or else the recipe's."""
-        base = _base(run) if self.own.base_steps else None
-        return self.recipe.model if base is None else replace(self.recipe.model, name=str(base), config=None)
+    def rows(self, data: DataConfig) -> Rows:
+        """The samples are those of the ordinary training before the run."""
 
-    def model(self, run: Path) -> ModelConfig:
-        return self.trained_first(run)
+        def packed(encoded: Sequence[Encoded]) -> Packed:
+            # Rows of prompts have no learned token. They stand for the rows in the fingerprint and the text sample.
+            return pack(
+                encoded, data.sequence_length, packing=False, cross_document=False, too_long="error",
+                keep_unlearned=not self.own.base_steps,
+            )  # fmt: skip
 
-    # --- the data of `phase` -----------------------------------------------------------------------------------------
-
-    def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
-        # Rows of prompts have no learned token. They stand for the rows in the fingerprint and the text sample.
-        return pack(
-            encoded, data.sequence_length, packing=False, cross_document=False, too_long="error",
-            keep_unlearned=not self.own.base_steps,
-        )  # fmt: skip
-
-    def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
-        return Collator(pad_id, packing=False)
-
-    # --- the report --------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def metric_section(self) -> MetricSection: ...
+        return Rows(layout=self.trl.rows, pack=packed, collator=lambda pad_id, flatten: Collator(pad_id, packing=False))
 
 
 BASE_LEARNING_RATE, BASE_BATCH_SIZE = 3e-3, 16
 """For the ordinary training of a preset's random weights, which needs another rate than the objective."""
-
-
-def section(title: str, chart_text: str, columns_text: str, *metrics: tuple[str, MetricColumn]) -> MetricSection:
-    """A section with one row. metrics: (name in metrics.jsonl, column); the first is also a tile of the report."""
-    return MetricSection(
-        name=title.lower().replace(" ", "-"), title=title, chart_text=chart_text, columns_text=columns_text,
-        columns=tuple(column for _, column in metrics),
-        rows=(MetricRow(title="the model", label="training", metrics=tuple(name for name, _ in metrics)),),
-        tile=metrics[0][1].title,
-    )  # fmt: skip
-
-
-def column(title: str, axis: str | None = None, *, is_share: bool = False) -> MetricColumn:
-    return MetricColumn(title=title, axis=axis or title, is_share=is_share, is_nats=False)
-
-
-def _base(run: Path) -> Path | None:
-    return run / "base" if (run / "base" / "config.json").is_file() else None
 
 
 def _check_trl(objective: str) -> None:

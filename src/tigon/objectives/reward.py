@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from tigon.data.preferences import PAIRS
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.reward_model import with_score
-from tigon.objectives.base import MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import UNCOMPARED, PlannedPostTraining, padded
-from tigon.objectives.post_training import PostTraining, column, section
+from tigon.objectives.post_training import PostTraining
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,6 @@ class Reward(PostTraining):
 
     def planned(self) -> PlannedObjective:
         return PlannedReward(self.name, self.planned_keys())
-
-    def metric_section(self) -> MetricSection:
-        return section(
-            "Scores", "margin, accuracy and loss over steps",
-            "The margin is the score of the chosen answer minus that of the rejected one. The accuracy is the share of "
-            "pairs with a positive margin.",
-            ("margin", column("margin")),
-            ("accuracy", column("accuracy", "pairs with a positive margin (%)", is_share=True)),
-            ("loss", column("loss")),
-        )  # fmt: skip
 
 
 OBJECTIVE = Reward

@@ -10,14 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from tigon.data import images
-from tigon.data.documents import RowReader
 from tigon.data.images import Layout
 from tigon.data.packing import Collator, Packed
 from tigon.data.tokenizer import Encoded
 from tigon.errors import RecipeError
 from tigon.models.loading.auto_class import reads_images
 from tigon.models.seams.head.loss import without_logits
-from tigon.objectives.base import PlannedObjective
+from tigon.objectives.base import PlannedObjective, Rows
 from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
 from tigon.recipe.keys import DataConfig, Recipe
 
@@ -125,27 +124,30 @@ class VisionLanguage(CausalLM):
         return planned_images(self.config.name, self.model_config, data.images, data.image_size, processor)
 
     @property
-    def reads_whole_weights(self) -> bool:
-        return False
-
     def announcement(self) -> str | None:
         each = f"up to {self.data.images} per row" if self.data.images > 1 else "one per row"
         return f"images   {each}, read by {type(self.processor).__name__}"
 
-    def rows(self, data: DataConfig) -> str | RowReader:
-        return images.PicturedRows(data.images, data.format)
+    def rows(self, data: DataConfig) -> Rows:
+        def packed(encoded: Sequence[Encoded]) -> Packed:
+            return images.samples(encoded, data.sequence_length, too_long=data.too_long)
+
+        def collator(pad_id: int, flatten: bool) -> Collator:
+            return images.PicturedCollator(pad_id, packing=False, processor=self.processor, size=data.image_size)
+
+        reader = images.PicturedRows(data.images, data.format)
+        return Rows(layout=reader, pack=packed, collator=collator, load_processor=self.load_processor)
 
     def load_processor(self) -> Any:
+        """The model's processor, which the collator and the plan need too.
+
+        Raises:
+            RecipeError: The model has none.
+        """
         self.processor = images.load_processor(
             self.config.name, revision=self.config.revision, trust_remote_code=self.config.trust_remote_code
         )
         return self.processor
-
-    def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
-        return images.samples(encoded, data.sequence_length, too_long=data.too_long)
-
-    def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
-        return images.PicturedCollator(pad_id, packing=False, processor=self.processor, size=data.image_size)
 
 
 OBJECTIVE = VisionLanguage

@@ -105,13 +105,27 @@ def _modules(model: nn.Module) -> list[tuple[str, str]]:
     ]
 
 
-def sum_gradients(model: nn.Module) -> None:
-    """Add up, over the group, the gradients of modules that see only their process's heads. Once per step."""
-    group, summed = _divided.get(model, (None, ()))
+def sum_gradients(model: nn.Module) -> torch.Tensor | None:
+    """Add up, over the group, the gradients of modules that see only their process's heads. Once per step.
+
+    Returns:
+        A norm that is not finite if a gradient of any process is not, because some versions of the Trainer take the
+        norm of such a model without Accelerate. None without tensor parallelism.
+    """
+    if model not in _divided:
+        return None
+    group, summed = _divided[model]
     for parameter in (one for module in summed for one in module.parameters()):
         if parameter.grad is not None:
-            grad: Any = parameter.grad
-            dist.all_reduce(grad.to_local() if hasattr(grad, "to_local") else grad, group=group)
+            dist.all_reduce(_local(parameter.grad), group=group)
+    norm = nn.utils.get_total_norm([_local(one.grad) for one in model.parameters() if one.grad is not None])
+    total: torch.Tensor = norm.float().square()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _local(grad: Any) -> Any:
+    return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
 def step_by_mesh(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -23,9 +23,8 @@ from tigon.models.loading.weight_files import one_line
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights, refuse_nonfinite, whole
 from tigon.trained.part_folder import part_folder
-from tigon.trainer.checkpoint.adapter_files import attached, check_files, merged
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, attached, check_files, merged
 from tigon.trainer.checkpoint.checkpoint import disk_is_full
-from tigon.trainer.checkpoint.whole_files import ADAPTER_FILE
 from tigon.trainer.guards.nan_guard import first_overflow
 from tigon.trainer.report import model_card
 from tigon.trainer.run_folder import METRICS, RECIPE

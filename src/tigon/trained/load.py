@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from tigon.recipe.keys import ModelConfig
 from tigon.trained.find import TrainedModel
 from tigon.trained.part_folder import part_folder
 from tigon.trainer import model as models
-from tigon.trainer.checkpoint.adapter_files import attached
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, attached, name_in_file
 from tigon.trainer.checkpoint.checkpoint import no_pickles
-from tigon.trainer.checkpoint.whole_files import consolidate
+from tigon.trainer.checkpoint.distributed_checkpoint import whole_weights
 from tigon.trainer.guards.nan_guard import first_nonfinite
 
 WHOLE = "tigon-whole"  # of temporary folders
@@ -102,7 +103,7 @@ def whole(trained: TrainedModel, *, near: Path | None = None) -> Iterator[Traine
     with part_folder(near or Path(tempfile.gettempdir()), WHOLE) as made:
         folder = str(made)
         try:
-            consolidate(trained.checkpoint, made)
+            _write_whole(trained.checkpoint, made)
         except RunFolderError:
             raise
         except Exception as error:  # PyTorch raises any type of error for a damaged file
@@ -112,6 +113,27 @@ def whole(trained: TrainedModel, *, near: Path | None = None) -> Iterator[Traine
             yield replace(trained, checkpoint=None, **place)
         except (UsageError, RunFolderError) as error:
             raise type(error)(str(error).replace(folder, str(trained.checkpoint))) from None
+
+
+def _write_whole(checkpoint: Path, folder: Path) -> None:
+    """Write the weights of a distributed checkpoint to a folder, in the layout of transformers or PEFT.
+
+    Raises:
+        RunFolderError: The file that lists the tensors is not one of PyTorch's.
+        RuntimeError: A file is missing or damaged.
+    """
+    from huggingface_hub import save_torch_state_dict
+    from safetensors.torch import save_file
+
+    state = whole_weights(checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in checkpoint.glob("*config.json"):
+        shutil.copy(file, folder)
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        adapters = {name_in_file(name): tensor for name, tensor in state.items()}
+        save_file(adapters, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    else:
+        save_torch_state_dict(state, folder)
 
 
 def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") -> Any:

@@ -32,7 +32,7 @@ from tigon.techniques.sharding import (
 )
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
-from tigon.trainer.distributed import launch, node_disks
+from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import MakeOptimizer
 from tigon.trainer.guards import adapter_checks
 from tigon.trainer.guards.nan_guard import first_nonfinite
@@ -102,7 +102,6 @@ def build(
     if models.is_preset(model.name) and not are_drawn_in_place(choices):
         with launch.main_process_first():
             model = saved_preset(model, config, seed=seed, folder=base, through=device)
-        node_disks.share(base)
     load = partial(models.build, model, config, dtype=dtype, seed=seed)
     if loading or not weights_are_sharded(choices):
         built = load(device=device, loading=loading)

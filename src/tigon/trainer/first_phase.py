@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tigon.data.packing import SampleDataset
-from tigon.objectives.base import Phase
 from tigon.trainer import engine
 from tigon.trainer import trainer as trainers
 from tigon.trainer.checkpoint import final_model
-from tigon.trainer.distributed import launch, node_disks
+from tigon.trainer.distributed import launch
 from tigon.trainer.prepare import Prepared
 
 
-def train_phase(phase: Phase, prepared: Prepared, run: Path, callbacks: Sequence[Any]) -> None:
-    """Train the recipe's model as `phase` says. `phase.folder` exists only if the model in it is complete."""
-    recipe, choices, partial = prepared.recipe, phase.choices, phase.folder.with_name(f"{phase.folder.name}-partial")
+def train_base(prepared: Prepared, run: Path, callbacks: Sequence[Any]) -> None:
+    """Train what the objective starts from. The folder `base/` exists only if the model in it is complete.
+
+    Does nothing if the objective starts from the recipe's model, or if `base/` exists (a resumed run).
+    """
+    recipe, base = prepared.recipe, prepared.objective.base
+    if base is None or base.trained(recipe.model, run) is not recipe.model:
+        return
+    folder, partial = run / "base", run / "base-partial"
+    choices = replace(
+        prepared.choices, lora_rank=None, quantized=False, checkpointing="none",
+        accumulate=base.train.gradient_accumulation,
+    )  # fmt: skip
     built, _ = engine.build(
-        recipe.model, prepared.config, choices, prepared.run_info, device=prepared.device, seed=phase.train.seed,
+        recipe.model, prepared.config, choices, prepared.run_info, device=prepared.device, seed=base.train.seed,
         kernels=recipe.model.kernels, base=partial,
     )  # fmt: skip
     args = trainers.arguments(
-        phase.train, choices, prepared.run_info, folder=run / "checkpoints", device=prepared.device, evaluate=False
+        base.train, choices, prepared.run_info, folder=run / "checkpoints", device=prepared.device, evaluate=False
     )
     samples = SampleDataset(prepared.train.samples)
-    make_optimizer = engine.make_optimizer(phase.train, choices)
-    trainer = trainers.TigonTrainer(built, args, prepared.collator, samples, None, make_optimizer)
+    make_optimizer = engine.make_optimizer(base.train, choices)
+    trainer = trainers.make(built, args, prepared.collator, samples, None, make_optimizer)
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()
     final_model.save_as_trained(built, trainer, choices, partial)
     trainer.accelerator.wait_for_everyone()
     if launch.rank() == 0:
-        partial.rename(phase.folder)
-    elif node_disks.is_writer():
-        shutil.rmtree(partial, ignore_errors=True)
+        partial.rename(folder)
     trainer.accelerator.wait_for_everyone()
-    node_disks.share(phase.folder)
     if choices.zero:
         unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them

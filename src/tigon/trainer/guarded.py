@@ -1,10 +1,13 @@
-"""A Hugging Face Trainer with the guards of a run, under every trainer that tigon uses, TRL's included.
+"""tigon's only subclass of the Hugging Face Trainer. In front of a trainer of TRL, it gives that one the same guards.
 
-1. Every logged record carries tokens/s and memory.
-2. A step whose loss or gradient is not finite is skipped (guards/nan_guard.py). The Trainer's default logs such a loss
-   as 0.0 and updates the weights. Weights that are not finite are never saved.
+1. A step runs as step.py shows: its record has tokens/s and memory, and it is skipped if its loss or gradient is not
+   finite. The Trainer's default logs such a loss as 0.0 and updates the weights. Such weights are never saved.
+2. Evaluation is the exact mean over tokens (evaluation/token_mean.py). TRL's trainers evaluate by themselves.
 3. Checkpoints are complete or absent, and hold no pickled arguments (checkpoint/checkpoint.py).
 4. After a signal the run saves a checkpoint at the end of the step and ends (distributed/signals.py).
+
+CONTRIBUTING.md gives the reasons for the three private methods. All else is a public method of the Trainer, a
+callback or a documented hook.
 
 If one process fails, all processes learn of it before the next collective. Otherwise they would wait there for it.
 """
@@ -16,13 +19,11 @@ import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import Trainer, TrainerCallback
@@ -31,21 +32,20 @@ from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback
 from tigon._quiet import quiet_peft
 from tigon.data.packing import BlankPadded, SampleDataset
 from tigon.errors import RecipeError, RunFolderError
-from tigon.objectives.base import Objective, Step
-from tigon.ops.accumulation_fusion import accumulation_fusion
-from tigon.profiler.recording.device import used_bytes
+from tigon.objectives.base import Objective
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import tensor_parallel
-from tigon.techniques.mechanisms.fused_linear import has_fused_linears
 from tigon.techniques.sequence_parallel import shards_of
-from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, elastic, nvme_swap, universal, whole_files
-from tigon.trainer.checkpoint.adapter_files import check_against
+from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_swap, resume_rules
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against
 from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave
-from tigon.trainer.distributed import launch, node_disks
+from tigon.trainer.distributed import launch
 from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
 from tigon.trainer.distributed.deepspeed_classes import allow_deepspeed_globals, keep_partition_dtype
 from tigon.trainer.distributed.signals import StopRequest, ignore_signals
-from tigon.trainer.guards.nan_guard import NanGuard, first_nonfinite, innermost
+from tigon.trainer.evaluation.token_mean import EvaluationFailed, TokenMean
+from tigon.trainer.guards.nan_guard import first_nonfinite, innermost
+from tigon.trainer.step import TrainingStep
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
 SCHEDULER = "scheduler.pt"  # the Trainer's name
@@ -66,8 +66,14 @@ class Safeguards:
     """Whether checkpoints are written in PyTorch's distributed format."""
     in_background: bool = False
     """Whether training continues while they are written. It needs `distributed`."""
-    divided: bool = False
-    """Whether processes write different weights or optimizer states into them."""
+
+
+class Counter(Protocol):
+    """Sums since the last record that a checkpoint stores, because the library that keeps them does not."""
+
+    def counted(self) -> dict[str, Any]: ...
+
+    def resume_counting(self, counted: Mapping[str, Any]) -> None: ...
 
 
 class _NothingLeft(Exception):
@@ -101,18 +107,20 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """
         self._make_optimizer = make_optimizer
         self.safeguards = safeguards
-        self.objective = objective
+        self.objective, self.added = objective, objective.added
         self._grouped = False
-        self._fuses_accumulation = has_fused_linears(self.model)
-        self.row_shards = shards_of(self.model)
-        """The processes that share each row, and read the same samples."""
-        self.readers_alike = self.row_shards * tensor_parallel.group_size(self.model)
-        """The processes that read the same samples."""
-        self.gate = NanGuard(self.args.device, self.safeguards.max_skipped_steps)
+        self.step = TrainingStep(self, safeguards.max_skipped_steps)
+        self.gate = self.step.gate
+        self.token_mean = TokenMean(self)
+        self.counters: list[Counter] = []
+        """What a checkpoint between two records stores beside the gate."""
+        self.fused = ""
+        """What of a trainer of TRL runs on tigon's head and what does not, for the report."""
         self.evaluation_error: str | None = None
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
         self._keep, self.args.save_total_limit = self.args.save_total_limit, None
-        self.args.save_on_each_node = False  # only for checkpoints; see `_save_on_each_disk`
+        # The Trainer would load the best one without comparing it with its manifest.
+        self.loads_best, self.args.load_best_model_at_end = self.args.load_best_model_at_end, False
         self.best_step: int | None = None
         self._saved_step = 0
         self._writing: Path | None = None
@@ -120,31 +128,135 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self._writing_group: Any = None
         for silent in (PrinterCallback, ProgressCallback):
             self.remove_callback(silent)
-        self.add_callback(_Boundaries(self))
-        self.n_micro_steps = 0
-        self.restart_clock()
+        self.add_callback(_Start(self))
+        self.add_callback(self.step)
+        if self.added is not None:
+            self.add_callback(self.added)
+        forget_tied(self.model)
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         if self.is_deepspeed_enabled:
             allow_deepspeed_globals()
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
-            counted = elastic.counted_before(
+            counted = resume_rules.counted_before(
                 Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
             )
             if counted is not None:
                 self.resume_counting(counted)
         if self.safeguards.stop is not None:
             self.safeguards.stop.listen()
+        result = None
         try:
             result = super().train(resume_from_checkpoint, **kwargs)
             self.end_background_save()
-            return result
         except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
             self._saved_step = self.state.global_step
-            if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-                self._load_best_model()
+        if self.loads_best and self.state.best_model_checkpoint is not None:
+            self.load_best()
+        return result
+
+    # --- the step, as step.py shows it -------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.step.micro_batch(inputs, partial(super().training_step, model, inputs, *args, **kwargs))
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.step.loss(model, inputs, partial(super().compute_loss, model, inputs, *args, **kwargs))
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.step.log(logs)
+        super().log(logs, *args, **kwargs)
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """The Trainer's or TRL's evaluation; for tigon's own objectives, the mean loss over all learned tokens.
+
+        Without a loss, because a signal came or, between steps, one sample at once runs out of memory, the loss is NaN.
+
+        Raises:
+            EvaluationFailed: After training, one sample at once runs out of memory.
+            EvaluationBroken: A forward pass on sharded weights ran out of memory in one of the processes.
+        """
+        if self.objective.trl is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        try:
+            metrics = self.token_mean.metrics(eval_dataset or self.eval_dataset, metric_key_prefix)
+        except EvaluationFailed as error:
+            if not self.is_in_train:
+                raise
+            self.evaluation_error, metrics = str(error), {}
+        if metrics:
+            self.log(dict(metrics))
+            self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, again
+        return metrics or {f"{metric_key_prefix}_loss": math.nan}
+
+    def loss_scale(self) -> float | None:
+        """The loss scale of fp16 training; None without one."""
+        if self.is_deepspeed_enabled:
+            return float(getattr(self.optimizer.optimizer, "loss_scale", 1.0))
+        scaler = getattr(self.accelerator, "scaler", None)
+        return None if scaler is None else float(scaler.get_scale())
+
+    def keep_schedule(self) -> None:
+        """Advance the learning rate schedule after a step that DeepSpeed skipped, as the other engines do.
+
+        While DeepSpeed still lowers the loss scale, the schedule waits, as it does with GradScaler.
+        """
+        skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
+        if skipped and (self.loss_scale() or 1.0) <= 1.0:
+            self.lr_scheduler.step()
+
+    def asked_to_stop(self) -> bool:
+        """Whether any process received a signal. Every process has to call it at the same point."""
+        return self.safeguards.stop is not None and bool(self.safeguards.stop.signal_in_any_process())
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        if self.optimizer is None and self._make_optimizer is not None:
+            self.optimizer: Any = self._make_optimizer(self.model, self.get_decay_parameter_names(self.model))
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if not self._grouped:
+            if self.added is not None:
+                for prefix, factor in self.added.learning_rates.items():
+                    own = {id(one) for name, one in self.model.named_parameters() if prefix in name}
+                    split_groups(optimizer, own, factor)
+            if tensor_parallel.group_size(self.model) > 1:
+                tensor_parallel.step_by_mesh(self.model, optimizer)
+            self._grouped = True
+        return optimizer
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if self.args.world_size > 1 and isinstance(self.train_dataset, SampleDataset):
+            divided, n_alike = loader.batch_sampler, self.get_cp_size()
+            divided.num_processes //= n_alike  # processes that share rows read the same ones
+            divided.process_index //= n_alike
+            batches = divided.batch_sampler  # Accelerate's divides the batches of this one
+            batches.sampler = BlankPadded(batches.sampler, batches.batch_size * divided.num_processes)
+        if self.args.dataloader_num_workers:
+            start = partial(_start_worker, loader.worker_init_fn)
+            for each in (loader, getattr(loader, "base_dataloader", loader)):  # Accelerate wraps a loader
+                each.timeout, each.worker_init_fn = WORKER_TIMEOUT_S, start
+        return loader
+
+    def get_cp_size(self) -> int:
+        """The processes that share each row. The Trainer counts the learned tokens and the samples of a row once."""
+        return shards_of(self.model)
+
+    def get_tp_size(self) -> int:
+        """As in the Trainer. Some of its versions know only what transformers' own loader divided."""
+        return tensor_parallel.group_size(self.model)
+
+    @property
+    def readers_alike(self) -> int:
+        """The processes that read the same samples."""
+        return self.get_cp_size() * self.get_tp_size()
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing: the run folder has a report."""
+
+    # --- counters, checkpoints ---------------------------------------------------------------------------------------
 
     @property
     def _counted_file(self) -> str:
@@ -156,14 +268,20 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         A resumed run restores them, so that its next record equals that of a run without interruption.
         """
         waited = [each.early_stopping_patience_counter for each in self.stoppers()]
-        return {"gate": self.gate.state(), "evaluations_without_progress": waited, **self.objective.counted(self.model)}
+        counted = {"gate": self.gate.state(), "evaluations_without_progress": waited}
+        for counter in self.counters:
+            counted |= counter.counted()
+        return counted if self.added is None else {**counted, **self.added.counted(self.model)}
 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
         """Restore what `counted` returned when the checkpoint was saved."""
         self.gate.resume(counted["gate"])
         for each, waited in zip(self.stoppers(), counted.get("evaluations_without_progress", ()), strict=False):
             each.early_stopping_patience_counter = int(waited)
-        self.objective.resume_counting(self.model, counted, self.args.device)
+        for counter in self.counters:
+            counter.resume_counting(counted)
+        if self.added is not None:
+            self.added.resume_counting(self.model, counted, self.args.device)
 
     def stoppers(self) -> list[EarlyStoppingCallback]:
         """The callback of train.early_stopping_patience, if the run has one."""
@@ -173,19 +291,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """Whether the eval loss has not fallen for as long as train.early_stopping_patience allows."""
         return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in self.stoppers())
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """As in the Trainer; a new best one is also saved at once, so that the best model is always on the disk.
-
-        An evaluation that ran out of memory, or that a signal ended, has no loss and is not compared.
-        """
-        if "eval_loss" not in metrics:
-            return False
-        is_best = bool(super()._determine_best_metric(metrics, trial))
-        if is_best and self.args.load_best_model_at_end:
-            self.control.should_save = True
-        return is_best
-
-    def _load_best_model(self) -> None:
+    def load_best(self) -> None:
         """Load the best checkpoint, after comparing it with its manifest.
 
         Raises:
@@ -200,20 +306,10 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
                 "--set train.load_best=false --resume"
             )
         if distributed_checkpoint.is_distributed(path):
-            distributed_checkpoint.load_model(self.model, path, self.objective.checkpoint_state)
+            distributed_checkpoint.load_model(self.model, path, self._kept)
         else:
-            super()._load_best_model()
+            self._load_best_model()
         self.best_step = step
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As in the Trainer, but silent about tied weights, which a checkpoint holds once under another name."""
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
-        if load_result.unexpected_keys or set(load_result.missing_keys) - tied:
-            super()._issue_warnings_after_load(load_result)
-
-    def asked_to_stop(self) -> bool:
-        """Whether any process received a signal. Every process has to call it at the same point."""
-        return self.safeguards.stop is not None and bool(self.safeguards.stop.signal_in_any_process())
 
     def save_last(self) -> None:
         """Save a checkpoint of the last step unless one exists, and wait until it is complete."""
@@ -221,198 +317,61 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             self._save_checkpoint(self.model, None)
         self.end_background_save()
 
-    def restart_clock(self) -> None:
-        """Restart the measurement of tokens/s, which excludes evaluation and saving."""
-        self.tokens_since_mark = 0
-        self.mark_s = time.perf_counter()
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.is_deepspeed_enabled and checkpoint is not None:
             nvme_swap.restore(self.model_wrapped, Path(checkpoint))
         folder, optimizer = Path(checkpoint or ""), innermost(self.optimizer)
-        if checkpoint is not None and distributed_checkpoint.is_distributed(folder):
-            distributed_checkpoint.load_optimizer(self.model, optimizer, folder)
-        elif checkpoint is not None and self.is_fsdp_enabled and whole_files.has_whole_files(folder):
-            whole_files.load_optimizer(self.model, optimizer, folder)
-        elif checkpoint is not None and self._is_of_another_engine(folder):
-            universal.load_optimizer(self.model, optimizer, folder)
-        else:
+        if checkpoint is None or not distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        distributed_checkpoint.load_optimizer(self.model, optimizer, folder)
         scheduled = torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True)
         self.lr_scheduler.load_state_dict(scheduled)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """As in the Trainer; after a resume on another number of processes, from another process's file."""
-        if checkpoint is None:
-            return
-        with elastic.own_random_state(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
-            super()._load_rng_state(str(folder))
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        if self.optimizer is None and self._make_optimizer is not None:
-            self.optimizer: Any = self._make_optimizer(self.model, self.get_decay_parameter_names(self.model))
-        optimizer = super().create_optimizer(*args, **kwargs)
-        if not self._grouped:
-            self.objective.group(self.model, optimizer)
-            if tensor_parallel.group_size(self.model) > 1:
-                tensor_parallel.step_by_mesh(self.model, optimizer)
-            self._grouped = True
-        return optimizer
-
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        step = Step(done=self.state.global_step, total=self.state.max_steps, log_every=int(self.args.logging_steps))
-        self.objective.begin_step(self.model, step)
-        if not self.n_micro_steps:
-            self.restart_clock()  # other callbacks have started trackers meanwhile
-        self.n_micro_steps += 1
-        self.tokens_since_mark += self.tokens_in(inputs)
-        with accumulation_fusion() if self._fuses_accumulation else nullcontext():
-            loss = self.gate.add(super().training_step(model, inputs, *args, **kwargs))
-        if self.accelerator.sync_gradients:
-            tensor_parallel.sum_gradients(self.model)
-        return loss
-
-    def tokens_in(self, inputs: Any) -> int:
-        """This process's share of the tokens of a micro-batch, padding included."""
-        return int(inputs["input_ids"].numel()) // self.readers_alike
-
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the Trainer. It sums over all processes, and would count a shared row once per process."""
-        count = super()._get_num_items_in_batch(*args, **kwargs)
-        return count if count is None or self.row_shards == 1 else count / self.row_shards
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        return int(super().get_total_train_batch_size(args)) // self.row_shards
-
-    def get_tp_size(self) -> int:
-        """As in the Trainer. Some of its versions know only what transformers' own loader divided."""
-        return tensor_parallel.group_size(self.model)
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        model_loss = partial(super().compute_loss, model, inputs, *args, **kwargs)
-        loss = self.objective.loss(model, inputs, model_loss)
-        if isinstance(loss, tuple):  # with the outputs, which an evaluation may ask for
-            return (self.gate.nan_if_not_finite(loss[0]), *loss[1:])
-        return self.gate.nan_if_not_finite(loss)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Decide whether this step is skipped. The Trainer calls it once per step, after the backward pass.
-
-        Without DeepSpeed the optimizer step follows. DeepSpeed has already taken its step, or skipped it by itself.
-        """
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        scale = None
-        if self.is_deepspeed_enabled:
-            scale = self._deepspeed_scale()
-        elif getattr(self.accelerator, "scaler", None) is not None:
-            scale = float(self.accelerator.scaler.get_scale())
-        self.gate.close(norm, self.optimizer, scale=scale, step=self.state.global_step + 1)
-        return norm
-
-    def _deepspeed_scale(self) -> float:
-        return float(getattr(self.optimizer.optimizer, "loss_scale", 1.0))
-
-    def keep_schedule(self) -> None:
-        """Advance the learning rate schedule after a step that DeepSpeed skipped, as the other engines do.
-
-        While DeepSpeed still lowers the loss scale, the schedule waits, as it does with GradScaler.
-        """
-        skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
-        if skipped and self._deepspeed_scale() <= 1.0:
-            self.lr_scheduler.step()
-
-    def get_train_dataloader(self) -> Any:
-        loader = super().get_train_dataloader()
-        if self.args.world_size > 1 and isinstance(self.train_dataset, SampleDataset):
-            divided = loader.batch_sampler
-            divided.num_processes //= self.row_shards  # processes that share rows read the same ones
-            divided.process_index //= self.row_shards
-            batches = divided.batch_sampler  # Accelerate's divides the batches of this one
-            batches.sampler = BlankPadded(batches.sampler, batches.batch_size * divided.num_processes)
-        if self.args.dataloader_num_workers:
-            start = partial(_start_worker, loader.worker_init_fn)
-            for each in (loader, getattr(loader, "base_dataloader", loader)):  # Accelerate wraps a loader
-                each.timeout, each.worker_init_fn = WORKER_TIMEOUT_S, start
-        return loader
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:
-            logs.update(self.objective.metrics(self.model, self.accelerator.reduce))
-        if "eval_loss" in logs:
-            logs.update(self.objective.evaluation_metrics(self.accelerator.reduce))
-        if "loss" in logs:
-            self._put_losses(logs)
-            seconds = time.perf_counter() - self.mark_s
-            logs["tokens_per_s"] = self.tokens_since_mark * self.args.world_size / seconds
-            logs["memory_bytes"], logs["memory_peak_bytes"] = used_bytes(self.args.device)
-            self.restart_clock()
-        super().log(logs, *args, **kwargs)
-
-    def _put_losses(self, logs: dict[str, float]) -> None:
-        """Replace the logged loss by the mean over the steps that were not skipped; drop it if all were skipped."""
-        self.gate.settle(self.state.global_step)
-        loss_sum, n_steps = self.gate.mean_loss()
-        loss_sum = self.accelerator.reduce(loss_sum, "mean")
-        if int(n_steps):
-            logs["loss"] = float(loss_sum) / int(n_steps)
-        else:
-            del logs["loss"]
-        if not math.isfinite(logs.get("grad_norm", 0.0)):
-            del logs["grad_norm"]
-        if self.gate.skipped:
-            logs["skipped_steps"] = self.gate.skipped
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in the Trainer; the weights of a distributed checkpoint are saved with its optimizer states."""
-        if self._writing is None or not self.safeguards.distributed:
-            super().save_model(output_dir, _internal_call)
-            return
+        """Write the weights that a checkpoint holds. A distributed one has them beside the optimizer states."""
         folder = Path(output_dir or self.args.output_dir)
-        if self.args.should_save:
+        if self._writing is None or not self.safeguards.distributed:
+            with quiet_peft():
+                self._save_weights(folder, _internal_call)
+        elif self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             distributed_checkpoint.save_configs(self.model, folder)
-            self.objective.save_beside(self.model, folder)
+        if self.added is not None and self.args.should_save:
+            self.added.save_beside(self.model, folder)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.safeguards.distributed:
-            super()._save_optimizer_and_scheduler(output_dir)
+    def _save_weights(self, folder: Path, _internal_call: bool) -> None:
+        if self.added is None or self.added.saved_prefix is None:
+            super().save_model(str(folder), _internal_call)
             return
-        if self.args.should_save:  # the states follow, when all processes have written their other files
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+        state = self.gathered_state() if self.is_deepspeed_enabled else None
+        state = self._kept(self.model, state)
+        self.model.save_pretrained(folder, state_dict=state, is_main_process=self.args.should_save)
+
+    def _kept(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+        """The weights that a checkpoint holds; None: all of a model whose weights are not sharded.
+
+        state: the state dict that was gathered from sharded weights; None if they are not sharded.
+        """
+        prefix = None if self.added is None else self.added.saved_prefix
+        if prefix is None:
+            return state
+        whole = model.state_dict() if state is None else state
+        return {name: tensor for name, tensor in whole.items() if name.startswith(prefix)}
 
     def _states(self) -> dict[str, Any]:
-        return distributed_checkpoint.states(self.model, innermost(self.optimizer), self.objective.checkpoint_state)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        if self.args.save_on_each_node and not self.is_world_process_zero() and self._gathers_weights():
-            return  # only the main process has them
-        with quiet_peft():
-            super()._save(output_dir, self.objective.checkpoint_state(self.model, state_dict))
-        self.objective.save_beside(self.model, Path(output_dir or self.args.output_dir))
+        return distributed_checkpoint.states(self.model, innermost(self.optimizer), self._kept)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        if (folder / whole_files.ADAPTER_FILE).exists():
+        if (folder / ADAPTER_FILE).exists():
             check_against(self.model, folder)
-        if distributed_checkpoint.is_distributed(folder):
-            distributed_checkpoint.load_model(model or self.model, folder, self.objective.checkpoint_state)
-        elif self.is_fsdp_enabled and whole_files.has_whole_files(folder):
-            whole_files.load_model(model or self.model, folder)
-        elif self._is_of_another_engine(folder):
-            universal.load_model(model or self.model, folder)
+        if distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
+            distributed_checkpoint.load_model(model or self.model, folder, self._kept)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.objective.load_beside(self.model, folder)
-
-    def _gathers_weights(self) -> bool:
-        """Whether a save gathers the whole weights in the main process."""
-        stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
-        return bool(self.is_fsdp_enabled or stage == 3)
-
-    def _is_of_another_engine(self, checkpoint: Path) -> bool:
-        """Whether DeepSpeed has written a checkpoint that this run reads without it."""
-        return universal.is_deepspeeds(checkpoint) and not self.is_deepspeed_enabled
+        if self.added is not None:
+            self.added.load_beside(self.model, folder)
 
     def gathered_state(self) -> dict[str, torch.Tensor] | None:
         """The whole weights of a sharded model. Every process calls it; with ZeRO-3 only the main process gets them."""
@@ -420,59 +379,59 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(wrapped)
         return state
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._writing) if self._writing is not None else str(super()._get_output_dir(trial))
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """All processes write into the scratch folder; then the main process renames it to the checkpoint.
 
-        In the background, the weights and states are written after this method has returned. If each node has its own
-        disk, its first process takes the part of the main process there.
+        In the background, the weights and states are written after this method has returned.
         """
         self.end_background_save()
-        step, folder, disks = self.state.global_step, Path(self.args.output_dir), node_disks.several()
+        step, folder = self.state.global_step, Path(self.args.output_dir)
         refuse_nonfinite_weights(model, step)
         if not folder.parent.is_dir():  # the run folder was deleted; the Trainer would create it again, incomplete
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder.parent))
-        if node_disks.is_writer():
+        if self.args.should_save:
             checkpoint.clear(folder)
         self.accelerator.wait_for_everyone()
         self._writing = checkpoint.scratch(folder, step)
         written = self._writing / checkpoint.name_of(step)
-        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        best = self.state.best_global_step if self.loads_best else None
         publish = partial(self._publish, folder, step, best)
-        self._prune = partial(self._remove_older, folder, step, best)
-        divided_to = written / distributed_checkpoint.folder_of(self.safeguards.divided)
+        states_to = written / distributed_checkpoint.FOLDER
         try:
-            self.args.save_on_each_node = disks is not None
-            self._write(partial(super()._save_checkpoint, model, trial))
+            self._write(partial(self._save_files, partial(super()._save_checkpoint, model, trial)))
             self._name_best(written)
             self._write(partial(self._save_counted, written))
-            if disks is not None:
-                self._write(partial(self._give_to_other_disks, written))
-            if self.safeguards.in_background or (self.safeguards.distributed and disks is not None):
-                self._writing_group = self._writing_group or distributed_checkpoint.writing_group()
             if self.safeguards.in_background:
-                self._write(partial(self._start_background_save, step, divided_to, publish))
+                self._writing_group = self._writing_group or distributed_checkpoint.writing_group()
+                self._write(partial(self._start_background_save, step, states_to, publish))
             else:
                 if self.safeguards.distributed:
-                    self._write(lambda: distributed_checkpoint.save(divided_to, self._states(), self._writing_group))
+                    self._write(lambda: distributed_checkpoint.save(states_to, self._states()))
                 self._write(publish)
-                if disks is not None:
-                    self._write(self._prune)
         finally:
-            self._writing, self.args.save_on_each_node = None, False
+            self._writing = None
         self._saved_step = step
+
+    def _save_files(self, save: Callable[[], None]) -> None:
+        """Let the Trainer write its files into the scratch folder.
+
+        The weights and states of a distributed checkpoint follow, when all processes have written their other files.
+        """
+        args, folder = self.args, self.args.output_dir
+        args.output_dir, args.save_only_model = str(self._writing), self.safeguards.distributed
+        try:
+            save()
+        finally:
+            args.output_dir, args.save_only_model = folder, False
+        if self.safeguards.distributed:
+            written = os.path.join(str(self._writing), checkpoint.name_of(self.state.global_step))
+            if args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(written, SCHEDULER))
+            self._save_scaler(written)
+            self._save_rng_state(written)
 
     def _start_background_save(self, step: int, folder: Path, publish: Callable[[], None]) -> None:
         self._pending = BackgroundSave(step, folder, self._states(), self._writing_group, publish)
-
-    def _give_to_other_disks(self, written: Path) -> None:
-        """Give every node's disk what other processes have written: their small files, and gathered weights."""
-        own = [f"rng_state_{self.args.process_index}.pth", self._counted_file]
-        node_disks.exchange(written, [*own, universal.LATEST] if self.is_world_process_zero() else own)
-        if not self.safeguards.divided:
-            node_disks.share(written)
 
     def end_background_save(self) -> None:
         """Wait until the save in the background is complete. Every process calls it.
@@ -487,8 +446,6 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self._writing = checkpoint.scratch(Path(self.args.output_dir), pending.step)
         try:
             self._write(pending.wait)
-            if node_disks.several() is not None:
-                self._write(self._prune)
         finally:
             self._writing = None
 
@@ -498,28 +455,21 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         written: A checkpoint that is being written, whose state gets the path too.
         """
         step = self.state.best_global_step
-        if not self.args.load_best_model_at_end or not step:
+        if not self.loads_best or not step:
             return
         path = Path(self.args.output_dir) / checkpoint.name_of(step)
         exists = path.is_dir() or (written is not None and written.name == path.name)
         self.state.best_model_checkpoint = str(path) if exists else None
-        if written is not None and node_disks.is_writer():
+        if written is not None and self.args.should_save:
             self.state.save_to_json(str(written / "trainer_state.json"))
 
     def _save_counted(self, folder: Path) -> None:
         (folder / self._counted_file).write_text(json.dumps(self.counted()), encoding="utf-8")
 
     def _publish(self, folder: Path, step: int, best: int | None) -> None:
-        """Move the checkpoint into place, and remove older ones unless other nodes may lack this one still."""
-        disks = node_disks.several()
-        if node_disks.is_writer():
-            keep, part = (self._keep, None) if disks is None else (None, (disks.own, disks.count))
-            checkpoint.publish(folder, step, self.safeguards.metadata, keep=keep, best=best, part=part)
-
-    def _remove_older(self, folder: Path, step: int, best: int | None) -> None:
-        """With a disk on each node, remove older checkpoints when this one is complete on all of them."""
-        if node_disks.is_writer() and self._keep is not None:
-            checkpoint.prune(folder, step, self._keep, best)
+        """Move the checkpoint into place in the main process, and remove older ones."""
+        if self.args.should_save:
+            checkpoint.publish(folder, step, self.safeguards.metadata, keep=self._keep, best=best)
 
     def _write(self, part: Callable[[], None]) -> None:
         """Run one part of a save. If it fails in one process, all processes end the save and the files are removed.
@@ -539,7 +489,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         failures = launch.all_gather_ints(failed, patience_s=launch.PATIENCE_S if error is None else launch.ALONE_S)
         if failures is not None and not any(failures):
             return
-        if failures is not None and node_disks.is_writer():
+        if failures is not None and self.args.should_save:
             assert self._writing is not None
             shutil.rmtree(self._writing, ignore_errors=True)
         if max(failures or [failed]) == 2:
@@ -549,6 +499,20 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         others = [rank for rank, failure in enumerate(failures or ()) if failure]
         who = f"process {others[0]} failed" if others else f"a process has not answered for {launch.PATIENCE_S} s"
         raise RunFolderError(f"{folder}: {who} while a checkpoint was written; the checkpoint was not saved")
+
+
+def split_groups(optimizer: Any, own: set[int], factor: float) -> None:
+    """Move the parameters whose ids are in `own` to separate groups with `factor` times the learning rate."""
+    for group in list(optimizer.param_groups):
+        added = [p for p in group["params"] if id(p) in own]
+        if not added:
+            continue
+        if len(added) == len(group["params"]):  # DeepSpeed does not accept empty groups
+            group["lr"] *= factor
+            continue
+        group["params"] = [p for p in group["params"] if id(p) not in own]
+        options = {name: value for name, value in group.items() if name != "params"}
+        optimizer.add_param_group({**options, "params": added, "lr": group["lr"] * factor})
 
 
 def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
@@ -565,8 +529,8 @@ def refuse_nonfinite_weights(model: Any, step: int) -> None:
         raise RecipeError(f"{name} has values that are not finite at step {step}: not saved; lower train.learning_rate")
 
 
-class _Boundaries(TrainerCallback):  # type: ignore[misc]
-    """Between steps: restarts the clock of tokens/s after evaluation and saving, and ends the run after a signal."""
+class _Start(TrainerCallback):  # type: ignore[misc]
+    """Before the first step: the intervals of the present recipe, and whether any step is left."""
 
     def __init__(self, trainer: GuardedTrainer) -> None:
         self._trainer = trainer
@@ -578,18 +542,17 @@ class _Boundaries(TrainerCallback):  # type: ignore[misc]
         if state.global_step >= state.max_steps or self._trainer.stopped_early():
             raise _NothingLeft
         use_exact_beta_powers(innermost(self._trainer.optimizer))
-        self._trainer.restart_clock()
+        self._trainer.step.speed.restart()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.keep_schedule()
-        if self._trainer.asked_to_stop():
-            control.should_evaluate = False
-            control.should_save = control.should_training_stop = True
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.restart_clock()
+def forget_tied(model: Any) -> None:
+    """Leave tied weights out of the missing keys of a state dict, which has them once, under another name.
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer.asked_to_stop():
-            control.should_training_stop = True
-        self._trainer.restart_clock()
+    The Trainer would warn of them whenever it loads a checkpoint.
+    """
+    if tied := frozenset(getattr(model, "all_tied_weights_keys", None) or ()):
+        model.register_load_state_dict_post_hook(partial(_forget, tied))
+
+
+def _forget(tied: frozenset[str], module: Any, incompatible: Any) -> None:
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in tied]

@@ -1,7 +1,7 @@
 """Makes TRL's trainer for a run: its config, data sets, reference model, teacher and reward functions.
 
-The trainer is a subclass of TRL's with the guards of every run, so that records, checkpoints, signals and steps that
-are not finite are handled alike. Losses and metrics are TRL's. With `model.kernels: tigon` its head is tigon's.
+`GuardedTrainer` stands in front of TRL's class, so that records, checkpoints, signals and steps that are not finite are
+handled as in every run. Losses and metrics are TRL's. With `model.kernels: tigon` its head is tigon's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,57 +31,31 @@ if TYPE_CHECKING:
     from tigon.trainer.prepare import Prepared
 
 
-class PostTrainer(GuardedTrainer):
-    """The guards, for trainers of TRL. `make` puts it in front of one of them."""
+@dataclass(frozen=True)
+class TrlCounters:
+    """TRL's metrics since the last record and its count of tokens, which its checkpoints lack."""
 
-    fused: str = ""
-    """What runs on tigon's head and what does not, for the report."""
-
-    @property
-    def frozen_models(self) -> tuple[Any, ...]:
-        """The models that are not trained: a reference or a teacher."""
-        models = (getattr(self, name, None) for name in ("ref_model", "teacher_model"))
-        return tuple(model for model in models if model is not None)
-
-    def tokens_in(self, inputs: Any) -> int:
-        """The tokens of a micro-batch of rows; prompts are counted in `training_step`, with their completions."""
-        if not isinstance(inputs, Mapping):
-            return 0
-        return sum(int(value.numel()) for name, value in inputs.items() if name.endswith("input_ids"))
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self.state.num_input_tokens_seen
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        # TRL counts the tokens of all processes, and the records multiply by their number.
-        self.tokens_since_mark += int(self.state.num_input_tokens_seen - before) // self.args.world_size
-        return loss
+    trainer: Any
 
     def counted(self) -> dict[str, Any]:
-        """The counters of every run, and TRL's metrics since the last record, which its checkpoints lack."""
-        metrics = {name: [float(value) for value in values] for name, values in self._trl_metrics().items()}
-        return {**super().counted(), "trl": metrics, "tokens": getattr(self, "_total_train_tokens", 0)}
+        metrics = {name: [float(value) for value in values] for name, values in self._metrics.items()}
+        return {"trl": metrics, "tokens": getattr(self.trainer, "_total_train_tokens", 0)}
 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
-        super().resume_counting(counted)
         for name, values in counted["trl"].items():
-            self._trl_metrics()[name] = list(values)
-        if hasattr(self, "_total_train_tokens"):
-            self._total_train_tokens = counted["tokens"]
+            self._metrics[name] = list(values)
+        if hasattr(self.trainer, "_total_train_tokens"):
+            self.trainer._total_train_tokens = counted["tokens"]
 
-    def _trl_metrics(self) -> dict[str, list[Any]]:
+    @property
+    def _metrics(self) -> dict[str, list[Any]]:
         """The values of each metric in the steps since the last record. ORPO's trainer has its own name for them."""
-        metrics = self._stored_metrics if hasattr(self, "_stored_metrics") else self._metrics
-        train: dict[str, list[Any]] = metrics["train"]
-        return train
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write nothing: the run folder has a report."""
-
-    def _send_telemetry(self) -> None:
-        """Send nothing: only `model.name` may use the network."""
+        stored = hasattr(self.trainer, "_stored_metrics")
+        metrics: dict[str, list[Any]] = (self.trainer._stored_metrics if stored else self.trainer._metrics)["train"]
+        return metrics
 
 
-def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -> PostTrainer:
+def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -> GuardedTrainer:
     """TRL's trainer of a run, ready to train.
 
     Args:
@@ -98,7 +72,7 @@ def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")  # TRL's own use
     package = importlib.import_module(spec.package)
-    kind = type("Guarded" + spec.trainer, (PostTrainer, getattr(package, spec.trainer)), {})
+    kind = type("Guarded" + spec.trainer, (GuardedTrainer, getattr(package, spec.trainer)), {})
     train_rows, eval_rows = (datasets.Dataset.from_list(list(rows)) if rows else None for rows in prepared.rows)
     more = {
         **_reference(spec, folder, prepared), **_teacher(spec, folder, prepared),
@@ -107,7 +81,7 @@ def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -
     tokenizer = prepared.tokenizer
     try:
         args = getattr(package, spec.config)(**_arguments(spec, folder, prepared))
-        trainer: PostTrainer = kind(
+        trainer: GuardedTrainer = kind(
             model=built, args=trainers.without_data_parallel(args), train_dataset=train_rows, eval_dataset=eval_rows,
             processing_class=tokenizer, **more,
         )  # fmt: skip
@@ -119,6 +93,7 @@ def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -
     if "ref" in adapted:  # a copy of the new adapter; without it TRL switches the adapters off, which is the same model
         trainer.model.delete_adapter("ref")
     trainer.guard(prepared.objective, safeguards, engine.make_optimizer(recipe.train, prepared.choices))
+    trainer.counters.append(TrlCounters(trainer))
     if recipe.model.kernels == "tigon":
         trainer.fused = _fused(trainer)
     else:
@@ -139,7 +114,7 @@ def _reference(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str,
     """The model before training, frozen; adapters need none, because TRL can switch them off."""
     if not spec.takes_reference or prepared.choices.lora_rank is not None:
         return {}
-    return {"ref_model": _frozen(prepared.objective.model(folder), prepared.config, folder, prepared)}
+    return {"ref_model": _frozen(prepared.starting_model(folder), prepared.config, folder, prepared)}
 
 
 def _teacher(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str, Any]:
@@ -160,7 +135,7 @@ def _frozen(model: ModelConfig, config: Any, folder: Path, prepared: Prepared) -
     return built.requires_grad_(False).eval()
 
 
-def _fused(trainer: PostTrainer) -> str:
+def _fused(trainer: GuardedTrainer) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnfusedWarning)  # the report says it
         result = fuse(trainer)

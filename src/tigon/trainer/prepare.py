@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
@@ -32,10 +33,10 @@ from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError, TigonError
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
-from tigon.recipe.keys import Recipe
+from tigon.recipe.keys import ModelConfig, Recipe
 from tigon.techniques import head_groups, layer_checkpointing, lora, sequence_parallel, tensor_parallel
 from tigon.trainer import model
-from tigon.trainer.checkpoint import elastic
+from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.evaluation import harness
 from tigon.trainer.evaluation.sample_prompt import prompt_of
@@ -66,6 +67,7 @@ def quiet_libraries(recipe: Recipe) -> None:
     # lm-evaluation-harness reads the data sets of its tasks from the hub.
     names = [recipe.model.name, recipe.data.tokenizer, *teacher, *data_sets]
     hub.set_offline_mode(names, needed=bool(recipe.eval.lm_eval))
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # TRL's trainers would send the run's settings
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
@@ -116,6 +118,11 @@ class Prepared:
     command: str = ""
     prediction: Prediction | None = None
 
+    def starting_model(self, run: Path) -> ModelConfig:
+        """The `model` section to load: the recipe's, or that of the model which was trained before. run: its folder."""
+        base, model = self.objective.base, self.recipe.model
+        return model if base is None or base.makes_teacher else base.trained(model, run)
+
     @property
     def saved_tokenizer(self) -> Any:
         """What is saved with the model: its processor, which holds the tokenizer, or its tokenizer."""
@@ -130,7 +137,7 @@ class Prepared:
     def size_words(self) -> str:
         """How much the run trains: optimizer steps, samples, rows and learned tokens."""
         data, n_steps = self.data, self.data["steps"]
-        per_step = elastic.samples_per_step(self.recipe, self.choices.gpus)
+        per_step = resume_rules.samples_per_step(self.recipe, self.choices.gpus)
         words = f"{n_steps:,} optimizer step{'s' if n_steps > 1 else ''} of {per_step:,} samples"
         words += f", {_few_digits(data['epochs'])} epoch{'' if data['epochs'] == 1 else 's'}"
         if "rows_per_sample" in data:
@@ -152,8 +159,8 @@ def connect(recipe: Recipe, device: torch.device) -> None:
     """Connect to the other processes, if there are any."""
     if launch.started_by_launcher():
         launch.end_with_launcher()
-    if recipe.sharding.zero:
-        extension_lock.install()
+    if recipe.sharding.zero and launch.is_first_of_node():
+        extension_lock.wait_for_compilers()
     launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
 
 
@@ -199,7 +206,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     unused_tensors = model.check_weights(recipe.model, config)
     data = recipe.data
     bad = documents.BadRows(data.bad_rows)
-    layout = objective.rows(data)
+    layout = objective.rows(data).layout
     read = reading.read(data.sources(), layout, data.max_text_mib, bad)
     if data.eval_source:
         train_docs, eval_docs = read, reading.read(data.eval_sources(), layout, None, bad, "data.eval_source")
@@ -212,7 +219,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         _check_teacher(recipe, config)
         preferences.check_alike([*train_docs, *eval_docs])
         train_docs, eval_docs = ([text for row in part for text in row.texts] for part in (train_docs, eval_docs))
-    processor = objective.load_processor()
+    processor = objective.rows(data).load_processor()
     tok = _tokenizer(recipe, train_docs) if processor is None else processor.tokenizer
     rendering = chat_template.choose(tok, data.template, data.learn, model.end_ids(recipe, config))
     preflight.check_vocabulary(recipe, config, len(tok))
@@ -232,18 +239,18 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if objective.trl is not None:
         rows, encoded = preferences.fitting(row_docs, encoded, data.sequence_length, too_long=data.too_long)
     n_dropped = 0 if rows is None else sum(map(len, row_docs)) - sum(map(len, rows))
-    n_readers = elastic.readers(recipe, choices.gpus)
+    n_readers = resume_rules.readers(recipe, choices.gpus)
     if rows is None and processor is None:
         recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, n_readers)
         data = recipe.data
     else:
-        train, packing_line = objective.samples(encoded[0], data), ()
+        train, packing_line = objective.rows(data).pack(encoded[0]), ()
     if rows is not None and not train.samples:
         raise DataError(
             f"{data.source_names}: post_training.base_steps trains on answers, and no row has one; add the column "
             "completion, or set post_training.base_steps: 0"
         )
-    eval_packed = objective.samples(encoded[1], data) if eval_docs else None
+    eval_packed = objective.rows(data).pack(encoded[1]) if eval_docs else None
     eval_samples = eval_packed.samples if eval_packed else []
     n_samples = len(train.samples if rows is None else rows[0])
     size = _size(recipe, objective, encoded[0], n_samples, len(eval_samples), n_readers)
@@ -279,7 +286,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         **(_of_samples(train.samples, eval_samples, size) if rows is None else {}),
         "fingerprint": fingerprint([*train.samples, *eval_samples]),
     }
-    collator = objective.collator(data, pad_id=pad_id, flatten=flatten)
+    collator = objective.rows(data).collator(pad_id, flatten)
     prompt_inputs: Mapping[str, Any] = {}
     if processor is not None:
         processor.chat_template = tok.chat_template

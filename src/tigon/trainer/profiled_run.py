@@ -65,7 +65,7 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     built, _ = engine.build(
         recipe.model, prepared.config, prepared.choices, prepared.run_info, device=device, seed=recipe.train.seed,
         kernels=recipe.model.kernels, base=folder / "base", ops=self_test.without(prepared.wrong_ops),
-        reads_whole_weights=objective.reads_whole_weights,
+        reads_whole_weights=objective.planned().reads_whole_weights,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
     built = objective.attach(built)
@@ -76,7 +76,7 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     ) as hooks:
         steps.watch = hooks
         trainer = _trainer(prepared, built, folder)
-        for frozen in getattr(trainer, "frozen_models", ()):
+        for frozen in _frozen_models(trainer):
             hooks.watch_frozen(frozen)
         trainer.add_callback(steps)
         try:
@@ -101,7 +101,13 @@ def _trainer(prepared: Prepared, built: Any, folder: Path) -> GuardedTrainer:
     )  # fmt: skip
     optimizer = engine.make_optimizer(recipe.train, prepared.choices)
     samples = SampleDataset(prepared.train.samples)
-    return trainers.TigonTrainer(built, args, prepared.collator, samples, None, optimizer, objective=objective)
+    return trainers.make(built, args, prepared.collator, samples, None, optimizer, objective=objective)
+
+
+def _frozen_models(trainer: Any) -> tuple[Any, ...]:
+    """The models that a trainer of TRL does not train: a reference or a teacher."""
+    models = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
+    return tuple(model for model in models if model is not None)
 
 
 def _is_checkpointed(layer: Any) -> bool:

@@ -5,7 +5,6 @@ Everything up to `prepare` only reads. The run folder is created after the last 
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 import sys
 import time
@@ -27,10 +26,10 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, open_folder, run_folder, run_lines
-from tigon.trainer.checkpoint import checkpoint, elastic, final_model, node_files, nvme_swap
-from tigon.trainer.distributed import launch, launch_folder, node_disks, signals
-from tigon.trainer.distributed.nodes import Nodes, nodes_of_run
+from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap, resume_rules
+from tigon.trainer.distributed import launch, signals, torchrun
 from tigon.trainer.evaluation import harness
+from tigon.trainer.evaluation.token_mean import EvaluationFailed, perplexity
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test
 from tigon.trainer.prepare import Prepared, connect, prepare, quiet_libraries
 from tigon.trainer.run_folder import RunFolder
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 def train(
     path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False,
-    require: Callable[[Path, Recipe], None] | None = None, nodes: Nodes | None = None,
+    require: Callable[[Path, Recipe], None] | None = None, max_restarts: int = 0,
 ) -> Path:  # fmt: skip
     """Train as the recipe at `path` says.
 
@@ -56,7 +55,7 @@ def train(
         resume: Continue the newest unfinished run of this recipe.
         auto: Change the recipe to the planner's recommendation for this GPU before training.
         require: Called with the path and the recipe; it raises if the caller's command cannot run this recipe.
-        nodes: The machines of the run. None: one machine, or those of a SLURM step or PyTorchJob.
+        max_restarts: How often the processes are started again after a failure. They continue from the last checkpoint.
 
     Returns:
         The run folder.
@@ -72,21 +71,17 @@ def train(
     if require is not None:
         require(path, recipe)
     recipe_checks.check_trained_base(recipe)
-    nodes = nodes_of_run(nodes, recipe.sharding.gpus)
     preflight.check_process(recipe.train.workers)
     preflight.check_trackers(recipe.train.report_to)
     _check_data(recipe)
-    resume = resume or launch_folder.interrupted(recipe.output) is not None
+    resume = resume or torchrun.interrupted(recipe.output) is not None
     run = None
-    if resume and _looks_for_run(recipe, nodes):
-        asked = recipe, overrides
-        if division := run_folder.division(_of_all_nodes(recipe, nodes)):
+    if resume and _looks_for_run():
+        if division := run_folder.division(recipe):
             overrides = [*overrides, *division]
             recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
-        run = run_folder.find(recipe.output, _of_all_nodes(recipe, nodes))
-        if nodes is not None and nodes.count > 1:  # the main process divides for all nodes
-            recipe, overrides = asked
-    elif not resume and launch_folder.is_new(nodes):
+        run = run_folder.find(recipe.output, recipe)
+    elif not resume and (launch.rank() == 0 or torchrun.launch_name() is None):
         run_folder.check(recipe.output, command)
     quiet_libraries(recipe)
     checkpoint.no_pickles()
@@ -94,13 +89,11 @@ def train(
     if auto:
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
         recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
-    if nodes is not None or (recipe.sharding.gpus > 1 and not launch.started_by_launcher()):
-        preflight.check_techniques(recipe, device, n_nodes=nodes.count if nodes is not None else 1)
-        if nodes is None:
-            code = launch.launch(path, overrides, recipe.sharding.gpus, resume=resume)
-        else:
-            code = _launch_node(nodes, path, overrides, recipe, resume=resume)
-        if code:
+    if (max_restarts or recipe.sharding.gpus > 1) and not launch.started_by_launcher():
+        preflight.check_techniques(recipe, device)
+        words = [*_words(overrides), *(["--resume"] if resume else [])]
+        arguments = ["-m", "tigon", "train", str(path), *words]
+        if code := torchrun.start(arguments, recipe.sharding.gpus, max_restarts=max_restarts):
             raise SystemExit(code)
         return _newest_folder(recipe, run)
 
@@ -111,28 +104,19 @@ def train(
         return _train_alone_or_joined(recipe, device, run, path, overrides, held)
 
 
-def _looks_for_run(recipe: Recipe, nodes: Nodes | None) -> bool:
-    """Whether this process checks the run folder to resume.
-
-    With several nodes the main process does it for all processes. A node may have lost its disk, or have joined later.
-    """
-    if nodes is not None and nodes.count > 1:
-        path = run_folder.newest(recipe.output)
-        return path is not None and (path / run_folder.RECIPE).is_file()
+def _looks_for_run() -> bool:
+    """Whether this process checks the run folder to resume. On several machines the main process does it for all."""
     return launch.rank() == 0 or not launch.has_several_nodes()
-
-
-def _of_all_nodes(recipe: Recipe, nodes: Nodes | None) -> Recipe:
-    """The recipe as if one machine had the processes of all nodes, for what depends on their number."""
-    if nodes is None:
-        return recipe
-    return replace(recipe, sharding=replace(recipe.sharding, gpus=recipe.sharding.gpus * nodes.count))
 
 
 def _command(path: Path, overrides: Sequence[str]) -> str:
     """The command of this run, without --resume."""
-    words = [word for text in overrides for word in ("--set", text)]
-    return shlex.join(["tigon", "train", str(path), *words]) + launch_folder.options()
+    return shlex.join(["tigon", "train", str(path), *_words(overrides), *torchrun.options()])
+
+
+def _words(overrides: Sequence[str]) -> list[str]:
+    """The overrides as options of the command line."""
+    return [word for text in overrides for word in ("--set", text)]
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -158,13 +142,13 @@ def _train_alone_or_joined(
         run, overrides = launch.broadcast((run, overrides))
         recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     prepared = prepare(recipe, device)
-    open_folder.check_same_data(prepared.data)
+    open_folder.check_same_inputs(recipe, prepared.data)
     held.enter_context(nvme_swap.own_files(recipe.sharding.nvme_folder))
     command = _command(path, overrides)
     if run is None:
         run = open_folder.create(prepared, command, held)
     else:
-        run = open_folder.join(run, prepared, console, held)
+        run = open_folder.join(run, prepared, console)
     run_lines.announce(console, run, prepared)
     prepared = _predict(console, prepared, path, overrides)
     with signals.sigterm_interrupts():
@@ -188,22 +172,6 @@ def _train_alone_or_joined(
     if launch.started_by_launcher():
         launch.shutdown_distributed()
     return run.path
-
-
-def _launch_node(nodes: Nodes, path: Path, overrides: Sequence[str], recipe: Recipe, *, resume: bool) -> int:
-    """Run this node's processes. Returns the exit code."""
-    from tigon.trainer.distributed import elastic_launcher  # loads torch.distributed.elastic
-
-    words = [word for text in overrides for word in ("--set", text)]
-    arguments = ["-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
-    text = repr((recipe.as_mapping(), resume))
-    before = run_folder.newest(recipe.output) if resume else None
-    plan = elastic_launcher.NodeLaunch(
-        nodes, arguments, recipe.sharding.gpus, recipe.output, recipe=hashlib.sha256(text.encode()).hexdigest()[:16],
-        options=nodes.options(),
-        number_before=node_files.number_before(before / run_folder.CHECKPOINTS) if before is not None else None,
-    )  # fmt: skip
-    return elastic_launcher.launch_node(plan)
 
 
 def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
@@ -232,13 +200,13 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     from tigon.trainer import engine  # loads transformers
 
     recipe, objective = prepared.recipe, prepared.objective
-    section = objective.model(run.path)
+    section = prepared.starting_model(run.path)
     if run.checkpoint is not None:
         section = engine.kept_base(section, prepared.choices, run.path / BASE)
     built, patched = engine.build(
         section, prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / BASE, saves_adapters=recipe.output.save_model,
-        ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
+        ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.planned().reads_whole_weights,
     )  # fmt: skip
     built = objective.attach(built)
     lora.keep_trained_in_fp32(built, prepared.choices)
@@ -282,23 +250,20 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         Stopped: A signal came before the final weights were saved.
     """
     from tigon.trainer import engine  # loads transformers
-    from tigon.trainer.first_phase import train_phase  # loads transformers
+    from tigon.trainer.first_phase import train_base  # loads transformers
     from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
 
     recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
-    node_disks.share(run.path / BASE)  # to a node that has lost its disk or is new
-    if phase := objective.phase(prepared.choices, run.path):
-        train_phase(phase, prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
+    train_base(prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
     with fault_messages.explain_out_of_memory(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
-    node_disks.share(run.path / BASE)
     engine.refuse_nonfinite(built, recipe.model)
     # All processes would have to take part in sampling from sharded weights.
     alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
     writes_text = objective.trl is None or objective.trl.writes_text
     n_sample, seed = recipe.output.sample_tokens if alone and writes_text else 0, recipe.train.seed
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
-        console.print(f"sample   {objective.no_sample_line()}: the weights are sharded", markup=False)
+        console.print("sample   no text sample: the weights are sharded", markup=False)
     sample = {"prompt": prepared.prompt_text, "before": "", "after": ""}
     if prepared.rows is not None and writes_text and built.generation_config.eos_token_id is None:
         built.generation_config.eos_token_id = tok.eos_token_id  # a preset has none, and answers have an end
@@ -306,12 +271,11 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
     with fault_messages.explain_out_of_memory(run, prepared):
         trainer, outcome = _train(run, prepared, built, console, stop)
-    fused = getattr(trainer, "fused", "")
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
     decoded = None
-    if n_sample:
-        decoded = objective.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
+    if n_sample and objective.added is not None:
+        decoded = objective.added.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
     if not weights_are_sharded(prepared.choices):
         _save_model(run, prepared, built, trainer)  # after sampling: it may detach the objective's heads
@@ -320,7 +284,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         "unigram_entropy": prepared.data.get("unigram_entropy"),
         "skipped_steps": trainer.gate.skipped,
         "evaluation_error": trainer.evaluation_error,
-        "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), fused])),
+        "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), trainer.fused])),
         "decoded": decoded,
         "sample": sample,
     }
@@ -332,7 +296,7 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
     if not recipe.output.save_model:
         return
     target = final_model.FinalModel(
-        run=run.path, model=objective.model(run.path), config=prepared.config, choices=prepared.choices,
+        run=run.path, model=prepared.starting_model(run.path), config=prepared.config, choices=prepared.choices,
         output=recipe.output,
     )  # fmt: skip
     final = FinalSave(
@@ -340,7 +304,11 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
         gathered_state=trainer.gathered_state, save_model=partial(target.save, built, trainer),
         save_state=partial(target.save_state, built),
     )  # fmt: skip
-    written = objective.save(built, final)
+    written = True
+    if objective.added is not None:
+        written = objective.added.save(built, final)
+    else:
+        final.save_model()
     if final.is_first and written:
         for folder in final_model.folders_in(run.path):
             prepared.saved_tokenizer.save_pretrained(folder)
@@ -365,7 +333,7 @@ def _train(
         try:
             trainer.train(resume_from_checkpoint=str(run.checkpoint) if run.checkpoint else None)
         except Exception as error:
-            if run.checkpoint is None or trainer.n_micro_steps or isinstance(error, TigonError):
+            if run.checkpoint is None or trainer.step.speed.n_micro_batches or isinstance(error, TigonError):
                 raise
             if prediction.is_out_of_memory(error) or fault_messages.is_no_checkpoints_fault(error, run):
                 raise
@@ -399,9 +367,7 @@ def _train(
 
 def _perplexity(prepared: Prepared, eval_loss: float | None) -> float | None:
     """exp of the eval loss; None if it is not the loss per token of one head."""
-    from tigon.trainer.trainer import perplexity  # loads transformers
-
-    if eval_loss is None or prepared.rows is not None or prepared.objective.metric_section() is not None:
+    if eval_loss is None or prepared.rows is not None or prepared.objective.added is not None:
         return None
     return next(iter(perplexity(eval_loss)), None)
 
@@ -415,11 +381,10 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
     from tigon.trainer.guards.document_mixing import DocumentMixing  # loads transformers
 
     recipe = prepared.recipe
-    divided = node_files.divides(recipe)
     safeguards = guarded.Safeguards(
         stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
-        metadata={**fault_messages.checkpoint_metadata(prepared), **node_files.facts(divided)},
-        distributed=elastic.writes_distributed(recipe), in_background=recipe.train.save_async, divided=divided,
+        metadata=fault_messages.checkpoint_metadata(prepared), distributed=resume_rules.writes_distributed(recipe),
+        in_background=recipe.train.save_async,
     )  # fmt: skip
     if prepared.rows is not None:
         from tigon.trainer import post_training  # loads transformers
@@ -432,7 +397,7 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
             reads_images=prepared.processor is not None and prepared.choices.lora_rank is None,
         )  # fmt: skip
         eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
-        trainer = trainers.TigonTrainer(
+        trainer = trainers.make(
             built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
             engine.make_optimizer(recipe.train, prepared.choices), safeguards, prepared.objective,
         )  # fmt: skip
@@ -459,8 +424,6 @@ def _final_eval_loss(trainer: Any) -> float | None:
 
     None if evaluation ran out of memory, so that the trained weights are still saved, or if a signal ended it.
     """
-    from tigon.trainer.trainer import EvaluationFailed  # loads transformers
-
     if trainer.best_step is not None:  # the weights are those of this step
         return float(trainer.state.best_metric)
     for record in reversed(trainer.state.log_history):

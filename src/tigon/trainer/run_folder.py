@@ -17,9 +17,6 @@
     report.md, report.html
     summary.json       written last, so a folder without it is an incomplete run
 
-If the nodes of a run do not share a disk, each node has the first three files, `checkpoints/`, `tokenizer/` and
-`base/` in a folder of its own, and the main process's node has the others too.
-
 The folder is created after every check has passed. A run writes nothing outside it except the caches of
 tokenizers and tokens, and what the trackers of `train.report_to` keep for all runs of a folder.
 """
@@ -41,8 +38,7 @@ from tigon.errors import RunFolderError
 from tigon.objectives.recipe_checks import auto_divides_batch, loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
 from tigon.techniques.layer_checkpointing import AUTO
-from tigon.trainer.checkpoint import checkpoint, elastic
-from tigon.trainer.distributed import launch
+from tigon.trainer.checkpoint import checkpoint, resume_rules
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
     "recipe.yaml", "metrics.jsonl", "summary.json", "data.json", "environment.json"
@@ -266,10 +262,7 @@ def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
     path = newest(output)
     if path is None:
         wanted = Path(output.folder) / output.name
-        elsewhere = "" if not launch.has_several_nodes() else "; if another node has it, copy its folder to this node"
-        raise RunFolderError(
-            f"{wanted}: no run to resume there; start it without --resume, or set output.name{elsewhere}"
-        )
+        raise RunFolderError(f"{wanted}: no run to resume there; start it without --resume, or set output.name")
     return _checked(path, recipe)
 
 
@@ -284,7 +277,7 @@ def division(recipe: Recipe) -> tuple[str, ...]:
     path = newest(recipe.output)
     if path is None or path.is_symlink() or not (path / RECIPE).is_file():
         return ()
-    return elastic.divided(path / CHECKPOINTS, loads_saved(path / RECIPE), recipe)
+    return resume_rules.divided(path / CHECKPOINTS, loads_saved(path / RECIPE), recipe)
 
 
 def _checked(path: Path, recipe: Recipe) -> RunFolder:
@@ -301,7 +294,7 @@ def _checked(path: Path, recipe: Recipe) -> RunFolder:
         raise _damaged(path / DATA, "the fingerprint of the data is missing")
     before = loads_saved(path / RECIPE)
     changed = _differences(before, recipe)
-    if problem := elastic.engine_problem(path / CHECKPOINTS, before, recipe):
+    if problem := resume_rules.engine_problem(path / CHECKPOINTS, before, recipe):
         raise RunFolderError(f"{path}: {problem}")
     allowed = _rounding_keys(path, before, recipe)
     refused = [(name, old, new) for name, old, new in changed if name not in allowed]
@@ -413,7 +406,8 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
     if now.train.checkpointing == AUTO:
         # The run's recipe has the choice that `auto` stood for.
         was, train = before.train, replace(now.train, checkpointing=before.train.checkpointing)
-        if auto_divides_batch(now) and elastic.samples_per_step(before, 1) == elastic.samples_per_step(now, 1):
+        samples = [resume_rules.samples_per_step(each, 1) for each in (before, now)]
+        if auto_divides_batch(now) and samples[0] == samples[1]:
             train = replace(train, batch_size=was.batch_size, gradient_accumulation=was.gradient_accumulation)
         now = replace(now, train=train)
     old, new = before.as_mapping(), now.as_mapping()
@@ -428,7 +422,7 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
 def _rounding_keys(path: Path, before: Recipe, now: Recipe) -> set[str]:
     """The keys whose values in `now` change the losses of the run at `path` only by rounding."""
     keys = {"train.checkpointing"}
-    samples = elastic.samples_per_step(now, elastic.processes_now(now))
-    if samples == elastic.samples_before(path / CHECKPOINTS, before):
-        keys |= {*elastic.BATCH_KEYS, *(elastic.ENGINE_KEYS if elastic.engine_may_change(before, now) else ())}
+    samples = resume_rules.samples_per_step(now, resume_rules.processes_now(now))
+    if samples == resume_rules.samples_before(path / CHECKPOINTS, before):
+        keys |= {*resume_rules.BATCH_KEYS, *(resume_rules.ENGINE_KEYS if now.sharding.zero == 0 else ())}
     return keys

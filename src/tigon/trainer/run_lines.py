@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from tigon.data import preview
 from tigon.techniques import TECHNIQUES
 from tigon.trainer import model, open_folder
-from tigon.trainer.checkpoint import elastic, node_files
+from tigon.trainer.checkpoint import resume_rules
+from tigon.trainer.distributed import torchrun
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared
 from tigon.trainer.run_folder import RunFolder
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     """Print what the run trains, on which data, in how many steps, and its warnings."""
     recipe, data = prepared.recipe, prepared.data
-    samples_per_step = elastic.samples_per_step(recipe, prepared.choices.gpus)
+    samples_per_step = resume_rules.samples_per_step(recipe, prepared.choices.gpus)
     if prepared.rows is None:
         per_step = f"{samples_per_step * recipe.data.sequence_length:,} tokens per step"
         if not recipe.data.packs:
@@ -44,9 +45,10 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"steps    {prepared.size_words}",
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
         f"memory   {techniques}",
-        *open_folder.lines(run.path, divided=node_files.divides(recipe)),
+        *open_folder.lines(run.path),
+        *torchrun.restart_line(),
     ]
-    if objective_line := prepared.objective.announcement():
+    if objective_line := prepared.objective.announcement:
         lines.append(objective_line)
     if data["truncated_rows"] or data["dropped_rows"]:
         counts = f"{data['truncated_rows']} documents truncated, {data['dropped_rows']} dropped"
@@ -84,7 +86,7 @@ def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objectiv
     if summary["best_step"] is not None:
         console.print(f"best     checkpoint of step {summary['best_step']}, loaded and saved", markup=False)
     if summary["decoded"]:
-        console.print(f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}", markup=False, soft_wrap=True)
+        console.print(f"{objective.name:<8} {summary['decoded']['line']}", markup=False, soft_wrap=True)
     if summary["evaluation_error"]:
         console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
     if summary["skipped_steps"]:

@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
-from tigon.trainer import trainer as trainers
+from tigon.trainer.guarded import GuardedTrainer
 
 
 class StepMeter:
@@ -52,17 +53,18 @@ class StepMeter:
             torch.cuda.synchronize(self.device)
 
 
-class TimedTrainer(trainers.TigonTrainer):
-    """The trainer of `tigon train`, with a mark after each phase. DeepSpeed's backward includes its optimizer step."""
+class StepTimer(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Times each step of a trainer by a meter, with a mark after each phase.
 
-    meter: StepMeter
+    DeepSpeed's backward includes its optimizer step.
+    """
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)
-        self.meter.mark("forward")
-        return loss
+    def __init__(self, meter: StepMeter, trainer: GuardedTrainer) -> None:
+        self.meter, self.trainer = meter, trainer
+        trainer.step.phase_ended = meter.mark
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
-        self.meter.mark("backward")
-        return loss
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.end(self.trainer)

@@ -1,45 +1,22 @@
-"""The trainer of an ordinary run, and the arguments of every trainer from a recipe.
-
-It has the guards of `GuardedTrainer` and two more changes:
-
-1. Evaluation is the exact mean over tokens, and a patched model computes it without logits. The Trainer's own averages
-   batch means, which differs when batches hold different numbers of learned tokens, and asks for the logits.
-2. Evaluation that runs out of memory halves its batches, which does not change a mean over tokens.
-
-If one process fails, all processes learn of it before the next collective. Otherwise they would wait there for it.
-"""
+"""Makes the trainer of an ordinary run, and the arguments of every trainer from a recipe."""
 
 from __future__ import annotations
 
-import gc
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
-from tigon.data.packing import Collator, Sample, SampleDataset
-from tigon.models.seams.head.loss import without_logits
+from tigon.data.packing import Collator, SampleDataset
 from tigon.objectives.base import Objective
 from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
-from tigon.trainer.distributed import launch, node_disks
+from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import GuardedTrainer, MakeOptimizer, Safeguards
-from tigon.trainer.guards import prediction
-
-
-class EvaluationFailed(Exception):
-    """Evaluation ran out of memory even with one sample per batch. Training can continue."""
-
-
-class EvaluationBroken(Exception):
-    """Evaluation ran out of memory inside a forward pass that needs all processes, so no process can continue."""
 
 
 def arguments(
@@ -89,7 +66,6 @@ def argument_values(
         "save_steps": train.save_steps or 500,
         "save_total_limit": train.keep_checkpoints,
         "report_to": [],
-        "save_on_each_node": node_disks.several() is not None,  # DeepSpeed reads it when the arguments are made
         "disable_tqdm": True,
         "prediction_loss_only": True,
         "ddp_find_unused_parameters": _keeps_buckets(),
@@ -122,154 +98,26 @@ def without_data_parallel(args: Any) -> Any:
     return args
 
 
-class TigonTrainer(GuardedTrainer):
-    """The trainer of an ordinary run."""
+def make(
+    model: Any, args: Any, collator: Collator, train_samples: SampleDataset, eval_samples: SampleDataset | None = None,
+    make_optimizer: MakeOptimizer | None = None, safeguards: Safeguards | None = None,
+    objective: Objective | None = None,
+) -> GuardedTrainer:  # fmt: skip
+    """The trainer of an ordinary run.
 
-    def __init__(
-        self, model: Any, args: Any, collator: Collator, train_samples: SampleDataset,
-        eval_samples: SampleDataset | None = None,
-        make_optimizer: MakeOptimizer | None = None, safeguards: Safeguards | None = None,
-        objective: Objective | None = None,
-    ) -> None:  # fmt: skip
-        """Make a trainer.
-
-        Args:
-            model: The model, with its techniques applied.
-            args: The result of `arguments`.
-            collator: Makes a batch from samples.
-            train_samples: The samples to train on.
-            eval_samples: The samples of the eval loss; None: no evaluation.
-            make_optimizer: Called with the model and the names of the parameters that decay; returns the optimizer.
-                None: the Trainer makes the optimizer that `args` names.
-            safeguards: The settings of the guards; None: their defaults.
-            objective: The loss to minimise; None: the model's own loss.
-        """
-        super().__init__(
-            model=model, args=args, data_collator=collator, train_dataset=train_samples, eval_dataset=eval_samples
-        )
-        self.guard(objective or CausalLM(), safeguards or Safeguards(), make_optimizer)
-
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """The mean loss over all learned tokens of the eval samples, in nats; {} if a signal interrupts it.
-
-        Raises:
-            EvaluationFailed: One sample at once runs out of memory.
-            EvaluationBroken: A forward pass on sharded weights ran out of memory in one of the processes.
-
-        Both errors are raised in all processes.
-        """
-        samples, first, was_training = eval_dataset or self.eval_dataset, 0, self.model.training
-        self.objective.begin_evaluation()
-        self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        try:
-            while first < len(samples):
-                if self.asked_to_stop():  # the step before the evaluation is complete: save it, and end
-                    if self.is_in_train:
-                        self.control.should_save = self.control.should_training_stop = True
-                        self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, again
-                    return {}
-                size = self.args.per_device_eval_batch_size
-                batch_sums = self._sums_at(first, samples)
-                if batch_sums is not None:
-                    sums += batch_sums
-                    first += size * self.args.world_size // self.readers_alike
-        finally:
-            self.model.train(was_training)
-        total, n_learned = self.accelerator.reduce(sums).tolist()
-        metrics = {f"{metric_key_prefix}_loss": total / n_learned}
-        if self.objective.metric_section() is None:  # otherwise the loss is a weighted sum of several heads' losses
-            metrics |= {f"{metric_key_prefix}_perplexity": value for value in perplexity(total / n_learned)}
-        self.log(dict(metrics))
-        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def _sums_at(self, first: int, samples: SampleDataset) -> torch.Tensor | None:
-        """(sum of the losses, learned tokens) of this process's part of the batch that begins at sample `first`.
-
-        None if one of the processes ran out of memory; all processes have halved their batch size then.
-
-        Every process runs the same number of batches, because all of them gather sharded weights together. A process
-        without samples left runs the first sample and does not count it. The Trainer's own loader counts it twice.
-        """
-        size = self.args.per_device_eval_batch_size
-        start, error = first + self.args.process_index // self.readers_alike * size, None
-        own = [samples[i] for i in range(start, min(start + size, len(samples)))]
-        # Determined before the forward pass: one that fails leaves the weights gathered.
-        together = self.args.world_size > 1 and _is_sharded(self.model)
-        try:
-            sums = self._forward_sums(own or [samples[0]], bool(own))
-        except RuntimeError as caught:
-            if not prediction.is_out_of_memory(caught):
-                raise
-            error = caught
-        patience_s = launch.ALONE_S if together and error is not None else launch.PATIENCE_S
-        failures = launch.all_gather_ints(int(error is not None), patience_s=patience_s)
-        if failures is not None and not any(failures):
-            self.objective.count_batch()
-            return sums
-        short = [rank for rank, failed in enumerate(failures or ()) if failed] or [self.args.process_index]
-        where = f" in process {short[0]} of {self.args.world_size}" if self.args.world_size > 1 else ""
-        text = f"evaluation ran out of memory{where} with batch size {size}; lower "
-        if together or failures is None:
-            raise EvaluationBroken(f"{text}train.batch_size") from error
-        if size == 1:
-            raise EvaluationFailed(f"{text}data.sequence_length") from error
-        error = None  # it refers to the tensors of the failed pass
-        gc.collect()
-        if self.args.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.args.per_device_eval_batch_size = size // 2
-        return None
-
-    def own_loss(self, sample: Sample) -> float:
-        """The mean loss of the model's own head for a sample that every process takes, without dropout.
-
-        The load balancing loss of a mixture of experts is left out, because it depends on all tokens of a batch. The
-        state of the run does not change.
-        """
-        inputs = self._prepare_inputs(self.data_collator([sample]))
-        if getattr(self.model.config.get_text_config(), "output_router_logits", False):
-            inputs["output_router_logits"] = False
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad(), without_logits(), self._in_precision():
-                loss = self.model(**inputs).loss
-        finally:
-            self.model.train(was_training)
-        return float(self.accelerator.reduce(loss.detach().float(), "mean"))
-
-    def _forward_sums(self, samples: Sequence[Sample], counts: bool) -> torch.Tensor:
-        inputs = self._prepare_inputs(self.data_collator(samples))
-        sums = self.objective.evaluation_sums(self.model, inputs, counts, self._in_precision)
-        # A process's loss is that of its shard. It has counted the learned tokens of whole rows.
-        return sums / sums.new_tensor([1, self.row_shards])
-
-    @contextmanager
-    def _in_precision(self) -> Iterator[None]:
-        """Run a forward pass in the precision of training."""
-        with self.compute_loss_context_manager(), self.accelerator.autocast():
-            yield
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate between steps. If the evaluation runs out of memory, training continues without it."""
-        try:
-            return super()._evaluate(*args, **kwargs)
-        except EvaluationFailed as error:
-            self.evaluation_error = str(error)
-            self.control.should_evaluate = False
-            return {}
-
-
-def perplexity(loss: float) -> tuple[float, ...]:
-    """(exp of a loss in nats per token,); empty if it exceeds the range of floats."""
-    try:
-        return (math.exp(loss),)
-    except OverflowError:
-        return ()
-
-
-def _is_sharded(model: Any) -> bool:
-    """Whether FSDP2 or ZeRO-3 gathers weights in a forward pass, so that every process has to take part in it."""
-    return any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in model.parameters())
+    Args:
+        model: The model, with its techniques applied.
+        args: The result of `arguments`.
+        collator: Makes a batch from samples.
+        train_samples: The samples to train on.
+        eval_samples: The samples of the eval loss; None: no evaluation.
+        make_optimizer: Called with the model and the names of the parameters that decay; returns the optimizer.
+            None: the Trainer makes the optimizer that `args` names.
+        safeguards: The settings of the guards; None: their defaults.
+        objective: The loss to minimise; None: the model's own loss.
+    """
+    trainer = GuardedTrainer(
+        model=model, args=args, data_collator=collator, train_dataset=train_samples, eval_dataset=eval_samples
+    )
+    trainer.guard(objective or CausalLM(), safeguards or Safeguards(), make_optimizer)
+    return trainer

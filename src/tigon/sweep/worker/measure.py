@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from tigon.bench import record
 from tigon.errors import TigonError
@@ -30,7 +29,7 @@ from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.guards import preflight, self_test
-from tigon.trainer.timed_run import StepMeter, TimedTrainer
+from tigon.trainer.timed_run import StepMeter, StepTimer
 
 PACKAGES = ("accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
 
@@ -39,36 +38,29 @@ class TrainingStopped(Exception):
     """Training stopped with a TigonError, e.g. a loss that is not finite. This counts as failed, not as refused."""
 
 
-class _CountingTrainer(TimedTrainer):
-    n_positions = 0
-
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        self.n_positions += inputs["input_ids"].numel()
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
-class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+class _Steps(StepTimer):
     """Times every step. On a CPU, memory is metered in one more step after the last timed one."""
 
     def __init__(self, meter: StepMeter, trainer: Any, metered_step: int | None) -> None:
-        self._watch, self._trainer, self._metered_step = meter, trainer, metered_step
-        self._meter: PeakMeter | None = None
+        super().__init__(meter, trainer)
+        self._metered_step = metered_step
+        self._peak: PeakMeter | None = None
         self.positions: list[int] = []
         self.losses: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._positions_before = self._trainer.n_positions
+        self._positions_before = self.trainer.step.speed.n_positions
         if state.global_step == self._metered_step:
-            self._meter = PeakMeter(self._watch.device)
-            self._meter.start(_alive(kwargs["model"], kwargs["optimizer"]))
-        self._watch.begin()
+            self._peak = PeakMeter(self.meter.device)
+            self._peak.start(_alive(kwargs["model"], kwargs["optimizer"]))
+        super().on_step_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._meter is not None:
+        if self._peak is not None:
             self.stop()
             return
-        self._watch.end(self._trainer)
-        self.positions.append(self._trainer.n_positions - self._positions_before)
+        super().on_step_end(args, state, control, **kwargs)
+        self.positions.append(self.trainer.step.speed.n_positions - self._positions_before)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs and state.global_step != (self._metered_step or -1) + 1:
@@ -76,8 +68,8 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
     def stop(self) -> None:
         """Stop the memory meter, also if the step failed."""
-        if self._meter is not None:
-            self._watch.allocated_bytes, self._meter = self._meter.stop().peak_bytes, None
+        if self._peak is not None:
+            self.meter.allocated_bytes, self._peak = self._peak.stop().peak_bytes, None
 
 
 def _alive(model: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -104,8 +96,8 @@ def measure(
     device = preflight.check_device(recipe)
     choices = _choices(recipe, device, unchecked=unchecked)
     limit.cap(device, limit_bytes, choices)
-    if recipe.sharding.zero:
-        extension_lock.install()
+    if recipe.sharding.zero and launch.is_first_of_node():
+        extension_lock.wait_for_compilers()
     launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
@@ -124,7 +116,8 @@ def measure(
     load_s = time.perf_counter()
     built, _ = engine.build(
         recipe.model, config, choices, run_info, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
-        base=folder / "base", ops=self_test.without(wrong_ops), reads_whole_weights=objective.reads_whole_weights,
+        base=folder / "base", ops=self_test.without(wrong_ops),
+        reads_whole_weights=objective.planned().reads_whole_weights,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
     built = objective.attach(built)
@@ -133,8 +126,7 @@ def measure(
         recipe.train, choices, run_info, folder=folder / "checkpoints", device=device, evaluate=False
     )
     make_optimizer = engine.make_optimizer(recipe.train, choices)
-    trainer = _CountingTrainer(built, args, collator, data, None, make_optimizer, objective=objective)
-    trainer.meter = meter
+    trainer = trainers.make(built, args, collator, data, None, make_optimizer, objective=objective)
     steps = _Steps(meter, trainer, metered_step)
     trainer.add_callback(steps)
     try:

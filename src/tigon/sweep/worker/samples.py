@@ -51,7 +51,7 @@ def make(
     if how == "random":
         samples, pad_id = _random(count, recipe.data.sequence_length, config.get_text_config().vocab_size), 0
         packed = replace(recipe.data, packing=True)
-        return SampleDataset(samples), objective.collator(packed, pad_id=pad_id, flatten=takes_flat)
+        return SampleDataset(samples), objective.rows(packed).collator(pad_id, takes_flat)
     if how == "alpaca":
         source = alpaca_file(folder)
         data = replace(
@@ -62,7 +62,7 @@ def make(
     if len(samples) < count:  # repeated, because the last batch of an epoch could be smaller than the others
         samples = (samples * math.ceil(count / len(samples)))[:count]
     flatten = data.packs and takes_flat
-    return SampleDataset(samples), objective.collator(data, pad_id=pad_id, flatten=flatten)
+    return SampleDataset(samples), objective.rows(data).collator(pad_id, flatten)
 
 
 def _random(count: int, length: int, vocab_size: int) -> list[Sample]:

@@ -2,8 +2,7 @@
 adapter_files.py writes adapters in PEFT's layout, keeps the weights that they refer to, and merges them on request.
 checkpoint.py writes checkpoints that are complete or absent, and compares them with their manifest before use.
 distributed_checkpoint.py reads and writes weights and optimizer states in PyTorch's distributed format, also in the
-background. whole_files.py reads whole weights and states into a sharded model.
-elastic.py divides the samples of a step for another number of processes, and finds counters and random states for them.
-universal.py reads a checkpoint of ZeRO without DeepSpeed's engine.
+background, and reads the Trainer's files into a sharded model.
+resume_rules.py says what a resumed run may change, and divides the samples of a step for another number of processes.
 nvme_swap.py separates DeepSpeed's NVMe swap files from those of other runs, and restores them from a checkpoint.
 """

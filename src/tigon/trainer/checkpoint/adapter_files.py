@@ -26,11 +26,16 @@ from tigon.techniques.lora import is_saved_as_difference
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models
-from tigon.trainer.checkpoint.whole_files import ADAPTER_CONFIG, ADAPTER_FILE
 from tigon.trainer.distributed import launch
 
 ADAPTERS, INITIAL = "adapters", "initial-adapters"
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 _ADAPTER = "default"  # PEFT's name of a model's first adapter
+
+
+def name_in_file(name: str) -> str:
+    """The name of an adapter's parameter in PEFT's file, which leaves out the name of the adapter."""
+    return name.replace(".modules_to_save.default.", ".").replace(".default", "")
 
 
 def keep_base(built: Any, config: Any, folder: Path) -> None:

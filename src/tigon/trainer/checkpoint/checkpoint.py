@@ -7,10 +7,6 @@ the size and `digest` of every file, and moves the folder into place with one re
 So `checkpoints/` holds complete checkpoints whenever a process is killed. It may also hold folders whose name begins
 with a dot, which the next save removes. `newest` compares every file with the manifest, skips checkpoints that differ,
 and gives the reason. The manifest protects against accidents only. `no_pickles` protects against malicious files.
-
-If each node of a run has its own disk, each completes a checkpoint there, with a second copy of its manifest under the
-name `part_manifest`. If another node's files are copied beside it, `problem_of` compares them with the manifest of that
-node, and `parts_in` names the nodes whose files are there.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +29,6 @@ from tigon._files import read_text
 from tigon.errors import RunFolderError
 
 MANIFEST, FORMAT = "manifest.json", 1
-PART_MANIFEST = r"manifest-(\d+)-of-(\d+)\.json"
 PIECE_BYTES = 64 * 2**20  # pieces are hashed in parallel, because one stream of SHA-256 is slower than a fast disk
 READ_BYTES = 2**20
 FULL_BYTES = 64 * 2**20  # a disk with less free space counts as full
@@ -83,10 +78,7 @@ def clear(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(
-    folder: Path, step: int, metadata: Mapping[str, Any], keep: int | None, best: int | None = None,
-    part: tuple[int, int] | None = None,
-) -> None:  # fmt: skip
+def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int | None, best: int | None = None) -> None:
     """Complete the checkpoint in `scratch(folder, step)`, move it into place, and remove all but the newest `keep`.
 
     Args:
@@ -95,11 +87,10 @@ def publish(
         metadata: The settings and versions that a resumed run compares with its own.
         keep: The number of checkpoints to keep, with this one; None: all.
         best: The step of a checkpoint that is kept too, however old it is.
-        part: The number of this node and the number of nodes, if each has its own disk.
     """
     written = scratch(folder, step) / name_of(step)
     (written / NOT_OURS).unlink(missing_ok=True)
-    _write_manifest(written, step, metadata, [MANIFEST] if part is None else [MANIFEST, part_manifest(*part)])
+    _write_manifest(written, step, metadata)
     final = folder / name_of(step)
     before = _put_away(final) if final.exists() or final.is_symlink() else None
     written.rename(final)
@@ -110,28 +101,21 @@ def publish(
     for n, path in _numbered(folder):
         if n > step:  # written before the run was resumed from an earlier step
             _remove(path)
-    if keep is not None:
-        prune(folder, step, keep, best)
-
-
-def prune(folder: Path, step: int, keep: int, best: int | None = None) -> None:
-    """Remove the checkpoints before `step` except the newest `keep` - 1, and `best`."""
-    earlier = sorted((n, path) for n, path in _numbered(folder) if n < step)[: -(keep - 1) or None]
-    for n, path in earlier:
+    if keep is None:
+        return
+    for n, path in sorted((n, path) for n, path in _numbered(folder) if n < step)[: -(keep - 1) or None]:
         if n != best:
             _remove(path)
 
 
-def newest(folder: Path, *, below: int | None = None) -> ResumePoint:
-    """The newest checkpoint whose files equal its manifest; of those before the step `below` if it is given.
+def newest(folder: Path) -> ResumePoint:
+    """The newest checkpoint whose files equal its manifest.
 
     Raises:
         RunFolderError: There is none; the message gives the problem of each checkpoint.
     """
     problems: list[str] = []
     for step, path in sorted(_numbered(folder), reverse=True):
-        if below is not None and step >= below:
-            continue
         problem = problem_of(path, step)
         if problem is None:
             return ResumePoint(path, metadata_of(path), tuple(problems))
@@ -180,9 +164,7 @@ def problem_of(path: Path, step: int) -> str | None:
         return "is a link"
     try:
         manifest = _manifest(path)
-        listed = dict[str, tuple[int, str]]()
-        for each in (*(_manifest(path, name) for name in _part_manifests(path)), manifest):  # the own one decides
-            listed |= {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in each["files"].items()}
+        listed = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
         format_, numbers = int(manifest["format"]), int(manifest["step"])
         _facts(manifest)
     except FileNotFoundError:
@@ -247,35 +229,19 @@ def _piece(path: Path, start: int) -> bytes:
     return sha256.digest()
 
 
-def part_manifest(number: int, count: int) -> str:
-    """The name of the manifest of node `number` of `count`, beside `MANIFEST`."""
-    return f"manifest-{number}-of-{count}.json"
-
-
-def parts_in(path: Path) -> dict[int, int]:
-    """The numbers of the nodes whose files a checkpoint holds, each with the number of nodes that wrote it."""
-    found = (re.fullmatch(PART_MANIFEST, name) for name in _part_manifests(path))
-    return {int(match[1]): int(match[2]) for match in found if match}
-
-
-def _part_manifests(path: Path) -> list[str]:
-    return sorted(file.name for file in path.glob("manifest-*.json") if re.fullmatch(PART_MANIFEST, file.name))
-
-
-def _manifest(path: Path, name: str = MANIFEST) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads(read_text(path / name))
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads(read_text(path / MANIFEST))
     return manifest
 
 
-def _write_manifest(path: Path, step: int, metadata: Mapping[str, Any], names: Sequence[str] = (MANIFEST,)) -> None:
+def _write_manifest(path: Path, step: int, metadata: Mapping[str, Any]) -> None:
     files = {}
     for name in _files(path):
         _sync(path / name)
         files[name] = {"bytes": (path / name).stat().st_size, "sha256": digest(path / name)}
     manifest = {"format": FORMAT, "step": step, "facts": dict(metadata), "files": files}
-    for name in names:
-        (path / name).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        _sync(path / name)
+    (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _sync(path / MANIFEST)
     for folder, _, _ in os.walk(path):
         _sync(Path(folder))
 
@@ -295,7 +261,7 @@ def _files(path: Path) -> list[str]:
             if not (here.is_file() or here.is_dir()):
                 raise RunFolderError(f"holds {here.relative_to(path)}, which is not a regular file")
         paths += [Path(folder, name).relative_to(path).as_posix() for name in files if not name.startswith(NFS)]
-    return sorted(name for name in paths if name != MANIFEST and not re.fullmatch(PART_MANIFEST, name))
+    return sorted(name for name in paths if name != MANIFEST)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

@@ -2,9 +2,8 @@
 
 `checkpoint-N/distributed/` holds one file per process and `.metadata`, which lists the tensors by name. Names do not
 depend on the engine, so any number of processes of DDP or FSDP2 can read it, and so can one process without a group.
-
-If each node has its own disk, the processes of a node write a checkpoint of their own: with FSDP2 the node's shards in
-`distributed-K-of-N/`, with DDP everything in `distributed/`. `_Reader` reads all such folders that are there as one.
+FSDP2 also reads the Trainer's files of DDP or of one process: PyTorch broadcasts each tensor, and every process keeps
+its part.
 
 `.metadata` is a pickle. `_Reader` refuses one that names anything but DCP's own records, and PyTorch reads the rest
 with `weights_only=True` (see `checkpoint.no_pickles`).
@@ -13,23 +12,17 @@ with `weights_only=True` (see `checkpoint.no_pickles`).
 from __future__ import annotations
 
 import pickle
-import re
 import warnings
-from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import distributed
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -42,11 +35,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from tigon.errors import RunFolderError
-from tigon.trainer.checkpoint import node_files
-from tigon.trainer.distributed import node_disks
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, name_in_file
+from tigon.trainer.distributed import launch
 
 FOLDER, METADATA = "distributed", ".metadata"
-PART = rf"{FOLDER}-\d+-of-\d+"
+OPTIMIZER_FILE, FSDP_FILE = "optimizer.pt", "pytorch_model_fsdp.bin"  # of the Trainer and of Accelerate
 MODEL, OPTIMIZER = "model", "optimizer"
 Select = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
 """(model, its state by name) -> the part of the state that a checkpoint holds; None: all of it."""
@@ -60,19 +53,7 @@ _HARMLESS = {
 
 def is_distributed(checkpoint: Path) -> bool:
     """Whether a checkpoint folder holds weights in DCP's format."""
-    return bool(_folders(checkpoint))
-
-
-def _folders(checkpoint: Path) -> list[Path]:
-    """The folders of a checkpoint in DCP's format."""
-    parts = (path for path in checkpoint.glob(f"{FOLDER}-*") if re.fullmatch(PART, path.name))
-    return [path for path in sorted((checkpoint / FOLDER, *parts)) if (path / METADATA).is_file()]
-
-
-def folder_of(divided: bool) -> str:
-    """The folder of a checkpoint into which this process writes. divided: Whether nodes have different weights."""
-    disks = node_disks.several()
-    return FOLDER if disks is None or not divided else f"{FOLDER}-{disks.own}-of-{disks.count}"
+    return (checkpoint / FOLDER / METADATA).is_file()
 
 
 def states(model: Any, optimizer: Any, select: Select) -> dict[str, Any]:
@@ -80,20 +61,19 @@ def states(model: Any, optimizer: Any, select: Select) -> dict[str, Any]:
     return {MODEL: _model_state(model, select), OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 
-def save(folder: Path, state: dict[str, Any], group: Any = None) -> None:
+def save(folder: Path, state: dict[str, Any]) -> None:
     """Write `state` into a folder of a checkpoint. Every process calls it.
 
     Args:
-        folder: `folder_of` in the checkpoint.
+        folder: `FOLDER` in the checkpoint.
         state: The result of `states`.
-        group: The processes that write the folder together; None: all.
 
     Raises:
         RuntimeError: A process could not write; its error is the cause.
     """
     _silence()
     try:
-        save_state(state, storage_writer=FileSystemWriter(folder), planner=_planner(), process_group=group)
+        save_state(state, storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:
         raise _first_failure(error) from None
 
@@ -114,7 +94,7 @@ class BackgroundSave:
 
         Args:
             step: The optimizer step of the checkpoint.
-            folder: `folder_of` in the checkpoint.
+            folder: `FOLDER` in the checkpoint.
             state: The result of `states`.
             group: The result of `writing_group`.
             publish: Called in the thread, after every process has written its part.
@@ -122,7 +102,7 @@ class BackgroundSave:
         self.step = step
         _silence()
         writer = FileSystemWriter(folder)
-        written = cast("Future[Any]", async_save(state, storage_writer=writer, planner=_planner(), process_group=group))
+        written = cast("Future[Any]", async_save(state, storage_writer=writer, process_group=group))
         pool = ThreadPoolExecutor(1, "checkpoint")
         self._published = pool.submit(_complete, written, publish)
         pool.shutdown(wait=False)
@@ -146,32 +126,17 @@ def _complete(written: Future[Any], publish: Callable[[], None]) -> None:
 
 
 def writing_group() -> Any:
-    """A process group of those that write one folder; None for one process without a group. Every process calls it.
+    """The process group of saves in the background; None for one process without a group. Every process calls it.
 
     It is separate from that of training, because two threads cannot use one group at a time.
     """
-    if not distributed.is_initialized():
-        return None
-    disks = node_disks.several()
-    if disks is None:
-        return distributed.new_group(backend="gloo")
-    groups = [distributed.new_group(list(processes), backend="gloo") for processes in disks.processes]
-    return groups[disks.own]
+    return distributed.new_group(backend="gloo") if distributed.is_initialized() else None
 
 
-def _planner() -> Any:
-    """DCP's planner; None is its default."""
-    return None if node_disks.several() is None else _PartPlanner()
-
-
-class _PartPlanner(DefaultSavePlanner):
-    """Accepts that the processes of one node do not have the whole weights, as DCP's own planner does not."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans))
-        names = dict(ChainMap(*(plan.planner_data for plan in plans)))
-        self.global_plan, self.metadata = plans, replace(metadata, planner_data=names)
-        return self.global_plan, self.metadata
+def can_load(checkpoint: Path, *, sharded: bool) -> bool:
+    """Whether `load_model` and `load_optimizer` read a checkpoint, and not the Trainer. sharded: By FSDP2."""
+    whole = (checkpoint / OPTIMIZER_FILE).is_file() and not (checkpoint / FSDP_FILE).exists()
+    return is_distributed(checkpoint) or (sharded and whole)
 
 
 def load_model(model: Any, checkpoint: Path, select: Select) -> None:
@@ -181,28 +146,73 @@ def load_model(model: Any, checkpoint: Path, select: Select) -> None:
         RunFolderError: The file that lists the tensors is not one of PyTorch's.
         RuntimeError: A tensor is missing or has another shape.
     """
-    state = _model_state(model, select)
-    _load({MODEL: state}, checkpoint)
-    set_model_state_dict(model, state, options=_options(model, strict=False))
+    if is_distributed(checkpoint):
+        state = _model_state(model, select)
+        _load({MODEL: state}, checkpoint)
+        set_model_state_dict(model, state, options=_options(model, strict=False))
+    else:
+        state = dict(_file_weights(model, checkpoint)) if launch.rank() == 0 else {}
+        set_model_state_dict(model, state, options=_broadcast(strict=False))
 
 
 def load_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
     """Read a checkpoint's optimizer states. Every process calls it. Raises as `load_model`."""
-    state = get_optimizer_state_dict(model, optimizer)
-    _load({OPTIMIZER: state}, checkpoint)
-    set_optimizer_state_dict(model, optimizer, state)
+    if is_distributed(checkpoint):
+        state = get_optimizer_state_dict(model, optimizer)
+        _load({OPTIMIZER: state}, checkpoint)
+        set_optimizer_state_dict(model, optimizer, state)
+        return
+    state = {}
+    if launch.rank() == 0:
+        saved = torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
+        state = by_name(saved, optimizer, {parameter: name for name, parameter in model.named_parameters()})
+    set_optimizer_state_dict(model, optimizer, state, options=_broadcast())
+
+
+def _broadcast(*, strict: bool = True) -> StateDictOptions:
+    """For whole states that the main process alone has."""
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=launch.world_size() > 1, strict=strict)
+
+
+def _file_weights(model: Any, checkpoint: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted(checkpoint.glob("*.safetensors"))
+    state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    if not (checkpoint / ADAPTER_FILE).is_file():
+        return state
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: state[short] for name in trained if (short := name_in_file(name)) in state}
+
+
+def by_name(saved: Mapping[str, Any], optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
+    """An optimizer's state dict with the parameters' names instead of their numbers.
+
+    Args:
+        saved: The state dict of an optimizer with the same groups.
+        optimizer: The optimizer whose parameters have the names.
+        names: Parameter -> name.
+    """
+    name_of = {
+        number: names[parameter]
+        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+        for number, parameter in zip(group["params"], own["params"], strict=True)
+    }
+    groups = [{**group, "params": [name_of[number] for number in group["params"]]} for group in saved["param_groups"]]
+    return {
+        "state": {name_of[number]: state for number, state in saved["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The whole weights of a checkpoint by name, in host memory. It needs neither a GPU nor other processes.
 
     Raises:
-        RunFolderError: The file that lists the tensors is not one of PyTorch's, or the files of a node are missing.
+        RunFolderError: The file that lists the tensors is not one of PyTorch's.
         RuntimeError: A file is missing or damaged.
     """
-    if problem := node_files.problem(checkpoint):
-        raise RunFolderError(problem)
-    listed = _Reader(checkpoint).read_metadata().state_dict_metadata
+    listed = _Reader(checkpoint / FOLDER).read_metadata().state_dict_metadata
     state = {
         name.removeprefix(f"{MODEL}."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in listed.items()
@@ -229,44 +239,27 @@ def _options(model: Any, *, strict: bool = True) -> StateDictOptions:
 
 def _load(state: dict[str, Any], checkpoint: Path) -> None:
     _silence()
-    reader = _Reader(checkpoint)
+    reader = _Reader(checkpoint / FOLDER)
     reader.read_metadata()  # `load` would hide its error
-    # Nodes with own disks have different files, so each process plans its own reads.
     try:
-        load(state, storage_reader=reader, no_dist=node_disks.several() is not None)
+        load(state, storage_reader=reader)
     except CheckpointException as error:
         raise _first_failure(error) from None
 
 
 class _Reader(FileSystemReader):
-    """Reads all folders in DCP's format of a checkpoint as one."""
+    """PyTorch's reader, which refuses metadata that could run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        checkpoint, whole = Path(str(self.path)), Metadata({}, {}, {})
-        for folder in _folders(checkpoint):
-            _add(whole, self._read(folder / METADATA), folder.name)
-        whole.storage_meta = StorageMeta(load_id=self.load_id)
-        return whole
-
-    def _read(self, path: Path) -> Any:
+        path = Path(str(self.path)) / METADATA
         with path.open("rb") as handle:
             try:
-                return _MetadataUnpickler(handle).load()
+                metadata = _MetadataUnpickler(handle).load()
             except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
                 text = " ".join(str(error).split())[:160]
                 raise RunFolderError(f"{path}: not a list of tensors: {text}; use another checkpoint") from None
-
-
-def _add(whole: Any, part: Any, folder: str) -> None:
-    """Add the tensors that one folder lists to those of a checkpoint. Several nodes may have the same piece."""
-    whole.planner_data |= part.planner_data or {}
-    for name, entry in part.state_dict_metadata.items():
-        known = whole.state_dict_metadata.setdefault(name, entry)
-        if known is not entry and isinstance(entry, TensorStorageMetadata):
-            known.chunks += [chunk for chunk in entry.chunks if chunk not in known.chunks]
-    for index, place in part.storage_data.items():
-        if index not in whole.storage_data:
-            whole.storage_data[index] = replace(place, relative_path=f"{folder}/{place.relative_path}")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

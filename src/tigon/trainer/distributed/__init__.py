@@ -1,11 +1,8 @@
 """Runs of several processes, signals, and fixes for DeepSpeed.
 
-launch.py               starts the processes; rank, world size, broadcast and all-gather
-nodes.py                the machines of a run, from options or the variables of SLURM and Kubernetes
-elastic_launcher.py     one machine's processes of a run on several, by PyTorch's elastic agent
-node_watch.py           signs of life and failures that the launchers exchange
-failures.py             which failure came first, and its message
-launch_folder.py        the run folder that a restart continues, and the logs
+launch.py               rank, world size, broadcast and all-gather; the process group
+launcher_variables.py   the variables of launchers and of Accelerate that a run refuses or ignores
+torchrun.py             starts the processes by PyTorch's launcher; the run folder that a restart continues
 signals.py              SIGTERM and SIGINT end a run with a checkpoint
 deepspeed_classes.py    DeepSpeed's classes that a checkpoint may hold, and the dtype of its partitions
 deepspeed_adam.py       makes DeepSpeed's Adam on the CPU repeatable

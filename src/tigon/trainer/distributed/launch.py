@@ -1,25 +1,20 @@
-"""Starts the processes of a run; rank, world size, broadcast and all-gather.
+"""The processes of a run, seen from one of them: rank, world size, broadcast and all-gather.
 
-`tigon train` starts one process per GPU by PyTorch's launcher (torch.distributed.run). If a launcher started it, it
-joins the launcher's processes. A single process needs no process group, except with DeepSpeed and FSDP2, for which it
-creates one of world size 1.
+A launcher names the processes by environment variables (see torchrun.py). A single process needs no process group,
+except with DeepSpeed and FSDP2, for which it creates one of world size 1.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import os
-import re
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -35,58 +30,9 @@ SHUTDOWN_S = 180  # time for a checkpoint after the processes were told to stop
 LOOK_S = 1  # between two checks that the launcher is alive
 LAUNCHER = "TIGON_LAUNCHER"  # the environment variable with the launcher's pid
 PATIENCE_S = 1800  # wait for other processes, which may be writing tens of GB; the default of gloo's collectives
-NAMED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables that every launcher sets
-OF_ONE_MACHINE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-ACCELERATES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-# Accelerate's variables that request something; the others only set details of it.
-ASKS = (
-    "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_MIXED_PRECISION",
-    "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_TORCH_DEVICE",
-)  # fmt: skip
-ASKS_NOTHING = ("", "0", "1.0", "false", "no", "none", "off")
 MEETING_S = 10  # wait for the other processes before a message about it
 ROLL_CALL_S = 2  # wait for the other survivors of a lost process
 ALONE_S = 60  # wait of a process that has failed, because the others may be blocked in a collective with it
-
-
-def check_environment() -> None:
-    """Refuse variables of a launcher that are incomplete or impossible, such as `RANK` from another job's shell.
-
-    Raises:
-        ProcessError: Some variables are missing, a value is not a whole number, or a rank is not below its world size.
-    """
-    present = [name for name in (*NAMED, *OF_ONE_MACHINE) if name in os.environ]
-    # Nothing reads an address alone, which cluster images and shell profiles set.
-    stray = [name for name in present if name not in ("MASTER_ADDR", "MASTER_PORT")]
-    for name in stray:
-        if not re.fullmatch(r"\d{1,9}", os.environ[name]):
-            raise _stray(f"{name} is {os.environ[name]!r} in the environment, but must be a whole number", name)
-    missing = [name for name in NAMED if name not in os.environ]
-    if stray and missing:
-        raise _stray(f"{stray[0]} is set in the environment, but {missing[0]} is not", *stray)
-    for part, whole in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if part in present and whole in present and int(os.environ[part]) >= int(os.environ[whole]):
-            problem = f"{part} is {os.environ[part]} in the environment, but must be less than {whole}"
-            raise _stray(f"{problem}, which is {os.environ[whole]}", part, whole)
-
-
-def _stray(what: str, *names: str) -> ProcessError:
-    return ProcessError(f"{what}; `unset {' '.join(names)}` for a run of one process, or start the run with torchrun")
-
-
-def ignore_accelerate_variables() -> list[str]:
-    """Remove Accelerate's variables, which would override the recipe. Returns warnings about those that would.
-
-    `accelerate launch` sets them from its own configuration. A run could not be repeated if its precision or engine
-    were not the ones in its recipe, report and checkpoints.
-    """
-    names = sorted(name for name in os.environ if name.startswith(ACCELERATES))
-    values = {name: os.environ.pop(name) for name in names}
-    ignored = [
-        f"{name}={value}" for name, value in values.items() if name in ASKS and value.lower() not in ASKS_NOTHING
-    ]
-    return [f"{text} in the environment is ignored: the recipe decides" for text in ignored]
 
 
 def started_by_launcher() -> bool:
@@ -188,6 +134,11 @@ def has_several_nodes() -> bool:
     return world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def is_first_of_node() -> bool:
+    """Whether this process is the first of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
 @contextmanager
 def main_process_first() -> Iterator[None]:
     """The main process runs the block first, then one process of each other node, then all others.
@@ -198,8 +149,7 @@ def main_process_first() -> Iterator[None]:
         yield
         return
     n_turns = 3 if has_several_nodes() else 2
-    first_of_node = n_turns == 3 and int(os.environ.get("LOCAL_RANK", "0")) == 0
-    turn = 0 if rank() == 0 else 1 if first_of_node else n_turns - 1
+    turn = 0 if rank() == 0 else 1 if n_turns == 3 and is_first_of_node() else n_turns - 1
     for _ in range(turn):
         distributed.barrier()
     try:
@@ -317,57 +267,3 @@ def _all_gather_by_collective(value: int) -> list[int] | None:
     except RuntimeError:  # a process is gone
         return None
     return [int(tensor) for tensor in values]
-
-
-def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bool) -> int:
-    """Run `tigon train` in `n_processes` processes, and pass signals on to them.
-
-    Args:
-        path: The recipe file.
-        overrides: `section.key=value` texts.
-        n_processes: The number of processes.
-        resume: Whether to pass --resume.
-
-    Returns:
-        0; or the exit code of the first process that failed; or after a signal 128 plus its number.
-
-    Raises:
-        ProcessError: A process was killed.
-    """
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    # Without this, torchrun sets it to 1 and prints a warning.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_processes)))
-    words = [word for text in overrides for word in ("--set", text)]
-    options = ["--standalone", f"--nproc-per-node={n_processes}"]  # SIGTERM and SIGINT are passed on by default
-    known = {option for action in run.get_args_parser()._actions for option in action.option_strings}
-    if "--shutdown-timeout" in known:  # PyTorch up to 2.11 waits 30 s and lacks the option
-        options.append(f"--shutdown-timeout={SHUTDOWN_S}")
-    arguments = [*options, "-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
-    os.environ[LAUNCHER] = str(os.getpid())
-    sys.stdout.flush()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each process prints its own error
-    try:
-        run.run(run.parse_args(arguments))
-    except SignalException as error:
-        return signals.EXIT_OFFSET + int(error.sigval)
-    except ChildFailedError as error:
-        rank, first = min(error.failures.items(), key=lambda item: (item[1].timestamp, not _was_killed(item[1])))
-        code = int(first.exitcode)
-        if code < 0:
-            raise ProcessError(
-                f"process {rank} of {n_processes} was killed ({signals.signal_name(-code)}), and the others were "
-                "ended; the kernel's log names the cause if memory was short. Continue from the last checkpoint with "
-                "--resume"
-            ) from None
-        return code
-    finally:
-        del os.environ[LAUNCHER]  # other children of this process have no launcher
-    return 0
-
-
-def _was_killed(failure: Any) -> bool:
-    """Whether another signal than the launcher's SIGTERM ended the process. Its end made the others fail."""
-    return bool(failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM)

@@ -39,7 +39,7 @@ def check(objective: Objective, config: Any, choices: Choices) -> tuple[str, ...
         )
     built = models.without_data(config)
     lora.check(built, choices)
-    if objective.reads_plain_head:
+    if objective.trl is not None or objective.added is not None:  # their losses multiply with lm_head's weight itself
         _check_head(objective, built, choices)
     told = _frozen_experts(built, choices) + _left_out(built, choices)
     lora.check_with_peft(built, choices)

@@ -38,17 +38,17 @@ def chosen(
         n_readers: The processes, or groups of them that share rows.
     """
     if recipe.data.packing is not None:
-        return recipe, objective.samples(encoded, recipe.data), ()
+        return recipe, objective.rows(recipe.data).pack(encoded), ()
     packs = replace(recipe, data=replace(recipe.data, packing=True))
     apart = replace(recipe, data=replace(recipe.data, packing=False))
     mixes = None if recipe.data.cross_document_attention else packed_documents.objection(config)
     if mixes is not None:
-        return apart, objective.samples(encoded, apart.data), (f"packing  off: {mixes}",)
-    packed = objective.samples(encoded, packs.data)
+        return apart, objective.rows(apart.data).pack(encoded), (f"packing  off: {mixes}",)
+    packed = objective.rows(packs.data).pack(encoded)
     n_steps = steps_of(recipe, RunSize(len(packed.samples), 0, n_readers))
     if recipe.train.epochs is None or n_steps >= LEAST_STEPS or any(document.is_text for document in encoded):
         return packs, packed, ()
-    padded = objective.samples(encoded, apart.data)
+    padded = objective.rows(apart.data).pack(encoded)
     if len(padded.samples) == len(packed.samples):
         return packs, packed, ()
     line = (

@@ -28,7 +28,7 @@ from tigon.techniques.records.choices import Choices
 from tigon.trainer.distributed import launch
 
 if TYPE_CHECKING:
-    from tigon.trainer.trainer import TigonTrainer
+    from tigon.trainer.guarded import GuardedTrainer
 
 MOST_TOKENS = 256
 """The first tokens of a document that are compared."""
@@ -40,7 +40,7 @@ _TF32, _INT8 = 2**-10, 2**-7
 class DocumentMixing(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
     """Before the first step: raises RecipeError if packing changes the loss of a document."""
 
-    def __init__(self, trainer: TigonTrainer, samples: Sequence[Sample], name: str, choices: Choices) -> None:
+    def __init__(self, trainer: GuardedTrainer, samples: Sequence[Sample], name: str, choices: Choices) -> None:
         """Set up the check.
 
         Args:
@@ -57,7 +57,7 @@ class DocumentMixing(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if self.documents is None:
             return
         before, document = self.documents
-        packed, alone = (self.trainer.own_loss(sample) for sample in (joined(before, document), document))
+        packed, alone = (self.trainer.token_mean.own_loss(sample) for sample in (joined(before, document), document))
         if not math.isfinite(packed) or not math.isfinite(alone):
             return  # guards/nan_guard.py names a loss that is not finite
         n_tokens = len(document.tokens_T) - 1

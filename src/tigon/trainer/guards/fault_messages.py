@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.errors import ProcessError, RecipeError, RunFolderError, TigonError
 from tigon.trainer import run_folder
-from tigon.trainer.checkpoint import checkpoint, elastic
+from tigon.trainer.checkpoint import checkpoint, resume_rules
 from tigon.trainer.distributed import launch, signals
-from tigon.trainer.distributed.failures import LOST_ANOTHER, NODE
+from tigon.trainer.distributed.torchrun import LOST_ANOTHER
+from tigon.trainer.evaluation.token_mean import EvaluationBroken
 from tigon.trainer.guards import prediction, preflight, system_limits
 from tigon.trainer.run_folder import RunFolder
 
@@ -56,9 +57,7 @@ def to_user_error(error: Exception, run: RunFolder, command: str) -> TigonError 
 
 
 def _who_is_lost() -> str:
-    """The processes that do not answer, in parentheses, unless `tigon train` on this node finds out."""
-    if NODE in os.environ:
-        return ""
+    """The processes that do not answer, in parentheses."""
     silent = launch.silent_processes()
     if silent is None:
         return f" (the store at {os.environ.get('MASTER_ADDR')} is gone)"
@@ -107,8 +106,6 @@ def explain_out_of_memory(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     Raises:
         RecipeError: The block ran out of memory.
     """
-    from tigon.trainer.trainer import EvaluationBroken  # loads transformers
-
     try:
         yield
     except EvaluationBroken as error:
@@ -160,7 +157,7 @@ def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None
     refused += [
         f"{run.resume_point.path.name} was written with {title} {then.get(name)}, and this run has {now[name]}"
         for name, title in (
-            (elastic.SAMPLES, "samples per step"), ("processes", "processes"), ("precision", "train.precision")
+            (resume_rules.SAMPLES, "samples per step"), ("processes", "processes"), ("precision", "train.precision")
         )
         if then.get(name) != now[name] and not _may_change(name, then, prepared.recipe)
     ]  # fmt: skip
@@ -178,7 +175,7 @@ def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None
 
 def _may_change(name: str, then: Mapping[str, Any], recipe: Recipe) -> bool:
     """Whether a difference in this entry is allowed. Checkpoints of older versions lack the samples per step."""
-    if name == elastic.SAMPLES:
+    if name == resume_rules.SAMPLES:
         return name not in then
     return name == "processes" and recipe.sharding.zero == 0
 
@@ -249,7 +246,7 @@ def checkpoint_metadata(prepared: Prepared) -> dict[str, Any]:
     versions = preflight.environment(prepared.device)["versions"]
     return {
         "processes": launch.world_size(), "precision": prepared.choices.precision, "device": prepared.device.type,
-        elastic.SAMPLES: elastic.samples_per_step(prepared.recipe, launch.world_size()),
+        resume_rules.SAMPLES: resume_rules.samples_per_step(prepared.recipe, launch.world_size()),
         "versions": {name: versions[name] for name in ("torch", "transformers", "accelerate", "tigon")},
     }  # fmt: skip
 

@@ -12,7 +12,7 @@ step while the next step runs, so nothing waits for the GPU. For other optimizer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -78,12 +78,26 @@ class NanGuard:
         self._counts[2] += ~bad
         self._read_counts(step)
 
-    def mean_loss(self) -> tuple[Tensor, Tensor]:
-        """(sum of losses, number of steps) over the steps since the last call that were not skipped."""
-        sums = self._loss_sum.clone(), self._n_summed.clone()
+    def put_loss(self, logs: dict[str, float], reduce: Callable[..., Tensor], step: int) -> None:
+        """Replace the logged loss by the mean over the steps that were not skipped; drop it if all were skipped.
+
+        Args:
+            logs: The record of the steps since the last call.
+            reduce: Accelerate's, which averages a tensor over the processes.
+            step: The number of the last step, for the message of `settle`.
+        """
+        self.settle(step)
+        loss_sum, n_steps = reduce(self._loss_sum.clone(), "mean"), int(self._n_summed)
         self._loss_sum.zero_()
         self._n_summed.zero_()
-        return sums
+        if n_steps:
+            logs["loss"] = float(loss_sum) / n_steps
+        else:
+            del logs["loss"]
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            del logs["grad_norm"]
+        if self.skipped:
+            logs["skipped_steps"] = self.skipped
 
     def state(self) -> dict[str, float]:
         """The counters for a checkpoint, with this process's sum of losses since the last record."""
@@ -131,6 +145,25 @@ class NanGuard:
             raise RecipeError(
                 f"loss or gradient not finite in {many} with train.max_skipped_steps {self.limit}: {cause}"
             )
+
+
+class ClippedNorm:
+    """Keeps the norm of the gradients that the Trainer clips, because none of its events receives it.
+
+    The Trainer calls Accelerate's `clip_grad_norm_` once per step, and its result is read from there. Computing the
+    norm again would read all gradients twice.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        """Let `accelerator.clip_grad_norm_` store its result in `value`."""
+        self.value: Tensor | float | None = None
+        clip = accelerator.clip_grad_norm_
+
+        def clip_and_keep(*args: Any, **kwargs: Any) -> Any:
+            self.value = norm = clip(*args, **kwargs)
+            return norm
+
+        accelerator.clip_grad_norm_ = clip_and_keep
 
 
 def first_nonfinite(model: Any) -> int | None:

@@ -28,7 +28,7 @@ from tigon.techniques.lora import frozen_dtype, keeps_mxfp4
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
 from tigon.trainer.checkpoint import nvme_swap
-from tigon.trainer.distributed import launch
+from tigon.trainer.distributed import launch, launcher_variables
 from tigon.trainer.guards import system_limits
 from tigon.trainer.model import is_preset
 from tigon.units import in_bytes
@@ -70,8 +70,8 @@ def check_process(workers: int = 0) -> None:
         ProcessError: The variables of a launcher are incomplete; the message names the variable.
     """
     system_limits.raise_open_files(workers)
-    launch.check_environment()
-    for text in launch.ignore_accelerate_variables():
+    launcher_variables.check_environment()
+    for text in launcher_variables.ignore_accelerate_variables():
         if launch.rank() == 0:
             print(f"warning  {text}", flush=True)
 
@@ -110,16 +110,14 @@ def check_device(recipe: Recipe) -> torch.device:
     return device
 
 
-def check_techniques(recipe: Recipe, device: torch.device, *, n_nodes: int = 1) -> Choices:
-    """The techniques of this run. n_nodes: The machines on which its processes are to be started.
+def check_techniques(recipe: Recipe, device: torch.device) -> Choices:
+    """The techniques of this run.
 
     Raises:
         RecipeError: They exclude one another, or this machine lacks the device or package for one of them.
     """
     precision = resolve_precision(recipe.train.precision, device)
-    choices = replace(
-        recipe.choices(precision=precision), gpus=max(n_nodes * recipe.sharding.gpus, launch.world_size())
-    )
+    choices = replace(recipe.choices(precision=precision), gpus=max(recipe.sharding.gpus, launch.world_size()))
     matrix.check(choices, device=device.type)
     sharding.check_sizes(choices)
     if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tigon.objectives.base import MetricSection
+from tigon.objectives.metric_sections import MetricSection
 from tigon.profiler.render.figure import GRID, INK, MUTED, legend_columns, new_figure, svg
 
 ACCENT, SECOND, BASELINE = "#c2410c", "#0f766e", MUTED

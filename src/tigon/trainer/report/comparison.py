@@ -183,7 +183,7 @@ def _train(
     collator: Collator, samples: SampleDataset, objective: Objective,
 ) -> None:  # fmt: skip
     """Train one turn. The model is freed when this function ends, also if it runs out of memory."""
-    trainer = trainers.TigonTrainer(model, args, collator, samples, None, optimizer, objective=objective)
+    trainer = trainers.make(model, args, collator, samples, None, optimizer, objective=objective)
     trainer.add_callback(observer)
     try:
         trainer.train()

@@ -11,6 +11,7 @@ from typing import Any
 from tigon._files import read_text
 from tigon.models.loading.config import is_hub_id
 from tigon.objectives.base import Objective
+from tigon.objectives.metric_sections import section_of
 from tigon.recipe.keys import Recipe
 from tigon.techniques.mechanisms.adapter_targets import LOFTQ
 from tigon.trainer import model as models
@@ -52,7 +53,7 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
     verdict = vllm_rules.judge(folder) if adapters else None
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
     train = [record for record in run.records() if record["event"] == "train"]
-    figures = [(tile["name"], tile["value"]) for tile in report.tiles(train, summary, objective.metric_section())]
+    figures = [(tile["name"], tile["value"]) for tile in report.tiles(train, summary, section_of(objective))]
     versions = environment["versions"]
     loading = _code(_task(recipe), adapters=adapters)
     if adapters and recipe.lora.init == LOFTQ:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
-from tigon.objectives.base import MetricSection
+from tigon.objectives.metric_sections import MetricSection
 from tigon.trainer.run_folder import RunFolder
 
 SHOWN_ROWS = 12

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tigon.objectives import recipe_checks
-from tigon.objectives.base import MetricRow, MetricSection, Objective
+from tigon.objectives.base import Objective
+from tigon.objectives.metric_sections import MetricRow, MetricSection, section_of
 from tigon.profiler.render.figure import DARK_STYLE, for_phone, on_page
 from tigon.trainer import model as models
 from tigon.trainer import run_folder
@@ -45,14 +46,14 @@ def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> N
     from jinja2 import Environment
     from markupsafe import Markup
 
-    drawn = charts.draw(run.records(), summary, objective.metric_section())
+    drawn = charts.draw(run.records(), summary, section_of(objective))
     for name, svg in drawn.items():
         run.write_text(f"charts/{name}.svg", svg)
     view = _view(run, summary, objective)
     here = Path(__file__).parent
     html = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
     with for_phone():
-        narrow = charts.draw(run.records(), summary, objective.metric_section())
+        narrow = charts.draw(run.records(), summary, section_of(objective))
     # Only the charts are exempt from escaping, because tigon itself draws them.
     both = {
         name: Markup(f'<div class="wide">{on_page(svg)}</div><div class="phone">{on_page(narrow[name])}</div>')
@@ -69,7 +70,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
     recipe_text = (run.path / run_folder.RECIPE).read_text(encoding="utf-8")
     recipe = recipe_checks.loads_saved(run.path / run_folder.RECIPE)
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
-    train, section = [record for record in run.records() if record["event"] == "train"], objective.metric_section()
+    train, section = [record for record in run.records() if record["event"] == "train"], section_of(objective)
     sources = recipe.data.source_names
     writes_text = objective.trl is None or objective.trl.writes_text
     on_gpu = environment["hardware"]["device"].startswith("cuda")
@@ -80,7 +81,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
         "warnings": [text for r in run.records() if r["event"] == "warnings" for text in r["warnings"]],
         "metrics": section,
         "metric_rows": _metric_rows(section, run.records()) if section is not None else [],
-        "decoded": objective.sampled_line(summary["decoded"]) if summary.get("decoded") else None,
+        "decoded": summary["decoded"]["line"] if summary.get("decoded") else None,
         "comparison": _comparison_rows(summary["comparison"]),
         "comparison_columns": COMPARISON_COLUMNS,
         "comparison_note": _comparison_note(recipe.comparison.steps, summary["comparison"], on_gpu),

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tigon.objectives.metric_sections import section_of
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
@@ -53,7 +54,7 @@ class Watchers:
 def watch(run: RunFolder, prepared: Prepared, trainer: Any, console: Console, stack: ExitStack) -> Watchers:
     """Add the callbacks to the trainer. stack: closes their files when training ends."""
     recipe = prepared.recipe
-    names, display = recipe.train.report_to, ProgressDisplay(console, prepared.objective.metric_section())
+    names, display = recipe.train.report_to, ProgressDisplay(console, section_of(prepared.objective))
 
     def announce(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
@@ -75,7 +76,7 @@ def watch(run: RunFolder, prepared: Prepared, trainer: Any, console: Console, st
     stack.callback(trackers.finish, {})  # if the run fails
     if prepared.prompts:
         generations = Generations(
-            run, prepared.prompts, recipe.eval.generate_tokens, prepared.tokenizer, announce, trainer.restart_clock
+            run, prepared.prompts, recipe.eval.generate_tokens, prepared.tokenizer, announce, trainer.step.speed.restart
         )
     for callback in filter(None, (MetricsWriter(run, writer), trackers, display, generations)):
         trainer.add_callback(callback)

@@ -1,30 +1,26 @@
 """Resuming on another number of processes, or with FSDP2 instead of DDP: what has to stay, and how it is divided.
 
 An optimizer step keeps its samples: micro-batch size x accumulation x readers stays the same. `divided` finds the
-micro-batch and the accumulation for the present number of processes.
+micro-batch and the accumulation for the present number of processes. PyTorch's distributed format divides weights and
+optimizer states (distributed_checkpoint.py).
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tigon.errors import RunFolderError
 from tigon.recipe.keys import Recipe
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.trainer.checkpoint import checkpoint, universal
+from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 
 ENGINE_KEYS = (
     "sharding.gpus", "sharding.sequence", "sharding.sequence_method", "sharding.tensor", "sharding.fsdp",
-    "sharding.replicas", "sharding.reshard", "sharding.offload", "sharding.zero", "sharding.zero_copy_ranks",
-    "sharding.zero_int8_weights", "sharding.zero_int4_gradients",
+    "sharding.replicas", "sharding.reshard", "sharding.offload",
 )  # fmt: skip
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
@@ -99,27 +95,18 @@ def engine_problem(checkpoints: Path, before: Recipe, now: Recipe) -> str | None
     if (was.zero, was.fsdp, written) == (now.sharding.zero, now.sharding.fsdp, processes_now(now)):
         return None
     had = f"the run had sharding.zero: {was.zero}, sharding.fsdp: {was.fsdp} and {written} processes"
-    unread = universal.problem(before) if was.zero else None
-    if now.sharding.zero or unread:
+    if was.zero or now.sharding.zero:
         export = f"`tigon export {checkpoint.newest_path(checkpoints)} FOLDER`"
-        what = f"the checkpoints of a run {unread}" if unread else "such checkpoints"
-        why = (
-            f"{what} are read only with the same of all three"
-            if unread
-            else ("DeepSpeed reads only its own checkpoints, of the same stage and processes")
+        return (
+            f"{had}, and DeepSpeed reads only its own checkpoints, of the same stage and processes; resume with those, "
+            f"or write the weights with {export} and start a new run from them"
         )
-        return f"{had}, and {why}; resume with those, or write the weights with {export} and start a new run from them"
     if (was.fsdp or now.sharding.fsdp) and not OPTIMIZERS[now.train.optimizer].has_plain_states:
         return (
             f"{had}, and the states of train.optimizer: {now.train.optimizer} are divided for those; resume with "
             "those, or start a new run without --resume and with another output.name"
         )
     return None
-
-
-def engine_may_change(before: Recipe, now: Recipe) -> bool:
-    """Whether a resumed run may change `ENGINE_KEYS`: if DeepSpeed does not continue."""
-    return now.sharding.zero == 0
 
 
 def counted_before(folder: Path, rank: int, processes: int) -> dict[str, Any] | None:
@@ -150,57 +137,3 @@ def _added(parts: Sequence[Any], rank: int) -> Any:
     if isinstance(parts[0], list):
         return [_added(each, rank) for each in zip(*parts, strict=True)]
     return 0.0 if rank else sum(parts)
-
-
-@contextmanager
-def own_random_state(folder: Path, rank: int, processes: int) -> Iterator[Path]:
-    """A folder in which the Trainer finds the random state of this process.
-
-    It is the checkpoint itself, unless another number of processes has written it.
-    """
-    wanted = f"rng_state_{rank}.pth" if processes > 1 else "rng_state.pth"
-    found = random_state_file(folder, rank, processes)
-    if found is None or found.name == wanted:
-        yield folder
-        return
-    from transformers.trainer_pt_utils import safe_globals
-
-    with safe_globals():
-        state = torch.load(found, map_location="cpu", weights_only=True)
-    source = int(found.stem.split("_")[2]) if found.stem.count("_") == 2 else 0
-    devices = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as scratch:
-        state = random_state_for(state, source_rank=source, processes=processes, devices=devices)
-        torch.save(state, Path(scratch, wanted))
-        yield Path(scratch)
-
-
-def random_state_file(folder: Path, rank: int, processes: int) -> Path | None:
-    """The file with the random state of this process; None if the checkpoint has none.
-
-    With more processes than before, the state of process rank modulo the earlier number is used.
-    """
-    alone = folder / "rng_state.pth"
-    several = sorted(folder.glob("rng_state_*.pth"), key=lambda path: int(path.stem.split("_")[2]))
-    own = folder / f"rng_state_{rank}.pth" if processes > 1 else alone
-    files = several or [alone]
-    chosen = own if own.is_file() else files[rank % len(files)]
-    return chosen if chosen.is_file() else None
-
-
-def random_state_for(state: dict[str, Any], *, source_rank: int, processes: int, devices: int) -> dict[str, Any]:
-    """A process's random state in the layout of `processes` processes.
-
-    One process saves the state of its GPU, several save a list with one state for each of the machine's GPUs.
-
-    Args:
-        state: The saved state.
-        source_rank: The process that saved it.
-        processes: The present number of processes.
-        devices: The GPUs that PyTorch sees now.
-    """
-    saved = state.get("cuda")
-    if saved is None:
-        return state
-    own = saved[source_rank % len(saved)] if isinstance(saved, list) else saved
-    return {**state, "cuda": [own] * devices if processes > 1 else own}

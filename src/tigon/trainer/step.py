@@ -1,0 +1,93 @@
+"""One training step, in the order in which it runs.
+
+The Trainer of transformers runs the loop, also for TRL's trainers. A comment `# Trainer:` stands for lines of its
+`_run_epoch`, and the methods between them are tigon's part at this point. `GuardedTrainer` calls `micro_batch`, `loss`
+and `log` from public methods of the Trainer. The methods `on_...` are events of the Trainer's callbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from transformers import TrainerCallback
+
+from tigon.ops.accumulation_fusion import accumulation_fusion
+from tigon.techniques import tensor_parallel
+from tigon.techniques.mechanisms.fused_linear import has_fused_linears
+from tigon.trainer.guards.nan_guard import ClippedNorm, NanGuard
+from tigon.trainer.speed import Speed
+
+
+class TrainingStep(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """The steps of one trainer."""
+
+    def __init__(self, trainer: Any, max_skipped_steps: int) -> None:
+        self.trainer = trainer
+        self.gate = NanGuard(trainer.args.device, max_skipped_steps)
+        self.norm = ClippedNorm(trainer.accelerator)
+        self.speed = Speed(trainer)
+        self.fusion = accumulation_fusion if has_fused_linears(trainer.model) else nullcontext
+        self.phase_ended: Callable[[str], None] = lambda phase: None
+        """Called in each micro-batch with `forward` and `backward` when they end."""
+
+    # Trainer: batches = the step's micro-batches, from get_train_dataloader()
+    # Trainer: num_items = their learned tokens in all processes, by which each loss, a sum over tokens, is divided
+    # Trainer: for each micro-batch, without reducing gradients before the last one:
+
+    def micro_batch(self, inputs: Any, forward_backward: Callable[[], Any]) -> Any:
+        trainer = self.trainer
+        with self.speed.counting(inputs), self.fusion():
+            loss = self.gate.add(forward_backward())  # Trainer: accelerator.backward(self.loss(...))
+        if trainer.accelerator.sync_gradients:
+            self.norm.value = tensor_parallel.sum_gradients(trainer.model)
+        self.phase_ended("backward")
+        return loss
+
+    def loss(self, model: Any, inputs: Any, of_model: Callable[[], Any]) -> Any:
+        loss = self.trainer.objective.loss(model, inputs, of_model)  # Trainer: model(**inputs, num_items_in_batch).loss
+        self.phase_ended("forward")
+        if isinstance(loss, tuple):  # with the outputs, which an evaluation may ask for
+            return (self.gate.nan_if_not_finite(loss[0]), *loss[1:])
+        return self.gate.nan_if_not_finite(loss)
+
+    # Trainer: norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        scale = self.trainer.loss_scale()
+        self.gate.close(self.norm.value, self.trainer.optimizer, scale=scale, step=state.global_step + 1)
+
+    # Trainer: optimizer.step(), which changes no weight if the gate found a loss or a norm that is not finite
+    # Trainer: lr_scheduler.step(); model.zero_grad(); state.global_step += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.keep_schedule()
+        if self.trainer.asked_to_stop():
+            control.should_evaluate = False
+            control.should_save = control.should_training_stop = True
+
+    # Trainer: if control.should_log: self.log({"loss": ..., "grad_norm": ..., "learning_rate": ...})
+
+    def log(self, logs: dict[str, float]) -> None:
+        reduce = self.trainer.accelerator.reduce
+        if "loss" in logs or "eval_loss" in logs:
+            logs.update(self.trainer.objective.metrics(self.trainer.model, reduce))
+        if "loss" in logs:
+            self.gate.put_loss(logs, reduce, self.trainer.state.global_step)
+            logs.update(self.speed.take())
+
+    # Trainer: if control.should_evaluate: self.evaluate()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **kwargs: Any) -> None:
+        best = state.best_metric
+        if self.trainer.loads_best and (best is None or metrics["eval_loss"] < best):
+            control.should_save = True  # so that the best model is always on the disk
+        self.speed.restart()
+
+    # Trainer: if control.should_save: self._save_checkpoint(model, trial)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.asked_to_stop():
+            control.should_training_stop = True
+        self.speed.restart()
