@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops.cases import cases_of
 from tigon.ops import OPS, Case, Op
 
 Inputs = dict[str, Any]
@@ -57,14 +58,14 @@ def cases(*, large: bool = False) -> list[Any]:
     return [
         pytest.param(op, case, id=f"{op.name}-{case.id}")
         for op in OPS.values()
-        for case in op.cases
+        for case in cases_of(op)
         if case.small or large
     ]
 
 
 def first_cases() -> list[Any]:
     """One case an op, the first, for behaviour that does not depend on options."""
-    return [pytest.param(op, op.cases[0], id=op.name) for op in OPS.values()]
+    return [pytest.param(op, op.case, id=op.name) for op in OPS.values()]
 
 
 # Cases that take another way through the kernels than an op's first one. The interpreter, at 1 ms a program, runs what
@@ -76,7 +77,7 @@ OTHER_WAYS = (
 
 
 def takes_another_way(op: Op, case: Case) -> bool:
-    return case is op.cases[0] or case.id in OTHER_WAYS
+    return case is op.case or case.id in OTHER_WAYS
 
 
 def has_a_way_of_its_own(op: Op, dtype: torch.dtype) -> bool:
@@ -96,12 +97,12 @@ def contract_cases(*, first: bool = False, heads: bool = False, once: str | None
     behaviour of its kernels on all; the others are second proofs in the interpreter.
     """
     second = () if once is None or torch.cuda.is_available() else pytest.mark.second_proof(once)
-    small = [(op, case) for op in OPS.values() for case in op.cases[: 1 if first else None] if case.small]
+    small = [(op, case) for op in OPS.values() for case in ([op.case] if first else cases_of(op)) if case.small]
     kernel = small if torch.cuda.is_available() else [pair for pair in small if _worth_interpreting(*pair, heads)]
     return [
         pytest.param(
             backend, op, case, id=f"{backend}-{op.name}-{case.id}",
-            marks=second if backend == "kernel" and case is not op.cases[0] else (),
+            marks=second if backend == "kernel" and case is not op.case else (),
         )
         for backend, chosen in (("reference", small), ("kernel", kernel))
         for op, case in chosen

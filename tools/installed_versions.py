@@ -13,7 +13,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGE_OF = {"deepspeed": "deepspeed", "bnb": "bitsandbytes", "torchao": "torchao", "data": "datasets", "trl": "trl"}
+PACKAGE_OF = {"deepspeed": "deepspeed", "bnb": "bitsandbytes", "torchao": "torchao", "trl": "trl"}
 
 
 def installed(package: str) -> str | None:

@@ -71,7 +71,7 @@ train() {
     "$folder/$extra/bin/tigon" train "$root/recipes/$recipe" --set train.steps=2 --set output.folder="$folder/runs" "$@" \
         >"$folder/$extra.log" 2>&1 || { tail -n 20 "$folder/$extra.log" >&2; fail "[$extra] cannot train $recipe"; }
 }
-for extra in deepspeed bnb torchao data trl; do
+for extra in deepspeed bnb torchao trl; do
     step "install [train,$extra] into a separate environment, and train with it"
     "$python" -m venv "$folder/$extra"
     pip="$folder/$extra/bin/python -m pip --disable-pip-version-check --quiet"
@@ -83,17 +83,9 @@ for extra in deepspeed bnb torchao data trl; do
         bnb) train bnb techniques/qlora.yaml ;;
         torchao) train torchao techniques/adamw-torchao-8bit.yaml ;;
         trl) train trl objectives/dpo.yaml --set post_training.base_steps=2 --set train.warmup_steps=0 ;;
-        data)
-            "$folder/data/bin/python" -c '
-import datasets
-datasets.Dataset.from_dict({"text": ["The quick brown fox jumps over the lazy dog. " * 40] * 40}).to_parquet("rows.parquet")
-'
-            train data quickstart.yaml --set data.source="$folder/rows.parquet" --set comparison.steps=0 \
-                --set data.vocab_size=300 --set train.warmup_steps=0
-            ;;
     esac
 done
 # To be committed in benchmarks/installs, for docs/support.md.
 "$fresh/python" "$root/tools/installed_versions.py" \
-    "$folder/deepspeed" "$folder/bnb" "$folder/torchao" "$folder/data" "$folder/trl" >installed.json
+    "$folder/deepspeed" "$folder/bnb" "$folder/torchao" "$folder/trl" >installed.json
 step "tigon $version can be released; $folder/installed.json says with what it was used"

@@ -24,7 +24,7 @@ from torch import Tensor
 import tigon
 from benchmarks.harness import Bench, Case, peaks_bytes, times_ms
 from tigon.bench.numerical_errors import DTYPE_NAMES, relative_error
-from tigon.ops import products as op_products
+from tigon.ops import products as matrix_products
 from tigon.ops.head.inputs import LogitBuffer
 
 DEVIATIONS = (1.0, 10.0, 20.0, 30.0, 40.0)
@@ -283,7 +283,7 @@ def products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
             out = LogitBuffer(tokens, V, x, of_result).view(tokens, V)
 
             def run(x: Tensor = x, out: Tensor = out) -> None:
-                op_products.logits_into(x, w, None, out)
+                matrix_products.logits_into(x, w, None, out)
 
             found[f"logits of {tokens} tokens in {name}"] = run
     return found
@@ -299,7 +299,7 @@ def _in_16_bits(call: Callable[[], None]) -> Callable[[], None]:
     """The call with logits in the dtype of the hidden states."""
 
     def run() -> None:
-        with patch.object(op_products, "logits_dtype", lambda dtype: dtype):
+        with patch.object(matrix_products, "logits_dtype", lambda dtype: dtype):
             call()
 
     return run

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.pages import regions
@@ -20,6 +20,7 @@ from tigon.bench.report import draw, load, write_files
 from tigon.bench.training import charts as train_charts
 from tigon.bench.training import table as train_table
 from tigon.bench.training.record import TrainRecord
+from tigon.report.table import markdown_table
 
 NO_SLOWER = 1.01
 """tigon counts as no slower than its best peer up to this ratio of their times."""
@@ -92,36 +93,32 @@ def section(run: RunRecord | TrainRecord, name: str) -> str:
 def overview(runs: Mapping[str, RunRecord]) -> str:
     """The table at the top of the docs: how tigon compares with its best peers in each record, by the record's name."""
     names = ("record", "rows", "no slower than the best peer", "slowest against the best peer", "targets reached")
-    lines = [_line(names), _line(["---"] * len(names))]
-    for name, run in runs.items():
-        ratios = {}
-        for row in run.rows:
-            own = next((m for m in row.measurements if m.impl == "tigon"), None)
-            peer = table.best_of(row, ("peer", "baseline"))
-            if own and own.judged_ms(row.graph) and peer:
-                ratios[row.id] = (_ms(own, row) / _ms(peer, row), peer.impl)
-        verdicts = [table.target_result(row, target)[1] for row in run.rows for target in row.reach]
-        slowest = max(ratios, key=lambda id_: ratios[id_][0], default=None)
-        lines.append(
-            _line([
-                name, str(len(run.rows)),
-                f"{sum(ratio <= NO_SLOWER for ratio, _ in ratios.values())} of {len(ratios)}",
-                f"{slowest}: {ratios[slowest][0]:.2f} x {ratios[slowest][1]}" if slowest else "-",
-                f"{sum(ok is True for ok in verdicts)} of {len(verdicts)}" if verdicts else "no targets",
-            ])
-        )  # fmt: skip
-    return "\n".join(lines)
+    return markdown_table(names, [_compared(name, run) for name, run in runs.items()])
+
+
+def _compared(name: str, run: RunRecord) -> list[str]:
+    ratios = {}
+    for row in run.rows:
+        own = next((m for m in row.measurements if m.impl == "tigon"), None)
+        peer = table.best_of(row, ("peer", "baseline"))
+        if own and own.judged_ms(row.graph) and peer:
+            ratios[row.id] = (_ms(own, row) / _ms(peer, row), peer.impl)
+    verdicts = [table.target_result(row, target)[1] for row in run.rows for target in row.reach]
+    slowest = max(ratios, key=lambda id_: ratios[id_][0], default=None)
+    return [
+        name,
+        str(len(run.rows)),
+        f"{sum(ratio <= NO_SLOWER for ratio, _ in ratios.values())} of {len(ratios)}",
+        f"{slowest}: {ratios[slowest][0]:.2f} x {ratios[slowest][1]}" if slowest else "-",
+        f"{sum(ok is True for ok in verdicts)} of {len(verdicts)}" if verdicts else "no targets",
+    ]
 
 
 def implementations(runs: Mapping[str, RunRecord]) -> str:
     """The table of the implementations that the records measure, with their meaning."""
     measured = {m.impl for run in runs.values() for row in run.rows for m in row.measurements}
-    lines = [_line(("implementation", "meaning")), _line(("---", "---"))]
-    return "\n".join([*lines, *(_line([f"**{name}**", text]) for name, text in MEANINGS.items() if name in measured)])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    rows = [(f"**{name}**", text) for name, text in MEANINGS.items() if name in measured]
+    return markdown_table(("implementation", "meaning"), rows)
 
 
 def _ms(m: Measurement, row: RowRecord) -> float:

@@ -8,9 +8,10 @@ from typing import Any
 
 from benchmarks.pages import published
 from tigon.models.loading.presets import PRESETS
+from tigon.report.table import Table
 from tigon.sweep import failures
 from tigon.sweep.report.charts import GIB, axis_words
-from tigon.sweep.report.report import ROWS_WORDS, left_out, markdown_table
+from tigon.sweep.report.report import ROWS_WORDS, left_out
 from tigon.sweep.results.results import in_processes
 
 Row = Mapping[str, Any]
@@ -111,7 +112,7 @@ def _predicted_gib(row: Row | None) -> str:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
     """A table whose first `words` columns are text."""
-    return markdown_table(titles, [number >= words for number in range(len(titles))], rows)
+    return Table(titles, rows, texts=range(words)).markdown()
 
 
 def _share(value: float) -> str:
@@ -329,7 +330,8 @@ def _compared(results: Results, theirs: Mapping[str, Mapping[str, published.Gain
         titles += [f"{variant}, GiB", "tokens/s"]
     titles += [f"{variant}: memory, tokens/s" for variant in others]
     titles += theirs
-    return markdown_table(titles, numbers + [True] * (len(titles) - len(numbers)), rows)
+    texts = [number for number, is_number in enumerate(numbers) if not is_number]
+    return Table(titles, rows, texts=texts).markdown()
 
 
 def _gain(row: Row | None, base: Row | None) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.pages import regions
 from benchmarks.pages.study import predicted_anew
 from benchmarks.pages.sweep_accuracy import predictions_path
-from tigon.profiler.render.figure import new_figure, svg
+from tigon.report.chart import new_figure, svg
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT, RECORDS, IMAGES = ROOT / "docs" / "medusa.md", ROOT / "benchmarks" / "results", Path("img/medusa")

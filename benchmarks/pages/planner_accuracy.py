@@ -26,7 +26,7 @@ from tigon.models.loading.presets import PRESETS
 from tigon.planner.estimate import Estimate, estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
-from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
+from tigon.report.chart import INK, MUTED, new_figure, svg
 from tigon.techniques.records.choices import Choices
 
 MEASUREMENTS = Path("benchmarks/results/nvidia-h200/planner/runs.json")

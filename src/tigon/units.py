@@ -33,3 +33,9 @@ def in_parameters(n: int) -> str:
 def off_by(predicted: float, measured: float) -> str:
     """Format the error of a prediction relative to the measurement, such as +1.5%; "" if that is 0."""
     return f"{predicted / measured - 1:+.1%}" if measured else ""
+
+
+def in_clock(seconds: float) -> str:
+    """Format as minutes:seconds, or hours:minutes:seconds from one hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -10,7 +10,9 @@ pytest.importorskip("transformers")
 
 from tigon.data import render_chat
 from tigon.data.chat_template import PLAIN_HEADERS, Rendering, choose, segments_of
+from tigon.data.document_table import Documents, stored
 from tigon.data.documents import Document, Message, Segment
+from tigon.data.formats import read_row
 from tigon.data.preview import pieces, rows_line
 from tigon.data.tokenizer import END_OF_TEXT, IGNORE_INDEX, encode, train_bpe
 from tigon.errors import DataError, RecipeError
@@ -244,8 +246,10 @@ def test_rows_are_shown_as_tokens_with_the_learned_ones_marked(tok):
 
 
 def test_the_formats_are_named_with_what_becomes_of_them(tok):
-    documents = [ALPACA, COMPLETION, Document("d:3", (Segment("t", True),))]
-    assert rows_line(documents[2:], tok, Rendering()) == ()
+    rows = {"d:1": ("alpaca", {"instruction": "Add.", "output": "5"}), "d:2": ("text", {"text": "t"})}
+    rows["d:3"] = rows["d:2"]
+    documents = Documents.of_rows(stored(read_row(name, row, where), row) for where, (name, row) in rows.items())
+    assert rows_line(documents[1:], tok, Rendering()) == ()
     tok.chat_template = CHATML
     (line,) = rows_line(documents, tok, Rendering())
     assert line == "rows     1 alpaca (chat template), 2 text; answers are learned"

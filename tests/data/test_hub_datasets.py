@@ -106,7 +106,7 @@ def test_the_package_itself_says_offline_in_one_line(monkeypatch, tmp_path):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"owner/name: no such file or folder; .*pip install .*\[data\]"):
+    with pytest.raises(DataError, match=r"data\.source needs the package datasets, .*pip install .*\[train\]"):
         sources.check([Source("owner/name")])
 
 

@@ -19,10 +19,10 @@ from PIL import Image
 
 from tigon.data.chat_template import Rendering
 from tigon.data.documents import BadRows
+from tigon.data.image_rows import PicturedRows
 from tigon.data.images import (
     Encoder,
     PicturedCollator,
-    PicturedRows,
     PicturedSample,
     load_processor,
     samples,
@@ -215,7 +215,7 @@ def test_bytes_and_decoded_images_of_the_package_datasets_are_read(folder):
 
 def test_images_of_a_data_set_stay_the_bytes_of_their_files(folder):
     datasets = pytest.importorskip("datasets")
-    from tigon.data.hub_datasets import with_stored_images
+    from tigon.data.rows import with_stored_images
 
     content = (folder / "a.png").read_bytes()
     held = {"bytes": content, "path": None}

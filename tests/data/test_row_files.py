@@ -10,7 +10,7 @@ import pytest
 
 from tigon.data.documents import BadRows
 from tigon.data.reading import first_look, read
-from tigon.data.row_files import READERS, read_rows
+from tigon.data.rows import READERS, read_rows
 from tigon.data.sources import SUFFIXES, Source
 from tigon.errors import DataError
 

@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 from tigon.data import row_notes
 from tigon.data.chat_template import Rendering
 from tigon.data.documents import Document, Message, Segment
-from tigon.data.tokenizer import Encoded, encode, learns_an_end, train_bpe
+from tigon.data.tokenizer import Encoded, encode, train_bpe
+from tigon.data.tokens import learns_an_end
 
 LOOP = "{% for m in messages %}"
 CHATML = (

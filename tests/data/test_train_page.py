@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tigon.data.formats import FORMATS, check_source, detect, read_row
-from tigon.data.row_files import READERS
+from tigon.data.rows import READERS
 from tigon.recipe.keys import DataConfig
 
 yaml = pytest.importorskip("yaml")

@@ -12,19 +12,14 @@ import torch
 from tigon.doctor import self_test
 from tigon.doctor.self_test import CHECKS
 from tigon.ops import OPS
-from tigon.ops.self_test import DTYPES, PRODUCT, OpCheck, cases_of, check_op, share_of_allowance
+from tigon.ops.self_test import DTYPES, PRODUCT, OpCheck, check_op, share_of_allowance
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", (PRODUCT, *OPS))
-def test_right_op_passes_all_its_cases(name: str, dtype: str) -> None:
+def test_right_op_passes(name: str, dtype: str) -> None:
     check = check_op(name, dtype)
     assert check.passed, check
-    assert check.cases == (1 if name == PRODUCT else len(cases_of(OPS[name], _device())))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def slightly_wrong(op: Any, share: float) -> Any:

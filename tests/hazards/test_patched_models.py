@@ -459,7 +459,7 @@ def test_dtensor_is_refused_by_every_op(name: str, mesh: Any) -> None:
         )
 
     op = OPS[name]
-    inputs = op.make(op.cases[0], torch.float32, torch.device("cpu"))
+    inputs = op.make(op.case, torch.float32, torch.device("cpu"))
     op.call(**inputs)
     with pytest.raises(
         (NotImplementedError, RuntimeError, ShardingError), match=r"sharding strategy|placement|DTensor"

@@ -54,6 +54,7 @@ from triton.runtime.cache import get_cache_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from tests.ops.cases import cases_of
 from tigon.kernels import chips
 from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, gradient_sums, known_amax, products
 
@@ -410,7 +411,9 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
             cases = (
                 (op, case)
                 for op in OPS.values()
-                for case in sorted((*op.cases, *MORE_CASES.get(op.name, ())), key=lambda case: -math.prod(case.shape))
+                for case in sorted(
+                    (*cases_of(op), *MORE_CASES.get(op.name, ())), key=lambda case: -math.prod(case.shape)
+                )
                 if thorough or not case.small
             )
             of_ops = (x for op, case in cases for x in record(op, case, dtype, chosen))

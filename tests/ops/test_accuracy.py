@@ -32,6 +32,7 @@ from helpers import (
     upstream_for,
     with_leaves,
 )
+from tests.ops.cases import cases_of
 from tigon.ops import OPS, Case, Op
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -109,7 +110,7 @@ def _rope_cases(draw: Any) -> Case:
 
 def _same_options(name: str, shapes: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStrategy[Case]:
     """A drawn shape with the options of one of the op's own cases."""
-    options = [case.options for case in OPS[name].cases]
+    options = [case.options for case in cases_of(OPS[name])]
     return st.builds(lambda shape, o: Case(id="drawn", shape=shape, options=o), shapes, st.sampled_from(options))
 
 
@@ -140,7 +141,7 @@ DRAWN = {
     "lora_linears": st.builds(
         lambda shape, o: Case(id="drawn", shape=shape, options=o),
         st.tuples(*[_integers(1, 20)] * 4, _integers(1, 8)),
-        st.sampled_from([case.options for case in OPS["lora_linears"].cases if "nf4" not in case.options]),
+        st.sampled_from([case.options for case in cases_of(OPS["lora_linears"]) if "nf4" not in case.options]),
     ),
     "load_balancing_loss": _same_options("load_balancing_loss", st.tuples(_integers(3, 40), _integers(6, 300))),
     # Six experts at least, because a case chooses six.

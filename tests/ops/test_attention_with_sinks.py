@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from helpers import cast, make, relative_error, run, upstream_for, with_leaves
+from tests.ops.cases import cases_of
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.ops import OPS, Case, attention_with_sinks
 from tigon.ops import attention_with_sinks as function
 
 OP = OPS["attention_with_sinks"]
 MODULE = __import__("sys").modules[function.__module__]
-CASES = {case.id: case for case in OP.cases if case.small}
+CASES = {case.id: case for case in cases_of(OP) if case.small}
 OPTIONS = ({}, {"window": 5}, {"documents": 3}, {"window": 4, "documents": 2})
 
 

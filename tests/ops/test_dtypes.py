@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers import differentiable, make, run, with_leaves
+from tests.ops.cases import cases_of
 from tigon.errors import DtypeError
 from tigon.ops import OPS
 
@@ -60,7 +61,7 @@ def test_results_and_gradients_have_the_dtypes_of_the_table(
 ) -> None:
     """Outputs have the dtype of the table, each gradient its input's."""
     op = OPS[name]
-    case = next(c for c in op.cases if c.id == case_id)
+    case = next(c for c in cases_of(op) if c.id == case_id)
     inputs = make(op, case, F32, backend.device)
     inputs |= {n: inputs[n].to(dtype) for n, dtype in dtypes.items()}
     got = run(op.call, op, with_leaves(op, inputs))
@@ -73,7 +74,7 @@ def test_results_and_gradients_have_the_dtypes_of_the_table(
 def test_unsupported_dtype_is_refused(name: str, dtype: torch.dtype) -> None:
     """An integer or fp8 activation is a mistake, or needs a scale that nobody passed."""
     op = OPS[name]
-    inputs = make(op, op.cases[0], F32)
+    inputs = make(op, op.case, F32)
     inputs[op.grads[0]] = inputs[op.grads[0]].to(dtype)
     with pytest.raises(DtypeError, match=str(dtype)):
         op.call(**inputs)

@@ -27,6 +27,7 @@ from helpers import (
     virtually_strided,
     with_leaves,
 )
+from tests.ops.cases import cases_of
 from tigon.ops import OPS, Case, Op
 
 
@@ -136,7 +137,7 @@ def test_upstream_gradients_of_any_strides_give_the_same_gradient(
 ) -> None:
     """`y.sum().backward()` sends a gradient of stride 0; an attention behind rope sends a transposed one."""
     # A loss has a gradient of more than one number where it is not reduced.
-    case = next((c for c in op.cases if c.options.get("reduction") == "none"), case)
+    case = next((c for c in cases_of(op) if c.options.get("reduction") == "none"), case)
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
     outputs = tensors_of(op.call(**leaves))
     if any(t.ndim == 0 for t in outputs):
@@ -169,7 +170,7 @@ def test_offsets_beyond_int32_are_addressed_right(name: str, backend: Any) -> No
     """Row · stride > 2^31, in the inputs and in the upstream gradient; only the touched pages are real."""
     op = OPS[name.split()[0]]
     shape, spread = VIRTUAL[name]
-    case = dataclasses.replace(op.cases[0], shape=shape, options={"kv_heads": 9} if op.name == "rope" else {})
+    case = dataclasses.replace(op.case, shape=shape, options={"kv_heads": 9} if op.name == "rope" else {})
     dim = next(iter(spread.values()))
 
     def compare() -> None:

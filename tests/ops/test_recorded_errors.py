@@ -9,6 +9,7 @@ import torch
 
 from backends import tens_of_gib
 from helpers import cast, make, relative_error, run, upstream_for, with_leaves
+from tests.ops.cases import cases_of
 from tigon.ops import OPS, Op
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -17,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def worst_error(op: Op, dtype: torch.dtype) -> tuple[float, str]:
     """The largest relative Frobenius error against the fp64 oracle over all cases, and of what it is."""
     worst = (0.0, "nothing")
-    for case in op.cases:
+    for case in cases_of(op):
         inputs = make(op, case, dtype, "cuda")
         got = run(op.call, op, with_leaves(op, inputs))
         truth = run(op.oracle, op, with_leaves(op, cast(inputs, torch.float64)), upstream_for(got.outputs)).named()

@@ -26,6 +26,7 @@ from helpers import (
     upstream_for,
     with_leaves,
 )
+from tests.ops.cases import cases_of
 from tigon.ops import OPS, Case, Op, gradient_sums
 from tigon.ops.dispatch import Differentiable, Primitive
 
@@ -73,7 +74,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     for compiling in (False, True):
         with _recorded(recorded), patch("torch.compiler.is_compiling", lambda compiling=compiling: compiling):
             for op in OPS.values():
-                for case in op.cases:
+                for case in cases_of(op):
                     if case.small and max(case.shape) <= 200:
                         run(op.call, op, with_leaves(op, make(op, case, torch.float32)))
     with _recorded(recorded):  # in place only of what was computed
@@ -90,7 +91,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     # With kernels, bf16 has separate operators: the product returns exponentials of the logits.
     op = OPS["linear_cross_entropy"]
     with _recorded(recorded), nullcontext() if HAS_GPU else kernels_on_the_cpu():
-        inputs = make(op, op.cases[0], torch.bfloat16, "cuda" if HAS_GPU else "cpu")
+        inputs = make(op, op.case, torch.bfloat16, "cuda" if HAS_GPU else "cpu")
         run(op.call, op, with_leaves(op, inputs))
     for name, case in (  # the weights of the records' cases are dense
         ("lora_linears", Case(id="4-bit", shape=(3, 64, 24, 16, 4), options={"nf4": True})),

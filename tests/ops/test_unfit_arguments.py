@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from helpers import make
+from tests.ops.cases import cases_of
 from tigon.errors import OptionError, TigonError, UsageError
 from tigon.ops import OPS, Case, Op, cross_entropy, multi_head_linear_cross_entropy, prepare_targets
 
@@ -25,7 +26,7 @@ def _arguments() -> Iterator[Any]:
     """(op, case, argument), each argument once for each set of tensors that it is passed with."""
     for op in OPS.values():
         seen = set()
-        for case in op.cases:
+        for case in cases_of(op):
             tensors = _tensors(make(op, case, F32)) if case.small else []
             if frozenset(tensors) in seen:
                 continue
@@ -126,7 +127,7 @@ NOT_NUMBERS = ("x", True, None, [1.0], torch.ones(()), math.nan)
 
 def _inputs(name: str) -> dict[str, Any]:
     op = OPS[name]
-    return make(op, next(case for case in op.cases if case.small), F32)
+    return make(op, next(case for case in cases_of(op) if case.small), F32)
 
 
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=repr)

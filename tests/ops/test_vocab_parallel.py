@@ -32,6 +32,7 @@ from helpers import (
     worse_of,
 )
 from second_proofs import proved_by
+from tests.ops.cases import cases_of
 from tigon.errors import LabelError, OptionError, ShapeError, ShardingError
 from tigon.ops import OPS, Op, VocabParallelOptions, linear_cross_entropy, linear_kl, linear_logprobs, logprobs
 from tigon.ops.head.plan import LogitBytes, plan_whole_rows
@@ -121,8 +122,8 @@ def check(
     return 0.0
 
 
-def cases_of(name: str) -> list[Any]:
-    return [case for case in OPS[name].cases if case.small and not set(REFUSED) & set(case.options)]
+def whole_cases(name: str) -> list[Any]:
+    return [case for case in cases_of(OPS[name]) if case.small and not set(REFUSED) & set(case.options)]
 
 
 DIVISIONS: dict[str, float | None] = {"dtensor": None, "uneven": 0.37}
@@ -132,7 +133,7 @@ def every_case(name: str, division: str, dtype: torch.dtype) -> Callable[[int, A
     """A scenario: all cases of an op."""
 
     def scenario(rank: int, mesh: Any) -> float:
-        for case in cases_of(name):
+        for case in whole_cases(name):
             share = DIVISIONS[division]
             rows = None if share is None else cut(case.shape[-1], share)
             try:
@@ -146,7 +147,7 @@ def every_case(name: str, division: str, dtype: torch.dtype) -> Callable[[int, A
 
 def case_of(name: str, **changes: Any) -> Any:
     """The op's first case with other options."""
-    case = OPS[name].cases[0]
+    case = OPS[name].case
     return dataclasses.replace(case, options={**case.options, **changes})
 
 
@@ -235,7 +236,7 @@ def largest_logits(rank: int, mesh: Any) -> float:
 
 
 def frozen_head_and_frozen_hidden(rank: int, mesh: Any) -> float:
-    op, case = OPS["linear_cross_entropy"], OPS["linear_cross_entropy"].cases[0]
+    op, case = OPS["linear_cross_entropy"], OPS["linear_cross_entropy"].case
     inputs = make(op, case, torch.float32)
     rows = cut(100, 0.37)[rank]
     part = VocabParallelOptions(rows.start, rows.stop)
@@ -256,7 +257,7 @@ def frozen_head_and_frozen_hidden(rank: int, mesh: Any) -> float:
 
 def hidden_gradient_that_other_code_adds_up(rank: int, mesh: Any) -> float:
     op = OPS["linear_cross_entropy"]
-    inputs = make(op, op.cases[0], torch.float32)
+    inputs = make(op, op.case, torch.float32)
     whole = with_leaves(op, inputs, names=["hidden"])
     op.call(**whole).backward()
     rows, hidden = cut(100, 0.37)[rank], inputs["hidden"].clone().requires_grad_()
@@ -270,7 +271,7 @@ def hidden_gradient_that_other_code_adds_up(rank: int, mesh: Any) -> float:
 
 def second_backward(rank: int, mesh: Any) -> float:
     """Kept logits are not overwritten while the graph is kept."""
-    inputs = make(OPS["linear_logprobs"], OPS["linear_logprobs"].cases[0], torch.float32)
+    inputs = make(OPS["linear_logprobs"], OPS["linear_logprobs"].case, torch.float32)
     rows = cut(100, 0.37)[rank]
     weight = inputs["weight"][rows].clone().requires_grad_()
     loss = linear_logprobs(
@@ -278,7 +279,7 @@ def second_backward(rank: int, mesh: Any) -> float:
     ).sum()
     (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
     (second,) = torch.autograd.grad(loss, weight)
-    inputs = make(OPS["linear_cross_entropy"], OPS["linear_cross_entropy"].cases[0], torch.float32)
+    inputs = make(OPS["linear_cross_entropy"], OPS["linear_cross_entropy"].case, torch.float32)
     inputs |= {"weight": weight, "chunk_bytes": 63 * 4 * 11}
     loss = 3 * linear_cross_entropy(**inputs, vocab_parallel=VocabParallelOptions(rows.start, rows.stop))
     of_chunks = [torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2)]
@@ -287,7 +288,7 @@ def second_backward(rank: int, mesh: Any) -> float:
 
 def chunks_of_tokens_compute_each_product_once(rank: int, mesh: Any) -> float:
     """Two products in each of several chunks, one in each part of a chunk, and none in the backward."""
-    inputs = make(OPS["linear_cross_entropy"], OPS["linear_cross_entropy"].cases[0], torch.float32)
+    inputs = make(OPS["linear_cross_entropy"], OPS["linear_cross_entropy"].case, torch.float32)
     rows = cut(100, 0.37)[rank]
     part = VocabParallelOptions(rows.start, rows.stop)
     inputs |= {"weight": inputs["weight"][rows].clone().requires_grad_(), "chunk_bytes": 63 * 4 * 11}
@@ -375,7 +376,7 @@ def compiled_around(rank: int, mesh: Any) -> float:
 
 def logits_that_exist(rank: int, mesh: Any) -> float:
     op, errors = OPS["logprobs"], []
-    for case in (*(case for case in op.cases if case.small), case_of("logprobs", top_k=50, outputs=("predicted",))):
+    for case in (*(case for case in cases_of(op) if case.small), case_of("logprobs", top_k=50, outputs=("predicted",))):
         # Equal bf16 logits have no order, so two sides may take different ones for the largest.
         for dtype in (torch.float32,) if "top_k" in case.options else (torch.float32, torch.bfloat16):
             inputs, at = make(op, case, dtype), cut(case.shape[-1], 0.37)

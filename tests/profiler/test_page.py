@@ -15,7 +15,8 @@ from profiler_helpers import MIB, profile_of, step_by_hand
 from browser import look, needs_chromium
 from tigon.profiler.render.op_table import OpRow
 from tigon.profiler.render.tables import components, operators, peak_line, phases, pieces
-from tigon.profiler.timeline.timeline import CATEGORIES, Call
+from tigon.profiler.timeline.timeline import Call
+from tigon.report.chart import MEMORY_COLOURS
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -161,7 +162,7 @@ def test_dark_and_light_mode_have_their_own_colours(tmp_path):
     page.write_text(rendered(profile_of(step_by_hand(), predicted=True)), encoding="utf-8")
     script = "say('paper', getComputedStyle(document.body).backgroundColor); say('weights', colour('weights'));"
     light, dark = (look(page, script=script, dark=dark) for dark in (False, True))
-    assert (light.said("weights"), dark.said("weights")) == CATEGORIES["weights"]
+    assert (light.said("weights"), dark.said("weights")) == MEMORY_COLOURS["weights"]
     assert light.said("paper") == "rgb(255, 255, 255)" != dark.said("paper")
 
 

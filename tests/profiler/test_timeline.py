@@ -11,7 +11,7 @@ from tigon.errors import UsageError
 from tigon.profiler.recording.journal import Journal, Recording
 from tigon.profiler.render.peak_report import peak_of, phase_peaks
 from tigon.profiler.timeline.assemble import assemble
-from tigon.profiler.timeline.timeline import CATEGORIES, Call, Timeline
+from tigon.profiler.timeline.timeline import Call, Timeline
 
 
 def category_of(timeline: Timeline, name: str) -> str:
@@ -132,7 +132,3 @@ def test_empty_recording_has_no_peak():
     assert set(phase_peaks(timeline).values()) == {0}
     with pytest.raises(UsageError, match="nothing was allocated"):
         _ = profile_of(timeline).peak
-
-
-def test_every_category_has_two_colours():
-    assert all(len(pair) == 2 and all(c.startswith("#") for c in pair) for pair in CATEGORIES.values())

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 
-from tigon.data.documents import BadRows, Document, Segment, split_eval
+from tigon.data.document_table import Documents, split_eval
+from tigon.data.documents import BadRows, Segment
 from tigon.data.reading import read
 from tigon.data.sources import BUILT_IN
 from tigon.errors import DataError
@@ -134,28 +135,25 @@ def test_the_built_in_text_is_large_stable_and_cut_at_its_limit():
     assert some[0].origin.startswith("pydoc_data.topics[") and some[-1].origin.endswith(".py")
 
 
-def text(name):
-    return Document(name, (Segment(f"{name}\n", True),))
-
-
 def test_whole_documents_are_held_out_evenly_and_none_is_in_both():
-    everything = [text(str(i)) for i in range(100)]
+    everything = Documents.of_texts((str(i), f"{i}\n") for i in range(100))
     kept, held = split_eval(everything, 0.05)
     assert len(held) == 5 and not {d.origin for d in kept} & {d.origin for d in held}
-    assert sorted(kept + held, key=lambda d: int(d.origin)) == everything
+    assert sorted([*kept, *held], key=lambda d: int(d.origin)) == list(everything)
     assert [int(d.origin) // 20 for d in held] == [0, 1, 2, 3, 4]
-    assert split_eval(everything, 0) == (everything, [])
+    assert [list(part) for part in split_eval(everything, 0)] == [list(everything), []]
 
 
 def test_a_single_text_has_its_tail_held_out_at_a_line_break():
-    whole = Document("a", (Segment("".join(f"line {i}\n" for i in range(100)), True),))
-    (kept,), (held,) = split_eval([whole], 0.1)
+    (whole,) = documents = Documents.of_texts([("a", "".join(f"line {i}\n" for i in range(100)))])
+    (kept,), (held,) = split_eval(documents, 0.1)
     assert kept.text + held.text == whole.text and held.text.startswith("line ") and 5 < held.text.count("\n") < 15
 
 
-def test_a_single_document_that_cannot_be_split_is_refused():
-    with pytest.raises(DataError, match=r"set data.eval_source"):
-        split_eval([Document("a:1", (Segment("p", False), Segment("c", True)))], 0.1)
+def test_a_single_document_that_cannot_be_split_is_refused(tmp_path):
+    row = {"prompt": "p", "completion": "c"}
+    with pytest.raises(DataError, match=r"d\.jsonl:1: .* set data.eval_source"):
+        split_eval(read([jsonl(tmp_path / "d.jsonl", row)], "auto", None), 0.1)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "text.txt"])
@@ -175,7 +173,7 @@ def test_file_that_cannot_be_opened_or_read_is_refused_with_the_reason(tmp_path,
         Failing,
     ):
         with monkeypatch.context() as patch:
-            for module in ("reading", "row_files"):
+            for module in ("reading", "rows"):
                 patch.setattr(f"tigon.data.{module}.open_regular", opened)
             with pytest.raises(
                 DataError, match=rf"{name}: cannot be read: (Permission denied|Input/output error); fix"

@@ -588,7 +588,7 @@ def test_recipe_of_dpo_learns_to_prefer_polite_answers(tigon, here):
 
 @pytest.mark.parametrize("rows", [preferences.PAIRS, preferences.UNPAIRED, preferences.PROMPTS])
 def test_toy_answers_are_alike_and_the_same_every_time(rows) -> None:
-    made = list(rows.toy_answers())
+    made = [rows.read(row, where) for where, row in rows.toy_rows()]
     preferences.check_alike(made)
-    assert len(made) == 800 and made == list(rows.toy_answers())
+    assert len(made) == 800 and made == [rows.read(row, where) for where, row in rows.toy_rows()]
     assert len({document.texts[0].text for document in made}) > 790

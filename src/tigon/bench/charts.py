@@ -9,7 +9,7 @@ from typing import Any
 from tigon.bench.record import Measurement, RowRecord, RunRecord
 from tigon.bench.table import bound
 from tigon.bench.timing import Spread
-from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
+from tigon.report.chart import INK, MUTED, horizontal_bars, new_figure, svg
 
 # One colour per implementation, the same in every chart. Settings of one library share a hue.
 COLOURS = {
@@ -110,9 +110,8 @@ def swept_dimension(rows: Sequence[RowRecord]) -> int | None:
 
 def _shown(rows: Sequence[RowRecord]) -> list[str]:
     """Implementations that have a time in any row, without the variants (tigon on changed problems)."""
-    return list(dict.fromkeys(
-        m.impl for row in rows for m in row.measurements if m.role != "variant" and (m.graph_ms or m.eager_ms)
-    ))  # fmt: skip
+    measured = (m for row in rows for m in row.measurements if m.graph_ms or m.eager_ms)
+    return list(dict.fromkeys(m.impl for m in measured if m.role != "variant"))
 
 
 def _lines(rows: Sequence[RowRecord], dimension: int, quantity: Quantity, unit: str) -> Any:
@@ -127,12 +126,11 @@ def _lines(rows: Sequence[RowRecord], dimension: int, quantity: Quantity, unit: 
         spreads = {size: spread for size, spread in measurements.items() if spread is not None}
         medians = [spread.median for spread in spreads.values()]
         highest = max(highest, *medians)
-        first = impl == "tigon"
-        axes.plot(list(spreads), medians, f"{marker}-", ms=5, color=COLOURS.get(impl, MUTED), lw=2.2 if first else 1.4,
-                  zorder=3 if first else 2, label=LABELS.get(impl, impl))  # fmt: skip
-        axes.fill_between(list(spreads), [spread.low for spread in spreads.values()],
-                          [spread.high for spread in spreads.values()], color=COLOURS.get(impl, MUTED), alpha=0.2,
-                          lw=0)  # fmt: skip
+        width, zorder = (2.2, 3) if impl == "tigon" else (1.4, 2)
+        own, colour = list(spreads), COLOURS.get(impl, MUTED)
+        axes.plot(own, medians, f"{marker}-", ms=5, color=colour, lw=width, zorder=zorder, label=LABELS.get(impl, impl))
+        lows, highs = [spread.low for spread in spreads.values()], [spread.high for spread in spreads.values()]
+        axes.fill_between(own, lows, highs, color=colour, alpha=0.2, lw=0)
     if quantity is _ms:
         bounds = [bound(row) for row in rows]
         axes.plot(sizes, [ms for ms, _ in bounds], color=INK, ls=":", lw=1.2, label=f"bound ({bounds[0][1]})")
@@ -165,17 +163,11 @@ def _bars(rows: Sequence[RowRecord], quantity: Quantity, unit: str) -> Any:
     for axes, row in zip(panels, rows, strict=True):
         measurements = {impl: _find(row, impl, quantity) for impl in shown}
         values = {impl: spread.median for impl, spread in measurements.items() if spread is not None}
-        colours = [COLOURS.get(impl, MUTED) for impl in values]
-        bars = axes.barh([LABELS.get(impl, impl) for impl in values], list(values.values()), color=colours)
-        figures = [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values.values()]
-        axes.bar_label(bars, labels=figures, padding=2, color=INK, fontsize=7)
+        labels, colours = [LABELS.get(impl, impl) for impl in values], [COLOURS.get(impl, MUTED) for impl in values]
+        horizontal_bars(axes, labels, list(values.values()), unit=unit, colours=colours)
         if quantity is _ms and not row.flops:
             axes.axvline(row.limit_ms, color=INK, ls=":", lw=1.2)
-        axes.invert_yaxis()
-        axes.set(xlabel=unit, xlim=(0, 1.25 * max(values.values(), default=0.0) or 1.0))
         axes.set_title(row.id.removeprefix(row.op + " "), loc="left", color=INK, fontsize=8)
-        axes.grid(axis="x", color=GRID, lw=0.8)
-        axes.grid(visible=False, axis="y")
     dotted = "  (dotted: the bound, copy)" if quantity is _ms and not rows[0].flops else ""
     figure.suptitle(rows[0].op + dotted, color=INK)
     return figure

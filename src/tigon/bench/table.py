@@ -9,23 +9,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from tigon.bench.record import PHASES, Measurement, RowRecord, RunRecord
+from tigon.report.table import markdown_table
 
 WRONG = "†"
 _SUMMARY = (
-    "op, shape", "tigon, ms", "best peer, ms", "bound, ms", "% of bound", "target: measured",
-    "extra memory of tigon / best peer, MiB", "error of tigon / eager",
-)  # fmt: skip
+    "op, shape",
+    "tigon, ms",
+    "best peer, ms",
+    "bound, ms",
+    "% of bound",
+    "target: measured",
+    "extra memory of tigon / best peer, MiB",
+    "error of tigon / eager",
+)
 _DETAILS = (
-    "implementation", *(f"{phase}, ms" for phase in PHASES), "eager both, ms", "host, us", "extra memory, MiB", "rate",
-    "% of bound", "error",
-)  # fmt: skip
+    "implementation",
+    *(f"{phase}, ms" for phase in PHASES),
+    "eager both, ms",
+    "host, us",
+    "extra memory, MiB",
+    "rate",
+    "% of bound",
+    "error",
+)
 
 
 def summary(run: RunRecord) -> str:
     """The table of a record's rows. Times are medians of forward + backward in ms."""
-    lines = [_header(_SUMMARY)]
-    lines += [_cells(_summary_cells(row)) for row in run.rows]
-    return "\n".join(lines)
+    return markdown_table(_SUMMARY, [_summary_cells(row) for row in run.rows])
 
 
 def _summary_cells(row: RowRecord) -> list[str]:
@@ -63,9 +74,11 @@ def best_of(row: RowRecord, roles: Sequence[str], memory_gib: float | None = Non
     fitting = [
         m
         for m in row.measurements
-        if m.role in roles and m.judged_ms(row.graph) and not m.breaks_rule
+        if m.role in roles
+        and m.judged_ms(row.graph)
+        and not m.breaks_rule
         and (memory_gib is None or (m.extra_peak_bytes is not None and m.extra_peak_bytes <= memory_gib * 2**30))
-    ]  # fmt: skip
+    ]
     return min(fitting, key=lambda m: _ms(m, row), default=None)
 
 
@@ -144,10 +157,9 @@ def details(run: RunRecord) -> str:
         parts += [
             f"**{row.id}** ({row.dtype}, bound {_number(bound_ms)} ms ({kind}){errors_on})",
             "",
-            _header(_DETAILS),
+            markdown_table(_DETAILS, [_detail_cells(m, row) for m in row.measurements]),
+            "",
         ]
-        parts += [_cells(_detail_cells(m, row)) for m in row.measurements]
-        parts.append("")
     return "\n".join(parts).rstrip()
 
 
@@ -198,14 +210,6 @@ def folded(title: str, text: str) -> str:
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
-
-
-def _header(names: Sequence[str]) -> str:
-    return _cells(names) + "\n" + _cells(["---"] * len(names))
-
-
-def _cells(values: Sequence[str]) -> str:
-    return "| " + " | ".join(values) + " |"
 
 
 def _ms(m: Measurement, row: RowRecord) -> float:

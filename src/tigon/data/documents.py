@@ -1,4 +1,4 @@
-"""Documents: what one text or one row of a data set becomes, and how documents are held out for evaluation.
+"""Documents: what one text or one row of a data set becomes.
 
 A document is a list of segments. A segment is either learned (its tokens count in the loss) or only read (a prompt).
 Plain text is one learned segment. Chat messages stay messages here, because a chat template turns them into text.
@@ -7,7 +7,7 @@ Plain text is one learned segment. Chat messages stay messages here, because a c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -85,8 +85,6 @@ class Document:
     """The format that the row was recognised as."""
     as_chat: bool = True
     """Whether a document with both forms becomes messages if the tokenizer has a chat template."""
-    weight: float = 1.0
-    """How often the document is used in each pass over the data."""
     unread: tuple[str, ...] = ()
     """Columns of the row that its format does not read."""
     images: tuple[Any, ...] = ()
@@ -111,8 +109,8 @@ class RowReader(Protocol):
         """The document of a row. Raises DataError, with `where` in front, if the row cannot be used."""
         ...
 
-    def toy_answers(self) -> Iterator[Document]:
-        """The rows of the built-in data set in this format."""
+    def toy_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(place, row) of each row of the built-in data set in this format."""
         ...
 
 
@@ -130,34 +128,6 @@ class BadRows:
         if self.policy == "error":
             raise error
         self.problems.append(str(error))
-
-
-def split_eval(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, eval) documents. The eval split takes documents at even spacing, so that both parts have every kind.
-
-    If there is only one text document, its last lines are the eval split.
-
-    Raises:
-        DataError: There is only one document, and it is not plain text or too short to split.
-    """
-    if fraction == 0:
-        return list(documents), []
-    if len(documents) == 1:
-        only = documents[0]
-        cut = only.text.rfind("\n", 0, int(len(only.text) * (1 - fraction))) + 1
-        if not only.is_text or not 0 < cut < len(only.text):
-            raise DataError(
-                f"{only.origin}: one document cannot be split; set data.eval_source, or data.eval_fraction: 0"
-            )
-        parts = (only.text[:cut], only.text[cut:])
-        kept, held = ([Document(only.origin, (Segment(part, True),), weight=only.weight)] for part in parts)
-        return kept, held
-    count = max(1, round(len(documents) * fraction))
-    chosen = {(2 * i + 1) * len(documents) // (2 * count) for i in range(count)}
-    return (
-        [document for i, document in enumerate(documents) if i not in chosen],
-        [document for i, document in enumerate(documents) if i in chosen],
-    )
 
 
 def string(row: Mapping[str, Any], key: str, where: str) -> str:

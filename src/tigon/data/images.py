@@ -1,7 +1,4 @@
-"""Rows with images: reads them, turns them into tokens, and makes batches with the model's own processor.
-
-A row's images are parts of its messages, `{"type": "image", "path": "cat.png"}`, or a column `images`. Paths are
-relative to the file that names them. Nothing is downloaded.
+"""Turns rows with images into tokens, and makes batches with the model's own processor.
 
 The processor writes each image as many tokens into the text. Every image is read once before training, to count them,
 and again in each batch. Only the tokens of answers are learned.
@@ -9,247 +6,21 @@ and again in each batch. Only the tokens of answers are learned.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tigon._files import open_regular
-from tigon.data import formats, row_notes, tokenizer
+from tigon.data import row_notes, tokenizer
 from tigon.data.chat_template import Rendering, segments_of, template_of
-from tigon.data.documents import BadRows, Document, Message, Segment
-from tigon.data.messages import IMAGE_PARTS
+from tigon.data.documents import BadRows, Document, Segment
+from tigon.data.image_rows import Picture, short
 from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded, Ending, forget_loading
 from tigon.errors import DataError, RecipeError, UsageError
-
-COLUMNS = ("images", "image")
-"""Columns that hold a row's images."""
-MARK = "<image>"
-"""Stands for an image in the text of a row with a column of images, as in LLaVA's data."""
-MAX_IMAGE_BYTES = 2**28
-_TURNS = ("messages", "conversations", "prompt", "completion")
-"""Columns that may hold a list of messages."""
-_REFERENCES = ("image", "path", "url", "image_url", "base64", "bytes")
-"""Keys that may hold an image, by the names of transformers, TRL, OpenAI and the package datasets."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One image of a row: a file, or the bytes of one."""
-
-    where: str
-    """The row that names it, for messages."""
-    path: Path | None = None
-    data: bytes = b""
-
-    def read(self) -> bytes:
-        """The image's bytes as they are stored.
-
-        Raises:
-            DataError: The file cannot be read, or is too large.
-        """
-        if self.path is None:
-            return self.data
-        try:
-            with open_regular(self.path) as handle:
-                content = handle.read(MAX_IMAGE_BYTES + 1)
-        except FileNotFoundError:
-            raise DataError(
-                f"{self.where}: image {self.path}: no such file; a relative path begins at the folder of the file that "
-                "names it"
-            ) from None
-        except OSError as error:
-            raise DataError(f"{self.where}: image {self.path}: cannot be read: {error.strerror}") from None
-        if len(content) > MAX_IMAGE_BYTES:
-            raise DataError(f"{self.where}: image {self.path}: over the limit of {MAX_IMAGE_BYTES // 2**20} MiB")
-        return content
-
-    def decoded(self, size: int | None) -> Any:
-        """The image in RGB.
-
-        Args:
-            size: Most pixels of its longer side. A larger image is scaled down. None: no limit.
-
-        Raises:
-            DataError: Pillow cannot read it.
-        """
-        from PIL import Image, ImageOps
-
-        content = self.read()
-        try:
-            image = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
-        except Exception as error:  # Pillow's decoders raise many types for a damaged file
-            name = self.path or f"of {len(content):,} bytes"
-            raise DataError(f"{self.where}: image {name}: Pillow cannot read it: {_short(error)}; repair it") from None
-        if size is not None:
-            image.thumbnail((size, size))
-        return image
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-_Parts = list["str | Picture | None"]
-"""The content of a message: texts, images, and places of images that the row's column holds (None)."""
-
-
-@dataclass(frozen=True)
-class PicturedRows:
-    """Reads rows of the formats of `tigon.data.formats`, each with up to `most` images."""
-
-    most: int
-    format: str = "auto"
-
-    def read(self, row: dict[str, Any], where: str) -> Document:
-        """The document of a row.
-
-        Raises:
-            DataError: The row cannot be used, or has more than `most` images.
-        """
-        folder = Path(where.rpartition(":")[0]).parent
-        column = _column(row, where, folder)
-        plain, turns = _texts_of(row, where, folder, marked=bool(column))
-        name = formats.detect(plain, where, {}) if self.format == "auto" else self.format
-        document = formats.read_row(name, plain, where)
-        if not document.messages:
-            if column:
-                raise DataError(f"{where}: images beside plain text; write the row as messages")
-            return document
-        messages = document.messages
-        # Messages that a column adds to those of the row, such as a system prompt, come first.
-        own = [*(_split(m.content, marked=bool(column)) for m in messages[: len(messages) - len(turns)]), *turns]
-        images = list(_placed(messages, own, column, where))
-        if len(images) > self.most:
-            raise DataError(
-                f"{where}: {len(images)} images, and data.images is {self.most}; raise data.images, or remove images"
-            )
-        for number, (message, parts) in enumerate(zip(messages, own, strict=True)):
-            if message.role == "assistant" and any(not isinstance(part, str) for part in parts):
-                raise DataError(f"{where}: message {number}: an image of the assistant cannot be learned; remove it")
-        written = tuple(replace(m, parts=_as_parts(parts)) for m, parts in zip(messages, own, strict=True))
-        return replace(document, segments=(), messages=written, images=tuple(images))
-
-    def toy_answers(self) -> Iterator[Document]:
-        """Raises DataError: the built-in data set has no images."""
-        raise DataError("data.source: toy-answers has no images; name .jsonl files, or set data.images: 0")
-
-
-def _column(row: Mapping[str, Any], where: str, folder: Path) -> list[Picture]:
-    """The images in the row's column."""
-    name = next((name for name in COLUMNS if row.get(name)), None)
-    if name is None:
-        return []
-    values = row[name] if isinstance(row[name], (list, tuple)) else [row[name]]
-    return [_picture(value, f"{where}: column {name!r}", folder) for value in values]
-
-
-def _texts_of(row: Mapping[str, Any], where: str, folder: Path, *, marked: bool) -> tuple[dict[str, Any], list[_Parts]]:
-    """The row with texts in place of parts, and the parts of each message that stands in a list."""
-    plain = {name: value for name, value in row.items() if name not in COLUMNS}
-    every: list[_Parts] = []
-    for name in _TURNS:
-        turns = plain.get(name)
-        if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-            continue
-        plain[name] = []
-        for number, turn in enumerate(turns):
-            key = "value" if "from" in turn else "content"
-            parts, rest = _read_parts(turn.get(key), f"{where}: message {number}", folder, marked=marked)
-            every.append(parts)
-            text = "".join(part for part in parts if isinstance(part, str))
-            plain[name].append({**turn, key: rest if rest is not None else text})
-    return plain, every
-
-
-def _read_parts(content: Any, where: str, folder: Path, *, marked: bool) -> tuple[_Parts, Any]:
-    """The parts of a message's content; and the content itself if it is for `read_messages` to refuse, else None."""
-    if isinstance(content, str):
-        return _split(content, marked=marked), None
-    if not isinstance(content, list):
-        return [], content
-    parts: _Parts = []
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else None
-        if kind in IMAGE_PARTS:
-            held = any(part.get(key) is not None for key in _REFERENCES)
-            parts.append(_picture(part, where, folder) if held else None)
-        elif kind == "text" and isinstance(part.get("text"), str):
-            parts.append(part["text"])
-        else:
-            return [], content
-    return parts, None
-
-
-def _split(text: str, *, marked: bool) -> _Parts:
-    """The parts of a text in which `MARK` stands for images, if `marked`."""
-    if not marked or MARK not in text:
-        return [text]
-    parts: _Parts = []
-    for number, piece in enumerate(text.split(MARK)):
-        parts += ([None] if number else []) + ([piece] if piece.strip() else [])
-    return parts
-
-
-def _placed(messages: Sequence[Message], own: list[_Parts], column: Sequence[Picture], where: str) -> Iterator[Picture]:
-    """The images in their order. The column's images fill the open places; without any, they begin the first question.
-
-    own: the parts of each message; open places are added to it.
-    """
-    n_open = sum(part is None for parts in own for part in parts)
-    if column and not n_open and not any(isinstance(part, Picture) for parts in own for part in parts):
-        first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
-        own[first] = [*[None] * len(column), *own[first]]
-        n_open = len(column)
-    if n_open != len(column):
-        raise DataError(
-            f"{where}: the messages have {n_open} places for images, but the row's column has {len(column)} images; "
-            'give each place, {"type": "image"}, one image'
-        )
-    waiting = iter(column)
-    for parts in own:
-        for part in parts:
-            if not isinstance(part, str):
-                yield part if part is not None else next(waiting)
-
-
-def _as_parts(parts: _Parts) -> tuple[Mapping[str, Any], ...]:
-    return tuple({"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts)
-
-
-def _picture(value: Any, where: str, folder: Path) -> Picture:
-    """The image that a row names: a path, an object that holds one, or the bytes of a file."""
-    if isinstance(value, Mapping):
-        held = next((value[key] for key in (*_REFERENCES[-1:], *_REFERENCES) if value.get(key) is not None), None)
-        if held is not None:
-            return _picture(held, where, folder)
-    if isinstance(value, bytes):
-        return Picture(where, data=value)
-    if callable(getattr(value, "save", None)):  # an image of Pillow, as the package datasets decodes them
-        content = io.BytesIO()
-        value.save(content, format="PNG")
-        return Picture(where, data=content.getvalue())
-    if not isinstance(value, str) or not value:
-        raise DataError(f"{where}: an image is {type(value).__name__}; write its path")
-    if value.startswith("data:"):
-        return Picture(where, data=_of_base64(value.partition(",")[2], where))
-    if value.startswith(("http://", "https://")):
-        raise DataError(f"{where}: image {value}: tigon downloads no images; save it and write its path")
-    return Picture(where, path=folder / value.removeprefix("file://"))
-
-
-def _of_base64(text: str, where: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise DataError(f"{where}: an image is no valid base64 text: {error}; write its path") from None
-
 
 # --- the processor ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +41,7 @@ def load_processor(name: str, *, revision: str | None, trust_remote_code: bool) 
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # ImportError for torchvision, OSError for missing files, and many others
         raise RecipeError(
-            f"model.name: {name}: no processor of images could be loaded ({_short(error)}); give a folder with the "
+            f"model.name: {name}: no processor of images could be loaded ({short(error)}); give a folder with the "
             "model's preprocessor_config.json and tokenizer, or set data.images: 0"
         ) from None
     if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
@@ -295,14 +66,24 @@ def image_tokens(processor: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodedPictures(Encoded):
-    """A document with images as tokens."""
+class Pictured:
+    """What has the images of document `row` of `rows`. They are read each time they are used."""
 
     text: str
     """The text before the processor has replaced the images' places by tokens."""
-    images: tuple[Picture, ...]
+    rows: Sequence[Document]
+    row: int
     digest: bytes
     """A digest of the images' bytes."""
+
+    @property
+    def images(self) -> tuple[Picture, ...]:
+        return self.rows[self.row].images
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPictures(Pictured, Encoded):
+    """A document with images as tokens."""
 
 
 @dataclass(frozen=True)
@@ -326,15 +107,15 @@ class Encoder:
         encoded = tokenizer.encode(
             plain, self.processor.tokenizer, vocab_size=self.vocab_size, bad=self.bad, rendering=self.rendering
         )
-        for document in documents:
+        for row, document in enumerate(documents):
             if document.images:
                 try:
-                    encoded.append(self._with_images(document))
+                    encoded.append(self._with_images(document, documents, row))
                 except DataError as error:
                     self.bad.take(error)
         return encoded
 
-    def _with_images(self, document: Document) -> EncodedPictures:
+    def _with_images(self, document: Document, rows: Sequence[Document], row: int) -> EncodedPictures:
         tok, where = self.processor.tokenizer, document.origin
         segments = list(segments_of(document, tok, self.rendering))
         written = "".join(segment.text for segment in segments)
@@ -373,9 +154,7 @@ class Encoder:
                 "model's own processor"
             )
         digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content, _ in read)).digest()
-        return EncodedPictures(
-            tokens, labels, where, False, notes, text=text, images=document.images, digest=digest
-        )  # fmt: skip
+        return EncodedPictures(tokens, labels, where, False, notes, text=text, rows=rows, row=row, digest=digest)
 
     def _spans(self, segments: Sequence[Segment], images: list[Any], length: int, where: str) -> list[tuple[int, int]]:
         """The learned characters of the text in which the images' places are replaced, as (begin, end).
@@ -411,20 +190,16 @@ class Encoder:
                 text=[text], images=[images], add_special_tokens=False, return_offsets_mapping=True
             )  # fmt: skip
         except Exception as error:  # processors raise many types for images that they do not take
-            raise DataError(f"{where}: the model's processor refuses the row: {_short(error)}") from None
+            raise DataError(f"{where}: the model's processor refuses the row: {short(error)}") from None
         return [int(i) for i in made["input_ids"][0]], [(int(a), int(b)) for a, b in made["offset_mapping"][0]]
 
 
 # --- samples and batches ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PicturedSample(Sample):
+@dataclass(frozen=True, kw_only=True)
+class PicturedSample(Pictured, Sample):
     """A sample with images. Its tensors are those of `Sample`."""
-
-    text: str
-    images: tuple[Picture, ...]
-    digest: bytes
 
     def more_bytes(self) -> bytes:
         return self.digest
@@ -454,7 +229,7 @@ def samples(encoded: Sequence[Encoded], length: int, *, too_long: str) -> Packed
             n_dropped += 1
             continue
         (sample,) = pack([each], length, packing=False, cross_document=False, too_long="error").samples
-        made.append(PicturedSample(**vars(sample), text=each.text, images=each.images, digest=each.digest))
+        made.append(PicturedSample(**vars(sample), text=each.text, rows=each.rows, row=each.row, digest=each.digest))
     return Packed(made, sum(len(sample.tokens_T) for sample in made), packed.n_truncated, n_dropped)
 
 
@@ -533,7 +308,7 @@ class Layout:
                 return_tensors="pt",
             )  # fmt: skip
         except Exception as error:  # templates and processors raise many types
-            raise DataError(f"{n_images} images of {size} x {size} pixels cannot be planned: {_short(error)}") from None
+            raise DataError(f"{n_images} images of {size} x {size} pixels cannot be planned: {short(error)}") from None
         ids = made["input_ids"]
         own = {tok.convert_tokens_to_ids(getattr(processor, "image_token", None) or image_tokens(processor)[0])}
         own |= {token for token in getattr(processor, "image_token_ids", None) or () if token is not None}
@@ -593,7 +368,3 @@ def prompt_inputs(
         for name, value in batch.items()
         if name not in ("input_ids", "labels", "attention_mask")
     }
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -15,17 +15,22 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
+from tigon.data.tokens import Tokens
 from tigon.errors import DataError
 
+Ints = npt.NDArray[np.int64]
 BLANK = -1  # the index of a sample without labels, in a SampleDataset
 
 
@@ -43,10 +48,80 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """Which parts of documents each sample has, as arrays.
+
+    Piece `i` begins at token `begins[i]` of the sequence of all tokens. Sample `k` has the pieces `ends[k - 1]` to
+    `ends[k]`.
+    """
+
+    begins: Ints
+    sizes: Ints
+    ends: Ints
+
+    @classmethod
+    def alone(cls, begins: Ints, sizes: Ints) -> Pieces:
+        """One piece per sample."""
+        return cls(begins, sizes, np.arange(1, len(begins) + 1))
+
+    def then(self, other: Pieces) -> Pieces:
+        """These samples and those of `other`."""
+        pairs = ((self.begins, other.begins), (self.sizes, other.sizes), (self.ends, other.ends + len(self.begins)))
+        return Pieces(*(np.concatenate(pair) for pair in pairs))
+
+    def learned(self, tokens: Tokens, *, cross_document: bool) -> Pieces:
+        """The samples with a learned token. The first of a document is not learned, because nothing predicts it."""
+        starts = np.concatenate([[0], self.ends[:-1]]).astype(int)
+        skipped = np.full(len(self.begins), 0 if cross_document else 1)
+        skipped[starts[: len(self.ends)]] = 1
+        parts = zip(self.begins + skipped, self.sizes - skipped, strict=True)
+        learn = np.fromiter((size > 0 and tokens.span(begin, size)[1].any() for begin, size in parts), bool)
+        if learn.all():
+            return self
+        kept = np.logical_or.reduceat(learn, starts)
+        counts = self.ends - starts
+        of_kept = np.repeat(kept, counts)
+        return Pieces(self.begins[of_kept], self.sizes[of_kept], np.cumsum(counts[kept]))
+
+
+class Samples(Sequence[Sample]):
+    """Samples that are made of the tokens each time they are read, so that the tokens may be larger than the memory."""
+
+    def __init__(self, tokens: Tokens, pieces: Pieces, *, cross_document: bool) -> None:
+        self.tokens, self.pieces, self.cross_document = tokens, pieces, cross_document
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.pieces.sizes.sum())
+
+    def __len__(self) -> int:
+        return len(self.pieces.ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        own = slice(self.pieces.ends[i - 1] if i else 0, self.pieces.ends[i])
+        sizes = self.pieces.sizes[own]
+        spans = [self.tokens.span(*piece) for piece in zip(self.pieces.begins[own], sizes, strict=True)]
+        tokens_T, learned_T = (np.concatenate(parts) for parts in zip(*spans, strict=True))
+        starts = np.zeros(1, dtype=int) if self.cross_document else np.cumsum(sizes) - sizes
+        learned_T[starts] = False
+        positions_T = np.arange(len(tokens_T), dtype=np.int32)
+        positions_T -= np.repeat(starts, np.diff([*starts, len(tokens_T)])).astype(np.int32)
+        labels_T = np.where(learned_T, tokens_T, np.int32(IGNORE_INDEX))
+        return Sample(*(torch.from_numpy(values) for values in (tokens_T, labels_T, positions_T)))
+
+
+@dataclass(frozen=True)
 class Packed:
     """The samples of a data set, and counts of what packing changed."""
 
-    samples: list[Sample]
+    samples: Sequence[Sample]
     n_tokens: int
     n_truncated: int
     n_dropped: int
@@ -105,91 +180,87 @@ def pack(
     Raises:
         DataError: `too_long` is error and a prompt with its answer is too long; the message names the first one.
     """
-    text = [d for d in documents if d.is_text]
-    prompted, n_truncated, n_dropped = _shorten([d for d in documents if not d.is_text], length, too_long)
+    tokens = Tokens.of(documents)
+    text = tokens.begins[tokens.are_text], tokens.sizes[tokens.are_text]
+    prompted, n_truncated, n_dropped = _shorten(tokens, length, too_long)
     if packing:
-        samples = [_sample(pieces, cross_document) for pieces in _stream(text, length)]
-        samples += [_sample(pieces, cross_document) for pieces in _best_fit(prompted, length)]
+        pieces = _stream(*text, length).then(_best_fit(*prompted, length))
     else:
-        pieces = [_slice(d, i, i + length) for d in text for i in range(0, len(d.tokens), length)]
-        samples = [_sample([piece], cross_document) for piece in [*pieces, *prompted]]
+        pieces = _cut(*text, length).then(Pieces.alone(*prompted))
     if not keep_unlearned:
-        samples = [sample for sample in samples if bool((sample.labels_T != IGNORE_INDEX).any())]
-    return Packed(samples, sum(len(sample.tokens_T) for sample in samples), n_truncated, n_dropped)
+        pieces = pieces.learned(tokens, cross_document=cross_document)
+    samples = Samples(tokens, pieces, cross_document=cross_document)
+    return Packed(samples, samples.n_tokens, n_truncated, n_dropped)
 
 
-def _shorten(documents: Sequence[Encoded], length: int, too_long: str) -> tuple[list[Encoded], int, int]:
-    fitting: list[Encoded] = []
-    n_truncated = n_dropped = 0
-    for document in documents:
-        if len(document.tokens) <= length:
-            fitting.append(document)
-            continue
-        if too_long == "error":
-            n_over = sum(len(d.tokens) > length for d in documents)
-            raise DataError(
-                f"{document.origin}: {len(document.tokens)} tokens, over data.sequence_length {length} "
-                f"({n_over} documents are); raise it, or set data.too_long to truncate or drop"
-            )
-        cut = _slice(document, 0, length)
-        if too_long == "drop" or all(label == IGNORE_INDEX for label in cut.labels):  # only prompt is left
-            n_dropped += 1
+def _shorten(tokens: Tokens, length: int, too_long: str) -> tuple[tuple[Ints, Ints], int, int]:
+    """((begins, sizes) of the prompts with their answers, how many are truncated, how many are dropped)."""
+    is_over = (tokens.sizes > length) & ~tokens.are_text
+    if too_long == "error" and is_over.any():
+        first = tokens[int(np.argmax(is_over))]
+        raise DataError(
+            f"{first.origin}: {len(first.tokens)} tokens, over data.sequence_length {length} "
+            f"({is_over.sum()} documents are); raise it, or set data.too_long to truncate or drop"
+        )
+    is_kept = ~tokens.are_text
+    for i in np.flatnonzero(is_over):
+        if too_long == "drop" or not tokens.span(tokens.begins[i], length)[1].any():  # only prompt is left
+            is_kept[i] = False
+    n_truncated = int((is_over & is_kept).sum())
+    kept = tokens.begins[is_kept], np.minimum(tokens.sizes[is_kept], length)
+    return kept, n_truncated, int(is_over.sum()) - n_truncated
+
+
+def _stream(begins: Ints, sizes: Ints, length: int) -> Pieces:
+    """Consecutive documents, `length` tokens at a time. The last sample may be shorter."""
+    document_ends = np.cumsum(sizes)
+    n_tokens = int(sizes.sum())
+    sample_ends = np.minimum(np.arange(length, n_tokens + length, length), n_tokens)
+    ends = np.union1d(document_ends[document_ends > 0], sample_ends)
+    starts = np.concatenate([np.zeros(1, dtype=int), ends])[: len(ends)]
+    document = np.searchsorted(document_ends, starts, side="right")
+    inside = starts - (document_ends - sizes)[document]
+    return Pieces(begins[document] + inside, ends - starts, np.searchsorted(ends, sample_ends, side="right"))
+
+
+def _cut(begins: Ints, sizes: Ints, length: int) -> Pieces:
+    """Documents cut into samples of `length` tokens. The last sample of each may be shorter."""
+    counts = -(-sizes // length)
+    inside = length * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
+    return Pieces.alone(
+        np.repeat(begins, counts) + inside, np.minimum(np.repeat(sizes, counts) - inside, length)
+    )  # fmt: skip
+
+
+def _best_fit(begins: Ints, sizes: Ints, length: int) -> Pieces:
+    """Best fit, longest first: each goes into the sample with the least sufficient room, the first of several.
+
+    O(N log N) for N documents, if far fewer than N different sizes of room occur.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    sample_of = np.zeros(len(order), dtype=int)
+    n_samples = 0
+    with_room: dict[int, list[int]] = {}
+    """Free tokens -> a heap of the samples that have them."""
+    rooms: list[int] = []  # its keys, sorted
+    for number, size in enumerate(map(int, sizes[order])):
+        at = bisect.bisect_left(rooms, size)
+        if at == len(rooms):
+            free, sample = length, n_samples
+            n_samples += 1
         else:
-            n_truncated += 1
-            fitting.append(cut)
-    return fitting, n_truncated, n_dropped
-
-
-def _slice(document: Encoded, start: int, stop: int) -> Encoded:
-    return Encoded(document.tokens[start:stop], document.labels[start:stop], document.origin, document.is_text)
-
-
-def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]]:
-    """Pieces of consecutive documents, `length` tokens at a time. The last sample may be shorter."""
-    pieces: list[Encoded] = []
-    free = length
-    for document in documents:
-        start = 0
-        while start < len(document.tokens):
-            piece = _slice(document, start, start + free)
-            pieces.append(piece)
-            start += len(piece.tokens)
-            free -= len(piece.tokens)
-            if free == 0:
-                yield pieces
-                pieces, free = [], length
-    if pieces:
-        yield pieces
-
-
-def _best_fit(documents: Sequence[Encoded], length: int) -> list[list[Encoded]]:
-    """Best fit, longest first: each goes into the sample with the least sufficient room. O(N log N) by bisection."""
-    samples: list[list[Encoded]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, index of the sample), sorted
-    for document in sorted(documents, key=lambda d: -len(d.tokens)):
-        size = len(document.tokens)
-        at = bisect.bisect_left(room, (size, -1))
-        if at == len(room):
-            free, index = length, len(samples)
-            samples.append([])
-        else:
-            free, index = room.pop(at)
-        samples[index].append(document)
-        bisect.insort(room, (free - size, index))
-    return samples
-
-
-def _sample(pieces: Sequence[Encoded], cross_document: bool) -> Sample:
-    tokens: list[int] = []
-    labels: list[int] = []
-    positions: list[int] = []
-    for piece in pieces:
-        restart = not cross_document or not tokens
-        first = 0 if restart else len(tokens)
-        positions += range(first, first + len(piece.tokens))
-        tokens += piece.tokens
-        labels += [IGNORE_INDEX, *piece.labels[1:]] if restart else piece.labels
-    return Sample(*(torch.tensor(values, dtype=torch.int32) for values in (tokens, labels, positions)))
+            free = rooms[at]
+            sample = heapq.heappop(with_room[free])
+            if not with_room[free]:
+                del with_room[free], rooms[at]
+        sample_of[number] = sample
+        free -= size
+        if free not in with_room:
+            with_room[free] = []
+            bisect.insort(rooms, free)
+        heapq.heappush(with_room[free], sample)
+    places = order[np.argsort(sample_of, kind="stable")]
+    return Pieces(begins[places], sizes[places], np.cumsum(np.bincount(sample_of, minlength=n_samples)))
 
 
 @dataclass(frozen=True)
@@ -246,9 +317,13 @@ def _stack(samples: Sequence[Tensor], padding: Sequence[int], fill: int) -> Tens
 
 def unigram_entropy(samples: Iterable[Sample]) -> float:
     """Entropy in nats per learned token of the best predictor without context: H = -sum_v p_v ln p_v."""
-    labels = torch.cat([sample.labels_T[sample.labels_T != IGNORE_INDEX] for sample in samples]).long()
-    counts = torch.bincount(labels)
-    p = counts[counts > 0].double() / labels.numel()
+    counts = torch.zeros(0, dtype=torch.long)
+    for sample in samples:
+        own = torch.bincount(sample.labels_T[sample.labels_T != IGNORE_INDEX].long())
+        if len(own) > len(counts):
+            counts, own = own, counts
+        counts[: len(own)] += own
+    p = counts[counts > 0].double() / counts.sum()
     return float(-(p * p.log()).sum())
 
 

@@ -6,18 +6,29 @@ which the trainer takes, and its `texts`, which count for the tokenizer and the 
 
 from __future__ import annotations
 
+import importlib.metadata
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from tigon.data import cache
 from tigon.data.chat_template import special_tokens
+from tigon.data.document_table import BATCH, Documents, read_stored
 from tigon.data.documents import Document, Segment, string
 from tigon.data.messages import read_messages
-from tigon.data.tokenizer import Encoded
+from tigon.data.tokens import Tokens
 from tigon.errors import DataError
 
+if TYPE_CHECKING:
+    import datasets
+
+ROWS_TYPED = 1024
+"""Rows whose types are found at a time."""
 Content = str | list[dict[str, Any]]
 """Text, or messages in TRL's form."""
 
@@ -74,14 +85,14 @@ class RowFormat:
         names = [*self.required, *(("label",) if self.has_label else ())]
         return f"this objective takes rows with {' and '.join(names)}"
 
-    def toy_answers(self) -> Iterator[Document]:
+    def toy_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, toy in enumerate(_toy_rows(), start=1):
             row = {name: toy[name] for name in (*self.required, *self.optional)}
             if self.has_label:
                 row["label"] = toy["label"]
             if self.keeps_others:
                 row["thing"] = toy["thing"]
-            yield self.read(row, f"toy-answers:{number}")
+            yield f"toy-answers:{number}", row
 
 
 PAIRS = RowFormat("preference pairs", ("chosen", "rejected"), ("prompt",), ("chosen", "rejected"))
@@ -92,14 +103,15 @@ PROMPTS = RowFormat("prompts", ("prompt",), ("completion",), ("completion",), ke
 """A prompt. A `completion` is trained on only in the steps before the objective's own."""
 
 
-def check_alike(documents: Sequence[Document]) -> None:
+def check_alike(documents: Iterable[Document]) -> None:
     """Raise DataError for a row that has other columns than the first, or text where the first has messages.
 
     The trainer would fill in missing columns with nothing, and stop without the number of the row.
     """
-    first = documents[0]
+    rest = iter(documents)
+    first = next(rest)
     assert first.row is not None
-    for document in documents[1:]:
+    for document in rest:
         assert document.row is not None
         for name in {**first.row, **document.row}:
             if name not in document.row or name not in first.row:
@@ -119,13 +131,13 @@ def check_alike(documents: Sequence[Document]) -> None:
 _KINDS = {str: "text", list: "messages", bool: "true or false"}
 
 
-Parts = tuple[Sequence[Document], Sequence[Document]]
+Parts = tuple[Documents, Documents]
 """The rows to train on, and those for evaluation."""
 
 
 def fitting(
-    rows: Parts, encoded: tuple[list[Encoded], list[Encoded]], length: int, *, too_long: str
-) -> tuple[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]], tuple[list[Encoded], list[Encoded]]]:
+    rows: Parts, encoded: tuple[Tokens, Tokens], length: int, *, too_long: str
+) -> tuple[Parts, tuple[Tokens, Tokens]]:
     """The rows whose texts can be trained on, and their texts.
 
     Args:
@@ -134,14 +146,63 @@ def fitting(
         length: The most tokens of a text.
         too_long: The value of `data.too_long`; `drop` leaves rows with a longer text out.
     """
-    texts = [text for part in encoded for text in part]
-    over = {text.origin for text in texts if len(text.tokens) > length} if too_long == "drop" else set()
-    n_encoded = Counter(text.origin for text in texts)
-    wanted = Counter(text.origin for part in rows for row in part for text in row.texts)
-    out = over | {origin for origin, number in wanted.items() if n_encoded[origin] < number}
-    train, evaluated = ([row.row for row in part if row.row is not None and row.origin not in out] for part in rows)
-    kept, kept_for_eval = ([text for text in part if text.origin not in out] for part in encoded)
-    return (train, evaluated), (kept, kept_for_eval)
+    origins = [part.origins() for part in encoded]
+    missing: Counter[str] = Counter()
+    for part in rows:
+        for row in part:
+            missing[row.origin] += len(row.texts)
+    for own in origins:
+        missing.subtract(own)
+    out = {origin for origin, number in missing.items() if number > 0}
+    if too_long == "drop":
+        for own, tokens in zip(origins, encoded, strict=True):
+            out.update(own[i] for i in np.flatnonzero(tokens.sizes > length))
+    if not out:
+        return rows, encoded
+    train, evaluated = (
+        part.select(np.array([i for i, row in enumerate(part) if row.origin not in out], dtype=int)) for part in rows
+    )
+    texts, for_eval = (
+        tokens.select(np.array([origin not in out for origin in own], dtype=bool))
+        for own, tokens in zip(origins, encoded, strict=True)
+    )
+    return (train, evaluated), (texts, for_eval)
+
+
+def as_dataset(documents: Documents, cached: Path | None) -> datasets.Dataset:
+    """The rows as TRL's trainers take them: a `datasets.Dataset` with the columns of the format.
+
+    It is in memory only if its columns have other types in some rows, for example other keys of messages.
+
+    cached: the cache. TRL stores the tokens beside the rows, and finds them again in another run with the same rows.
+    """
+    import datasets
+
+    def rows(batch: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+        return [dict(read_stored(row, documents.reader).row or {}) for row in batch["row"]]
+
+    features = None
+    for batch in documents.rows.iter(ROWS_TYPED):
+        own = datasets.Dataset.from_list(rows(batch)).features
+        if features is not None and own != features:
+            return datasets.Dataset.from_list([dict(document.row or {}) for document in documents])
+        features = own
+    if features is None:
+        return datasets.Dataset.from_dict({})
+    versions = [importlib.metadata.version(name) for name in ("trl", "transformers")]
+    key = cache.key_of((documents.digest(), versions))
+
+    def columns(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        of_batch = rows(batch)
+        return {name: [row[name] for row in of_batch] for name in of_batch[0]}
+
+    def mapped(folder: Path) -> datasets.Dataset:
+        return documents.rows.map(
+            columns, batched=True, batch_size=BATCH, features=features, remove_columns=documents.rows.column_names,
+            cache_file_name=str(folder / "rows.arrow"), new_fingerprint=key,
+        )  # fmt: skip
+
+    return cache.made(cached, key, mapped)[0]
 
 
 def is_chat(document: Document) -> bool:
@@ -149,7 +210,7 @@ def is_chat(document: Document) -> bool:
     return any(text.messages for text in document.texts)
 
 
-def without_template(documents: Sequence[Document], tokenizer: Any) -> str | None:
+def without_template(parts: Parts, tokenizer: Any) -> str | None:
     """A warning about rows of text for a chat model, or None. TRL's trainers apply the chat template to messages only.
 
     Text with a special token of the tokenizer counts as formatted by the user.
@@ -158,11 +219,12 @@ def without_template(documents: Sequence[Document], tokenizer: Any) -> str | Non
         return None
     marks = special_tokens(tokenizer, marks_only=True)
     formatted = marks.search if marks else lambda text: None
-    bare = sum(not is_chat(row) and not any(formatted(text.text) for text in row.texts) for row in documents)
+    rows = (row for part in parts for row in part)
+    bare = sum(not is_chat(row) and not any(formatted(text.text) for text in row.texts) for row in rows)
     if not bare:
         return None
     return (
-        f"{bare:,} of {len(documents):,} rows are text, to which TRL applies no chat template: the model learns "
+        f"{bare:,} of {sum(map(len, parts)):,} rows are text, to which TRL applies no chat template: the model learns "
         'outside the format of its chats; write prompt and answers as messages: [{"role": "user", "content": "..."}]'
     )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from tigon.data.chat_template import Rendering, has_template, is_chat
-from tigon.data.documents import TEXT, Document
+from tigon.data.document_table import Documents
+from tigon.data.documents import TEXT
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 
 MAX_TOKENS = 1024
@@ -20,9 +21,13 @@ BRACKETS = ("\u00ab", "\u00bb")
 """Marks learned tokens where the output is without colour."""
 
 
-def rows_line(documents: Sequence[Document], tokenizer: Any, rendering: Rendering) -> tuple[str, ...]:
+def rows_line(documents: Documents, tokenizer: Any, rendering: Rendering) -> tuple[str, ...]:
     """One line that names the formats of the rows and how they become text; nothing if all documents are text."""
-    counts = Counter((each.format, is_chat(each, tokenizer, rendering)) for each in documents)
+    counts: Counter[tuple[str, bool]] = Counter()
+    unread: Counter[str] = Counter()
+    for example, number in documents.shapes():
+        counts[example.format, is_chat(example, tokenizer, rendering)] += number
+        unread.update(dict.fromkeys(example.unread, number))
     if all(name == TEXT for name, _ in counts):
         return ()
     templated = rendering.template != "plain" and has_template(tokenizer)
@@ -36,7 +41,6 @@ def rows_line(documents: Sequence[Document], tokenizer: Any, rendering: Renderin
             how = " (joined as they are)" if name == "prompt-completion" else ""
         parts.append(f"{number:,} {name}{how}")
     learned = "all tokens are" if rendering.learn == "all" else "answers are"
-    unread = Counter(column for each in documents for column in each.unread)
     columns = "; columns that are not read: " + _named(unread) if unread else ""
     return (f"rows     {', '.join(parts)}; {learned} learned{columns}",)
 

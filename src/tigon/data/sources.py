@@ -19,7 +19,6 @@ from tigon._files import is_of_kernel, open_regular, refuse_special
 from tigon._install import install_command
 from tigon.errors import DataError
 from tigon.models.loading.config import is_hub_id
-from tigon.units import in_bytes
 
 BUILT_IN = "python-docs"
 TOY_ANSWERS = "toy-answers"
@@ -97,14 +96,10 @@ def check(sources: Sequence[Source], key: str = "data.source") -> None:
 
     key: the recipe key that names the sources, for messages.
     """
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(f"{key} needs the package datasets, which is not installed: {install_command('train')}")
     for source in sources:
-        if source.is_hub:
-            if importlib.util.find_spec("datasets") is None:
-                raise DataError(
-                    f"{source.name}: no such file or folder; a data set of the hub needs the package datasets: "
-                    f"{install_command('data')}"
-                )
-        elif not source.is_built_in:
+        if not source.is_hub and not source.is_built_in:
             _check(source.name, key)
 
 
@@ -166,35 +161,6 @@ def files(source: str, refuse: Refuse) -> Iterator[Path]:
         yield file
     if empty:
         raise DataError(f"{source}: no {', '.join(SUFFIXES)} file in this folder; put the data there")
-
-
-def check_memory(sources: Sequence[Source], refuse: Refuse) -> None:
-    """Raise DataError if the files together are larger than the machine's memory, before any file is read.
-
-    All text is held in memory, together with its tokens.
-    """
-    total_bytes = _memory_bytes()
-    size_bytes = 0
-    for source in sources:
-        if source.is_built_in or source.is_hub:
-            continue
-        for file in files(source.name, refuse):
-            try:
-                size_bytes += os.stat(file).st_size
-            except OSError as error:
-                raise unreadable(file, error) from None
-            if total_bytes is not None and size_bytes > total_bytes:
-                raise DataError(
-                    f"{file}: the files up to this one have {in_bytes(size_bytes)}, but this machine has "
-                    f"{in_bytes(total_bytes)} of memory; set data.max_text_mib, or name fewer files"
-                )
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not available on this system
-        return None
 
 
 def unreadable(path: Path, error: OSError) -> DataError:

@@ -13,7 +13,7 @@ import bisect
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,12 @@ class Encoded:
     """What the row has that its text does not teach."""
 
 
-def train_bpe(texts: Sequence[str], vocab_size: int, cache_folder: Path | None = None) -> Any:
+def train_bpe(texts: Iterable[str], vocab_size: int, cache_folder: Path | None = None) -> Any:
     """Train a byte-level BPE of at most `vocab_size` tokens, as a transformers tokenizer.
 
-    cache_folder: stores it under a hash of texts and size. With a damaged or unwritable cache it is trained again.
+    texts: They are iterated over twice, so no iterator.
+    cache_folder: The tokenizer is stored there under a hash of texts and size. With a damaged or unwritable cache it is
+        trained again.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -164,12 +166,6 @@ def encode(
         else:
             result.append(Encoded(tokens, labels, document.origin, document.is_text, notes[i]))
     return result
-
-
-def learns_an_end(encoded: Sequence[Encoded], tokenizer: Any, rendering: Rendering) -> bool:
-    """Whether a token that ends an answer is learned anywhere in the data set."""
-    ends = {tokenizer.eos_token_id, *rendering.ends}
-    return any(not ends.isdisjoint(each.labels) for each in encoded)
 
 
 def _worded(

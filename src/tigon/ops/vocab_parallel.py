@@ -8,7 +8,7 @@ backward adds it up over the group. `by_vocabulary` takes the calls of a divided
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -110,17 +110,16 @@ def by_vocabulary(divided: Callable[..., Any], **weights: int) -> Callable[[_F],
     def decorate(whole: _F) -> _F:
         @functools.wraps(whole)
         def entered(*args: Any, **options: Any) -> Any:
-            if options.get("vocab_parallel") is not None or _holds_dtensor(weights, args, options):
+            if options.get("vocab_parallel") is not None:
                 return divided(*args, **options)
+            for name, place in weights.items():
+                if is_dtensor(args[place] if place < len(args) else options.get(name)):
+                    return divided(*args, **options)
             return whole(*args, **options)
 
         return cast(_F, entered)
 
     return decorate
-
-
-def _holds_dtensor(weights: Mapping[str, int], args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    return any(is_dtensor(args[place] if place < len(args) else options.get(name)) for name, place in weights.items())
 
 
 def checked_part(options: Any) -> VocabParallelOptions:

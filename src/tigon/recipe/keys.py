@@ -152,7 +152,7 @@ class DataConfig:
     )  # fmt: skip
     vocab_size: int = key(8192, "Vocabulary size of the BPE that `auto` trains.", minimum=300, maximum=262144)
     cache: bool = key(
-        True, "Keep tokenised data in `~/.cache/tigon/tokens` (or under `$XDG_CACHE_HOME`), so that the next run with "
+        True, "Keep rows and tokens in `~/.cache/tigon/tokens` (or under `$XDG_CACHE_HOME`), so that the next run with "
         "the same data, tokenizer, template and options does not tokenise it again.",
     )  # fmt: skip
     sequence_length: int = key(1024, "Tokens per sample.", limits="seq")

@@ -27,11 +27,12 @@ from tigon.sweep.one_point import Measuring
 from tigon.sweep.points import Point
 from tigon.sweep.prediction import predict
 from tigon.sweep.processes import AHEAD, Workers
+from tigon.sweep.report import report
 from tigon.sweep.results import folder, results
 from tigon.sweep.results.folder import SweepFolder
 from tigon.trainer.distributed import signals
 from tigon.trainer.guards import preflight
-from tigon.units import in_bytes
+from tigon.units import in_bytes, in_clock
 
 LEAST_LIMIT_BYTES = 1 << 30
 DEFAULT_OUT = Path("runs") / "sweeps"
@@ -299,8 +300,6 @@ def _finish(run: Run) -> None:
     )  # fmt: skip
     # before the report, which takes seconds: the sweep may be killed meanwhile
     run.folder.write_results(written, run.predictions)
-    from tigon.sweep.report import report  # loads transformers
-
     report.write(written, run.folder.path)
     done = sum(map(_finished, written["points"]))
     _say(f"results  {done} of {len(written['points'])} points measured, {run.folder.path / folder.RESULTS}")
@@ -331,4 +330,4 @@ def _result_words(run: Run, point: Point, record: Mapping[str, Any]) -> str:
 
 def _time_words(run: Run, ahead: Todo) -> str:
     took = f"{run.wall_s[-1][1]:.0f} s"
-    return f"{took}; ETA {results.clock(sum(run.expected_s(point) for point, _ in ahead))}" if ahead else took
+    return f"{took}; ETA {in_clock(sum(run.expected_s(point) for point, _ in ahead))}" if ahead else took

@@ -73,7 +73,7 @@ def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")  # TRL's own use
     package = importlib.import_module(spec.package)
     kind = type("Guarded" + spec.trainer, (GuardedTrainer, getattr(package, spec.trainer)), {})
-    train_rows, eval_rows = (datasets.Dataset.from_list(list(rows)) if rows else None for rows in prepared.rows)
+    train_rows, eval_rows = (rows if len(rows) else None for rows in prepared.rows)
     more = {
         **_reference(spec, folder, prepared), **_teacher(spec, folder, prepared),
         **({"reward_funcs": load_rewards(spec.rewards)} if spec.rewards else {}),

@@ -6,6 +6,7 @@ except a tokenizer and tokens in the user's cache.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -17,19 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
 from tigon._quiet import quiet_loading
-from tigon.data import (
-    chat_template,
-    documents,
-    images,
-    preferences,
-    preview,
-    reading,
-    row_notes,
-    token_cache,
-    tokenizer,
-)
+from tigon.data import cache, chat_template, documents, images, preferences, preview, reading, row_notes, tokenizer
+from tigon.data.document_table import Documents, Texts, split_eval, used_by_weight
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
+from tigon.data.tokens import Encoder, Tokens, learns_an_end
 from tigon.errors import DataError, RecipeError, TigonError
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
@@ -45,6 +38,7 @@ from tigon.trainer.guards.recipe_warnings import RunSize, epochs_of, steps_of, w
 from tigon.trainer.rewards import load_rewards
 
 if TYPE_CHECKING:
+    import datasets
     import torch
 
     from tigon.data.packing import Packed, Sample
@@ -91,7 +85,7 @@ class Prepared:
     n_parameters: int
     tokenizer: Any
     train: Packed
-    eval_samples: list[Sample]
+    eval_samples: Sequence[Sample]
     collator: Collator
     prompt: list[int]
     data: dict[str, Any]
@@ -99,7 +93,7 @@ class Prepared:
     """The processor of a model that reads images too."""
     prompt_inputs: Mapping[str, Any] = field(default_factory=dict)
     """The model's arguments for the prompt besides its tokens: its images."""
-    rows: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
+    rows: tuple[datasets.Dataset, datasets.Dataset] | None = None
     """The rows to train on and those for evaluation, if a trainer of TRL takes them; None: it takes the samples."""
     bad_rows: tuple[str, ...] = ()
     """The problems of the first rows that were skipped."""
@@ -207,18 +201,18 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     data = recipe.data
     bad = documents.BadRows(data.bad_rows)
     layout = objective.rows(data).layout
-    read = reading.read(data.sources(), layout, data.max_text_mib, bad)
+    folder = cache.default_folder() if data.cache else None
+    read = reading.read(data.sources(), layout, data.max_text_mib, bad, cached=folder)
     if data.eval_source:
-        train_docs, eval_docs = read, reading.read(data.eval_sources(), layout, None, bad, "data.eval_source")
+        train_docs = read
+        eval_docs = reading.read(data.eval_sources(), layout, None, bad, "data.eval_source", folder)
     else:
-        train_docs, eval_docs = documents.split_eval(read, data.eval_fraction)
-    train_docs = reading.used_by_weight(train_docs)
-    row_docs = (train_docs, eval_docs)
+        train_docs, eval_docs = split_eval(read, data.eval_fraction)
+    train_docs = used_by_weight(train_docs)
     if objective.trl is not None:
         load_rewards(objective.trl.rewards)
         _check_teacher(recipe, config)
-        preferences.check_alike([*train_docs, *eval_docs])
-        train_docs, eval_docs = ([text for row in part for text in row.texts] for part in (train_docs, eval_docs))
+        preferences.check_alike(itertools.chain(train_docs, eval_docs))
     processor = objective.rows(data).load_processor()
     tok = _tokenizer(recipe, train_docs) if processor is None else processor.tokenizer
     rendering = chat_template.choose(tok, data.template, data.learn, model.end_ids(recipe, config))
@@ -226,19 +220,24 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     of_rows: tuple[str, ...] = ()
     if objective.trl is not None:
         _check_chat(tok, read[0])
-        of_rows = tuple(filter(None, [preferences.without_template([*row_docs[0], *row_docs[1]], tok)]))
+        of_rows = tuple(filter(None, [preferences.without_template((train_docs, eval_docs), tok)]))
     n_ids = config.get_text_config().vocab_size
-    cache = token_cache.TokenCache(
-        token_cache.default_folder() if data.cache else None, tok, n_ids, bad, rendering
-    )  # fmt: skip
-    encode = cache.encode
+    encoder = Encoder(tok, n_ids, rendering, bad, folder)
+    encoded: tuple[Sequence[Encoded], Sequence[Encoded]]
     if processor is not None:
-        encode = images.Encoder(processor, rendering, n_ids, data.image_size, bad).encode
-    encoded = encode(train_docs), encode(eval_docs) if eval_docs else []
-    rows = None
+        with_images = images.Encoder(processor, rendering, n_ids, data.image_size, bad)
+        encoded = with_images.encode(train_docs), with_images.encode(eval_docs)
+    else:
+        encoded = encoder.encode(train_docs), encoder.encode(eval_docs)
+    rows, n_dropped, n_texts = None, 0, [len(train_docs), len(eval_docs)]
     if objective.trl is not None:
-        rows, encoded = preferences.fitting(row_docs, encoded, data.sequence_length, too_long=data.too_long)
-    n_dropped = 0 if rows is None else sum(map(len, row_docs)) - sum(map(len, rows))
+        texts = Tokens.of(encoded[0]), Tokens.of(encoded[1])
+        n_texts, n_rows = [len(part.rows) for part in texts], len(train_docs) + len(eval_docs)
+        (train_docs, eval_docs), encoded = preferences.fitting(
+            (train_docs, eval_docs), texts, data.sequence_length, too_long=data.too_long
+        )
+        n_dropped = n_rows - len(train_docs) - len(eval_docs)
+        rows = preferences.as_dataset(train_docs, folder), preferences.as_dataset(eval_docs, folder)
     n_readers = resume_rules.readers(recipe, choices.gpus)
     if rows is None and processor is None:
         recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, n_readers)
@@ -250,17 +249,17 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
             f"{data.source_names}: post_training.base_steps trains on answers, and no row has one; add the column "
             "completion, or set post_training.base_steps: 0"
         )
-    eval_packed = objective.rows(data).pack(encoded[1]) if eval_docs else None
-    eval_samples = eval_packed.samples if eval_packed else []
+    eval_packed = objective.rows(data).pack(encoded[1]) if n_texts[1] else None
+    eval_samples: Sequence[Sample] = eval_packed.samples if eval_packed else []
     n_samples = len(train.samples if rows is None else rows[0])
     size = _size(recipe, objective, encoded[0], n_samples, len(eval_samples), n_readers)
     _check_enough(recipe, n_samples, size)
     if eval_packed is not None and not eval_packed.samples:
-        raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped + n_dropped)
+        raise _nothing_to_evaluate(recipe, n_texts[1], eval_packed.n_dropped + n_dropped)
     answered: list[Encoded] = []
     if data.learn == "all" and rows is None and processor is None:  # the samples do not say where an answer begins
         marks = replace(rendering, learn="answers")
-        answered = tokenizer.encode((eval_docs or train_docs)[:1], tok, bad=documents.BadRows("skip"), rendering=marks)
+        answered = tokenizer.encode([(eval_docs or train_docs)[0]], tok, bad=documents.BadRows("skip"), rendering=marks)
     prompt = _prompt(recipe, tok, config, eval_samples or train.samples, answered)
     preflight.check_sample(recipe, config, len(prompt))
     as_chat = chat_template.is_chat(read[0], tok, rendering) if rows is None else preferences.is_chat(read[0])
@@ -271,8 +270,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = data.packs and recipe.model.attention.startswith("flash")
     data_summary = {
-        "documents": len(train_docs),
-        "held_out_documents": len(eval_docs),
+        "documents": n_texts[0],
+        "held_out_documents": n_texts[1],
         "rows": n_samples,
         "steps": steps_of(recipe, size),
         "epochs": epochs_of(recipe, size),
@@ -284,7 +283,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         "tokenizer_size": len(tok),
         "parameters": n_parameters,
         **(_of_samples(train.samples, eval_samples, size) if rows is None else {}),
-        "fingerprint": fingerprint([*train.samples, *eval_samples]),
+        "fingerprint": fingerprint(itertools.chain(train.samples, eval_samples)),
     }
     collator = objective.rows(data).collator(pad_id, flatten)
     prompt_inputs: Mapping[str, Any] = {}
@@ -292,14 +291,14 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         processor.chat_template = tok.chat_template
         if not recipe.output.sample_prompt:
             prompt_inputs = images.prompt_inputs((eval_samples or train.samples)[0], collator, len(prompt))
-        data_summary["images"] = sum(len(document.images) for document in (*train_docs, *eval_docs))
+        data_summary["images"] = sum(len(document.images) for part in (train_docs, eval_docs) for document in part)
         check_every_row_has_images(train.samples, choices)
     run_info = engine.run_info_of(recipe, config, shapes, device, objective)
     return Prepared(
         recipe, device, choices, run_info, objective, config, n_parameters,
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
-        rows_line=preview.rows_line(read, tok, rendering) + packing_line + _cache_line(cache),
+        rows_line=preview.rows_line(read, tok, rendering) + packing_line + _cache_line(encoder),
         warnings=(
             *model.text_part_warning(recipe.model, config), *adapter_warnings, *of_rows,
             *_row_warnings(encoded, tok, rendering, is_trl=rows is not None),
@@ -331,14 +330,15 @@ def _row_warnings(
     is_trl: TRL makes the tokens and labels. It reads special tokens in a text, and which ends it learns is not known.
     """
     train, evaluated = encoded
-    warnings = row_notes.warnings_of([*train, *evaluated], without={row_notes.MARK_IN_TEXT} if is_trl else ())
-    if not is_trl and not all(each.is_text for each in train) and not tokenizer.learns_an_end(train, tok, rendering):
+    noted = [*Tokens.of(train).noted(), *Tokens.of(evaluated).noted()]
+    warnings = row_notes.warnings_of(noted, without={row_notes.MARK_IN_TEXT} if is_trl else ())
+    if not is_trl and not Tokens.of(train).are_text.all() and not learns_an_end(train, tok, rendering):
         warnings += (row_notes.no_end(len(train)),)
     return warnings
 
 
-def _cache_line(cache: token_cache.TokenCache) -> tuple[str, ...]:
-    return (f"tokens   of {cache.n_read:,} documents from the cache, {cache.folder}",) if cache.n_read else ()
+def _cache_line(encoder: Encoder) -> tuple[str, ...]:
+    return (f"tokens   of {encoder.n_cached:,} documents from the cache, {encoder.folder}",) if encoder.n_cached else ()
 
 
 def _check_teacher(recipe: Recipe, config: Any) -> None:
@@ -383,11 +383,10 @@ def _trains_tokenizer(recipe: Recipe) -> bool:
     return recipe.data.tokenizer == "auto" and model.is_preset(recipe.model.name)
 
 
-def _tokenizer(recipe: Recipe, train_docs: Sequence[documents.Document]) -> Any:
+def _tokenizer(recipe: Recipe, train_docs: Documents) -> Any:
     name = recipe.data.tokenizer
     if _trains_tokenizer(recipe):
-        texts = [document.text for document in train_docs]
-        return tokenizer.train_bpe(texts, recipe.data.vocab_size, tokenizer.default_cache_folder())
+        return tokenizer.train_bpe(Texts(train_docs), recipe.data.vocab_size, tokenizer.default_cache_folder())
     own = name == "auto"
     return tokenizer.load_tokenizer(
         recipe.model.name if own else name,
@@ -404,7 +403,7 @@ def _size(
         per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * n_readers
         n_samples *= recipe.post_training.generations
         n_samples -= n_samples % per_step
-    of_text = any(document.is_text for document in encoded)
+    of_text = Tokens.of(encoded).are_text.any()
     n_rows = n_samples if objective.trl is not None else 0 if of_text else len(encoded)
     return RunSize(n_samples, n_eval, n_readers, n_rows=n_rows)
 

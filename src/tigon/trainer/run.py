@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.data import reading, sources
-from tigon.data.images import PicturedRows
+from tigon.data.image_rows import PicturedRows
 from tigon.data.packing import SampleDataset
 from tigon.errors import TigonError
 from tigon.objectives import recipe_checks

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tigon.data import preview
+from tigon.report.table import Table
 from tigon.techniques import TECHNIQUES
 from tigon.trainer import model, open_folder
 from tigon.trainer.checkpoint import resume_rules
@@ -100,23 +101,23 @@ def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objectiv
 
 def _print_comparison(console: Console, repeats: Sequence[Mapping[str, Any]]) -> None:
     """A table of the choices that were measured, and a line for each other one."""
-    from rich.table import Table
-
     from tigon.trainer.report.progress import format_bytes  # loads transformers
 
-    table = Table(title="the same steps, seed and samples, in turns", box=None, header_style="bold", pad_edge=False)
-    for title in ("kernels", "last loss", "peak memory", "step alone", "tokens/s", "range"):
-        table.add_column(title, justify="left" if title == "kernels" else "right", no_wrap=title != "kernels")
-    for row in repeats:
-        if row["error"] is None:
-            slowest, fastest = row["tokens_per_s_range"]
-            table.add_row(
-                row["label"], f"{row['losses'][-1]:.6f}", format_bytes(row["peak_bytes"]),
-                format_bytes(row["peak_bytes"] - row["at_rest_bytes"]), f"{row['tokens_per_s']:,.0f}",
-                f"{slowest:,.0f} to {fastest:,.0f}",
-            )  # fmt: skip
-    if table.row_count:
-        console.print(table)
+    rows = [
+        (
+            row["label"],
+            f"{row['losses'][-1]:.6f}",
+            format_bytes(row["peak_bytes"]),
+            format_bytes(row["peak_bytes"] - row["at_rest_bytes"]),
+            f"{row['tokens_per_s']:,.0f}",
+            " to ".join(f"{speed:,.0f}" for speed in row["tokens_per_s_range"]),
+        )
+        for row in repeats
+        if row["error"] is None
+    ]
+    if rows:
+        titles = ("kernels", "last loss", "peak memory", "step alone", "tokens/s", "range")
+        Table(titles, rows, title="the same steps, seed and samples, in turns").show(console)
         console.print("tokens/s is the median step; the range is from the slowest to the fastest step")
     for row in repeats:
         if row["error"] is not None:

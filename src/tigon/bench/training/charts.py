@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from tigon.bench.training.record import OVER, CaseRecord, StepMeasurement, TrainRecord
 from tigon.bench.training.time_by_kind import KINDS
-from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
+from tigon.report.chart import GRID, INK, MUTED, horizontal_bars, lay_flat, new_figure, svg
 
 # One colour per code, as in the charts of the kernels.
 CODE_COLOURS = {
@@ -64,11 +63,7 @@ def _speed(case: CaseRecord, measured: list[StepMeasurement]) -> str:
         (panels[0], "tokens/s", [m.tokens_per_s or 0.0 for m in measured]),
         (panels[1], "peak (GiB)", [(m.peak_bytes or 0) / 2**30 for m in measured]),
     ):
-        bars = axes.barh(_labels(measured), values, color=colours)
-        shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" for value in values]
-        axes.bar_label(bars, labels=shown, padding=2, color=INK, fontsize=7)
-        axes.set(xlabel=unit, xlim=(0, 1.25 * max(values) or 1.0))
-        _horizontal(axes)
+        horizontal_bars(axes, _labels(measured), values, unit=unit, colours=colours)
     if case.limit_bytes is not None:
         panels[1].axvline(case.limit_bytes / 2**30, color=INK, ls=":", lw=1.2)
     figure.suptitle(case.id + ("  (dotted: the limit)" if case.limit_bytes is not None else ""), color=INK)
@@ -81,11 +76,11 @@ def _time(case: CaseRecord, measured: list[StepMeasurement]) -> str:
     for kind in KINDS:
         values = [(m.split_ms or {}).get(kind) or 0.0 for m in measured]
         if any(values):
-            axes.barh(_labels(measured), values, left=left, color=KIND_COLOURS[kind], label=kind,
-                      edgecolor=MUTED, lw=0.3)  # fmt: skip
+            look = {"color": KIND_COLOURS[kind], "edgecolor": MUTED, "lw": 0.3}
+            axes.barh(_labels(measured), values, left=left, label=kind, **look)
         left = [start + value for start, value in zip(left, values, strict=True)]
     axes.set(xlabel="ms per optimizer step", xlim=(0, 1.05 * max(left) or 1.0))
-    _horizontal(axes)
+    lay_flat(axes)
     axes.legend(frameon=False, fontsize=7, ncols=len(KINDS), loc="upper center", bbox_to_anchor=(0.5, -0.25))
     figure.suptitle(case.id, color=INK)
     return svg(figure, f"time-{slug(case)}")
@@ -93,9 +88,3 @@ def _time(case: CaseRecord, measured: list[StepMeasurement]) -> str:
 
 def _labels(measured: list[StepMeasurement]) -> list[str]:
     return [m.variant + (" (over the limit)" if m.status == OVER else "") for m in measured]
-
-
-def _horizontal(axes: Any) -> None:
-    axes.invert_yaxis()
-    axes.grid(axis="x", color=GRID, lw=0.8)
-    axes.grid(visible=False, axis="y")

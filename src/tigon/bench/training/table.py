@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tigon.bench.training.record import OVER, CaseRecord, StepMeasurement, TrainRecord
 from tigon.bench.training.time_by_kind import KINDS
 from tigon.bench.training.variants import CODES, RETIRED
+from tigon.report.table import markdown_table
 from tigon.units import in_bytes, off_by
 
 REFERENCES = ("liger:full", "hf:full")
@@ -24,13 +23,17 @@ def case_table(case: CaseRecord) -> str:
     """The table of a case. A variant that was not measured has its reason instead of figures."""
     reference = reference_of(case)
     names = [
-        "variant", "micro-batches", "recomputes", "tokens/s",
-        *([f"x {reference.variant}"] if reference else []), "peak, GiB", "% of matmul rate",
-        *(f"{kind}, ms" for kind in KINDS), "predicted peak, time",
-    ]  # fmt: skip
-    lines = [_cells(names), _cells(["---"] * len(names))]
-    lines += [_cells(_line(m, case, reference, len(names))) for m in case.measurements]
-    return "\n".join(lines)
+        "variant",
+        "micro-batches",
+        "recomputes",
+        "tokens/s",
+        *([f"x {reference.variant}"] if reference else []),
+        "peak, GiB",
+        "% of matmul rate",
+        *(f"{kind}, ms" for kind in KINDS),
+        "predicted peak, time",
+    ]
+    return markdown_table(names, [_line(m, case, reference, len(names)) for m in case.measurements])
 
 
 def _line(m: StepMeasurement, case: CaseRecord, reference: StepMeasurement | None, columns: int) -> list[str]:
@@ -41,10 +44,16 @@ def _line(m: StepMeasurement, case: CaseRecord, reference: StepMeasurement | Non
         ratio = [f"{m.tokens_per_s / reference.tokens_per_s:.3f}"]
     mark = f" {EXCEEDS}" if m.status == OVER else ""
     return [
-        m.variant + mark, f"{case.batch // m.micro_batch} x {m.micro_batch}", m.recomputed or "-",
-        f"{m.tokens_per_s:,.0f}", *ratio, _gib(m.peak_bytes),
-        "-" if m.products_share is None else f"{100 * m.products_share:.0f} %", *_kinds(m), _predicted(m),
-    ]  # fmt: skip
+        m.variant + mark,
+        f"{case.batch // m.micro_batch} x {m.micro_batch}",
+        m.recomputed or "-",
+        f"{m.tokens_per_s:,.0f}",
+        *ratio,
+        _gib(m.peak_bytes),
+        "-" if m.products_share is None else f"{100 * m.products_share:.0f} %",
+        *_kinds(m),
+        _predicted(m),
+    ]
 
 
 def _gib(nbytes: int | None) -> str:
@@ -64,10 +73,6 @@ def _predicted(m: StepMeasurement) -> str:
         return "-"
     peak, time = off_by(m.predicted["peak_bytes"], m.peak_bytes), off_by(m.predicted["step_ms"], m.step_ms.median)
     return f"{peak}, {time}"
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def provenance(run: TrainRecord) -> str:
@@ -95,13 +100,13 @@ def section(run: TrainRecord) -> str:
         retired = {m.code for m in case.measurements} & RETIRED.keys()
         note += "".join(f" `{code}` was {RETIRED[code]}." for code in sorted(retired))
         parts += [
-            f"**{case.id}**: {case.tokens:,} tokens per optimizer step.{limit}{note}", f"`{case.command}`",
+            f"**{case.id}**: {case.tokens:,} tokens per optimizer step.{limit}{note}",
+            f"`{case.command}`",
             case_table(case),
-        ]  # fmt: skip
+        ]
     return "\n\n".join(part for part in parts if part != "``")
 
 
 def codes() -> str:
     """The table of the codes with their meanings."""
-    lines = [_cells(("code", "meaning")), _cells(("---", "---"))]
-    return "\n".join([*lines, *(_cells((f"`{code.name}`", code.meaning)) for code in CODES.values())])
+    return markdown_table(("code", "meaning"), [(f"`{code.name}`", code.meaning) for code in CODES.values()])

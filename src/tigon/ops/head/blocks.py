@@ -85,11 +85,9 @@ def _empty_gradients(head: Head, wanted: Wanted, plan: BlockPlan, fp32_hidden: b
 
 
 def _alive_in_backward(head: Head, wanted: Wanted, plan: BlockPlan, left_out: bool) -> list[Tensor]:
-    """What the backward allocates for a head besides its results: for the planner, which traces the fakes."""
+    """The copy of X and the sum of dX of a backward: for the planner, which traces the fakes."""
     x, alive = head.hidden_NH, list[Tensor]()
     shape = (min(plan.tokens, head.tokens), x.shape[1])
-    if any(wanted):
-        alive.append(_gradient_buffer(head, plan).memory)
     if wanted.want_weight and left_out:
         alive.append(x.new_empty(shape))
     if wanted.want_hidden and plan.columns < head.vocab:
@@ -216,10 +214,9 @@ def _backward_fake(
     plan = options.plan((head.tokens, head.vocab), LogitBytes.of(head.dtype), kept_NV is not None)
     gradients = _empty_gradients(head, wanted, plan, options.fp32_hidden)
     if isinstance(head.tokens, int):
-        alive = _alive_in_backward(head, wanted, plan, left_out=not options.gathered)
-        if kept_NV is None:
-            alive.append(_logits_buffer(head, plan).memory)
-        del alive
+        alive = [_gradient_buffer(head, plan)] + ([_logits_buffer(head, plan)] if kept_NV is None else [])
+        sums = _alive_in_backward(head, wanted, plan, left_out=not options.gathered)
+        del alive, sums
     return gradients
 
 
@@ -398,7 +395,10 @@ def _kl_backward_fake(
     gradients = KlGradients.of(*(_empty_gradients(head, want, plan, options.fp32_hidden) for head, want in heads))
     if isinstance(pair.p.tokens, int):
         alive: list[object] = [] if kept else [PairBuffers(pair, plan)]
-        alive += [_alive_in_backward(head, want, plan, upstream.counts_N is not None) for head, want in heads]
+        for head, want in heads:
+            if any(want):
+                alive.append(_gradient_buffer(head, plan))
+                alive.append(_alive_in_backward(head, want, plan, upstream.counts_N is not None))
         del alive
     return gradients
 

@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.errors import ShapeError, ShardingError
-from tigon.ops.dispatch import check_dtype
-from tigon.ops.head.inputs import Head, check_head
-from tigon.ops.losses.labels import check_labels, may_wait, tokens_that_count, wants_label_check
-from tigon.ops.losses.options import check_devices
+from tigon.ops.head.inputs import Head
+from tigon.ops.losses.labels import check_labels, may_wait, wants_label_check
 from tigon.ops.vocab_parallel import (
     ANY_VOCABULARY,
     VocabParallelOptions,
@@ -30,9 +28,10 @@ from tigon.ops.vocab_parallel import (
 class DividedHead:
     """Hidden states and this process's part of a divided head, as ordinary tensors."""
 
+    head: Head
     hidden: Tensor
     weight: Tensor
-    bias: Tensor | None
+    """As the caller gave them, but ordinary tensors."""
     part: VocabParallelOptions
     vocab: int | None
     """Classes of the whole head; None if only this process's part is known."""
@@ -72,14 +71,7 @@ class DividedHead:
                 f"{prefix}weight has {weight.shape[0]} rows; vocab_parallel [{part.start}, {part.stop}) names "
                 f"{part.stop - part.start}. Pass this process's rows only."
             )
-        _check_local(hidden, weight, bias, prefix)
-        check_devices(**{f"{prefix}hidden": hidden, f"{prefix}weight": weight, f"{prefix}bias": bias})
-        return cls(hidden, weight, bias, part, vocab)
-
-    @property
-    def head(self) -> Head:
-        """The part's inputs, in the dtype of their product."""
-        return Head.settled(self.hidden, self.weight, self.bias)
+        return cls(Head.of(hidden, weight, bias, prefix, divided=True), hidden, weight, part, vocab)
 
     @property
     def most_top_k(self) -> int:
@@ -98,13 +90,6 @@ class DividedHead:
         if self.vocab is not None and may_wait(ids_NK) and wants_label_check(self.hidden):
             check_labels(self.vocab, ids_NK, ignore_index)
 
-    def tokens_that_count(self, ids_NK: Tensor, ignore_index: int) -> Tensor | None:
-        """Flat positions of the tokens that count, or None to compute all.
-
-        It depends on the ids alone: processes with different numbers of rows must drop the same tokens.
-        """
-        return tokens_that_count(ids_NK, lambda: (ids_NK != ignore_index).any(1))
-
 
 def _check_same_mesh(hidden: Any, weight: Any, prefix: str) -> None:
     """Raise unless hidden is a DTensor: FSDP2's shards are like a divided head's, but the processes' tokens differ."""
@@ -119,13 +104,3 @@ def _check_same_mesh(hidden: Any, weight: Any, prefix: str) -> None:
 def _local(tensor: Any) -> Tensor:
     """This process's part; its gradient becomes a DTensor of the same placement."""
     return tensor.to_local()  # type: ignore[no-any-return]
-
-
-def _check_local(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str) -> None:
-    if weight.shape[0]:
-        check_head(hidden, weight, bias, prefix)
-        return
-    # A process may hold no row, such as the last of 4 that divide 5 rows.
-    check_dtype(hidden, weight, bias)
-    if weight.ndim != 2 or hidden.ndim == 0 or weight.shape[1] != hidden.shape[-1]:
-        raise ShapeError(f"{prefix}hidden is {tuple(hidden.shape)}, {prefix}weight is {tuple(weight.shape)}.")

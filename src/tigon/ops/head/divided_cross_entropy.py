@@ -26,13 +26,13 @@ from tigon.ops.head.divided import DividedHead
 from tigon.ops.head.inputs import Head, Wanted
 from tigon.ops.head.logprobs import divided_logprobs, of_no_column
 from tigon.ops.head.loop import run_blocks
-from tigon.ops.head.loss_request import LossRequest
-from tigon.ops.head.plan import BlockPlan, LogitBytes, default_chunk_bytes, keeps_logits, plan_whole_rows
+from tigon.ops.head.loss_call import LossCall
+from tigon.ops.head.plan import BlockPlan, LogitBytes, keeps_logits, plan_whole_rows
 from tigon.ops.losses.labels import Places, PreparedTargets
 from tigon.ops.losses.logprob_rows import Block, gradient_into
-from tigon.ops.losses.options import LogprobOptions, LossOptions, check_vector
+from tigon.ops.losses.options import LogprobOptions, check_vector
 from tigon.ops.losses.reduction import gradient_scales
-from tigon.ops.losses.results import LossOutput, Results, RowResults, accuracy, wants_entropy, wants_predicted
+from tigon.ops.losses.results import LossOutput, Results, RowResults, accuracy
 from tigon.ops.losses.vocabulary import DividedVocabulary
 from tigon.ops.products import no_autocast
 from tigon.ops.vocab_parallel import VocabParallelOptions, outside_graphs, refuse_options, replicated
@@ -152,20 +152,22 @@ class _Chunks:
         return Results._make(torch.cat(fields) for fields in zip(*self.parts, strict=True))
 
 
-def _bytes_of_blocks(loss: LossRequest, divided: DividedHead) -> tuple[int, int]:
+def _bytes_of_blocks(call: LossCall, weight: Tensor) -> tuple[int, int]:
     """(bytes of a block's logits, most bytes of logits that are kept)"""
-    most = loss.chunk_bytes
-    if loss.memory_bytes is not None:
-        most = max(loss.memory_bytes - divided.weight.nbytes, divided.weight.element_size())
-    return default_chunk_bytes(divided.hidden, most)
+    if not call.limits.memory_bytes:
+        least, most = call.limits.chunk_bytes
+        return least, most
+    left = max(call.limits.memory_bytes - weight.nbytes, weight.element_size())
+    return left, left
 
 
-def _plan(loss: LossRequest, divided: DividedHead, head: Head) -> BlockPlan | None:
+def _plan(call: LossCall, divided: DividedHead) -> BlockPlan | None:
     """The chunks if the gradient is computed in the forward, else None. Each process decides alike."""
+    head = divided.head
     trained = any(t is not None and t.requires_grad for t in head)
-    if not (trained and torch.is_grad_enabled()) or loss.per_row or loss.memory_bytes is not None:
+    if not (trained and torch.is_grad_enabled()) or call.per_row or call.limits.memory_bytes:
         return None
-    (block_bytes, most_kept), most_rows = _bytes_of_blocks(loss, divided), divided.most_rows()
+    (block_bytes, most_kept), most_rows = call.limits.chunk_bytes, divided.most_rows()
     size = LogitBytes.of(head.dtype)
     if keeps_logits(head.tokens, most_rows, size, most_kept):
         return None
@@ -175,76 +177,73 @@ def _plan(loss: LossRequest, divided: DividedHead, head: Head) -> BlockPlan | No
 @outside_graphs
 def divided_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor | PreparedTargets, *, bias: Tensor | None = None,
-    class_weight: Tensor | None = None, token_weight: Tensor | None = None, lora_a: Tensor | None = None,
-    lora_b: Tensor | None = None, scaling: float = 1.0, adapter_hidden: Tensor | None = None,
-    vocab_parallel: VocabParallelOptions | None = None, **options: Any,
+    class_weight: Tensor | None = None, token_weight: Tensor | None = None, outputs: tuple[str, ...] = (),
+    label_smoothing: float = 0.0, lora_a: Tensor | None = None, lora_b: Tensor | None = None, scaling: float = 1.0,
+    adapter_hidden: Tensor | None = None, vocab_parallel: VocabParallelOptions | None = None, **options: Any,
 ) -> Tensor | LossOutput:  # fmt: skip
     """`linear_cross_entropy` of this process's rows. Labels and weights are the same in every process."""
-    loss = LossRequest.of(target, **options)
     divided = DividedHead.of(hidden, weight, bias, vocab_parallel)
-    refuse_options(
-        label_smoothing=bool(loss.options.label_smoothing), lora_a=lora_a is not None, lora_b=lora_b is not None
-    )
-    loss = replace(
-        loss, target=replicated(loss.target, "target"), token_weight=replicated(token_weight, "token_weight"),
-        class_weight=replicated(class_weight, "class_weight"),
+    refuse_options(label_smoothing=bool(label_smoothing), lora_a=lora_a is not None, lora_b=lora_b is not None)
+    target, class_weight = replicated(target, "target"), replicated(class_weight, "class_weight")
+    _check_class_weight(class_weight, divided)
+    call = LossCall.of(
+        divided.head, divided.hidden.shape[:-1], target, whole=False, class_weight=class_weight, outputs=outputs,
+        token_weight=replicated(token_weight, "token_weight"), **options,
     )  # fmt: skip
-    loss.check_tensors(divided.hidden)
-    _check_class_weight(loss.class_weight, divided)
-    return _divided_loss(divided, loss)
+    value, found = _divided_loss(divided, call)
+    labels = target.target if isinstance(target, PreparedTargets) else target
+    value = value.view(labels.shape) if call.per_row else value
+    return _public(value, found, labels, outputs, call.options.ignore_index)
 
 
-def _divided_loss(divided: DividedHead, loss: LossRequest) -> Tensor | LossOutput:
-    head, target_N, ignored = divided.head, loss.target.reshape(-1).contiguous(), loss.options.ignore_index
-    inverse = loss.inverse_denominator(divided.hidden, target_N)
+def _divided_loss(divided: DividedHead, call: LossCall) -> tuple[Tensor, Results]:
+    options, tokens = call.options, _token_loss(call, divided.hidden.dtype)
     of_logits = LogprobOptions(
-        ignored, loss.options.softcap, loss.options.logit_scale, entropy=wants_entropy(loss.outputs),
-        predicted=wants_predicted(loss.outputs),
-    )  # fmt: skip
-    tokens = _token_loss(target_N, loss.class_weight, loss.token_weight, loss.options, divided.hidden.dtype)
-    plan = _plan(loss, divided, head)
-    if plan is not None:
-        divided.check_labels(tokens.ids_N1, ignored)
-        call = DividedChunksCall(
-            tokens=tokens, index=divided.tokens_that_count(tokens.ids_N1, ignored), inv_denominator=inverse,
-            scales=gradient_scales(head.dtype, inverse, loss.token_weight, loss.class_weight, loss.options),
-            options=of_logits, plan=plan, vocabulary=DividedVocabulary(divided.part),
-        )  # fmt: skip
-        value, *fields = DividedChunks.apply(*head[:3], call)
-        found = Results._make(fields)
-    else:
-        found = divided_logprobs(divided, tokens.ids_N1, of_logits, _bytes_of_blocks(loss, divided))
+        options.ignore_index, options.softcap, options.logit_scale, entropy=call.entropy, predicted=call.predicted
+    )
+    plan = _plan(call, divided)
+    if plan is None:
+        blocks = _bytes_of_blocks(call, divided.weight)
+        found = divided_logprobs(divided, tokens.ids_N1, of_logits, blocks, call.index)
         loss_N = tokens.values(found.logprob_NK.squeeze(1), found.lse_N)
-        value = loss_N.view(loss.target.shape) if loss.per_row else loss_N.sum() * inverse
-    return _public(value, found, loss)
+        return loss_N if call.per_row else loss_N.sum() * call.inv_denominator, found
+    head = divided.head
+    divided.check_labels(tokens.ids_N1, options.ignore_index)
+    of_chunks = DividedChunksCall(
+        tokens=tokens, index=call.index, inv_denominator=call.inv_denominator,
+        scales=gradient_scales(head.dtype, call.inv_denominator, call.token_weight, call.class_weight, options),
+        options=of_logits, plan=plan, vocabulary=DividedVocabulary(divided.part),
+    )  # fmt: skip
+    value, *fields = DividedChunks.apply(*head[:3], of_chunks)
+    return value, Results._make(fields)
 
 
-def _public(value: Tensor, found: Results, loss: LossRequest) -> Tensor | LossOutput:
-    if not loss.outputs:
+def _public(
+    value: Tensor, found: Results, target: Tensor, outputs: tuple[str, ...], ignore_index: int
+) -> Tensor | LossOutput:
+    if not outputs:
         return value
-    target, shape, wanted, ids = loss.target, loss.target.shape, loss.outputs, found.predicted_N
+    shape, ids = target.shape, found.predicted_N
     return LossOutput(
         value,
-        logprob=found.logprob_NK.detach().view(shape) if "logprob" in wanted else None,
-        entropy=found.entropy_N.detach().view(shape) if "entropy" in wanted else None,
-        accuracy=accuracy(ids.view(shape), target, loss.options.ignore_index) if "accuracy" in wanted else None,
-        predicted=ids.view(shape) if "predicted" in wanted else None,
+        logprob=found.logprob_NK.detach().view(shape) if "logprob" in outputs else None,
+        entropy=found.entropy_N.detach().view(shape) if "entropy" in outputs else None,
+        accuracy=accuracy(ids.view(shape), target, ignore_index) if "accuracy" in outputs else None,
+        predicted=ids.view(shape) if "predicted" in outputs else None,
     )
 
 
-def _token_loss(
-    target_N: Tensor, class_weight: Tensor | None, token_weight: Tensor | None, options: LossOptions, dtype: torch.dtype
-) -> TokenLoss:
+def _token_loss(call: LossCall, dtype: torch.dtype) -> TokenLoss:
     """The weights of the tokens' losses; 0 where ignored, whatever the weights are."""
-    ids_N = target_N.long()
+    ids_N, options = call.target.long(), call.options
     acc = torch.promote_types(dtype, torch.float32)
-    counts_N = target_N != options.ignore_index
+    counts_N = call.target != options.ignore_index
     weight_N = counts_N.to(acc)
-    if token_weight is not None:
-        weight_N = torch.where(counts_N, token_weight.reshape(-1).to(acc), 0.0)
+    if call.token_weight is not None:
+        weight_N = torch.where(counts_N, call.token_weight.to(acc), 0.0)
     z_weight_N = options.z_loss * weight_N if options.z_loss else None
-    if class_weight is not None:
-        weight_N = weight_N * class_weight.to(acc)[ids_N.clamp(0, class_weight.shape[0] - 1)]
+    if call.class_weight is not None:
+        weight_N = weight_N * call.class_weight.to(acc)[ids_N.clamp(0, call.class_weight.shape[0] - 1)]
     return TokenLoss(ids_N1=ids_N.unsqueeze(1), weight_N=weight_N, z_weight_N=z_weight_N)
 
 

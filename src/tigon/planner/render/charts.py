@@ -10,13 +10,11 @@ from typing import Any
 from tigon.errors import UsageError
 from tigon.planner.estimate import Estimate, estimate
 from tigon.planner.gpus import GIB
-from tigon.planner.render.terminal import COLOURS
 from tigon.planner.request import Request, text_config
 from tigon.planner.search.recommend import Plan, label
 from tigon.planner.simulate.ledger import COMPONENTS
-from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
+from tigon.report.chart import INK, LIMIT, MEMORY_COLOURS, MUTED, new_figure, shared_legend, svg, whole_numbers
 
-LIMIT = "#b91c1c"
 POINTS = 7
 
 
@@ -61,13 +59,6 @@ def _values(most: int, *, unit: int) -> list[int]:
     return sorted(min(value, most) for value in even)
 
 
-def _whole_numbers(axes: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-
-
 def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
     """Draws the memory limit as a line. Its name goes in the legend, because next to the line it would cover curves."""
     limit = plan.gpu.memory_bytes / GIB
@@ -84,10 +75,8 @@ def _components(plan: Plan) -> Any:
         axes.plot(values, [e.device_bytes / GIB for e in predictions], color=INK, lw=1, ls=":", label="on the device")
         _draw_limit(axes, plan, max(e.device_bytes for e in predictions) / GIB)
         axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
-        _whole_numbers(axes)
-    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    names = [name for name in dict.fromkeys((*COMPONENTS, *shown)) if name in shown][::-1]
-    figure.legend([shown[name] for name in names], names, frameon=False, loc="outside right center")
+        whole_numbers(axes)
+    shared_legend(figure, panels, order=COMPONENTS, reverse=True, loc="outside right center")
     figure.suptitle(label(plan.option.request.choices), fontsize=9, color=MUTED)
     return figure
 
@@ -96,5 +85,5 @@ def _stack(axes: Any, values: Sequence[int], predictions: Sequence[Estimate]) ->
     shown = [name for name in COMPONENTS if any(e.components[name] for e in predictions)]
     axes.stackplot(
         values, [[e.components[name] / GIB for e in predictions] for name in shown], labels=shown,
-        colors=[COLOURS[name] for name in shown], lw=0,
+        colors=[MEMORY_COLOURS[name][0] for name in shown], lw=0,
     )  # fmt: skip

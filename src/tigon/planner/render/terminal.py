@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +19,15 @@ from tigon.planner.search.option import Option
 from tigon.planner.search.recommend import Plan, Recommendation, Rejected, against, label
 from tigon.planner.simulate.ledger import COMPONENTS
 from tigon.recipe.keys import OBJECTIVE_SECTIONS
+from tigon.report.chart import MEMORY_COLOURS
+from tigon.report.table import Table
 from tigon.techniques import TECHNIQUES
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
     from rich.text import Text
 
-# The colours of components in the terminal and in charts. Memory at rest is blue or grey; memory that grows with the
-# batch has warm colours.
-COLOURS: Mapping[str, str] = {
-    "weights": "#1e3a8a", "gradients": "#3b82f6", "optimizer": "#93c5fd", "checkpoints": "#0f766e",
-    "activations": "#f59e0b", "logits": "#c2410c", "workspace": "#9ca3af",
-}  # fmt: skip
 _BAR_WIDTH = 64
 _SHOWN_REJECTED = 3
 
@@ -195,20 +191,22 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
 
 
-def _table(result: Estimate) -> Table:
+def _table(result: Estimate) -> RichTable:
     """A table of the components at the peak, next to the peak of each phase."""
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = RichTable(box=None, header_style="bold", pad_edge=False)
     for title, side in (("at the peak", "left"), ("GiB", "right"), ("  phase", "left"), ("peak GiB", "right")):
         table.add_column(title, justify=side)  # type: ignore[arg-type]
     for i in range(max(len(COMPONENTS), len(PHASES))):
         component, phase = COMPONENTS[i], PHASES[i]
         mark = " <" if phase == result.peak_phase else ""
         table.add_row(
-            f"[{COLOURS[component]}]█[/] {component}", f"{result.components[component] / GIB:.2f}", f"  {phase}{mark}",
+            f"[{MEMORY_COLOURS[component][0]}]█[/] {component}",
+            f"{result.components[component] / GIB:.2f}",
+            f"  {phase}{mark}",
             f"{result.phases[phase] / GIB:.2f}",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -216,7 +214,7 @@ def bar(result: Estimate, gpu: Gpu) -> Text:
     """The components as one stacked bar, with the GPU's limit as a line through it."""
     from rich.text import Text
 
-    parts = [(COLOURS[name], result.components[name]) for name in COMPONENTS]
+    parts = [(MEMORY_COLOURS[name][0], result.components[name]) for name in COMPONENTS]
     parts.append(("#d1d5db", result.device_bytes - result.peak_allocated_bytes))  # cached, and outside the allocator
     scale = _BAR_WIDTH / max(gpu.memory_bytes, result.device_bytes)
     limit = min(_BAR_WIDTH - 1, round(gpu.memory_bytes * scale))
@@ -237,8 +235,6 @@ def bar(result: Estimate, gpu: Gpu) -> Text:
 
 
 def _recommendations(plan: Plan, console: Console) -> None:
-    from rich.table import Table
-
     room = gib(plan.problem.gpu.memory_bytes)
     if plan.fallback:
         own = plan.problem.request
@@ -251,21 +247,27 @@ def _recommendations(plan: Plan, console: Console) -> None:
         console.print(f"\n[bold]Without {plan.fallback}, {what}.[/bold]")
     order = "smallest change of the numbers first"
     console.print(f"\n[bold]Recipes that fit[/bold] in {room} ({space.HEADROOM:.0%} stay free), {order}")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("#", "recipe", "batch", "GPU GiB", "host GiB", "step", "tokens/s", "changes"):
-        table.add_column(title, justify="left" if title in ("recipe", "changes") else "right")
+    rows = []
     for number, one in enumerate(plan.recommended, 1):
         result, request = one.option.estimate, one.option.request
-        table.add_row(
-            str(number), label(request.choices), f"{request.batch} x {request.choices.accumulate}",
-            f"{result.device_bytes / GIB:.2f}", f"{result.host_bytes / GIB:.2f}", seconds(result.step_s),
-            f"{result.tokens_per_s:,.0f}", _changes(plan, request),
-        )  # fmt: skip
-    console.print(table)
+        batch = f"{request.batch} x {request.choices.accumulate}"
+        figures = _figures(result, result.host_bytes)
+        rows.append((str(number), label(request.choices), batch, *figures, _changes(plan, request)))
+    titles = ("#", "recipe", "batch", *_FIGURES, "changes")
+    Table(titles, rows, texts=(1, len(titles) - 1)).show(console)
     console.print(f"\nTrain with the first: {_command(plan, plan.recommended[0])}", markup=False, soft_wrap=True)
     missing = not_installed(needs(plan.recommended[0].option))
     if missing:
         console.print(f"It needs {', '.join(missing)}, which this Python does not have.", markup=False)
+
+
+_FIGURES = ("GPU GiB", "host GiB", "step", "tokens/s")
+
+
+def _figures(result: Estimate, host_bytes: int) -> tuple[str, ...]:
+    """The cells under `_FIGURES`."""
+    memory = (f"{result.device_bytes / GIB:.2f}", f"{host_bytes / GIB:.2f}")
+    return (*memory, seconds(result.step_s), f"{result.tokens_per_s:,.0f}")
 
 
 def _changes(plan: Plan, request: Request) -> str:
@@ -337,8 +339,6 @@ def _reach(plan: Plan, console: Console) -> None:
 
 def show_longest(plan: Plan, rows: Sequence[LongestRow], console: Console) -> None:
     """Print the longest row of each configuration, the longest first, under a line that names it."""
-    from rich.table import Table
-
     batch, gpu = rows[0].request.batch, plan.gpu
     rows = sorted(rows, key=lambda row: -row.request.seq if row.option is not None else 0)
     best = rows[0]
@@ -347,20 +347,14 @@ def show_longest(plan: Plan, rows: Sequence[LongestRow], console: Console) -> No
     line = f"{best.request.model} on {gpu.name} ({gib(gpu.memory_bytes)}): {answer}{how}"
     console.print(line, markup=False, style="bold", soft_wrap=True)
     console.print(f"Longest row in micro-batches of {_samples(batch)}")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("tokens", "recipe", "GPU GiB", "host GiB", "step", "tokens/s", "changes"):
-        table.add_column(title, justify="left" if title in ("recipe", "changes") else "right")
+    cells = []
     for row in rows:
-        changed = _changes(plan, row.request)
-        if row.option is None:
-            table.add_row("none", label(row.request.choices), "", "", "", "", changed)
-            continue
-        result = row.option.estimate
-        table.add_row(
-            f"{row.request.seq:,}", label(row.request.choices), f"{result.device_bytes / GIB:.2f}",
-            f"{row.option.all_host_bytes / GIB:.2f}", seconds(result.step_s), f"{result.tokens_per_s:,.0f}", changed,
-        )  # fmt: skip
-    console.print(table)
+        option, tokens, figures = row.option, "none", ("",) * len(_FIGURES)
+        if option is not None:
+            tokens, figures = f"{row.request.seq:,}", _figures(option.estimate, option.all_host_bytes)
+        cells.append((tokens, label(row.request.choices), *figures, _changes(plan, row.request)))
+    titles = ("tokens", "recipe", *_FIGURES, "changes")
+    Table(titles, cells, texts=(1, len(titles) - 1)).show(console)
     console.print()
 
 

@@ -10,20 +10,30 @@ const inBytes = (n) => n >= 2 ** 30 ? (n / 2 ** 30).toFixed(2) + " GiB"
   : n >= 2 ** 20 ? (n / 2 ** 20).toFixed(1) + " MiB" : n >= 1024 ? (n / 1024).toFixed(1) + " KiB" : n ? n + " B" : "0";
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const title = (category) => categories[category][1];
-const element = (tag, text, className) => {
+const element = (tag, text, className, ...children) => {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;
   if (className) made.className = className;
+  made.append(...children);
+  return made;
+};
+const key = (background) => {
+  const made = element("span", undefined, background ? "key" : "key dash");
+  if (background) made.style.background = background;
   return made;
 };
 
 class Chart {
-  constructor(run, section, top) {
+  constructor(run, place) {
     this.run = run;
-    this.top = top;
-    this.canvas = section.querySelector("canvas");
-    this.tip = section.querySelector(".tip");
-    this.kept = section.querySelector(".kept");
+    this.canvas = element("canvas");
+    this.canvas.tabIndex = 0;
+    this.canvas.setAttribute("role", "img");
+    this.canvas.setAttribute("aria-label", "Live memory by category: " + run.summary);
+    this.tip = element("div", undefined, "tip");
+    this.tip.hidden = true;
+    this.kept = element("div");
+    place.replaceChildren(element("div", undefined, "plot", this.canvas, this.tip), this.kept);
     this.n = run.events.length;
     this.totals = new Float64Array(this.n);
     this.live = NAMES.map(() => new Float64Array(this.n));
@@ -57,6 +67,11 @@ class Chart {
       if (scale[middle] <= place) low = middle + 1; else high = middle;
     }
     return low - 1;
+  }
+
+  highest() {
+    const predicted = this.run.bands.map(([name]) => (this.run.predicted && this.run.predicted[name]) || 0);
+    return this.totals.reduce((most, total) => Math.max(most, total), Math.max(0, ...predicted));
   }
 
   all() { this.from = 0; this.to = this.limit(); }
@@ -113,7 +128,7 @@ class Chart {
     for (let value = 0; value * unit <= this.top; value += step) {
       pen.fillStyle = colour("line");
       pen.fillRect(MARGIN.left, Math.round(this.y(value * unit)), this.width, 1);
-      pen.fillStyle = colour("muted");
+      pen.fillStyle = colour("soft");
       pen.fillText(Number(value.toPrecision(6)) + (value === 0 ? " " + name : ""), MARGIN.left - 6, this.y(value * unit));
     }
     pen.textBaseline = "alphabetic";
@@ -138,7 +153,7 @@ class Chart {
       }
       const full = step ? `${name} ${step}` : name, short = step ? `${name[0]}${step}` : name[0];
       const text = [full, short].find((each) => pen.measureText(each).width < right - left - 4);
-      pen.fillStyle = colour("muted");
+      pen.fillStyle = colour("soft");
       if (text) pen.fillText(text, (left + right) / 2, 14);
     });
   }
@@ -219,10 +234,8 @@ class Chart {
     this.tip.replaceChildren(element("b", heading), element("span", what), element("i", call), element("i", where));
     for (let c = NAMES.length - 1; c >= 0; c--) {
       if (!this.live[c][i]) continue;
-      const line = element("span", `${title(c)} ${inBytes(this.live[c][i])}`), key = element("span", undefined, "key");
-      key.style.background = `var(--${NAMES[c]})`;
-      line.prepend(key);
-      line.style.display = "block";
+      const line = element("span", `${title(c)} ${inBytes(this.live[c][i])}`);
+      line.prepend(key(`var(--${NAMES[c]})`));
       this.tip.append(line);
     }
     this.tip.hidden = false;
@@ -250,17 +263,15 @@ class Chart {
       groups.set(key, group);
     }
     const largest = [...groups.values()].sort((a, b) => b.bytes - a.bytes).slice(0, 10);
-    const table = element("table");
-    for (const { bytes, count, block } of largest) {
-      const row = element("tr"), call = this.run.callTable[this.run.calls[block]], said = element("td", call[0], "t");
+    const rows = largest.map(({ bytes, count, block }) => {
+      const call = this.run.callTable[this.run.calls[block]], said = element("td", call[0]);
       said.title = call.slice(1).join("\n");
-      row.append(element("td", inBytes(bytes)), element("td", `${count} x`), element("td", title(this.run.categories[block]), "t"), said);
-      table.append(row);
-    }
-    const scroll = element("div", undefined, "scroll");
-    scroll.append(table);
+      return element("tr", undefined, "", element("td", inBytes(bytes), "n"), element("td", `${count} x`, "n"),
+        element("td", title(this.run.categories[block])), said);
+    });
     const [heading, what, call, where] = this.said(i);
-    this.kept.replaceChildren(element("h3", `${where}: ${heading}`), element("p", `It ${what}: ${call}`, "note"), scroll);
+    this.kept.replaceChildren(element("h3", `${where}: ${heading}`), element("p", `It ${what}: ${call}`, "note"),
+      element("div", undefined, "scroll", element("table", undefined, "", ...rows)));
   }
 
   // --- pointer and keys ----------------------------------------------------------------------------------------------
@@ -307,29 +318,34 @@ function niceStep(rough) {
   return power * [1, 2, 5, 10].find((each) => each * power >= rough);
 }
 
-let top_ = 1;
-for (const run of runs) {
-  let total = 0;
-  for (const event of run.events) {
-    total += event >= 0 ? run.sizes[event] : -run.sizes[~event];
-    top_ = Math.max(top_, total);
-  }
-  for (const [name] of run.bands) top_ = Math.max(top_, (run.predicted && run.predicted[name]) || 0);
-}
-const charts = [...document.querySelectorAll("section:has(canvas)")].map((section, i) => new Chart(runs[i], section, 1.08 * top_));
+const charts = [...document.querySelectorAll(".memory")].map((place, i) => new Chart(runs[i], place));
+const top_ = 1.08 * Math.max(1, ...charts.map((chart) => chart.highest()));
+for (const chart of charts) chart.top = top_;
 const redraw = () => charts.forEach((chart) => chart.draw());
-const press = (id, act) => document.getElementById(id).addEventListener("click", act);
-press("in", () => charts.forEach((chart) => chart.zoom(0.5)));
-press("out", () => charts.forEach((chart) => chart.zoom(2)));
-press("all", () => { charts.forEach((chart) => chart.all()); redraw(); });
-press("axis", (event) => {
+const button = (id, text, act) => {
+  const made = element("button", text);
+  made.id = id;
+  made.type = "button";
+  made.addEventListener("click", act);
+  return made;
+};
+const axis = button("axis", "along time", () => {
   alongTime = !alongTime;
-  event.target.textContent = alongTime ? "along allocations" : "along time";
-  event.target.setAttribute("aria-pressed", String(alongTime));
+  axis.textContent = alongTime ? "along allocations" : "along time";
+  axis.setAttribute("aria-pressed", String(alongTime));
   charts.forEach((chart) => chart.all());
   redraw();
 });
-document.getElementById("dashed").hidden = !runs.some((run) => run.predicted);
+axis.setAttribute("aria-pressed", "false");
+const legend = categories.map(([name, words]) => element("span", undefined, "", key(`var(--${name})`), words));
+if (runs.some((run) => run.predicted)) legend.push(element("span", undefined, "", key(), "predicted peak of the phase"));
+document.querySelector(".controls").replaceChildren(
+  element("div", undefined, "legend", ...legend),
+  element("div", undefined, "buttons", axis,
+    button("in", "zoom in", () => charts.forEach((chart) => chart.zoom(0.5))),
+    button("out", "zoom out", () => charts.forEach((chart) => chart.zoom(2))),
+    button("all", "show all", () => { charts.forEach((chart) => chart.all()); redraw(); }),
+    element("span", "Drag to zoom in, double-click to show all; click or tap to keep a place.", "note")));
 window.addEventListener("resize", redraw);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 redraw();

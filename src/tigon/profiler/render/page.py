@@ -1,81 +1,81 @@
-"""Makes profile.html, one interactive file that needs no network.
-
-Its content security policy forbids all loading, and every script except page.js, which it allows by hash. Jinja2's
-autoescape escapes names from the user (model, recipe, files) in the page. In the JSON data `<`, `>` and `&` are
-escaped, so that no string can end the script element. The script inserts strings as text only.
-"""
+"""Makes profile.html, one interactive file that needs no network. page.js draws its charts and fills its buttons."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tigon.profiler.render import tables
 from tigon.profiler.render.result import Profile
 from tigon.profiler.timeline.timeline import CATEGORIES, title
+from tigon.report import page
+from tigon.report.blocks import Block, Columns, Folded, Heading, Paragraph, Report, Scripted, facts
 
-_HERE = Path(__file__).parent
+MOST_BESIDE = 4
+"""The columns of a table up to which two tables stand side by side."""
+_NO_SCRIPT = "The chart needs JavaScript; timeline.svg beside this page is the same as a drawing."
 
 
 def render(profiles: Sequence[Profile]) -> str:
     """The HTML page of one profile, or of two side by side."""
-    from jinja2 import Environment
-    from markupsafe import Markup
-
-    script = (_HERE / "page.js").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, trim_blocks=True).from_string(
-        (_HERE / "page.html.j2").read_text(encoding="utf-8")
-    )
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     labels = [each.timeline.label for each in profiles]
-    return template.render(
+    names = [tables.named(label, number, len(labels)) for number, label in enumerate(labels)]
+    headings = [[Heading(name, 3)] if len(labels) > 1 else [] for name in names]
+    joint = [tables.components(profiles), tables.phases(profiles)]
+    blocks = [
+        Scripted("controls"),
+        Columns([[*own, *_chart(profile)] for own, profile in zip(headings, profiles, strict=True)]),
+        *([Columns([[table] for table in joint])] if len(joint[0].columns) <= MOST_BESIDE else joint),
+        Columns([[*own, *_tables(profile)] for own, profile in zip(headings, profiles, strict=True)]),
+    ]
+    report = Report(
+        kind="profile",
         title=labels[0] if len(labels) == 1 else "Two runs side by side",
-        runs=[_run(number, profile, len(profiles)) for number, profile in enumerate(profiles)],
-        joint=[tables.components(profiles), tables.phases(profiles)],
-        categories=[(name, title(name), *CATEGORIES[name]) for name in CATEGORIES],
-        script=Markup(script),  # page.js and its hash need no escaping; the data below is escaped
-        script_hash=digest,
-        data=Markup(
-            _json(
-                {
-                    "categories": [[name, title(name)] for name in CATEGORIES],
-                    "runs": [_data(each) for each in profiles],
-                }
-            )
-        ),
+        lead="",
+        blocks=blocks,
+        script=(Path(__file__).parent / "page.js").read_text(encoding="utf-8"),
+        data={
+            "categories": [[name, title(name)] for name in CATEGORIES],
+            "runs": [_data(each) for each in profiles],
+        },
     )
+    return page.render(report, {})
 
 
-def _run(number: int, profile: Profile, n: int) -> dict[str, Any]:
-    candidates = [tables.pieces(profile), tables.operators(profile)]
+def _chart(profile: Profile) -> Iterator[Block]:
+    yield Paragraph(tables.peak_line(profile), is_note=True)
+    yield Scripted("memory", _NO_SCRIPT)
+
+
+def _tables(profile: Profile) -> Iterator[Block]:
+    """The tables of one run, notes on it, and its facts."""
+    yield tables.pieces(profile)
+    if (operators := tables.operators(profile)) is not None:
+        yield operators
+    yield from (Paragraph(note, is_note=True) for note in _notes(profile))
+    yield Folded("What was run", [facts(list(profile.details.items()))])
+
+
+def _notes(profile: Profile) -> Iterator[str]:
     timeline = profile.timeline
-    notes = list(timeline.notes)
+    yield from timeline.notes
     if profile.predicted is not None:
-        notes.append(f"Dashed: the peak of each phase, predicted {profile.predicted.source}.")
+        yield f"Dashed: the peak of each phase, predicted {profile.predicted.source}."
     elif "prediction" in profile.details:
-        notes.append(f"Prediction: {profile.details['prediction']}.")
+        yield f"Prediction: {profile.details['prediction']}."
     if timeline.allocator_peak_bytes is not None:
-        own, ours = timeline.allocator_peak_bytes, profile.peak.nbytes
-        notes.append(
-            f"The allocator counts a peak of {own:,} bytes, the timeline {ours:,}. Blocks that the allocator did not "
-            "split are up to 1 MiB larger than requested."
+        yield (
+            f"The allocator counts a peak of {timeline.allocator_peak_bytes:,} bytes, the timeline "
+            f"{profile.peak.nbytes:,}. Blocks that the allocator did not split are up to 1 MiB larger than requested."
         )
-    return {
-        "name": f"{'AB'[number]}: {timeline.label}" if n > 1 else timeline.label,
-        "peak": tables.peak_line(profile), "tables": [table for table in candidates if table is not None],
-        "facts": list(profile.details.items()), "notes": notes,
-    }  # fmt: skip
 
 
 def _data(profile: Profile) -> dict[str, Any]:
     """The data that the script draws."""
     timeline, names = profile.timeline, list(CATEGORIES)
     return {
-        "label": timeline.label,
+        "summary": tables.peak_line(profile),
         "events": timeline.events,
         "times": timeline.times_ms,
         "places": timeline.places(),
@@ -88,9 +88,3 @@ def _data(profile: Profile) -> dict[str, Any]:
         "predicted": None if profile.predicted is None else dict(profile.predicted.phases),
         "peak": profile.peak.event,
     }
-
-
-def _json(value: Any) -> str:
-    """JSON that is safe inside a script element."""
-    text = json.dumps(value, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

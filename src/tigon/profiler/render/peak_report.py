@@ -60,9 +60,14 @@ def peak_of(timeline: Timeline) -> PeakReport | None:
     last = max((b for b in alive if 100 * timeline.sizes[b] >= totals[event]), default=max(alive, default=0))
     size = timeline.sizes[last]
     return PeakReport(
-        event, totals[event], timeline.times_ms[event], timeline.phase_at(event), components, tuple(pieces),
+        event,
+        totals[event],
+        timeline.times_ms[event],
+        timeline.phase_at(event),
+        components,
+        tuple(pieces),
         Piece(timeline.categories[last], timeline.calls[last], births[last], size, 1),
-    )  # fmt: skip
+    )
 
 
 def phase_peaks(timeline: Timeline) -> dict[str, int]:

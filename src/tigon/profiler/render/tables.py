@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tigon.profiler.render.peak_report import phase_peaks
 from tigon.profiler.render.result import Profile
 from tigon.profiler.timeline.memory_chart import phase_title
 from tigon.profiler.timeline.timeline import CATEGORIES, PHASES, title
+from tigon.report.table import Table
 from tigon.units import in_bytes, in_flops, in_ms, off_by
 
 if TYPE_CHECKING:
@@ -17,17 +18,6 @@ if TYPE_CHECKING:
 
 SHOWN_PIECES, SHOWN_OPS, SHOWN_LINES = 12, 25, 8
 """Rows shown on the page, and rows of either table in the terminal."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A heading, column titles and rows. The first column is text; `texts` gives the further text columns."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    texts: tuple[int, ...] = (0,)
-    note: str = ""
 
 
 def peak_line(profile: Profile) -> str:
@@ -42,42 +32,48 @@ def peak_line(profile: Profile) -> str:
 
 def components(profiles: Sequence[Profile]) -> Table:
     """The components of the peak, with each run next to its prediction."""
-    columns, predicted = ["at the peak"], [each.predicted for each in profiles]
-    for number, expected in enumerate(predicted):
-        columns += [_named("measured", number, len(profiles))]
-        if expected is not None:
-            columns += [_named("predicted", number, len(profiles)), "off by"]
-    rows = []
-    for name in (*CATEGORIES, "all"):
-        cells = [title(name)]
-        for profile, expected in zip(profiles, predicted, strict=True):
-            measured = profile.peak.nbytes if name == "all" else profile.peak.components[name]
-            cells.append(in_bytes(measured))
-            if expected is not None:
-                said_bytes = expected.peak_bytes if name == "all" else expected.components.get(name, 0)
-                cells += [in_bytes(said_bytes), off_by(said_bytes, measured)]
-        rows.append(tuple(cells))
-    return Table("What the peak is made of", tuple(columns), tuple(rows))
+    measured = [{**each.peak.components, "all": each.peak.nbytes} for each in profiles]
+    predicted = [
+        None if each.predicted is None else {**each.predicted.components, "all": each.predicted.peak_bytes}
+        for each in profiles
+    ]
+    rows = {name: title(name) for name in (*CATEGORIES, "all")}
+    return replace(_compared("at the peak", rows, measured, predicted), title="What the peak is made of")
 
 
 def phases(profiles: Sequence[Profile]) -> Table:
     """The peak of each phase, with each run next to its prediction."""
-    columns = ["phase"]
-    for number, profile in enumerate(profiles):
-        columns += [_named("measured", number, len(profiles))]
-        if profile.predicted is not None:
-            columns += [_named("predicted", number, len(profiles)), "off by"]
-    rows, peaks = [], [phase_peaks(profile.timeline) for profile in profiles]
-    for name in PHASES:
-        cells = [name]
-        for profile, measured in zip(profiles, peaks, strict=True):
-            measured_bytes = measured[name]
-            cells.append(in_bytes(measured_bytes))
-            if profile.predicted is not None:
-                expected = profile.predicted.phases.get(name, 0)
-                cells += [in_bytes(expected), off_by(expected, measured_bytes)]
-        rows.append(tuple(cells))
-    return Table("The peak of each phase", tuple(columns), tuple(rows))
+    measured = [phase_peaks(each.timeline) for each in profiles]
+    predicted = [None if each.predicted is None else each.predicted.phases for each in profiles]
+    rows = {name: name for name in PHASES}
+    return replace(_compared("phase", rows, measured, predicted), title="The peak of each phase")
+
+
+def _compared(
+    first: str,
+    rows: Mapping[str, str],
+    measured: Sequence[Mapping[str, int]],
+    predicted: Sequence[Mapping[str, int] | None],
+) -> Table:
+    """Bytes of each run beside their prediction, if there is one.
+
+    Args:
+        first: The title of the first column.
+        rows: The name of each row -> its first cell.
+        measured: For each run, bytes by the rows' names.
+        predicted: As `measured`; None for a run without a prediction.
+    """
+    columns, lines = [first], {name: [words] for name, words in rows.items()}
+    for number, (own, expected) in enumerate(zip(measured, predicted, strict=True)):
+        columns.append(named("measured", number, len(measured)))
+        if expected is not None:
+            columns += [named("predicted", number, len(measured)), "off by"]
+        for name, cells in lines.items():
+            cells.append(in_bytes(own[name]))
+            if expected is not None:
+                expected_bytes = expected.get(name, 0)
+                cells += [in_bytes(expected_bytes), off_by(expected_bytes, own[name])]
+    return Table(tuple(columns), tuple(map(tuple, lines.values())))
 
 
 def pieces(profile: Profile) -> Table:
@@ -91,7 +87,7 @@ def pieces(profile: Profile) -> Table:
     if rest:
         nbytes, count = sum(p.nbytes for p in rest), sum(p.count for p in rest)
         rows.append((in_bytes(nbytes), f"{count:,}", "", f"{len(rest)} further calls"))
-    return Table("Who made it", ("at the peak", "blocks", "what", "by the call"), tuple(rows), texts=(2, 3))
+    return Table(("at the peak", "blocks", "what", "by the call"), tuple(rows), title="Who made it", texts=(2, 3))
 
 
 def operators(profile: Profile, shown: int = SHOWN_OPS) -> Table | None:
@@ -105,9 +101,9 @@ def operators(profile: Profile, shown: int = SHOWN_OPS) -> Table | None:
     ]
     rest = profile.ops[shown:]
     if rest:
-        share, launches = sum(row.share for row in rest), sum(row.launches for row in rest)
-        rows.append((f"{len(rest)} further operators", in_ms(sum(row.time_ms for row in rest)), f"{share:.1%}",
-                     f"{launches:,}", ""))  # fmt: skip
+        rest_ms, share = sum(row.time_ms for row in rest), sum(row.share for row in rest)
+        launches = sum(row.launches for row in rest)
+        rows.append((f"{len(rest)} further operators", in_ms(rest_ms), f"{share:.1%}", f"{launches:,}", ""))
     whole_ms, launches = sum(row.time_ms for row in profile.ops), sum(row.launches for row in profile.ops)
     whole_flops = sum(row.flops for row in profile.ops)
     rows.append(("all", in_ms(whole_ms), "100%", f"{launches:,}", in_flops(1000 * whole_flops / whole_ms)))
@@ -118,40 +114,27 @@ def operators(profile: Profile, shown: int = SHOWN_OPS) -> Table | None:
     )
     columns = ("operator", "time", "share", "kernels" if on_cuda else "calls", "products")
     note += " FLOP/s count the matrix products and attention of operators, not those inside Triton kernels."
-    return Table("Where a step's time goes", columns, tuple(rows), note=note)
+    return Table(columns, tuple(rows), title="Where a step's time goes", note=note)
 
 
 def show(profiles: Sequence[Profile], console: Console) -> None:
     """Print the comparing tables, and for each run the largest rows of its other tables."""
     for number, profile in enumerate(profiles):
-        console.print(f"\n{_named(profile.timeline.label, number, len(profiles))}", markup=False, style="bold",
-                      soft_wrap=True)  # fmt: skip
+        heading = named(profile.timeline.label, number, len(profiles))
+        console.print(f"\n{heading}", markup=False, style="bold", soft_wrap=True)
         console.print(peak_line(profile), markup=False, soft_wrap=True)
         calls = profile.timeline.call_table
         for piece in profile.peak.pieces[:SHOWN_LINES]:
             what = f"{title(piece.category)}, {piece.count} x {calls[piece.call]}"
             console.print(f"{in_bytes(piece.nbytes):>12}  {what}", markup=False, soft_wrap=True)
-    _print(components(profiles), console)
-    _print(phases(profiles), console)
+    components(profiles).show(console)
+    phases(profiles).show(console)
     for number, profile in enumerate(profiles):
         op_rows = operators(profile, SHOWN_LINES)
         if op_rows is not None:
-            _print(replace(op_rows, title=_named(op_rows.title, number, len(profiles))), console)
+            replace(op_rows, title=named(op_rows.title, number, len(profiles))).show(console)
 
 
-def _print(table: Table, console: Console) -> None:
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    console.print(f"\n{table.title}", markup=False, style="bold")
-    printed = RichTable(box=None, header_style="bold", pad_edge=False)
-    for i, name in enumerate(table.columns):
-        printed.add_column(escape(name), justify="left" if i in table.texts else "right", overflow="fold")
-    for row in table.rows:
-        printed.add_row(*(escape(cell) for cell in row))
-    console.print(printed)
-
-
-def _named(word: str, number: int, n: int) -> str:
+def named(word: str, number: int, n: int) -> str:
     """The word with its run's letter (A or B), if there are two runs."""
     return f"{'AB'[number]}: {word}" if n > 1 else word

@@ -21,8 +21,12 @@ from tigon.profiler.timeline.timeline import PHASES, Call, Phase, Timeline
 # Parts of frames or node names that give a category in any phase. They cover a loss computed outside the head's phase,
 # layer inputs that return from the host, and weights that ZeRO-3 has gathered.
 _BY_FRAME = (
-    ("tigon/ops/head/", "logits"),
-    ("tigon/ops/losses/", "logits"),
+    ("tigon/ops/head/cross_entropy.py:", "logits"),
+    ("tigon/ops/head/divided_cross_entropy.py:", "logits"),
+    ("tigon/ops/head/divergence.py:", "logits"),
+    ("tigon/ops/head/logprobs.py:", "logits"),
+    ("tigon/ops/losses/cross_entropy.py:", "logits"),
+    ("tigon/ops/losses/logprobs.py:", "logits"),
     ("transformers/loss/", "logits"),
     ("tigon/techniques/mechanisms/host_offload.py:", "checkpoints"),
     ("zero/partition_parameters.py:", "weights"),

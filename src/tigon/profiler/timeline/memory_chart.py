@@ -12,9 +12,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
 from tigon.profiler.render.result import Profile
 from tigon.profiler.timeline.timeline import CATEGORIES, Phase, Timeline, title
+from tigon.report.chart import INK, MEMORY_COLOURS, MUTED, new_figure, shared_legend, svg
 from tigon.units import in_bytes
 
 COLUMNS = 400
@@ -40,20 +40,18 @@ def draw(profiles: Sequence[Profile]) -> str:
         axes.set(xlim=(0, places[-1]), ylim=(0, top / size), ylabel=unit, xticks=[])
         axes.set_title(_wrapped(profile.timeline.label), fontsize=9, color=INK, loc="left", parse_math=False)
         axes.set_xlabel(_caption(profile), fontsize=7.5, color=MUTED, loc="left", parse_math=False)
-    _legend(figure, panels)
+    order = (*map(title, CATEGORIES), "predicted")
+    shared_legend(
+        figure,
+        panels,
+        order=order,
+        loc="outside upper left",
+        ncols=len(order),
+        columnspacing=1,
+        handlelength=1.4,
+        fontsize=8,
+    )
     return _with_two_decimals(svg(figure, "timeline"))
-
-
-def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """One legend for all panels: the categories from the lowest, then the prediction."""
-    known: dict[str, Any] = {}
-    for axes in panels:
-        known.update(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    shown = [name for name in (*map(title, CATEGORIES), "predicted") if name in known]
-    figure.legend(
-        [known[name] for name in shown], shown, frameon=False, loc="outside upper left", ncols=len(shown),
-        columnspacing=1, handlelength=1.4, fontsize=8,
-    )  # fmt: skip
 
 
 def _with_two_decimals(drawing: str) -> str:
@@ -100,7 +98,7 @@ def _stack(axes: Any, timeline: Timeline, places: Sequence[float], size: int) ->
         if name in timeline.categories:
             heights = [sum(row[: number + 1]) / size for row in rows]
             corners = _outline(xs, heights, least=max(totals) / size / 2000)
-            axes.fill(*zip(*corners, strict=True), color=CATEGORIES[name][0], lw=0, label=title(name))
+            axes.fill(*zip(*corners, strict=True), color=MEMORY_COLOURS[name][0], lw=0, label=title(name))
 
 
 def _outline(xs: Sequence[float], heights: Sequence[float], *, least: float) -> list[tuple[float, float]]:
@@ -123,8 +121,8 @@ def _bands(axes: Any, profile: Profile, places: Sequence[float], *, top: float, 
         name = next((name for name in (f"{band.name} {number}", f"{band.name[0]}{number}") if len(name) < room), "")
         axes.text((start + end) / 2, top * 0.985, name, ha="center", va="top", fontsize=7, color=MUTED)
         if profile.predicted and profile.predicted.phases.get(band.name):
-            axes.hlines(profile.predicted.phases[band.name] / size, start, end, color=INK, lw=1.3, ls="--",
-                        label=None if labelled else "predicted")  # fmt: skip
+            label = None if labelled else "predicted"
+            axes.hlines(profile.predicted.phases[band.name] / size, start, end, color=INK, lw=1.3, ls="--", label=label)
             labelled = True
 
 
@@ -134,10 +132,15 @@ def _mark_peak(axes: Any, profile: Profile, places: Sequence[float], size: int) 
     right = place > places[-1] / 2
     axes.plot([place], [peak.nbytes / size], "o", ms=5, color=INK)
     axes.annotate(
-        f"peak {in_bytes(peak.nbytes)}, {phase_title(peak.phase)}", (place, peak.nbytes / size),
-        xytext=(-6 if right else 6, 6), textcoords="offset points", ha="right" if right else "left", fontsize=8,
-        color=INK, parse_math=False,
-    )  # fmt: skip
+        f"peak {in_bytes(peak.nbytes)}, {phase_title(peak.phase)}",
+        (place, peak.nbytes / size),
+        xytext=(-6 if right else 6, 6),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=8,
+        color=INK,
+        parse_math=False,
+    )
 
 
 def _caption(profile: Profile) -> str:

@@ -12,18 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tigon.errors import UsageError
+from tigon.report.chart import MEMORY_COLOURS
 
-# Memory categories in the order in which charts stack them, with their colours for the light and the dark theme. Memory
-# at rest is blue. Memory that grows with the batch has warm colours. The planner's components have the same names.
-CATEGORIES: Mapping[str, tuple[str, str]] = {
-    "weights": ("#1e3a8a", "#5b7fe0"),
-    "gradients": ("#3b82f6", "#3b82f6"),
-    "optimizer": ("#93c5fd", "#a5d0fe"),
-    "checkpoints": ("#0f766e", "#14a89b"),
-    "activations": ("#f59e0b", "#f5b13b"),
-    "logits": ("#c2410c", "#ea6a2d"),
-    "workspace": ("#9ca3af", "#8a93a1"),
-}
+CATEGORIES = tuple(MEMORY_COLOURS)
+"""Memory categories in the order in which charts stack them. The planner's components have the same names."""
 TITLES = {"logits": "logits and loss"}
 """Titles of categories whose title differs from their name."""
 PHASES = ("load", "forward", "loss", "backward", "optimizer")

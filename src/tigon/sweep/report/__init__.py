@@ -1,1 +1,1 @@
-"""`report.py` writes report.md and report.html from results.json, `charts.py` draws their bars and lines."""
+"""The report of a sweep as data: `report.py` makes its texts and tables, `charts.py` its bars and lines."""

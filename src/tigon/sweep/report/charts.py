@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from unicodedata import east_asian_width
 
-from tigon.profiler.render.figure import GRID, INK, new_figure, svg
+from tigon.report.chart import INK, LIMIT, horizontal_bars, new_figure, svg
 from tigon.sweep import failures
 from tigon.sweep.points import short
 
@@ -25,7 +25,6 @@ LOOKS = (
     ("#7e22ce", "xx", "v"), ("#a16207", "..", "<"), ("#be185d", "--", ">"), ("#4d7c0f", "++", "P"),
 )  # fmt: skip
 _OWN_LOOKS = {"unpatched": 0, "all but linear CE": 1, "tigon": 2, "Liger": 3}
-LIMIT = "#b91c1c"
 GIB = 1 << 30
 MOST_CHARTS = 12
 # How many letters fit at the charts' width and font size. Longer names are shortened; the table has them in full.
@@ -34,9 +33,25 @@ _ROW_NAME, _TICKS, _TITLE = 60, 96, 110
 _NEAR = 0.16  # fraction of a line chart's axis: numbers of six digits overlap at a smaller distance
 _LEGEND_LINE_INCHES = 0.17
 _AXIS_WORDS = {
-    "train.batch_size": "rows in a micro-batch", "data.sequence_length": "tokens in a row", "model.name": "model",
-    "train.gradient_accumulation": "micro-batches in a step", "sharding.gpus": "GPUs",
-}  # fmt: skip
+    "train.batch_size": "rows in a micro-batch",
+    "data.sequence_length": "tokens in a row",
+    "model.name": "model",
+    "train.gradient_accumulation": "micro-batches in a step",
+    "sharding.gpus": "GPUs",
+}
+
+
+def peak_gib(row: Row) -> float | None:
+    """Peak of the memory that PyTorch allocated, in GiB."""
+    peak_bytes = row.get("peak_allocated_bytes")
+    return None if peak_bytes is None else peak_bytes / GIB
+
+
+QUANTITIES: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
+    ("peak memory (GiB)", peak_gib),
+    ("tokens/s", lambda row: row.get("tokens_per_s")),
+)
+"""What every chart shows: the label of an axis, and the value of a point."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +131,7 @@ def _planned(results: Mapping[str, Any]) -> list[tuple[str, Callable[[str], str]
 def bars(results: Mapping[str, Any], part: Slice, name: str) -> str:
     """Peak memory and tokens/s: one group of bars per value, one bar per variant."""
     figure, panels = new_figure(2, columns=1, height=5.6)
-    quantities: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
-        ("peak memory (GiB)", peak_gib), ("tokens/s", lambda row: row.get("tokens_per_s")),
-    )  # fmt: skip
-    for axes, (label, value_of) in zip(panels, quantities, strict=True):
+    for axes, (label, value_of) in zip(panels, QUANTITIES, strict=True):
         _group(axes, results, part, value_of)
         axes.set_ylabel(label, color=INK)
     panels[1].set_xlabel(axis_words(part.axis), color=INK)
@@ -145,11 +157,11 @@ def _group(axes: Any, results: Mapping[str, Any], part: Slice, value_of: Callabl
                 places.append(place)
                 heights.append(height)
             elif row is not None:
-                axes.text(place, 0.015 * top, failures.mark(row["status"]), rotation=90, ha="center", va="bottom",
-                          fontsize=7, color=color, fontweight="bold")  # fmt: skip
+                look = {"ha": "center", "va": "bottom", "fontsize": 7, "color": color, "fontweight": "bold"}
+                axes.text(place, 0.015 * top, failures.mark(row["status"]), rotation=90, **look)
         # a variant without figures gets a bar of height 0, so that the legend shows its colour
-        axes.bar(places or [0], heights or [0], width * 0.92, color=color, hatch=hatch, edgecolor="white", lw=0.4,
-                 label=_label(variant))  # fmt: skip
+        bars = {"color": color, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": _label(variant)}
+        axes.bar(places or [0], heights or [0], width * 0.92, **bars)
     room = max(6, _TICKS // len(part.values))
     axes.set_xticks(range(len(part.values)), [shortened(_tick(value), room) for value in part.values])
     axes.set_xlim(-0.6, len(part.values) - 0.4)
@@ -178,7 +190,7 @@ def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
         if ran_out_at:
             zeros = [0] * len(ran_out_at)
             memory.plot(ran_out_at, zeros, color=color, marker="x", ls="", ms=6, mew=1.6, clip_on=False)
-    for axes, label in ((memory, "peak memory (GiB)"), (speed, "tokens/s")):
+    for axes, (label, _) in zip((memory, speed), QUANTITIES, strict=True):
         _number_axis(axes, part)
         axes.set_ylabel(label, color=INK)
         axes.set_ylim(0, None)
@@ -221,40 +233,30 @@ def _number_axis(axes: Any, part: Slice) -> None:
 
 def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
     """Peak memory and tokens/s of every point, one bar per point. For sweeps without an axis."""
-    height = max(2.4, 0.8 + 0.26 * len(rows))
-    figure, (memory, speed) = new_figure(2, columns=2, height=height)
-    labels = [_label(shortened(row["id"], _ROW_NAME)) for row in rows]
-    for axes, label, value_of in (
-        (memory, "peak memory (GiB)", peak_gib), (speed, "tokens/s", lambda row: row.get("tokens_per_s")),
-    ):  # fmt: skip
+    figure, panels = new_figure(2, columns=2, height=max(2.4, 0.8 + 0.26 * len(rows)))
+    labels = [shortened(row["id"], _ROW_NAME) for row in rows]
+    for axes, (unit, value_of) in zip(panels, QUANTITIES, strict=True):
         values = [value_of(row) if row["status"] == failures.OK else None for row in rows]
-        forecast = [row["predicted_allocated_bytes"] / GIB for row in rows if row["predicted_allocated_bytes"]]
-        top = max([value for value in values if value is not None] + (forecast if axes is memory else []), default=1)
-        axes.barh(range(len(rows)), [value or 0 for value in values], color=LOOKS[2][0], height=0.7)
-        for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-            shown = failures.mark(row["status"]) if value is None else f"{value:,.{1 if value < 1000 else 0}f}"
-            axes.text((value or 0) + 0.01 * top, place, shown, va="center", fontsize=7, color=INK)
-        axes.set_yticks(range(len(rows)), labels if axes is memory else [""] * len(rows))
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xlim(0, 1.18 * top)
-        axes.grid(visible=False, axis="y")
-        axes.grid(axis="x", color=GRID, lw=0.8)
-        axes.set_xlabel(label, color=INK)
-    predicted = [(place, row["predicted_allocated_bytes"] / GIB) for place, row in enumerate(rows)
-                 if row["predicted_allocated_bytes"] and row["status"] == failures.OK]  # fmt: skip
+        texts = [
+            failures.mark(row["status"]) if value is None else f"{value:,.{1 if value < 1000 else 0}f}"
+            for row, value in zip(rows, values, strict=True)
+        ]
+        horizontal_bars(axes, labels, [value or 0 for value in values], unit=unit, colours=LOOKS[2][0], texts=texts)
+    panels[1].tick_params(labelleft=False)  # the points are those of the first panel
+    predicted = [
+        (place, row["predicted_allocated_bytes"] / GIB)
+        for place, row in enumerate(rows)
+        if row["predicted_allocated_bytes"] and row["status"] == failures.OK
+    ]
     if predicted:
-        memory.plot([v for _, v in predicted], [p for p, _ in predicted], "|", color=INK, ms=9, mew=1.4)
+        memory, sizes = panels[0], [size for _, size in predicted]
+        memory.plot(sizes, [place for place, _ in predicted], "|", color=INK, ms=9, mew=1.4)
         memory.set_title("line: predicted", color=INK, fontsize=8, loc="left")
+        memory.set_xlim(0, 1.25 * max([*sizes, *(peak_gib(row) or 0 for row in rows)]))
     return svg(figure, name)
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------
-
-
-def peak_gib(row: Row) -> float | None:
-    """Peak of the memory that PyTorch allocated, in GiB."""
-    peak_bytes = row.get("peak_allocated_bytes")
-    return None if peak_bytes is None else peak_bytes / GIB
 
 
 def _variants(results: Mapping[str, Any], part: Slice) -> list[str]:
@@ -275,8 +277,8 @@ def _limit(axes: Any, results: Mapping[str, Any]) -> None:
     if results["memory_limit_bytes"]:
         limit_gib = results["memory_limit_bytes"] / GIB
         axes.axhline(limit_gib, color=LIMIT, ls="--", lw=1)
-        axes.text(1, limit_gib, f" limit {limit_gib:g} GiB", transform=axes.get_yaxis_transform(), ha="right",
-                  va="bottom", fontsize=7, color=LIMIT)  # fmt: skip
+        look = {"ha": "right", "va": "bottom", "fontsize": 7, "color": LIMIT}
+        axes.text(1, limit_gib, f" limit {limit_gib:g} GiB", transform=axes.get_yaxis_transform(), **look)
         low, high = axes.get_ylim()
         axes.set_ylim(low, max(high, 1.08 * limit_gib))
 

@@ -1,25 +1,23 @@
-"""Writes report.md and report.html of a sweep from its results.json.
-
-Strings from the sweep file are escaped when they are printed. Jinja2's autoescape does this for HTML, and the finalizer
-for Markdown. report.html is a single file with charts as inline SVG. Its content security policy forbids scripts and
-all loading.
-"""
+"""The report of a sweep from its results.json: report.md, report.html and charts/."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tigon.profiler.render.figure import DARK_STYLE, for_phone, on_page
+from tigon.report import page
+from tigon.report.blocks import Block, ChartImage, Code, Heading, Items, Report, Tiles, facts
+from tigon.report.chart import drawn_twice
+from tigon.report.table import Table
 from tigon.sweep import failures, self_test
 from tigon.sweep.report import charts
 from tigon.sweep.report.charts import GIB, axis_words
 from tigon.sweep.results import folder
-from tigon.sweep.results.results import clock, in_processes
-from tigon.trainer.report.report import escape_markdown, fenced
-from tigon.units import in_bytes
+from tigon.sweep.results.results import in_processes
+from tigon.units import in_bytes, in_clock
 
 Row = Mapping[str, Any]
 NONE = "–"
@@ -27,52 +25,32 @@ NONE = "–"
 
 def write(results: Mapping[str, Any], path: Path) -> None:
     """Write charts/*.svg, report.md and report.html into the sweep's folder."""
-    from jinja2 import Environment
-    from markupsafe import Markup
-
-    drawn = charts.draw(results)
-    for name, text in drawn.items():
-        folder.write_text(path / "charts" / f"{name}.svg", text)
-    view = _view(results)
-    here = Path(__file__).parent
-    page = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
-    with for_phone():
-        narrow = charts.draw(results)
-    # the charts are our own markup; nothing else is exempt from escaping
-    safe = {
-        name: Markup(f'<div class="desk">{on_page(text)}</div><div class="phone">{on_page(narrow[name])}</div>')
-        for name, text in drawn.items()
-    }
-    folder.write_text(path / "report.html", page.render(**view, charts=safe, dark_style=DARK_STYLE))
-    plain = Environment(finalize=escape_markdown, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
-    plain.filters["fenced"] = fenced
-    text = plain.from_string((here / "report.md.j2").read_text(encoding="utf-8")).render(**view, charts=drawn)
-    folder.write_text(path / "report.md", re.sub(r"\n{3,}", "\n\n", text))
+    drawn = drawn_twice(lambda: charts.draw(results))
+    blocks = list(_blocks(results, drawn))
+    report = Report(kind="sweep", title=results["title"], lead=results["about"], blocks=blocks)
+    page.write(report, drawn, lambda name, text: folder.write_text(path / name, text))
 
 
-def _view(results: Mapping[str, Any]) -> dict[str, Any]:
+def _blocks(results: Mapping[str, Any], drawn: Collection[str]) -> Iterator[Block]:
     rows, environment = results["points"], results["environment"]
-    on_gpu = bool(environment and environment["memory_bytes"])
-    shown = columns(results)
-    return {
-        "title": results["title"],
-        "about": results["about"],
-        "tiles": [{"name": name, "value": value} for name, value in _tiles(results)],
-        "columns": [column.title for column in shown],
-        "numeric": [column.numeric for column in shown],
-        "rows": [[column.of(row) for column in shown] for row in rows],
-        "notes": notes(results, on_gpu),
-        "failures": [(row["id"], f"{row['status']}. {row['detail']}") for row in rows
-                     if row["status"] in (failures.FAILED, failures.REFUSED, failures.TIMED_OUT)],
-        "environment": environment_rows(environment) if environment else [],
-        "command": results["command"],
-    }  # fmt: skip
+    yield Tiles(_tiles(results))
+    if drawn:
+        yield Heading("Charts")
+    yield from (ChartImage(name, name) for name in drawn)
+    yield from (Heading("Points"), _points(results))
+    yield Heading("How it was measured")
+    yield Items(notes(results, on_gpu=bool(environment and environment["memory_bytes"])))
+    unmeasured = (failures.FAILED, failures.REFUSED, failures.TIMED_OUT)
+    if why := [(row["id"], f"{row['status']}. {row['detail']}") for row in rows if row["status"] in unmeasured]:
+        yield from (Heading("Not measured"), facts(why))
+    if environment:
+        yield from (Heading("Environment"), facts(environment_rows(environment)))
+    yield from (Heading("Command"), Code(results["command"]))
 
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = results["points"]
-    counts = {status: sum(row["status"] == status for row in rows) for status in
-              dict.fromkeys(row["status"] for row in rows)}  # fmt: skip
+    counts = Counter(row["status"] for row in rows)
     tiles = [("measured" if status == failures.OK else status, f"{count:,}") for status, count in counts.items()]
     ok = [row for row in rows if row["status"] == failures.OK]
     if ok:
@@ -82,7 +60,7 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str]]:
             (f"most tokens/s: {_in_words(fast)}", f"{fast['tokens_per_s']:,.0f}"),
             (f"lowest peak: {_in_words(lean)}", in_bytes(lean["peak_allocated_bytes"])),
         ]
-    tiles.append(("measuring took", clock(sum(row.get("wall_s") or 0 for row in rows))))
+    tiles.append(("measuring took", in_clock(sum(row.get("wall_s") or 0 for row in rows))))
     return tiles
 
 
@@ -94,36 +72,44 @@ def _in_words(row: Row) -> str:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-class Column:
-    """A column of the table. `of` maps a row to its cell; `numeric` aligns the column to the right."""
-
-    def __init__(self, title: str, of: Any, *, numeric: bool = True) -> None:
-        self.title, self.of, self.numeric = title, of, numeric
-
-
-def columns(results: Mapping[str, Any]) -> list[Column]:
-    """The columns of the table, without those that would be empty."""
+def _points(results: Mapping[str, Any]) -> Table:
+    """One row per point, without the columns that would be empty."""
     rows = results["points"]
-    repeated = len(results["variants"]) > 1
-    shown = [Column(axis_words(axis), lambda row, a=axis: str(row["axes"].get(a, NONE))) for axis in results["axes"]]
-    if repeated:
-        shown.append(Column("variant", lambda row: row["variant"], numeric=False))
-    shown += [
-        Column("peak allocated", _peak),
-        Column("reserved", lambda row: _bytes(row, "peak_reserved_bytes")),
-        Column("predicted", _predicted),
-        Column("tokens/s", lambda row: _number(row, "tokens_per_s", "{:,.0f}")),
-        Column("ms per step", _step),
-        Column("predicted ms", lambda row: _number(row, "predicted_step_s", "{:,.0f}", 1e3)),
-        Column("last loss", lambda row: _number(row, "last_loss", "{:.4f}")),
+    all_columns = [(title, [of(row) for row in rows]) for title, of in _columns(results)]
+    filled = [(title, cells) for title, cells in all_columns if any(cell != NONE for cell in cells)]
+    texts = [number for number, (title, _) in enumerate(filled) if title == "variant"]
+    return Table([title for title, _ in filled], list(zip(*(cells for _, cells in filled), strict=True)), texts=texts)
+
+
+def _columns(results: Mapping[str, Any]) -> list[tuple[str, Callable[[Row], str]]]:
+    """The columns of the table, as (title, function from a point to its cell)."""
+    rows, variants = results["points"], results["variants"]
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        (axis_words(axis), partial(_value, axis)) for axis in results["axes"]
     ]
-    if repeated:
-        base = {_place(row): row for row in rows if row["variant"] == results["baseline"]}
-        shown += [
-            Column(f"memory against {results['baseline']}", lambda row: _against(row, base, "peak_allocated_bytes")),
-            Column(f"tokens/s against {results['baseline']}", lambda row: _against(row, base, "tokens_per_s")),
+    if len(variants) > 1:
+        columns.append(("variant", lambda row: row["variant"]))
+    columns += [
+        ("peak allocated", _peak),
+        ("reserved", lambda row: _bytes(row, "peak_reserved_bytes")),
+        ("predicted", _predicted),
+        ("tokens/s", lambda row: _number(row, "tokens_per_s", "{:,.0f}")),
+        ("ms per step", _step),
+        ("predicted ms", lambda row: _number(row, "predicted_step_s", "{:,.0f}", 1e3)),
+        ("last loss", lambda row: _number(row, "last_loss", "{:.4f}")),
+    ]
+    if len(variants) > 1:
+        baseline = results["baseline"]
+        base = {_place(row): row for row in rows if row["variant"] == baseline}
+        columns += [
+            (f"memory against {baseline}", lambda row: _against(row, base, "peak_allocated_bytes")),
+            (f"tokens/s against {baseline}", lambda row: _against(row, base, "tokens_per_s")),
         ]
-    return [column for column in shown if any(column.of(row) != NONE for row in rows)]
+    return columns
+
+
+def _value(axis: str, row: Row) -> str:
+    return str(row["axes"].get(axis, NONE))
 
 
 def _place(row: Row) -> tuple[tuple[str, str], ...]:
@@ -196,8 +182,9 @@ def notes(results: Mapping[str, Any], on_gpu: bool) -> list[str]:
     if limit := results["memory_limit_bytes"]:
         how = (
             "PyTorch's allocator may reserve that minus the memory planned outside it (CUDA context, NCCL, DeepSpeed)"
-            if on_gpu else "the data segment of the process (heap and private mappings), Python and libraries included"
-        )  # fmt: skip
+            if on_gpu
+            else "the data segment of the process (heap and private mappings), Python and libraries included"
+        )
         texts.append(f"Limited to {limit / GIB:.1f} GiB: {how}.")
     if any(row["unchecked"] for row in results["points"]):
         names = sorted({row["variant"] for row in results["points"] if row["unchecked"]})
@@ -232,10 +219,3 @@ def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(("tigon at commit", ", ".join(environment["tigon_commits"])))
     rows.append(("measured on", ", ".join(environment["dates"])))
     return rows
-
-
-def markdown_table(titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with escaped cells."""
-    lines = [titles, ["---:" if right else "---" for right in numeric]]
-    cells = [[str(escape_markdown(cell)) for cell in row] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [*lines, *cells])

@@ -142,12 +142,6 @@ def skipped_after(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], axi
     return None
 
 
-def clock(seconds: float) -> str:
-    """Format as minutes:seconds, or hours:minutes:seconds from one hour on."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
-
-
 def in_processes(results: Mapping[str, Any]) -> str:
     """How often each point was measured, and the points with fewer repeats so far. Empty for one repeat."""
     wanted = results["repeats"]

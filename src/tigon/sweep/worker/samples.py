@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tigon.data import chat_template, reading, tokenizer
+from tigon.data import cache, chat_template, reading, tokenizer, tokens
+from tigon.data.document_table import Texts, used_by_weight
 from tigon.data.documents import BadRows
 from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.data.sources import BUILT_IN
@@ -49,9 +49,9 @@ def make(
     count = train.steps * train.batch_size * train.gradient_accumulation * processes
     takes_flat = recipe.model.attention.startswith("flash")
     if how == "random":
-        samples, pad_id = _random(count, recipe.data.sequence_length, config.get_text_config().vocab_size), 0
+        drawn = _random(count, recipe.data.sequence_length, config.get_text_config().vocab_size)
         packed = replace(recipe.data, packing=True)
-        return SampleDataset(samples), objective.rows(packed).collator(pad_id, takes_flat)
+        return SampleDataset(drawn), objective.rows(packed).collator(0, takes_flat)
     if how == "alpaca":
         source = alpaca_file(folder)
         data = replace(
@@ -60,7 +60,7 @@ def make(
         recipe = replace(recipe, data=data)
     samples, pad_id, data = _of_recipe(recipe, config, objective, processes)
     if len(samples) < count:  # repeated, because the last batch of an epoch could be smaller than the others
-        samples = (samples * math.ceil(count / len(samples)))[:count]
+        samples = [samples[i % len(samples)] for i in range(count)]
     flatten = data.packs and takes_flat
     return SampleDataset(samples), objective.rows(data).collator(pad_id, flatten)
 
@@ -79,14 +79,14 @@ def _random(count: int, length: int, vocab_size: int) -> list[Sample]:
 
 def _of_recipe(
     recipe: Recipe, config: Any, objective: Objective, processes: int
-) -> tuple[list[Sample], int, DataConfig]:
+) -> tuple[Sequence[Sample], int, DataConfig]:
     """(samples, id of padding, the recipe's `data` with the choice that `packing: null` stands for)."""
     data, model = recipe.data, recipe.model
     bad = BadRows(data.bad_rows)
-    read = reading.used_by_weight(reading.read(data.sources(), data.format, data.max_text_mib, bad))
+    folder = cache.default_folder() if data.cache else None
+    read = used_by_weight(reading.read(data.sources(), data.format, data.max_text_mib, bad, cached=folder))
     if data.tokenizer == "auto" and models.is_preset(model.name):
-        texts = [document.text for document in read]
-        tok = tokenizer.train_bpe(texts, data.vocab_size, tokenizer.default_cache_folder())
+        tok = tokenizer.train_bpe(Texts(read), data.vocab_size, tokenizer.default_cache_folder())
     else:
         own = data.tokenizer == "auto"
         tok = tokenizer.load_tokenizer(
@@ -95,7 +95,7 @@ def _of_recipe(
         )  # fmt: skip
     preflight.check_vocabulary(recipe, config, len(tok))
     rendering = chat_template.choose(tok, data.template, data.learn, models.end_ids(recipe, config))
-    encoded = tokenizer.encode(read, tok, vocab_size=config.get_text_config().vocab_size, bad=bad, rendering=rendering)
+    encoded = tokens.Encoder(tok, config.get_text_config().vocab_size, rendering, bad, folder).encode(read)
     chosen, packed, _ = auto_packing.chosen(recipe, config, encoded, objective, processes)
     if not packed.samples:
         raise RecipeError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from tigon.data.packing import Packed
 from tigon.data.tokenizer import Encoded
+from tigon.data.tokens import Tokens
 from tigon.models import packed_documents
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
@@ -46,7 +47,7 @@ def chosen(
         return apart, objective.rows(apart.data).pack(encoded), (f"packing  off: {mixes}",)
     packed = objective.rows(packs.data).pack(encoded)
     n_steps = steps_of(recipe, RunSize(len(packed.samples), 0, n_readers))
-    if recipe.train.epochs is None or n_steps >= LEAST_STEPS or any(document.is_text for document in encoded):
+    if recipe.train.epochs is None or n_steps >= LEAST_STEPS or Tokens.of(encoded).are_text.any():
         return packs, packed, ()
     padded = objective.rows(apart.data).pack(encoded)
     if len(padded.samples) == len(packed.samples):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tigon.objectives.metric_sections import MetricSection
-from tigon.profiler.render.figure import GRID, INK, MUTED, legend_columns, new_figure, svg
+from tigon.report.chart import GRID, INK, MUTED, new_figure, shared_legend, svg, whole_numbers
 
 ACCENT, SECOND, BASELINE = "#c2410c", "#0f766e", MUTED
 _COLOURS = (ACCENT, SECOND, "#4338ca", "#a16207", "#be185d")
@@ -46,11 +46,11 @@ def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> 
     one = "o" if len(train) == 1 else ""  # a line needs two points
     axes.plot([r["step"] for r in train], [r["loss"] for r in train], marker=one, color=ACCENT, label="training")
     if eval_records:
-        axes.plot([r["step"] for r in eval_records], [r["eval_loss"] for r in eval_records], "o-", color=SECOND, ms=4,
-                  label="eval")  # fmt: skip
+        steps, losses = [r["step"] for r in eval_records], [r["eval_loss"] for r in eval_records]
+        axes.plot(steps, losses, "o-", color=SECOND, ms=4, label="eval")
     axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label=f"unigram entropy of the eval text, {entropy:.2f}")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.legend(frameon=False)
+    _along_steps(axes, "loss (nats per token)")
+    shared_legend(figure, [axes], loc="outside upper center", ncols=3)  # inside it would cover lines on a phone
     return svg(figure, "loss")
 
 
@@ -75,13 +75,12 @@ def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequenc
     if has_eval:
         first.plot([], [], "o", color=INK, ms=4, label="eval")
     for axes, (_, column) in zip(all_axes, panels, strict=True):
-        axes.set(xlabel="step", ylabel=column.axis)
+        _along_steps(axes, column.axis)
         if column.is_share:
             axes.set(ylim=(0, None))
         elif column.is_nats:
             axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label="unigram entropy")
-    handles, labels = first.get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=legend_columns(min(len(labels), 6)))
+    shared_legend(figure, all_axes, loc="outside upper center", ncols=6)
     return svg(figure, section.name)
 
 
@@ -100,13 +99,20 @@ def _throughput(train: Sequence[Any]) -> str:
     figure, (speed, memory) = new_figure(2, columns=2)
     steps = [r["step"] for r in train]
     speed.plot(steps, [r["tokens_per_s"] for r in train], color=ACCENT)
-    speed.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
+    _along_steps(speed, "tokens/s")
+    speed.set_ylim(0, None)
     memory.plot(steps, [r["memory_bytes"] / 2**30 for r in train], color=ACCENT, label="now")
     memory.plot(steps, [r["memory_peak_bytes"] / 2**30 for r in train], color=SECOND, ls="--", label="peak so far")
     top = 1.15 * max(max(r["memory_bytes"], r["memory_peak_bytes"]) for r in train) / 2**30
-    memory.set(xlabel="step", ylabel="memory (GiB)", ylim=(0, top or None))
+    _along_steps(memory, "memory (GiB)")
+    memory.set_ylim(0, top or None)
     memory.legend(frameon=False)
     return svg(figure, "throughput")
+
+
+def _along_steps(axes: Any, label: str | None) -> None:
+    axes.set(xlabel="step", ylabel=label)
+    whole_numbers(axes, most=8, steps=(1, 2, 5, 10))
 
 
 def _comparison(rows: Sequence[Any]) -> str:
@@ -122,8 +128,8 @@ def _comparison(rows: Sequence[Any]) -> str:
     memory.set(ylabel="peak memory of a step (MiB)", ylim=(0, max(r["peak_bytes"] for r in rows) / 2**20 * 1.3))
     memory.legend(frameon=False, loc="upper right")
     medians, ranges = [row["tokens_per_s"] for row in rows], [row["tokens_per_s_range"] for row in rows]
-    spread = [[m - low for m, (low, _) in zip(medians, ranges, strict=True)],
-              [high - m for m, (_, high) in zip(medians, ranges, strict=True)]]  # fmt: skip
+    pairs = list(zip(medians, ranges, strict=True))
+    spread = [[median - low for median, (low, _) in pairs], [high - median for median, (_, high) in pairs]]
     bars = speed.bar(labels, medians, color=SECOND, yerr=spread, ecolor=MUTED, capsize=3)
     speed.bar_label(bars, labels=[f"{median:,.0f}" for median in medians], padding=2, color=INK)
     speed.set(ylabel="tokens/s, median and range", ylim=(0, max(high for _, high in ranges) * 1.15))

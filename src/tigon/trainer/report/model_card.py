@@ -8,26 +8,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
 from tigon._files import read_text
 from tigon.models.loading.config import is_hub_id
 from tigon.objectives.base import Objective
 from tigon.objectives.metric_sections import section_of
 from tigon.recipe.keys import Recipe
+from tigon.report.escape import fenced
+from tigon.report.table import markdown_table
 from tigon.techniques.mechanisms.adapter_targets import LOFTQ
 from tigon.trainer import model as models
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint.adapter_files import ADAPTERS
 from tigon.trainer.report import report, vllm_rules
-from tigon.trainer.report.report import fenced
 from tigon.trainer.run_folder import RunFolder
 
 FILE = "README.md"
 MAX_CARD_BYTES = 2**20
 _ADAPTERS_FOR, _MERGED_INTO = "LoRA adapters for", "LoRA adapters merged into"
 _CLASSES = {
-    "text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification",
+    "text-generation": "AutoModelForCausalLM",
+    "text-classification": "AutoModelForSequenceClassification",
     "image-text-to-text": "AutoModelForImageTextToText",
-}  # fmt: skip
+}
 """The hub's name of a task -> the class that loads a model of it."""
 _OF_WHOLE = (
     "The adapters belong to the base model's own weights. With the weights in 4 bits LoftQ's correction is missing."
@@ -53,7 +58,7 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
     verdict = vllm_rules.judge(folder) if adapters else None
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
     train = [record for record in run.records() if record["event"] == "train"]
-    figures = [(tile["name"], tile["value"]) for tile in report.tiles(train, summary, section_of(objective))]
+    figures = report.tiles(train, summary, section_of(objective))
     versions = environment["versions"]
     loading = _code(_task(recipe), adapters=adapters)
     if adapters and recipe.lora.init == LOFTQ:
@@ -84,63 +89,42 @@ def copy(source: Path, folder: Path, *, merged: bool) -> None:
         folder: The folder of the new weights.
         merged: Whether the adapters in `source` were merged into them.
     """
-    text = _read(source / FILE)
-    front = _front_of(text)
-    if front is None:
+    card = _read(source / FILE)
+    if card is None:
         if (source / FILE).exists():
             print(f"note     {source / FILE} is no model card of tigon and is not copied", file=sys.stderr, flush=True)
         return
     if merged:
-        head, *sections = re.split(r"\n\n(?=## )", text.split("---", 2)[2])
-        title = head.replace(_ADAPTERS_FOR, _MERGED_INTO)
+        head, *sections = re.split(r"\n\n(?=## )", card.text.strip("\n"))
+        loading = f"{_LOADING}\n\n{_code(card.data.get('pipeline_tag', ''), adapters=False)}"
         kept = [section for section in sections if not section.startswith((_LOADING, _SERVING))]
-        front["library_name"] = "transformers"
-        text = "\n\n".join(
-            [_yaml(front) + title, f"{_LOADING}\n\n{_code(front.get('pipeline_tag', ''), adapters=False)}", *kept]
-        )
-    (folder / FILE).write_text(text, encoding="utf-8")
+        card.data["library_name"] = "transformers"
+        card.text = "\n\n".join(["", head.replace(_ADAPTERS_FOR, _MERGED_INTO), loading, *kept, ""])
+    (folder / FILE).write_text(str(card), encoding="utf-8")
 
 
-def _read(card: Path) -> str:
-    """The text of a card; "" if there is none that can be read, as in a folder that somebody has changed."""
+def _read(file: Path) -> ModelCard | None:
+    """A card of tigon; None for any other file, or one that somebody has changed so that it cannot be read."""
     try:
-        return read_text(card, MAX_CARD_BYTES)
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _front_of(text: str) -> dict[str, Any] | None:
-    """The front matter of a card of tigon; None for any other text."""
-    import yaml
-
-    parts = text.split("---", 2)
-    if len(parts) < 3 or parts[0]:
+        text = read_text(file, MAX_CARD_BYTES)
+        if not text.startswith("---"):  # ModelCard would warn
+            return None
+        card = ModelCard(text)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
-    try:
-        front = yaml.safe_load(parts[1])
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return None
-    if not isinstance(front, dict) or not isinstance(front.get("pipeline_tag", ""), str):
-        return None
-    tags = front.get("tags")
-    return front if isinstance(tags, list) and "tigon" in tags else None
+    is_ours = "tigon" in (card.data.get("tags") or ()) and isinstance(card.data.get("pipeline_tag", ""), str)
+    return card if is_ours else None
 
 
 def _front_matter(recipe: Recipe, *, adapters: bool) -> str:
     """The metadata that the hub reads."""
-    values: dict[str, Any] = {
-        "library_name": "peft" if adapters else "transformers", "pipeline_tag": _task(recipe),
-        "tags": ["tigon", *(["lora"] if recipe.lora.rank is not None else [])],
-    }  # fmt: skip
-    if is_hub_id(recipe.model.name):
-        values["base_model"] = recipe.model.name
-    return _yaml(values)
-
-
-def _yaml(values: Mapping[str, Any]) -> str:
-    import yaml
-
-    return f"---\n{yaml.safe_dump(dict(values), sort_keys=False)}---"
+    data = ModelCardData(
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag=_task(recipe),
+        tags=["tigon", *(["lora"] if recipe.lora.rank is not None else [])],
+        base_model=recipe.model.name if is_hub_id(recipe.model.name) else None,
+    )
+    return f"---\n{data.to_yaml()}\n---"
 
 
 def _lead(recipe: Recipe, *, adapters: bool) -> str:
@@ -195,8 +179,7 @@ def _counts(data: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _table(title: str, rows: Sequence[tuple[str, Any]]) -> str:
-    lines = [f"| {title} | |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {_shown(value)} |" for name, value in rows)])
+    return markdown_table((title, ""), [(name, _shown(value)) for name, value in rows])
 
 
 def _shown(value: Any) -> str:

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from tigon.objectives.metric_sections import MetricSection
 from tigon.trainer.run_folder import RunFolder
+from tigon.units import in_clock
 
 SHOWN_ROWS = 12
 
@@ -24,11 +25,6 @@ SHOWN_ROWS = 12
 def format_bytes(n_bytes: float) -> str:
     """Format a size in GiB if it is at least 1 GiB, otherwise in MiB."""
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
-
-
-def format_seconds(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
 def _format_metric(logs: Mapping[str, Any], name: str, *, is_share: bool) -> str:
@@ -106,7 +102,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
             return
         done = state.global_step - self._first_step
         remaining = state.max_steps - state.global_step
-        eta = format_seconds((time.perf_counter() - self._started_s) / max(done, 1) * remaining)
+        eta = in_clock((time.perf_counter() - self._started_s) / max(done, 1) * remaining)
         now, peak = format_bytes(logs["memory_bytes"]), format_bytes(logs["memory_peak_bytes"])
         eval_loss = "" if self._eval_loss is None else f"{self._eval_loss:.4f}"
         loss, speed = f"{logs['loss']:.4f}", f"{logs['tokens_per_s']:,.0f}"

@@ -1,23 +1,30 @@
-"""Writes report.md and report.html of a run from the files of its folder.
-
-Both templates get the same values, except the charts. Jinja2's autoescape escapes each value in HTML;
-`escape_markdown`, as the finalizer, does so in Markdown. Long texts stand in Markdown fences that are longer than any
-fence inside them. report.html is one file with inline SVG charts. Its content security policy forbids scripts and
-loading.
-"""
+"""The report of a run from the files of its folder: report.md, report.html and charts/."""
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import Objective
 from tigon.objectives.metric_sections import MetricRow, MetricSection, section_of
-from tigon.profiler.render.figure import DARK_STYLE, for_phone, on_page
+from tigon.recipe.keys import Recipe
+from tigon.report import page
+from tigon.report.blocks import (
+    Block,
+    ChartImage,
+    Code,
+    Continuations,
+    Heading,
+    Items,
+    Paragraph,
+    Report,
+    Tiles,
+    facts,
+)
+from tigon.report.chart import drawn_twice
+from tigon.report.table import Table
 from tigon.trainer import model as models
 from tigon.trainer import run_folder
 from tigon.trainer.evaluation.generations import texts_of
@@ -25,9 +32,9 @@ from tigon.trainer.evaluation.harness import rows_of
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.report import charts
 from tigon.trainer.report.charts import value_of
-from tigon.trainer.report.progress import format_bytes, format_seconds
+from tigon.trainer.report.progress import format_bytes
 from tigon.trainer.run_folder import RunFolder
-from tigon.units import in_parameters
+from tigon.units import in_clock, in_parameters
 
 _DATA_LABELS = {
     "rows": "samples", "held_out_documents": "eval documents", "held_out_tokens": "eval tokens",
@@ -36,68 +43,98 @@ _DATA_LABELS = {
     "unigram_entropy": "unigram entropy (nats per token)", "tokenizer_size": "tokens of the tokenizer",
 }  # fmt: skip
 COMPARISON_COLUMNS = (
-    "last loss", "largest difference", "peak memory", "peak of the step alone", "saved", "tokens/s",
+    "kernels",
+    "last loss",
+    "largest difference",
+    "peak memory",
+    "peak of the step alone",
+    "saved",
+    "tokens/s",
     "slowest to fastest step",
-)  # fmt: skip
+)
+
+_MEMORY_ON_GPU = "Memory is the memory that PyTorch has allocated on the GPU."
+_MEMORY_ON_CPU = (
+    "Memory in the tiles and charts is the resident set of the whole process, including Python and libraries."
+)
 
 
 def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> None:
     """Write charts/*.svg, report.md and report.html."""
-    from jinja2 import Environment
-    from markupsafe import Markup
-
-    drawn = charts.draw(run.records(), summary, section_of(objective))
-    for name, svg in drawn.items():
-        run.write_text(f"charts/{name}.svg", svg)
-    view = _view(run, summary, objective)
-    here = Path(__file__).parent
-    html = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
-    with for_phone():
-        narrow = charts.draw(run.records(), summary, section_of(objective))
-    # Only the charts are exempt from escaping, because tigon itself draws them.
-    both = {
-        name: Markup(f'<div class="wide">{on_page(svg)}</div><div class="phone">{on_page(narrow[name])}</div>')
-        for name, svg in drawn.items()
-    }
-    run.write_text("report.html", html.render(**view, charts=both, dark_style=DARK_STYLE))
-    plain = Environment(finalize=escape_markdown, keep_trailing_newline=True)
-    plain.filters["fenced"] = fenced
-    markdown = plain.from_string((here / "report.md.j2").read_text(encoding="utf-8")).render(**view, charts=drawn)
-    run.write_text("report.md", re.sub(r"\n{3,}", "\n\n", re.sub(r"\|\n\n\|", "|\n|", markdown)))
-
-
-def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> dict[str, Any]:
-    recipe_text = (run.path / run_folder.RECIPE).read_text(encoding="utf-8")
+    section, records = section_of(objective), run.records()
+    drawn = drawn_twice(lambda: charts.draw(records, summary, section))
     recipe = recipe_checks.loads_saved(run.path / run_folder.RECIPE)
-    data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
-    train, section = [record for record in run.records() if record["event"] == "train"], section_of(objective)
-    sources = recipe.data.source_names
+    parameters = in_parameters(run.read_json(run_folder.DATA)["parameters"])
+    lead = f"{models.described(recipe.model)}, {parameters}, on {recipe.data.source_names}"
+    blocks = [
+        *_measured(run, summary, section, recipe, drawn),
+        *_texts(run, summary, objective, recipe),
+        *_setting(run, summary),
+    ]
+    page.write(Report(kind="train", title=run.path.name, lead=lead, blocks=blocks), drawn, run.write_text)
+
+
+def _measured(
+    run: RunFolder, summary: Mapping[str, Any], section: MetricSection | None, recipe: Recipe, drawn: Collection[str]
+) -> Iterator[Block]:
+    """The main figures, and the sections of losses, metrics, kernels, speed and tasks."""
+    records = run.records()
+    on_gpu = run.read_json(run_folder.ENVIRONMENT)["hardware"]["device"].startswith("cuda")
+    yield Tiles(tiles([record for record in records if record["event"] == "train"], summary, section))
+    if warnings := [text for r in records if r["event"] == "warnings" for text in r["warnings"]]:
+        yield Items([f"Warning: {text}" for text in warnings])
+    if "loss" in drawn:
+        yield from (Heading("Loss"), ChartImage("loss", "loss over steps"))
+    if section is not None and (table := _metrics(section, records)):
+        yield Heading(section.title)
+        if section.name in drawn:
+            yield ChartImage(section.name, section.chart_text)
+        yield Paragraph(f"The dots and the table are from evaluations, if there were any. {section.columns_text}")
+        yield table
+        if summary.get("decoded"):
+            yield Paragraph(f"Decoding from the beginnings of eval samples: {summary['decoded']['line']}.")
+    if summary["comparison"]:
+        yield Heading("The same steps with and without the kernels")
+        yield Paragraph(_comparison_note(recipe.comparison.steps, summary["comparison"], on_gpu))
+        if "comparison" in drawn:
+            yield ChartImage("comparison", "peak memory and tokens/s")
+        yield _comparison(summary["comparison"])
+    if "throughput" in drawn:
+        yield from (Heading("Throughput and memory"), ChartImage("throughput", "tokens/s and memory over steps"))
+        yield Paragraph(_MEMORY_ON_GPU if on_gpu else _MEMORY_ON_CPU)
+    if tasks := rows_of(summary.get("lm_eval") or {}):
+        rows = [
+            (task, metric, f"{value:.4f}", "" if deviation is None else f"{deviation:.4f}")
+            for task, metric, value, deviation in tasks
+        ]
+        yield Heading("lm-evaluation-harness")
+        yield Table(("task", "metric", "value", "standard error"), rows, texts=(0, 1))
+
+
+def _texts(run: RunFolder, summary: Mapping[str, Any], objective: Objective, recipe: Recipe) -> Iterator[Block]:
+    """The texts that the model has written."""
+    if prompts := texts_of(run.records()):
+        yield from (Heading("What the model writes"), Paragraph("The likeliest continuation of each prompt."))
+        for one in prompts:
+            yield Continuations(one["prompt"], [(text["label"], text["text"]) for text in one["texts"]])
     writes_text = objective.trl is None or objective.trl.writes_text
-    on_gpu = environment["hardware"]["device"].startswith("cuda")
-    return {
-        "title": run.path.name,
-        "lead": f"{models.described(recipe.model)}, {in_parameters(data['parameters'])}, on {sources}",
-        "tiles": tiles(train, summary, section),
-        "warnings": [text for r in run.records() if r["event"] == "warnings" for text in r["warnings"]],
-        "metrics": section,
-        "metric_rows": _metric_rows(section, run.records()) if section is not None else [],
-        "decoded": summary["decoded"]["line"] if summary.get("decoded") else None,
-        "comparison": _comparison_rows(summary["comparison"]),
-        "comparison_columns": COMPARISON_COLUMNS,
-        "comparison_note": _comparison_note(recipe.comparison.steps, summary["comparison"], on_gpu),
-        "memory_note": "Memory is the memory that PyTorch has allocated on the GPU." if on_gpu else
-        "Memory in the tiles and charts is the resident set of the whole process, including Python and libraries.",
-        "texts": texts_of(run.records()),
-        "tasks": [
-            {"task": task, "metric": metric, "value": f"{value:.4f}", "error": "" if dev is None else f"{dev:.4f}"}
-            for task, metric, value, dev in rows_of(summary.get("lm_eval") or {})
-        ],
-        "sample": summary["sample"] if recipe.output.sample_tokens and writes_text else None,
-        "data": [(data_label(name), _number(value)) for name, value in data.items() if name != "fingerprint"],
-        "environment": [(k.replace("_", " "), value) for part in environment.values() for k, value in part.items()],
-        "patch": summary["patch"],
-        "recipe": recipe_text,
-    }  # fmt: skip
+    if (sample := summary["sample"]) and writes_text and recipe.output.sample_tokens:
+        yield Heading("Text sample")
+        yield Paragraph("Both samples have the same prompt and seed, and temperature 0.8.")
+        labelled = [("Before training", sample["before"]), ("After training", sample["after"])]
+        yield Continuations(sample["prompt"], labelled)
+
+
+def _setting(run: RunFolder, summary: Mapping[str, Any]) -> Iterator[Block]:
+    """The data, the kernels, the environment and the recipe."""
+    data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
+    counts = [(data_label(name), _number(value)) for name, value in data.items() if name != "fingerprint"]
+    yield from (Heading("Data"), facts(counts, numeric=True))
+    yield from (Heading("Kernels"), Code(summary["patch"]))
+    parts = [(name.replace("_", " "), str(value)) for part in environment.values() for name, value in part.items()]
+    yield from (Heading("Environment"), facts(parts))
+    yield Heading("Configuration")
+    yield Code((run.path / run_folder.RECIPE).read_text(encoding="utf-8"))
 
 
 def data_label(name: str) -> str:
@@ -107,7 +144,7 @@ def data_label(name: str) -> str:
 
 def tiles(
     train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], section: MetricSection | None
-) -> list[dict[str, str]]:
+) -> list[tuple[str, str]]:
     """The run's main figures, as (name, value): losses, tokens/s, memory, time.
 
     Args:
@@ -140,12 +177,12 @@ def tiles(
         found.append(("checkpoint with the lowest eval loss, which is the saved model", f"step {summary['best_step']}"))
     if summary.get("stopped_early_step") is not None:
         found.append(("stopped early, because the eval loss fell no more", f"step {summary['stopped_early_step']}"))
-    found.append(("training time", format_seconds(summary["train_s"])))
+    found.append(("training time", in_clock(summary["train_s"])))
     if summary.get("skipped_steps"):
         found.append(("skipped steps (loss or gradient not finite)", str(summary["skipped_steps"])))
     if summary.get("evaluation_error"):
         found.append(("evaluation failed", summary["evaluation_error"]))
-    return [{"name": name, "value": value} for name, value in found]
+    return found
 
 
 def _speed_name(tokens_per_s: Sequence[float]) -> str:
@@ -156,48 +193,46 @@ def _speed_name(tokens_per_s: Sequence[float]) -> str:
     return f"tokens/s, median of {len(tokens_per_s)} records from {low:,.0f} to {high:,.0f}"
 
 
-def _metric_rows(section: MetricSection, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _metrics(section: MetricSection, records: Sequence[Mapping[str, Any]]) -> Table | None:
     """The metrics of the last evaluation that has some or, if none has, of the last training step that has some."""
     measured = [record for record in records if any(_has(record, row) for row in section.rows)]
     if not measured:
-        return []
+        return None
     last = next((record for record in reversed(measured) if record["event"] == "eval"), measured[-1])
     formats = [".1%" if column.is_share else ".4f" for column in section.columns]
-    return [
-        {
-            "label": row.title,
-            "cells": [format(value_of(last, n), form) for n, form in zip(row.metrics, formats, strict=True)],
-        }
+    rows = [
+        [row.title, *(format(value_of(last, name), form) for name, form in zip(row.metrics, formats, strict=True))]
         for row in section.rows
         if _has(last, row)
     ]
+    return Table(("", *(column.title for column in section.columns)), rows)
 
 
 def _has(record: Mapping[str, Any], row: MetricRow) -> bool:
     return all(value_of(record, name) is not None for name in row.metrics)
 
 
-def _comparison_rows(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    measured = [repeat for repeat in repeats if not repeat["error"]]
-    rows = []
-    for repeat in repeats:
-        if repeat["error"]:
-            cells = [repeat["error"], *[""] * (len(COMPARISON_COLUMNS) - 1)]
-        else:
-            first = measured[0]
-            apart = max(abs(a - b) for a, b in zip(repeat["losses"], first["losses"], strict=True))
-            saved = 1 - repeat["peak_bytes"] / first["peak_bytes"]
-            cells = [
-                f"{repeat['losses'][-1]:.6f}",
-                "" if repeat is first else f"{apart:.1e}",
-                format_bytes(repeat["peak_bytes"]),
-                format_bytes(repeat["peak_bytes"] - repeat["at_rest_bytes"]),
-                "" if repeat is first else f"{saved:.0%}",
-                f"{repeat['tokens_per_s']:,.0f}",
-                " to ".join(f"{speed:,.0f}" for speed in repeat["tokens_per_s_range"]),
-            ]
-        rows.append({"label": repeat["label"], "cells": cells})
-    return rows
+def _comparison(repeats: Sequence[Mapping[str, Any]]) -> Table:
+    first = next((repeat for repeat in repeats if not repeat["error"]), None)
+    return Table(COMPARISON_COLUMNS, [_repeat_cells(repeat, first) for repeat in repeats])
+
+
+def _repeat_cells(repeat: Mapping[str, Any], first: Mapping[str, Any] | None) -> list[str]:
+    """first: the first row that was measured, with which the others are compared."""
+    if repeat["error"] or first is None:
+        return [repeat["label"], repeat["error"], *[""] * (len(COMPARISON_COLUMNS) - 2)]
+    apart = max(abs(a - b) for a, b in zip(repeat["losses"], first["losses"], strict=True))
+    saved = 1 - repeat["peak_bytes"] / first["peak_bytes"]
+    return [
+        repeat["label"],
+        f"{repeat['losses'][-1]:.6f}",
+        "" if repeat is first else f"{apart:.1e}",
+        format_bytes(repeat["peak_bytes"]),
+        format_bytes(repeat["peak_bytes"] - repeat["at_rest_bytes"]),
+        "" if repeat is first else f"{saved:.0%}",
+        f"{repeat['tokens_per_s']:,.0f}",
+        " to ".join(f"{speed:,.0f}" for speed in repeat["tokens_per_s_range"]),
+    ]
 
 
 def _comparison_note(steps: int, repeats: Sequence[Mapping[str, Any]], on_gpu: bool) -> str:
@@ -222,21 +257,3 @@ def _speed_note(timed: int) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
-
-
-def escape_markdown(value: Any) -> Any:
-    """Escape the markup of Markdown and HTML, and replace line breaks by spaces. For Jinja2's `finalize`."""
-    if isinstance(value, Fenced) or not isinstance(value, str):
-        return value
-    text = value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|#!~])", r"\\\1", " ".join(text.splitlines()))
-
-
-class Fenced(str):
-    """Text in a Markdown fence, which `escape_markdown` leaves unchanged."""
-
-
-def fenced(value: str) -> Fenced:
-    """Put text into a Markdown fence that is longer than any fence inside it."""
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", value)), default=0))
-    return Fenced(f"{fence}text\n{value}\n{fence}")

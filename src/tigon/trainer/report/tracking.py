@@ -47,9 +47,13 @@ def _wandb_variables(run: Path) -> dict[str, str]:
     # With a key in the environment the user has asked for wandb's server.
     online = "WANDB_API_KEY" in os.environ
     return {
-        **({} if online else {"WANDB_MODE": "offline"}), "WANDB_DIR": str(run), "WANDB_PROJECT": PROJECT,
-        "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_ERROR_REPORTING": "false",
-    }  # fmt: skip
+        **({} if online else {"WANDB_MODE": "offline"}),
+        "WANDB_DIR": str(run),
+        "WANDB_PROJECT": PROJECT,
+        "WANDB_SILENT": "true",
+        "WANDB_CONSOLE": "off",
+        "WANDB_ERROR_REPORTING": "false",
+    }
 
 
 def _wandb_where(run: Path) -> str:
@@ -64,9 +68,12 @@ def _mlflow_variables(run: Path) -> dict[str, str]:
     in_database = importlib.util.find_spec("sqlalchemy") is not None
     return {
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}" if in_database else (folder / "mlruns").as_uri(),
-        "MLFLOW_EXPERIMENT_NAME": PROJECT, **({} if in_database else {"MLFLOW_ALLOW_FILE_STORE": "true"}),
-        "MLFLOW_LOGGING_LEVEL": "WARNING", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true",
-    }  # fmt: skip
+        "MLFLOW_EXPERIMENT_NAME": PROJECT,
+        **({} if in_database else {"MLFLOW_ALLOW_FILE_STORE": "true"}),
+        "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+    }
 
 
 def _mlflow_where(run: Path) -> str:
@@ -76,9 +83,10 @@ def _mlflow_where(run: Path) -> str:
 
 def _trackio_variables(run: Path) -> dict[str, str]:
     return {
-        "TRACKIO_DIR": str((run.parent / "trackio").resolve()), "GRADIO_ANALYTICS_ENABLED": "False",
+        "TRACKIO_DIR": str((run.parent / "trackio").resolve()),
+        "GRADIO_ANALYTICS_ENABLED": "False",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-    }  # fmt: skip
+    }
 
 
 def _trackio_where(run: Path) -> str:
@@ -93,20 +101,24 @@ def _describe_mlflow(mlflow: Any, details: Mapping[str, Any]) -> None:
 
 KINDS: Mapping[str, Tracker] = {
     "wandb": Tracker(
-        offline=_wandb_variables, where=_wandb_where,
+        offline=_wandb_variables,
+        where=_wandb_where,
         describe=lambda wandb, details: wandb.config.update({PROJECT: dict(details)}, allow_val_change=True),
         finish=lambda wandb, figures, step: (wandb.run.summary.update(dict(figures)), wandb.finish())[1],
     ),
     "mlflow": Tracker(
-        offline=_mlflow_variables, where=_mlflow_where, describe=_describe_mlflow,
+        offline=_mlflow_variables,
+        where=_mlflow_where,
+        describe=_describe_mlflow,
         finish=lambda mlflow, figures, step: mlflow.log_metrics(dict(figures), step=step),
     ),
     "trackio": Tracker(
-        offline=_trackio_variables, where=_trackio_where,
+        offline=_trackio_variables,
+        where=_trackio_where,
         describe=lambda trackio, details: trackio.config.update(dict(details), allow_val_change=True),
         finish=lambda trackio, figures, step: trackio.log({**figures, "train/global_step": step}),
     ),
-}  # fmt: skip
+}
 
 
 class Trackers(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here

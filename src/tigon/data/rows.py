@@ -1,6 +1,8 @@
-"""Reads files of rows: JSONL, JSON, CSV and parquet. Each row comes with its file and line.
+"""Reads rows: files of JSONL, JSON, CSV and parquet, and data sets of the hub. Each row comes with its file and line.
 
 A reader is a row of `READERS`, by the file's suffix. It passes each problem to `refuse`, which raises it or counts it.
+`load_dataset` reads the data sets of the hub. It does not read files, because its readers of JSON and CSV name no line,
+give up a file at its first malformed row, and fill in the columns that a row lacks.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tigon._files import open_regular
-from tigon._install import install_command
-from tigon.data.sources import Refuse, unreadable
+from tigon.data.sources import Refuse, Source, unreadable
 from tigon.errors import DataError
 from tigon.units import in_bytes
 
@@ -215,11 +217,9 @@ def _header(names: list[str], path: Path) -> list[str]:
 
 
 def _parquet(path: Path, refuse: Refuse) -> Rows:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise DataError(f"{path}: parquet needs pyarrow, not installed here: {install_command('data')}") from None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     number = 0
     try:
         with open_regular(path) as handle:
@@ -247,3 +247,87 @@ READERS: Mapping[str, Callable[[Path, Refuse], Rows]] = {
     ".tsv": partial(_csv, delimiter="\t"),
     ".parquet": _parquet,
 }
+
+
+# --- data sets of the hub ---------------------------------------------------------------------------------------------
+
+DEFAULT_SPLIT = "train"
+
+
+def load(source: Source) -> Any:
+    """The data set of the hub that `source` names, with images as the bytes of their files.
+
+    Raises:
+        DataError: It cannot be loaded; the message says what to do.
+    """
+    import datasets
+
+    datasets.logging.set_verbosity_error()
+    with _named(source):
+        rows = datasets.load_dataset(
+            source.name, source.subset, split=source.split or DEFAULT_SPLIT, revision=source.revision,
+            streaming=source.streaming,
+        )  # fmt: skip
+        return with_stored_images(rows)
+
+
+def loaded_rows(source: Source, rows: Any) -> Rows:
+    """(data set, split and number, row) of every row that `load` has loaded."""
+    where = f"{source.name}/{source.split or DEFAULT_SPLIT}"
+    with _named(source):
+        for number, row in enumerate(rows, start=1):
+            yield f"{where}:{number}", row
+
+
+@contextmanager
+def _named(source: Source) -> Iterator[None]:
+    """Raise the block's errors as DataError with the data set's name."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # the package raises a dozen kinds, builtin ones among them
+        raise DataError(_message(source, source.split or DEFAULT_SPLIT, error)) from None
+
+
+def with_stored_images(rows: Any) -> Any:
+    """The rows with images as the bytes of their files. Decoded, each would hold all of its pixels in memory."""
+    import datasets
+
+    stored = datasets.Image(decode=False)
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, stored)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):  # a list of images
+            rows = rows.cast_column(name, type(feature)(stored))
+    return rows
+
+
+def _message(source: Source, split: str, error: Exception) -> str:
+    name, reason = source.name, " ".join(str(error).split())[:200]
+    if _is_offline(error):
+        return (
+            f"{name}: neither a local path nor downloaded before, and the hub cannot be reached; check the name, or "
+            f"run `hf download --repo-type dataset {name} --local-dir DIR` where there is a network and name its files"
+        )
+    if type(error).__name__ in ("DatasetNotFoundError", "RepositoryNotFoundError", "GatedRepoError"):
+        return (
+            f"{name}: neither a local path nor a data set of the hub that you may read; check the name, or log in with "
+            "`hf auth login`"
+        )
+    if "Config name is missing" in reason or "BuilderConfig" in reason:
+        return f"{name}: set data.subset to one of its subsets: {reason}"
+    if "split" in reason.lower():
+        return f"{name}: data.split is {split!r}: {reason}"
+    return f"{name}: the data set cannot be read: {type(error).__name__}: {reason}"
+
+
+def _is_offline(error: BaseException | None) -> bool:
+    """Whether the network was missing, by the error or one that it came from."""
+    while error is not None:
+        if isinstance(error, (ConnectionError, TimeoutError)) or "Offline" in type(error).__name__:
+            return True
+        if type(error).__name__ in ("ConnectError", "LocalEntryNotFoundError"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

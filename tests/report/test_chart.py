@@ -7,7 +7,7 @@ import re
 import pytest
 
 pytest.importorskip("matplotlib")
-from tigon.profiler.render.figure import DARK_STYLE, IN_THE_DARK, PAGE_COLOURS, for_phone, new_figure, on_page, svg
+from tigon.report.chart import IN_THE_DARK, LIMIT, PAGE_COLOURS, for_phone, new_figure, on_page, style_variables, svg
 from tigon.trainer.report import charts
 
 
@@ -37,7 +37,7 @@ def test_every_colour_of_data_is_seen_on_a_light_and_on_a_dark_page():
 
     drawn = {
         *charts._COLOURS,
-        of_sweeps.LIMIT,
+        LIMIT,
         *(colour for colour, *_ in of_sweeps.LOOKS if colour not in PAGE_COLOURS),
     }
     assert drawn <= IN_THE_DARK.keys()
@@ -49,7 +49,7 @@ def test_every_colour_of_a_chart_follows_the_pages():
     text = on_page(drawn())
     assert not re.search(rf": ({'|'.join(PAGE_COLOURS)})\b", text)
     assert "var(--page, #ffffff)" in text and "var(--soft, #6b7280)" in text
-    assert "stroke: var(--data-c2410c, #c2410c)" in text and "--data-0f766e: #2dd4bf;" in DARK_STYLE
+    assert "stroke: var(--data-c2410c, #c2410c)" in text and "--data-0f766e: #2dd4bf;" in style_variables(dark=True)
     assert not re.search(rf"[^,] ({'|'.join(IN_THE_DARK)})\b|fill=\"#", text), "a hatched bar has a pattern"
 
 
