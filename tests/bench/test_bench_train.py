@@ -31,7 +31,7 @@ from tigon.bench.training.time_by_kind import KINDS, kind_of, time_by_kind
 from tigon.bench.training.trainee import Trainee
 from tigon.bench.training.variants import CODES, parse
 from tigon.cli import app
-from tigon.ops import lm_head
+from tigon.ops import products
 from tigon.techniques import cuda_graphs
 from tigon.techniques.mechanisms import fused_linear
 
@@ -201,7 +201,7 @@ def test_variants_in_graphs_learn_the_same_and_the_fused_one_adds_in_the_product
 
     def watched(a, b, out, accumulate):
         added.append(accumulate)
-        lm_head.product_into(a, b, out, accumulate)
+        products.product_into(a, b, out, accumulate)
 
     monkeypatch.setattr(variants, "_graphs_of", eager_graphs)
     monkeypatch.setattr(fused_linear, "product_into", watched)
