@@ -33,7 +33,7 @@ from tigon.models.verification.tiny import SIZES, tiny_config
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, Gpu, find_gpu
 from tigon.planner.request import Request, text_config
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 BATCH, SEQ, STEPS = 3, 1111, 3
 SECONDS = 240  # for one family, whose kernels are compiled first
@@ -82,7 +82,8 @@ def predicted(model_type: str, kernels: str, gpu: Gpu) -> int:
     config = config_of(model_type)
     request = Request(
         model=model_type, config=config, batch=BATCH, seq=SEQ,
-        choices=Choices(precision="amp-bf16", kernels=kernels, attention=attention_of(config)),
+        settings=Settings.of({"train.precision": "amp-bf16", "model.kernels": kernels,
+        "model.attention": attention_of(config)}),
     )  # fmt: skip
     return estimate(request, gpu=gpu, evaluation=False).peak_allocated_bytes
 

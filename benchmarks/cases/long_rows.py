@@ -36,7 +36,7 @@ from tigon.planner.request import Request
 from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS, has_expandable_segments
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.head_groups import key_heads
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 
 ROWS = ("131072:offload", "131072:offload-attention", "524288:offload-attention")
@@ -57,11 +57,12 @@ def request_of(name: str, tokens: int, kind: str, *, tiny: bool) -> Request:
     if tiny:
         config.num_hidden_layers, config.vocab_size = 3, 256
     config.max_position_embeddings = max(config.max_position_embeddings, tokens)
-    choices = Choices(
-        precision="bf16", optimizer="adamw", checkpointing=kind, mlp_tile_tokens=128 if tiny else TILE_TOKENS,
-        attention_groups=groups_of(config),
-    )  # fmt: skip
-    return Request(model=name, config=config, batch=1, seq=tokens, choices=choices)
+    settings = Settings.of({
+        "train.precision": "bf16", "train.optimizer": "adamw", "train.checkpointing": kind,
+        "train.mlp_tile_tokens": 128 if tiny else TILE_TOKENS,
+        "train.attention_groups": groups_of(config),
+    })  # fmt: skip
+    return Request(model=name, config=config, batch=1, seq=tokens, settings=settings)
 
 
 class Training:
@@ -76,11 +77,11 @@ class Training:
                 request.config, dtype=torch.bfloat16
             ).train()
         tigon.patch(self.model)
-        names = ("tiled-mlp", "grouped-attention", f"checkpointing-{request.choices.checkpointing}")
+        names = ("tiled-mlp", "grouped-attention", f"checkpointing-{request.settings.train.checkpointing}")
         for technique in (TECHNIQUES[name] for name in names):
-            if technique.used_by(request.choices):
+            if technique.used_by(request.settings):
                 assert technique.model is not None
-                technique.model(self.model, request.choices, RunInfo())
+                technique.model(self.model, request.settings, RunInfo())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         for weight in self.model.parameters():
             weight.grad = torch.zeros_like(weight)
@@ -136,8 +137,10 @@ def limit_allocator(limit_bytes: int) -> int:
 def row_for(request: Request, plan: Estimate, limit_bytes: int, device: torch.device) -> dict[str, Any]:
     """One row: its plan and its measurement, or the error if it ran out of memory."""
     row: dict[str, Any] = {
-        "model": request.model, "tokens": request.seq, "checkpointing": request.choices.checkpointing,
-        "mlp_tile_tokens": request.choices.mlp_tile_tokens, "attention_groups": request.choices.attention_groups,
+        "model": request.model, "tokens": request.seq,
+        "checkpointing": request.settings.train.checkpointing,
+        "mlp_tile_tokens": request.settings.train.mlp_tile_tokens,
+        "attention_groups": request.settings.train.attention_groups,
         "limit_bytes": limit_bytes,
         "predicted": {
             "peak_allocated_bytes": plan.peak_allocated_bytes, "device_bytes": plan.device_bytes,
@@ -181,7 +184,7 @@ def line(row: dict[str, Any]) -> str:
 
 def plan_line(request: Request, plan: Estimate) -> str:
     return (
-        f"{request.model} {request.seq:,} {request.choices.checkpointing:<18} {plan.step_s:.1f} s  allocated "
+        f"{request.model} {request.seq:,} {request.settings.train.checkpointing:<18} {plan.step_s:.1f} s  allocated "
         f"{plan.peak_allocated_bytes / GIB:.2f} GiB  whole process {plan.device_bytes / GIB:.2f} GiB  "
         f"host {plan.host_bytes / GIB:.1f} GiB"
     )

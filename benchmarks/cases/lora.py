@@ -44,9 +44,9 @@ from tigon.models.loading.presets import PRESETS
 from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 from tigon.planner.request import Request
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms.adapter_targets import expert_parameters
 from tigon.techniques.mechanisms.mxfp4_experts import Mxfp4Parametrization
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 
 # Its types are incomplete, and mypy checks this file.
@@ -68,14 +68,14 @@ PATCHES: dict[str, dict[str, Any] | None] = {
 }  # fmt: skip
 """Version -> the options of `tigon.patch`."""
 KNOWN: dict[str, dict[str, Any]] = {
-    "transformers": {"kernels": "none"},
+    "transformers": {"model.kernels": "none"},
     "tigon": {},
-    "sinks": {"attention_sinks": True},
+    "sinks": {"model.attention_sinks": True},
 }
 """Version -> what the planner knows it by."""
 
 
-USUAL = Choices(precision="amp-bf16", optimizer="adamw", lora_rank=16)
+USUAL = Settings.of({"train.precision": "amp-bf16", "train.optimizer": "adamw", "lora.rank": 16})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Run:
     versions: tuple[str, ...]
     tiny: dict[str, Any]
     checkpointing: tuple[str, ...] = ("full",)
-    choices: Choices = USUAL
+    settings: Settings = USUAL
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ _LLAMA = Run(
 RUNS = {
     "llama-3.1-8b": _LLAMA,
     "llama-3.1-8b-4-bit": dataclasses.replace(
-        _LLAMA, build=four_bit, choices=dataclasses.replace(_LLAMA.choices, quantized=True)
+        _LLAMA, build=four_bit, settings=USUAL.having({"lora.quantize": True})
     ),
     "qwen3-30b-a3b": Run(
         preset="qwen3-30b-a3b", build=grouped, batch=1, seq=4096, tiny=TINY | TINY_EXPERTS,
@@ -184,9 +184,8 @@ RUNS = {
     "gpt-oss-20b": Run(
         preset="gpt-oss-20b", build=in_mxfp4, batch=1, seq=2048, tiny=TINY | TINY_MXFP4,
         targets=(("linear",), ("linear", "experts")), versions=("tigon", "sinks"),
-        choices=Choices(
-            precision="amp-bf16", optimizer="adamw", attention="eager", lora_rank=16, quantized=True,
-            quantize_to="mxfp4",
+        settings=USUAL.having(
+            {"model.attention": "eager", "lora.quantize": True, "lora.quantize_to": "mxfp4"}
         ),
     ),
 }  # fmt: skip
@@ -204,15 +203,15 @@ def config_of(run: Run, tiny: bool) -> Any:
 class Trained:
     """A model with adapters whose second matrices are not 0, and its optimizer."""
 
-    def __init__(self, model: Any, choices: Choices, ids_BT: torch.Tensor) -> None:
+    def __init__(self, model: Any, settings: Settings, ids_BT: torch.Tensor) -> None:
         self.device, self.ids_BT = ids_BT.device, ids_BT
-        self.model = TECHNIQUES["lora"].model(model, choices, RunInfo())  # as `tigon train` adds them
+        self.model = TECHNIQUES["lora"].model(model, settings, RunInfo())  # as `tigon train` adds them
         for name, parameter in self.model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.01)
         self.model.train()
-        if choices.checkpointing != "none":
-            tigon.checkpoint(self.model, choices.checkpointing)
+        if settings.train.checkpointing != "none":
+            tigon.checkpoint(self.model, settings.train.checkpointing)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=self.device.type == "cuda")
 
@@ -229,13 +228,13 @@ class Trained:
         return loss.detach()  # type: ignore[no-any-return]
 
 
-def measured(bench: Bench, run: Run, choices: Choices, versions: list[str]) -> dict[str, Any]:
+def measured(bench: Bench, run: Run, settings: Settings, versions: list[str]) -> dict[str, Any]:
     """Median step, peak and losses of each version."""
     config = config_of(run, bench.tiny)
     model = run.build(config, bench.device)
     batch, seq = (2, 32) if bench.tiny else (bench.given.batch or run.batch, run.seq)
     ids_BT = torch.randint(0, config.vocab_size, (batch, seq), device=bench.device)
-    trained = Trained(model, choices, ids_BT)
+    trained = Trained(model, settings, ids_BT)
     turns: dict[str, list[timing.Steps]] = {version: [] for version in versions}
     rows: dict[str, dict[str, Any]] = {version: {} for version in versions}
     for turn in range(TURNS):
@@ -252,8 +251,8 @@ def measured(bench: Bench, run: Run, choices: Choices, versions: list[str]) -> d
         every = timing.Steps.joined(steps[1:])  # the first turn compiles
         rows[version] |= figures(every, ids_BT.numel())
         if version in KNOWN:
-            known = dataclasses.replace(choices, **KNOWN[version])
-            request = Request(model=run.preset, config=config, batch=batch, seq=seq, choices=known, masked=False)
+            known = settings.having(KNOWN[version])
+            request = Request(model=run.preset, config=config, batch=batch, seq=seq, settings=known, masked=False)
             rows[version]["predicted"] = predicted(request, bench.device)
     count = sum(parameter.numel() for parameter in trained.parameters)
     return {"batch": batch, "seq": seq, "trained": count, "versions": rows}
@@ -273,10 +272,10 @@ def dequantisation(bench: Bench) -> dict[str, Any]:
     return {"equal": equal, "ms": times_ms(calls, bench.device), "bytes": nbytes}
 
 
-def cases(run: Run) -> Iterator[Choices]:
+def cases(run: Run) -> Iterator[Settings]:
     for targets in run.targets:
         for checkpointing in run.checkpointing:
-            yield dataclasses.replace(run.choices, lora_targets=targets, checkpointing=checkpointing)
+            yield run.settings.having({"lora.targets": targets, "train.checkpointing": checkpointing})
 
 
 def measure(bench: Bench) -> None:
@@ -289,9 +288,9 @@ def measure(bench: Bench) -> None:
             continue
         if run.build is in_mxfp4:
             bench.add("dequantisation", dequantisation(bench))
-        for choices in cases(run):
-            about = {"run": name, "adapters": choices.lora_targets, "checkpointing": choices.checkpointing}
-            bench.add("steps", about | measured(bench, run, choices, versions))
+        for settings in cases(run):
+            about = {"run": name, "adapters": settings.lora.targets, "checkpointing": settings.train.checkpointing}
+            bench.add("steps", about | measured(bench, run, settings, versions))
             bench.free()
 
 

@@ -41,7 +41,9 @@ from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import TigonError
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.causal_lm import CausalLM
-from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
+from tigon.planner.render.json_names import settings_mapping
+from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
+from tigon.techniques.keys.lora import LoraConfig
 from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
@@ -232,17 +234,17 @@ def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) ->
     recipe = case.recipe(device.type)
     config = models.load_config(recipe.model)
     key, shapes = _shapes_of(recipe, config)
-    choices = preflight.check_techniques(recipe, device)
+    settings = preflight.check_techniques(recipe, device)
     run_info = engine.run_info_of(recipe, config, shapes, device, CausalLM(recipe.model))
     built, _ = engine.build(
-        recipe.model, config, choices, run_info, device=device, seed=1, kernels=case.kernels, base=folder / key,
+        recipe.model, config, settings, run_info, device=device, seed=1, kernels=case.kernels, base=folder / key,
     )  # fmt: skip
     meter.mark("load")
-    args = trainers.arguments(recipe.train, choices, run_info, folder=folder, device=device, evaluate=case.evaluated)
+    args = trainers.arguments(recipe.train, settings, run_info, folder=folder, device=device, evaluate=case.evaluated)
     rows = rows_of(case, case.steps * case.batch * case.accumulate, config.vocab_size)
     held_out = rows_of(case, case.batch, config.vocab_size) if case.evaluated else None
     trainer = trainers.make(
-        built, args, Collator(0, packing=True), rows, held_out, engine.make_optimizer(recipe.train, choices)
+        built, args, Collator(0, packing=True), rows, held_out, engine.make_optimizer(recipe.train, settings)
     )
     trainer.add_callback(StepTimer(meter, trainer))
     trainer.train()
@@ -289,10 +291,10 @@ def run(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
     """The row of one case: measured, or why not."""
     release(device)
     begin_s = time.perf_counter()
-    choices = dataclasses.asdict(case.recipe(device.type).choices())
+    settings = settings_mapping(case.recipe(device.type).settings())
     row: dict[str, Any] = {
         "id": case.id, "model": case.model, "config": dict(case.config), "batch": case.batch, "seq": case.seq,
-        "masked": case.masked, "evaluated": case.evaluated, "steps": case.steps, "choices": choices,
+        "masked": case.masked, "evaluated": case.evaluated, "steps": case.steps, "choices": settings,
     }  # fmt: skip
     if reason := refusal(case, device):
         return row | {"status": "skipped", "detail": reason, "case_s": time.perf_counter() - begin_s}

@@ -40,7 +40,7 @@ from tigon.objectives.recipe_checks import of_assignments
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 # Their types are incomplete, and mypy checks this file.
 datasets, peft, tokenizers, transformers, trl, trl_utils = (
@@ -214,13 +214,13 @@ def planned_gib(trainer: str, kind: str) -> float:
         COMPLETIONS, SEQ // 2, [f"post_training.completion_length={SEQ // 2}"]
     )  # fmt: skip
     # Frozen weights in bf16 under autocast for LoRA; bf16 weights and states otherwise, as in `policy` and AdamW.
-    choices = Choices(
-        precision="amp-bf16" if kind == "lora" else "bf16", checkpointing="full",
-        lora_rank=16 if kind == "lora" else None,
-    )  # fmt: skip
+    settings = Settings.of({
+        "train.precision": "amp-bf16" if kind == "lora" else "bf16", "train.checkpointing": "full",
+        "lora.rank": 16 if kind == "lora" else None,
+    })  # fmt: skip
     objective = planned_objective(of_assignments([f"train.objective={trainer}", *keys]))
     request = Request(
-        model="llama", config=config(), batch=batch, seq=seq, choices=choices, objective=objective, masked=True,
+        model="llama", config=config(), batch=batch, seq=seq, settings=settings, objective=objective, masked=True,
         clipped=False,
     )  # fmt: skip
     return estimate(request, gpu=find_gpu("h200"), evaluation=False).peak_allocated_bytes / GIB

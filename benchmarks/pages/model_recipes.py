@@ -33,9 +33,9 @@ CLASSES: Mapping[int, str] = {12: "rtx-4070", 16: "rtx-5080", 24: "a10", 48: "l4
 SEQUENCE, EFFECTIVE_BATCH = 2048, 16
 KINDS = ("none", "full")
 SETTINGS: tuple[Mapping[str, str], ...] = (
-    {"precision": "amp-bf16", "optimizer": "adamw"},
-    {"precision": "bf16", "optimizer": "adamw"},
-    {"precision": "bf16", "optimizer": "adamw-8bit"},
+    {"train.precision": "amp-bf16", "train.optimizer": "adamw"},
+    {"train.precision": "bf16", "train.optimizer": "adamw"},
+    {"train.precision": "bf16", "train.optimizer": "adamw-8bit"},
 )
 """Smallest change of the numbers first. With adapters only the first is tried, because their states are small."""
 
@@ -96,18 +96,20 @@ class Row:
         return FOLDER / self.model.name / f"{self.method}-{self.gb}gb.yaml"
 
 
-def asked(model: Model, method: str, gb: int, **given: object) -> SearchProblem:
+def asked(model: Model, method: str, gb: int, given: Mapping[str, object]) -> SearchProblem:
     """The question for the run of a model and method on a GPU of this class, with these settings."""
     found = problem_of(
         Flags(
-            target=model.hub_id, gpu=find_gpu(CLASSES[gb]), batch=1, seq=SEQUENCE,
-            method=method.removesuffix(WITH_EXPERTS),
-            given={"accumulate": EFFECTIVE_BATCH, "attention": model.attention, **given},
+            target=model.hub_id, gpu=find_gpu(CLASSES[gb]), method=method.removesuffix(WITH_EXPERTS),
+            given={
+                "train.batch_size": 1, "data.sequence_length": SEQUENCE, "model.attention": model.attention,
+                "train.gradient_accumulation": EFFECTIVE_BATCH, **given,
+            },
         )
     )  # fmt: skip
     request = found.request
     if method.endswith(WITH_EXPERTS):
-        request = replace(request, choices=replace(request.choices, lora_targets=("all-linear", "experts")))
+        request = replace(request, settings=request.settings.having({"lora.targets": ("all-linear", "experts")}))
     return replace(found, request=request, gpu=space.with_headroom(found.gpu))
 
 
@@ -120,7 +122,7 @@ def chosen(model: Model, method: str) -> list[Row]:
     combinations = [(s, kind) for s in (SETTINGS if method == "full" else SETTINGS[:1]) for kind in KINDS]
     largest: list[Option] = []
     for settings, kind in combinations:
-        problem = asked(model, method, max(CLASSES), checkpointing=kind, **settings)
+        problem = asked(model, method, max(CLASSES), {"train.checkpointing": kind, **settings})
         largest.append(estimate_option(problem.request, problem.gpu))
     best = len(combinations)
     for gb, name in CLASSES.items():
@@ -128,7 +130,7 @@ def chosen(model: Model, method: str) -> list[Row]:
         for place, (settings, kind) in enumerate(combinations[:best]):
             if largest[place].estimate.device_bytes > room:
                 continue
-            problem = asked(model, method, gb, checkpointing=kind, **settings)
+            problem = asked(model, method, gb, {"train.checkpointing": kind, **settings})
             option = estimate_option(problem.request, problem.gpu)
             if option.fits(problem.gpu):
                 rows.append(Row(model, method, gb, option))
@@ -154,7 +156,7 @@ def replanned(model: Model, method: str, path: Path) -> Row:
 
 def text(model: Model, method: str, gb: int, request: Request) -> str:
     """The recipe file."""
-    choices, path = request.choices, FOLDER / model.name / f"{method}-{gb}gb.yaml"
+    settings, path = request.settings, FOLDER / model.name / f"{method}-{gb}gb.yaml"
     lines = [
         f"# {TITLES[method]} of {model.hub_id} on a GPU with {gb} GB; docs/model-recipes.md has the plan.",
         "# The text is what every Python carries, to try the recipe; name your own rows.",
@@ -162,9 +164,10 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
         f"#     tigon train {path} --set data.source=rows.jsonl",
         "model:", f"  name: {model.hub_id}", *(f"  attention: {a}" for a in [model.attention] if a != "sdpa"),
         "data:", "  source: python-docs", f"  sequence_length: {request.seq}",
-        "train:", "  epochs: 1", f"  batch_size: {request.batch}", f"  gradient_accumulation: {choices.accumulate}",
-        f"  learning_rate: {LEARNING_RATES[method]}", "  warmup_steps: 10", f"  precision: {choices.precision}",
-        f"  optimizer: {choices.optimizer}", f"  checkpointing: {choices.checkpointing}",
+        "train:", "  epochs: 1", f"  batch_size: {request.batch}",
+        f"  gradient_accumulation: {settings.train.gradient_accumulation}",
+        f"  learning_rate: {LEARNING_RATES[method]}", "  warmup_steps: 10", f"  precision: {settings.train.precision}",
+        f"  optimizer: {settings.train.optimizer}", f"  checkpointing: {settings.train.checkpointing}",
     ]  # fmt: skip
     if method != "full":
         targets = "[all-linear, experts]" if method.endswith(WITH_EXPERTS) else "all-linear"
@@ -183,7 +186,9 @@ def table(rows: list[Row]) -> str:
         gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate
         link = f"[{row.model.name}/{row.path.name}](../{row.path})"
         changes = ", ".join(name for name in space.change_names(request) if name not in TITLES) or "nothing"
-        split = f"{request.batch} x {request.choices.accumulate}, {request.choices.checkpointing}"
+        split = (
+            f"{request.batch} x {request.settings.train.gradient_accumulation}, {request.settings.train.checkpointing}"
+        )
         lines.append(
             f"| {link} | {gpu.name} | {result.device_bytes / GIB:.1f} | {gpu.memory_bytes / GIB:.1f} | {split} | "
             f"{result.tokens_per_s:,.0f} | {changes} |"

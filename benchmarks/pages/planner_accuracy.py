@@ -25,9 +25,10 @@ from tigon.models.loading.config import load_config
 from tigon.models.loading.presets import PRESETS
 from tigon.planner.estimate import Estimate, estimate
 from tigon.planner.gpus import GIB, find_gpu
+from tigon.planner.render.json_names import KEY_OF
 from tigon.planner.request import Request
 from tigon.report.chart import INK, MUTED, new_figure, svg
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 MEASUREMENTS = Path("benchmarks/results/nvidia-h200/planner/runs.json")
 CHART = "img/planner-accuracy.svg"
@@ -127,10 +128,10 @@ def request_of(case: Mapping[str, Any]) -> Request:
         shape = {name: value for name, value in PRESETS[case["model"]].items() if name != "model_type"}
         config = type(config)(**(shape | case["config"]))
     chosen: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in case["choices"].items()
+        KEY_OF[name]: tuple(value) if isinstance(value, list) else value for name, value in case["choices"].items()
     }
     return Request(
-        model=case["model"], config=config, batch=case["batch"], seq=case["seq"], choices=Choices(**chosen),
+        model=case["model"], config=config, batch=case["batch"], seq=case["seq"], settings=Settings.of(chosen),
         masked=case["masked"], evaluated=case["evaluated"],
     )  # fmt: skip
 

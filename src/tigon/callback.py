@@ -24,7 +24,7 @@ from tigon.planner.estimate import Estimate, estimate
 from tigon.planner.gpus import GIB, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.recipe.aliases import ALIASES
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.trainer.guards.prediction import gpu_here
 
 LOG = logging.getLogger(__name__)
@@ -114,27 +114,27 @@ class TigonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
             self.report = None
 
     def _planned(self, args: Any, model: Any) -> Estimate:
-        choices = choices_of(args, model)
+        settings = settings_of(args, model)
         length = self.sequence_length or getattr(args, "max_length", None)
         if length is None:
             raise NotPlanned("not planned: TigonCallback needs sequence_length, the tokens per sample")
         request = Request(
             model=type(model).__name__, config=model.config, batch=args.per_device_train_batch_size, seq=int(length),
-            choices=choices, masked=self.masked, clipped=bool(args.max_grad_norm),
+            settings=settings, masked=self.masked, clipped=bool(args.max_grad_norm),
             evaluated=str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
         )  # fmt: skip
-        return estimate(request, gpu=self._gpu(args, choices))
+        return estimate(request, gpu=self._gpu(args, settings))
 
-    def _gpu(self, args: Any, choices: Choices) -> Gpu:
+    def _gpu(self, args: Any, settings: Settings) -> Gpu:
         if self.gpu is not None:
             return find_gpu(self.gpu)
         if args.device.type != "cuda":
             raise NotPlanned("not planned: plans are for GPUs; TigonCallback(gpu='24GiB') plans for another machine")
-        return gpu_here(args.device, choices)
+        return gpu_here(args.device, settings)
 
 
-def choices_of(args: Any, model: Any) -> Choices:
-    """The planner's choices for a Trainer's arguments and its model, PEFT's adapters included.
+def settings_of(args: Any, model: Any) -> Settings:
+    """The planner's settings for a Trainer's arguments and its model, PEFT's adapters included.
 
     Raises:
         NotPlanned: the planner does not know an option.
@@ -148,28 +148,30 @@ def choices_of(args: Any, model: Any) -> Choices:
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     pure = not adapters and weights == {torch.bfloat16}
     fp8 = fp8_options(model) if pure else None
-    options = {f"fp8_{name}": value for name, value in (fp8 or {}).items()}
+    options = {f"train.fp8_{name}": value for name, value in (fp8 or {}).items()}
     precision = (
         ("bf16" if fp8 is None else "fp8") if pure else "amp-bf16" if args.bf16 else "amp-fp16" if args.fp16 else "fp32"
     )
     # transformers 5.23 renames gradient_checkpointing; older releases have only that name.
     recomputes = getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing
-    return Choices(
-        precision=precision, optimizer=ALIASES["optim"].values[name], checkpointing="full" if recomputes else "none",
-        accumulate=args.gradient_accumulation_steps, gpus=args.world_size, **adapters, **options,
-    )  # fmt: skip
+    return Settings.of({
+        "train.precision": precision, "train.optimizer": ALIASES["optim"].values[name],
+        "train.checkpointing": "full" if recomputes else "none",
+        "train.gradient_accumulation": args.gradient_accumulation_steps, "sharding.gpus": args.world_size, **adapters,
+        **options,
+    })  # fmt: skip
 
 
 def _adapters(model: Any) -> dict[str, Any]:
-    """The fields of `Choices` for PEFT's LoRA; empty without adapters."""
+    """The recipe keys of PEFT's LoRA; empty without adapters."""
     configs = getattr(model, "peft_config", None)
     if not configs or not any("lora_" in name for name, _ in model.named_parameters()):
         return {}
     config = next(iter(configs.values()))
     targets = config.target_modules
     return {
-        "lora_rank": config.r, "lora_dropout": config.lora_dropout, "lora_rslora": config.use_rslora,
-        "lora_dora": config.use_dora, "lora_bias": config.bias,
-        "lora_targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
-        "quantized": bool(getattr(model, "is_loaded_in_4bit", False)),
+        "lora.rank": config.r, "lora.dropout": config.lora_dropout, "lora.rslora": config.use_rslora,
+        "lora.dora": config.use_dora, "lora.bias": config.bias,
+        "lora.targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+        "lora.quantize": bool(getattr(model, "is_loaded_in_4bit", False)),
     }  # fmt: skip

@@ -10,13 +10,13 @@ from pathlib import Path
 from benchmarks.pages import planner_accuracy as plan_accuracy
 from benchmarks.pages import sweep_accuracy
 from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison
+from tests.short_names import settings_of
 from tigon.models.loading.config import load_config
 from tigon.models.loading.presets import PRESETS
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.model_states import model_weights
-from tigon.techniques.records.choices import Choices
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("llama-3.2-1b", "llama-3.1-8b")
@@ -37,8 +37,8 @@ def host_memory_table() -> str:
     ]
     for model in MODELS:
         for words, keys in PLACEMENTS:
-            choices = Choices(precision="amp-bf16", **keys)  # type: ignore[arg-type]
-            request = Request(model=model, config=load_config(model), batch=1, seq=1024, choices=choices)
+            settings = settings_of({"train.precision": "amp-bf16", **keys})  # type: ignore[arg-type]
+            request = Request(model=model, config=load_config(model), batch=1, seq=1024, settings=settings)
             found = estimate(request, gpu=find_gpu("h200"), evaluation=False)
             parameters = sum(weight.numel for weight in model_weights(request).weights)
             lines.append(

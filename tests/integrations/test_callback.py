@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from tigon import callback as module  # noqa: E402
-from tigon.callback import NotPlanned, TigonCallback, choices_of  # noqa: E402
+from tigon.callback import NotPlanned, TigonCallback, settings_of  # noqa: E402
 
 DATA = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
 
@@ -102,21 +102,22 @@ def test_run_that_cannot_be_planned_trains_and_says_why(tmp_path: Path, callback
     assert callback.plan is None and reason in str(callback.unplanned)
 
 
-def test_arguments_become_choices_of_the_planner(tmp_path: Path) -> None:
+def test_arguments_become_settings_of_the_planner(tmp_path: Path) -> None:
     args = arguments(tmp_path, gradient_checkpointing=True, gradient_accumulation_steps=4, optim="adamw_bnb_8bit")
-    choices = choices_of(args, small_model())
-    assert (choices.precision, choices.checkpointing, choices.accumulate) == ("fp32", "full", 4)
-    assert choices.optimizer == "adamw-8bit"
-    assert choices_of(args, small_model().bfloat16()).precision == "bf16"
+    settings = settings_of(args, small_model())
+    train = settings.train
+    assert (train.precision, train.checkpointing, train.gradient_accumulation) == ("fp32", "full", 4)
+    assert train.optimizer == "adamw-8bit"
+    assert settings_of(args, small_model().bfloat16()).train.precision == "bf16"
     with pytest.raises(NotPlanned, match="optim=adafactor"):
-        choices_of(arguments(tmp_path, optim="adafactor"), small_model())
+        settings_of(arguments(tmp_path, optim="adafactor"), small_model())
 
 
-def test_adapters_become_choices_of_the_planner(tmp_path: Path) -> None:
+def test_adapters_become_settings_of_the_planner(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(small_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    choices = choices_of(arguments(tmp_path), model)
-    assert (choices.lora_rank, choices.lora_targets) == (4, ("q_proj", "v_proj"))
+    settings = settings_of(arguments(tmp_path), model)
+    assert (settings.lora.rank, settings.lora.targets) == (4, ("q_proj", "v_proj"))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 
 IDS = torch.arange(24).view(2, 12) % 64
@@ -16,8 +16,8 @@ IDS = torch.arange(24).view(2, 12) % 64
 
 def adapted(model: Any, *targets: str) -> Any:
     """Adapters that change the results."""
-    choices = Choices(precision="fp32", lora_rank=3, lora_targets=targets)
-    wrapped = TECHNIQUES["lora"].model(model, choices, RunInfo())
+    settings = Settings.of({"train.precision": "fp32", "lora.rank": 3, "lora.targets": targets})
+    wrapped = TECHNIQUES["lora"].model(model, settings, RunInfo())
     torch.manual_seed(1)
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:

@@ -12,8 +12,8 @@ from models_helpers import assert_agree
 
 import tigon
 from tigon.models.verification.tiny import tiny_model
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms import adapter_targets
-from tigon.techniques.records.choices import Choices
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -129,12 +129,12 @@ def test_adapters_of_4_bit_experts_without_the_op_are_refused(folders: dict[str,
     from tigon.errors import RecipeError
     from tigon.trainer.guards import adapter_checks
 
-    choices = Choices(lora_rank=3, lora_targets=("linear", "experts"), quantized=True)
+    settings = Settings.of({"lora.rank": 3, "lora.targets": ("linear", "experts"), "lora.quantize": True})
     model = adapted(in_4_bits(folders["qwen3_moe"]), "linear", "experts")
     with pytest.raises(RecipeError, match=r"does not run .*mlp\.experts.*leave experts out of lora.targets"):
-        adapter_checks.check_fused_experts(model, choices)
+        adapter_checks.check_fused_experts(model, settings)
     tigon.patch(model)
-    adapter_checks.check_fused_experts(model, choices)
+    adapter_checks.check_fused_experts(model, settings)
 
 
 def test_pefts_own_forward_leaves_nothing_on_a_4_bit_weight(folders: dict[str, Path]) -> None:

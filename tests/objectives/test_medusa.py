@@ -121,7 +121,7 @@ def test_prediction_of_a_recipe_includes_its_heads() -> None:
             heads=HeadsConfig(output="separate", **heads),
         )  # fmt: skip
         config = model.load_config(asked.model)
-        found = prediction.predict(asked, config, asked.choices(precision="bf16"), gpu, evaluated=False)
+        found = prediction.predict(asked, config, asked.settings(precision="bf16"), gpu, evaluated=False)
         peaks[name] = found.option.estimate.components["optimizer"]
     heads_alone = 2 * 2 * 3 * (512 * 32 + 32 * 32 + 32)  # two moments of 2 bytes, but for rounding and counters
     assert peaks["1"] == pytest.approx(heads_alone, rel=0.1)

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
+from tests.short_names import settings_of
 from tigon.errors import RecipeError
 from tigon.medusa import HeadsSpec, Objective
 from tigon.models.loading.config import load_config
 from tigon.objectives import recipe_checks
 from tigon.objectives.causal_lm import PlannedCausalLM
-from tigon.objectives.medusa import PlannedMedusa, check, planned_medusa
+from tigon.objectives.medusa import PlannedMedusa
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"checkpointing": "full"}, {"checkpointing": "offload"}, {"lora_rank": 8}, {"kernels": "liger"},
@@ -27,11 +28,11 @@ CASES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def yaml_of(heads: PlannedMedusa, choices: Choices) -> str:
+def yaml_of(heads: PlannedMedusa, settings: Settings) -> str:
     """The recipe that a plan with these heads and choices prints."""
     request = Request(
-        model="tigon-demo", config=load_config("tigon-demo"), batch=2, seq=64, choices=choices, objective=heads,
-        clipped=choices.optimizer != "galore-layerwise",
+        model="tigon-demo", config=load_config("tigon-demo"), batch=2, seq=64, settings=settings, objective=heads,
+        clipped=settings.train.optimizer != "galore-layerwise",
     )  # fmt: skip
     return as_recipe.yaml_text(request)
 
@@ -42,9 +43,9 @@ def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_pat
     heads = PlannedMedusa(HeadsSpec(kind=kind, count=2, shared=kind == "mtp"), Objective(stage=stage))
     path, refused = tmp_path / "recipe.yaml", []
     for case in CASES:
-        choices = Choices(**case)
-        path.write_text(yaml_of(heads, choices))
-        reasons = heads.refusals(choices)
+        settings = settings_of(case)
+        path.write_text(yaml_of(heads, settings))
+        reasons = heads.refusals(settings)
         assert all(reason.count(";") == 1 and "\n" not in reason for reason in reasons)
         if reasons:
             refused.append(case)
@@ -53,22 +54,8 @@ def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_pat
         else:
             made = recipe_checks.load(path, gpu_present=lambda: True)
             assert (made.heads.stage, made.heads.kind, made.heads.count) == (stage, kind, 2)
-            assert made.choices() == choices
+            assert made.settings() == settings
     assert {"kernels": "liger"} in refused and {} not in refused
-
-
-def test_planned_heads_are_those_of_a_recipe_that_gives_only_their_count() -> None:
-    from tigon.recipe.keys import DataConfig, HeadsConfig, ModelConfig, Recipe, TrainConfig
-    from tigon.trainer import model
-
-    for name in ("llama-3.2-1b", "llama-3.1-8b"):
-        for count in (1, 5):
-            config = load_config(name)
-            recipe = Recipe(
-                model=ModelConfig(name=name), data=DataConfig(), train=TrainConfig(steps=1),
-                heads=HeadsConfig(stage=1, count=count),
-            )  # fmt: skip
-            assert planned_medusa(name, config, count, 1).spec == check(recipe, config, model.parameter_shapes(config))
 
 
 def test_search_recommends_nothing_that_the_heads_exclude() -> None:
@@ -77,11 +64,11 @@ def test_search_recommends_nothing_that_the_heads_exclude() -> None:
     from tigon.planner.search import recommend, space
 
     heads = PlannedMedusa(HeadsSpec(count=2, shared=True), Objective(stage=1))
-    fixed = Choices(checkpointing="full")
+    fixed = Settings.of({"train.checkpointing": "full"})
     request = Request(
-        model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, choices=fixed, objective=heads
+        model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, settings=fixed, objective=heads
     )
-    problem = space.SearchProblem(request=request, free=frozenset({"precision"}), gpu=find_gpu("h200"))
+    problem = space.SearchProblem(request=request, free=frozenset({"train.precision"}), gpu=find_gpu("h200"))
     found, why = recommend.search(problem)
     assert not found and any("keeps no activations" in reason for reason in why)
     plain = dataclasses.replace(problem, request=dataclasses.replace(request, objective=PlannedCausalLM()))

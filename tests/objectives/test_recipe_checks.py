@@ -11,8 +11,8 @@ pytest.importorskip("yaml")
 from tigon.errors import RecipeError
 from tigon.objectives.recipe_checks import heads_refusals, load, loads_saved, require_heads, without_phases
 from tigon.recipe.keys import SECTIONS, HeadsConfig, Recipe, TrainConfig
-from tigon.techniques import KEY_SWITCHES
-from tigon.techniques.records.choices import Choices
+from tigon.techniques import SWITCHES
+from tigon.techniques.keys.settings import Settings
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "adapters in stage 1": ({"heads": {"stage": 1}, "lora": {"rank": 2}}, "set heads.stage: 2, or leave lora.rank out"),
@@ -78,16 +78,16 @@ def test_profile_leaves_out_the_phase_before_the_heads() -> None:
 
 
 def test_choices_that_nothing_excludes_are_not_refused() -> None:
-    assert not list(heads_refusals(2, "medusa", Choices(lora_rank=8, checkpointing="full")))
-    assert not list(heads_refusals(1, "mtp", Choices(optimizer="galore", zero=3)))
+    assert not list(heads_refusals(2, "medusa", Settings.of({"lora.rank": 8, "train.checkpointing": "full"})))
+    assert not list(heads_refusals(1, "mtp", Settings.of({"train.optimizer": "galore", "sharding.zero": 3})))
 
 
 def test_heads_are_refused_if_processes_share_rows() -> None:
-    (reason,) = heads_refusals(2, "medusa", Choices(gpus=2, sequence_shards=2))
+    (reason,) = heads_refusals(2, "medusa", Settings.of({"sharding.gpus": 2, "sharding.sequence": 2}))
     assert reason.endswith("set sharding.sequence: 1")
 
 
 def test_every_key_that_needs_a_technique_says_so() -> None:
     """The other keys of the section do nothing without the rank."""
-    switched = {key for row in KEY_SWITCHES for key in row.keys}
+    switched = {key for row in SWITCHES for key in row.keys}
     assert {f"lora.{name}" for name in SECTIONS["lora"].__dataclass_fields__} - {"lora.rank"} <= switched

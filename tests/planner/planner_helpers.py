@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from tests.short_names import settings_of
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.gpus import MIB, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.trace.tape import Tape
-from tigon.techniques.records.choices import Choices
 
 H200 = find_gpu("h200")
 # cuBLAS's 64 MiB would be most of what a small model takes
@@ -48,13 +48,13 @@ def config_of(name: str, **changes: Any) -> Any:
 def request_of(
     name: str = "llama", *, batch: int = 2, seq: int = 64, masked: bool = False, evaluated: bool = False,
     objective: PlannedObjective | None = None, shape: dict[str, Any] | None = None, adapters_fused: bool = True,
-    **choices: Any,
+    **settings: Any,
 ) -> Request:  # fmt: skip
     """A request for a small model with these choices."""
     return Request(
         model=name, config=config_of(name, **(shape or {})), batch=batch, seq=seq, masked=masked,
         objective=objective or PlannedCausalLM(), evaluated=evaluated,
-        adapters_fused=adapters_fused, choices=Choices(**choices),
+        adapters_fused=adapters_fused, settings=settings_of(settings),
     )  # fmt: skip
 
 

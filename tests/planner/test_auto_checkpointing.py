@@ -17,21 +17,22 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.search.checkpointing import choose, fastest
 from tigon.planner.search.option import Option, estimate_option
-from tigon.techniques.layer_checkpointing import STATES, groups_of, written
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.keys.train import STATES
+from tigon.techniques.layer_checkpointing import groups_of, written
 from tigon.trainer.guards import auto_checkpointing, prediction
 
 LAYERS = 3
 SHAPE = {"num_hidden_layers": LAYERS, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 256}
 
 
-def asked(**choices: Any) -> Request:
-    return request_of("llama", batch=8, seq=256, shape=SHAPE, **{"precision": "bf16", "kernels": "tigon", **choices})
+def asked(**settings: Any) -> Request:
+    return request_of("llama", batch=8, seq=256, shape=SHAPE, **{"precision": "bf16", "kernels": "tigon", **settings})
 
 
 def estimate_of(request: Request, checkpointing: str) -> Option:
-    choices = replace(request.choices, checkpointing=checkpointing)
-    return estimate_option(replace(request, choices=choices), small_gpu(4000))
+    settings = request.settings.having({"train.checkpointing": checkpointing})
+    return estimate_option(replace(request, settings=settings), small_gpu(4000))
 
 
 def between(request: Request, share: float) -> Gpu:
@@ -55,20 +56,20 @@ def test_choice_is_the_fastest_mix_of_two_kinds_that_fits() -> None:
         chosen = fastest(request, gpu)
         assert chosen.fits(gpu)
         best = min(one.estimate.step_s for one in options if one.fits(gpu))
-        assert chosen.estimate.step_s <= 1.005 * best, chosen.request.choices.checkpointing
+        assert chosen.estimate.step_s <= 1.005 * best, chosen.request.settings.train.checkpointing
 
 
 def test_nothing_is_recomputed_if_there_is_room_and_all_of_it_if_nothing_fits() -> None:
     request = asked()
-    assert fastest(request, between(request, 1.0)).request.choices.checkpointing == "none"
+    assert fastest(request, between(request, 1.0)).request.settings.train.checkpointing == "none"
     chosen = fastest(request, small_gpu(1))
-    assert chosen.request.choices.checkpointing == "full" and not chosen.fits(small_gpu(1))
+    assert chosen.request.settings.train.checkpointing == "full" and not chosen.fits(small_gpu(1))
 
 
 def test_layers_that_recompute_more_come_first() -> None:
     request, lengths = asked(), set()
     for share in (0.4, 0.6, 0.8):
-        value = fastest(request, between(request, share)).request.choices.checkpointing
+        value = fastest(request, between(request, share)).request.settings.train.checkpointing
         order = [STATES.index(state) for state, _ in groups_of(value)] if ":" in value else [0]
         assert order == sorted(order), value
         lengths.add(len(order))
@@ -77,7 +78,7 @@ def test_layers_that_recompute_more_come_first() -> None:
 
 def test_zero_3_recomputes_whole_layers_only() -> None:
     request = asked(zero=3, gpus=2)
-    value = fastest(request, between(request, 0.7)).request.choices.checkpointing
+    value = fastest(request, between(request, 0.7)).request.settings.train.checkpointing
     assert {state for state, _ in groups_of(value)} == {"full", "none"}
 
 
@@ -87,11 +88,15 @@ def test_micro_batch_is_chosen_with_the_layers() -> None:
     gpu = between(request, 0.6)
     choice = choose(request, gpu, splits)
     chosen = choice.option.request
-    assert choice.option.fits(gpu) and (chosen.batch, chosen.choices.accumulate) in splits
+    assert choice.option.fits(gpu) and (chosen.batch, chosen.settings.train.gradient_accumulation) in splits
     alone = fastest(request, gpu)
     assert choice.option.estimate.tokens_per_s >= alone.estimate.tokens_per_s
     whole = choose(request, between(request, 1.0), splits).option.request
-    assert (whole.batch, whole.choices.accumulate, whole.choices.checkpointing) == (8, 1, "none")
+    assert (whole.batch, whole.settings.train.gradient_accumulation, whole.settings.train.checkpointing) == (
+        8,
+        1,
+        "none",
+    )
 
 
 def test_batch_stays_whole_if_gradients_would_not_fit_beside_the_activations_of_its_parts() -> None:
@@ -125,10 +130,10 @@ def test_inputs_of_layers_go_to_the_host_only_if_recomputation_alone_does_not_fi
     tight = (offload + full) // 2
     assert peak_bytes(chosen(tight)) > tight, "`tigon.checkpoint` has no offloading"
     on_host = chosen(tight, offloads=True)
-    assert on_host.request.choices.checkpointing == "offload" and peak_bytes(on_host) <= tight
+    assert on_host.request.settings.train.checkpointing == "offload" and peak_bytes(on_host) <= tight
     assert peak_bytes(chosen(tight, offloads=True, host_bytes=on_host.all_host_bytes)) <= tight
     assert peak_bytes(chosen(tight, offloads=True, host_bytes=on_host.all_host_bytes - 1)) > tight
-    assert chosen(full, offloads=True).request.choices.checkpointing != "offload"
+    assert chosen(full, offloads=True).request.settings.train.checkpointing != "offload"
 
 
 def test_auto_itself_has_no_estimate() -> None:
@@ -156,20 +161,21 @@ def recipe_of(tmp_path: Any, more: str = "") -> Any:
 
 def test_recipe_leaves_the_choice_open_and_a_cpu_recomputes_nothing(tmp_path, capsys) -> None:
     recipe = recipe_of(tmp_path)
-    assert recipe.train.checkpointing == "auto" and recipe.choices() == Choices()
+    assert recipe.train.checkpointing == "auto" and recipe.settings() == Settings.of({})
     assert auto_checkpointing.resolved(recipe, torch.device("cpu")).train.checkpointing == "none"
     fixed = recipe_of(tmp_path, ", checkpointing: full")
     assert auto_checkpointing.resolved(fixed, torch.device("cuda")) is fixed
     assert not capsys.readouterr().out
-    assert "checkpointing" in prediction.free_in(recipe) and "checkpointing" not in prediction.free_in(fixed)
-    assert "checkpointing" not in prediction.free_in(recipe_of(tmp_path, ", checkpointing: none"))
+    key = "train.checkpointing"
+    assert key in prediction.free_in(recipe) and key not in prediction.free_in(fixed)
+    assert key not in prediction.free_in(recipe_of(tmp_path, ", checkpointing: none"))
 
 
 @pytest.mark.parametrize("more", ["", ", gradient_accumulation: 2"])
 def test_run_on_a_gpu_gets_a_choice_that_fits_and_keeps_its_samples(tmp_path, monkeypatch, capsys, more) -> None:
     recipe = recipe_of(tmp_path, more)
     gpu = small_gpu(290)
-    monkeypatch.setattr(prediction, "gpu_here", lambda device, choices: gpu)
+    monkeypatch.setattr(prediction, "gpu_here", lambda device, settings: gpu)
     chosen = auto_checkpointing.resolved(recipe, torch.device("cuda"))
     samples = [r.train.batch_size * r.train.gradient_accumulation for r in (recipe, chosen)]
     assert samples[0] == samples[1]
@@ -178,7 +184,7 @@ def test_run_on_a_gpu_gets_a_choice_that_fits_and_keeps_its_samples(tmp_path, mo
     line = capsys.readouterr().out
     assert line.startswith(f"auto     train.checkpointing={chosen.train.checkpointing}")
     config = auto_checkpointing.models.load_config(chosen.model)
-    found = prediction.predict(chosen, config, chosen.choices(), gpu, evaluated=True)
+    found = prediction.predict(chosen, config, chosen.settings(), gpu, evaluated=True)
     assert found.option.fits(gpu) and chosen.train.checkpointing != "auto"
 
 

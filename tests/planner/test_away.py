@@ -30,11 +30,11 @@ def test_planned_host_memory_matches_the_measured_resident_memory(sweep, name, t
     row = next(row for row in results["points"] if row["id"] == name)
     recipe = recipe_of(case_of(results, row), tmp_path)
     precision = "amp-bf16" if recipe.train.precision == "auto" else recipe.train.precision
-    choices, config = recipe.choices(precision=precision), models.load_config(recipe.model)
-    found = prediction.predict(recipe, config, choices, find_gpu("h200"), evaluated=False).option.estimate
+    settings, config = recipe.settings(precision=precision), models.load_config(recipe.model)
+    found = prediction.predict(recipe, config, settings, find_gpu("h200"), evaluated=False).option.estimate
     measured_bytes = row["peak_resident_bytes"] - OWN_BYTES
     assert found.host_bytes == pytest.approx(measured_bytes, rel=tolerance)
-    if choices.offload == "nvme":  # 21 GiB of a tmpfs were used, which counts whole ones up
+    if settings.sharding.offload == "nvme":  # 21 GiB of a tmpfs were used, which counts whole ones up
         assert 20 * GIB < found.nvme_bytes < 21 * GIB
 
 

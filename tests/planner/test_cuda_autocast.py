@@ -13,7 +13,7 @@ from tigon.planner.gpus import GIB
 from tigon.planner.request import Request
 from tigon.planner.trace.cuda_autocast import FP32, FP32_RESULT, WIDEST, cuda_autocast
 from tigon.planner.trace.trace import trace
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 # Operators of CUDA's lists that no language model calls, or that reach the CPU's lists through what they call: `einsum`
 # and `mv` are products.
@@ -67,7 +67,7 @@ def test_gpt2_large_under_autocast_is_what_was_measured() -> None:
     """An H200: 25.60 GiB without dropout. With the CPU's lists the prediction was 21.25."""
     config = gpt2(n_embd=1280, n_layer=36, n_head=20)
     request = Request(
-        model="gpt2-large", config=config, batch=4, seq=1024, choices=Choices(precision="amp-bf16")
+        model="gpt2-large", config=config, batch=4, seq=1024, settings=Settings.of({"train.precision": "amp-bf16"})
     )  # fmt: skip
     assert estimate(request, gpu=H200).peak_allocated_bytes / GIB == pytest.approx(25.60, rel=0.005)
 
@@ -79,7 +79,9 @@ def test_dropout_keeps_one_byte_for_each_element(precision: str) -> None:
     sizes = []
     for rate in (0.0, 0.1):
         config = gpt2(n_embd=width, n_layer=1, n_head=4, vocab_size=512, resid_pdrop=rate)
-        request = Request(model="gpt2", config=config, batch=batch, seq=seq, choices=Choices(precision=precision))
+        request = Request(
+            model="gpt2", config=config, batch=batch, seq=seq, settings=Settings.of({"train.precision": precision})
+        )
         sizes.append(trace(request, H200, evaluating=False).tape.sizes)
     mask = batch * seq * width
     assert sizes[1].count(mask) - sizes[0].count(mask) == 2, "after attention, and after the MLP"

@@ -72,7 +72,8 @@ def test_second_process_gives_the_same_estimate_without_a_trace(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"batch": 3}, {"seq": 32}, {"masked": True}, {"choices": replace(REQUEST.choices, checkpointing="full")},
+        {"batch": 3}, {"seq": 32}, {"masked": True},
+        {"settings": REQUEST.settings.having({"train.checkpointing": "full"})},
         {"config": request_of(shape={"hidden_size": 32}).config},
     ],
     ids=lambda changed: next(iter(changed)),
@@ -137,7 +138,7 @@ def test_plans_that_repeat_the_same_layers_share_their_recording(monkeypatch: py
     plain = cache.recorded
 
     def noted(request: Request, gpu: Any, layers: int, *flags: bool, training: bool) -> Any:
-        recorded.append((request.choices.checkpointing, layers, training, flags[-1]))
+        recorded.append((request.settings.train.checkpointing, layers, training, flags[-1]))
         return plain(request, gpu, layers, *flags, training=training)
 
     monkeypatch.setattr(cache, "recorded", noted)

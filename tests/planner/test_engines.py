@@ -8,44 +8,44 @@ from pathlib import Path
 import pytest
 
 from tests.planner.planner_helpers import BARE, request_of
+from tests.short_names import settings_of
 from tigon.planner import estimate as pipeline
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.simulate.model_states import model_weights
-from tigon.techniques.records.choices import Choices
 
 PLANNER = Path(pipeline.__file__).parent
 STAGES = ("engine_of", "model_weights", "step_tapes", "SimulatedRun", "step_seconds")
 
 
 @pytest.mark.parametrize(
-    ("choices", "name"),
+    ("settings", "name"),
     [
         ({}, "SingleGpu"), ({"gpus": 2}, "Ddp"), ({"zero": 1}, "Zero1"), ({"zero": 2, "gpus": 2}, "Zero2"),
         ({"zero": 3}, "Zero3"), ({"fsdp": True}, "Fsdp"),
     ],
 )  # fmt: skip
-def test_run_gets_the_engine_of_its_choices(choices, name):
-    assert type(engine_of(Choices(**choices))).__name__ == name
+def test_run_gets_the_engine_of_its_choices(settings, name):
+    assert type(engine_of(settings_of(settings))).__name__ == name
 
 
 def test_stage_3_divides_the_weights_and_earlier_stages_do_not():
     model = model_weights(request_of(precision="bf16"))
     one, two, three = (
-        engine_of(request.choices).placement(request, model).weights
+        engine_of(request.settings).placement(request, model).weights
         for request in (request_of(zero=stage, gpus=4) for stage in (1, 2, 3))
     )
     assert one == two == model.weight_bytes and three == -(-model.weight_bytes // 4)
 
 
 @pytest.mark.parametrize(
-    ("choices", "kept"),
+    ("settings", "kept"),
     [({}, True), ({"gpus": 2}, True), ({"zero": 1}, True), ({"zero": 2}, False), ({"zero": 3}, False),
      ({"fsdp": True}, False)],
     ids=str,
 )  # fmt: skip
-def test_gradients_stay_until_the_step_unless_the_engine_reduces_them(choices, kept):
-    request = request_of(**choices)
-    placement = engine_of(request.choices).placement(request, model_weights(request_of(precision="bf16")))
+def test_gradients_stay_until_the_step_unless_the_engine_reduces_them(settings, kept):
+    request = request_of(**settings)
+    placement = engine_of(request.settings).placement(request, model_weights(request_of(precision="bf16")))
     assert placement.gradients.kept == kept
 
 
@@ -78,5 +78,5 @@ def test_copies_of_shards_take_the_memory_of_fewer_gpus_and_more_traffic():
     two, hybrid = request_of(fsdp=True, gpus=2), request_of(fsdp=True, gpus=4, replicas=2)
     peaks = [pipeline.estimate(request, gpu=BARE).peak_allocated_bytes for request in (two, hybrid)]
     assert peaks[0] == peaks[1]
-    traffic = [engine_of(r.choices).placement(r, model_weights(r)).traffic.peers for r in (two, hybrid)]
+    traffic = [engine_of(r.settings).placement(r, model_weights(r)).traffic.peers for r in (two, hybrid)]
     assert traffic[1] > traffic[0]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from planner_helpers import BARE, H200, config_of, request_of
 
-from tigon.errors import UsageError
+from tests.short_names import settings_of
+from tigon.errors import RecipeError, UsageError
 from tigon.medusa import HeadsSpec, Objective
 from tigon.models import MODELS
 from tigon.models.loading.config import load_config
@@ -23,7 +24,7 @@ from tigon.planner.simulate import roofline
 from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS
 from tigon.planner.simulate.model_states import model_weights
 from tigon.planner.trace.attention import product_share
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 GIB = 1 << 30
 
@@ -67,7 +68,7 @@ def test_components_sum_to_the_peak(case: dict[str, Any]) -> None:
     assert sum(found.components.values()) == found.peak_allocated_bytes == found.phases[found.peak_phase]
     assert all(nbytes >= 0 for nbytes in found.components.values())
     assert found.peak_reserved_bytes >= found.peak_allocated_bytes
-    assert found.device_bytes == found.peak_reserved_bytes + non_allocator_bytes(H200, request_of(**case).choices)
+    assert found.device_bytes == found.peak_reserved_bytes + non_allocator_bytes(H200, request_of(**case).settings)
     assert found.step_s > 0
 
 
@@ -120,7 +121,7 @@ def test_frozen_weights_take_16_bits_under_autocast_and_adapters_fp32() -> None:
     weights = model_weights(request).weights
     sizes = {trained: {weight.itemsize for weight in weights if weight.trained is trained} for trained in (True, False)}
     assert sizes == {True: {4}, False: {2}}
-    wide = dataclasses.replace(request, choices=dataclasses.replace(request.choices, lora_base="fp32"))
+    wide = dataclasses.replace(request, settings=request.settings.having({"lora.base": "fp32"}))
     assert {weight.itemsize for weight in model_weights(wide).weights} == {4}
     frozen_bytes = sum(2 * weight.numel for weight in weights if not weight.trained)
     narrow_bytes, wide_bytes = (estimate(one, gpu=H200).components["weights"] for one in (request, wide))
@@ -159,7 +160,7 @@ def test_memory_at_rest_is_that_of_weights_and_optimizer_states() -> None:
     numel = 1_235_814_400
     request = Request(
         model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=1, seq=128,
-        choices=Choices(precision="bf16", checkpointing="full"),
+        settings=Settings.of({"train.precision": "bf16", "train.checkpointing": "full"}),
     )  # fmt: skip
     found = estimate(request, gpu=H200)
     # The block of a large tensor may be up to 1 MiB larger than the tensor.
@@ -193,8 +194,8 @@ MEASURED = [
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(map(str, row[:5])))
 def test_estimate_matches_measured_steps(row: tuple[Any, ...]) -> None:
     model, batch, seq, checkpointing, kernels, gib, kilo_tokens_per_s = row
-    choices = Choices(precision="bf16", checkpointing=checkpointing, kernels=kernels)
-    request = Request(model=model, config=load_config(model), batch=batch, seq=seq, choices=choices, clipped=False)
+    settings = Settings.of({"train.precision": "bf16", "train.checkpointing": checkpointing, "model.kernels": kernels})
+    request = Request(model=model, config=load_config(model), batch=batch, seq=seq, settings=settings, clipped=False)
     found = estimate(request, gpu=H200)
     # The table has one decimal, which is 0.5% of the smallest row.
     assert found.peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
@@ -223,10 +224,10 @@ RUNS: dict[str, tuple[dict[str, Any], str, int, int, float, float, float]] = {
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_estimate_matches_measured_runs(run: tuple[Any, ...]) -> None:
-    choices, model, batch, seq, allocated_gib, reserved_gib, step_ms = run
+    settings, model, batch, seq, allocated_gib, reserved_gib, step_ms = run
     request = Request(
         model=model, config=load_config(model), batch=batch, seq=seq,
-        choices=Choices(**{"precision": "amp-bf16", **choices}),
+        settings=settings_of({"train.precision": "amp-bf16", **settings}),
     )  # fmt: skip
     found = estimate(request, gpu=H200)
     assert found.peak_allocated_bytes / GIB == pytest.approx(allocated_gib, rel=0.005)
@@ -247,25 +248,35 @@ def test_estimate_matches_measured_zero_3_steps_with_cpu_offload(batch: int, ker
     With few sequences the peak is 3.40 GiB, of which the embeddings take all but 0.07 GiB: the weights, the gradient,
     its copy in 16 bits and 250 million of its elements in fp64.
     """
-    choices = Choices(precision="amp-fp16", checkpointing="full", kernels=kernels, zero=3, offload="cpu")
-    request = Request(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=batch, seq=1024, choices=choices)
+    settings = Settings.of(
+        {
+            "train.precision": "amp-fp16",
+            "train.checkpointing": "full",
+            "model.kernels": kernels,
+            "sharding.zero": 3,
+            "sharding.offload": "cpu",
+        }
+    )
+    request = Request(
+        model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=batch, seq=1024, settings=settings
+    )
     assert estimate(request, gpu=H200).peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
 
 
 @pytest.mark.parametrize(("sharding", "gib"), [({"zero": 2}, 3.86), ({"fsdp": True}, 3.68)], ids=str)
 def test_estimate_matches_measured_steps_on_two_gpus(sharding: dict[str, Any], gib: float) -> None:
     """One that no constant was taken from: documents masked, on two H200s."""
-    choices = Choices(precision="amp-bf16", gpus=2, **sharding)
+    settings = settings_of({"train.precision": "amp-bf16", "sharding.gpus": 2, **sharding})
     request = Request(
-        model="smollm2-135m", config=load_config("smollm2-135m"), batch=4, seq=1024, choices=choices, masked=True
+        model="smollm2-135m", config=load_config("smollm2-135m"), batch=4, seq=1024, settings=settings, masked=True
     )
     assert estimate(request, gpu=H200).peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
 
 
-def _long_step_s(gpu: Gpu, **choices: Any) -> float:
+def _long_step_s(gpu: Gpu, **settings: Any) -> float:
     """The time of a long step of a model with heads 16 wide."""
     slow = dataclasses.replace(gpu, matmul_flops=gpu.matmul_flops / 1000)
-    request = request_of(seq=8192, batch=1, precision="bf16", shape={"max_position_embeddings": 8192}, **choices)
+    request = request_of(seq=8192, batch=1, precision="bf16", shape={"max_position_embeddings": 8192}, **settings)
     return estimate(request, gpu=slow, evaluation=False).step_s
 
 
@@ -293,8 +304,8 @@ def test_half_a_million_tokens_of_a_1b_fit_24_gib_with_expandable_segments(monke
     pieces = {"mlp_tile_tokens": 4096, "attention_groups": 8}
     needed = {}
     for kind in ("offload", "offload-attention"):
-        choices = Choices(precision="bf16", checkpointing=kind, **pieces)
-        request = Request(model="llama-3.2-1b", config=config, batch=1, seq=524288, choices=choices)
+        settings = settings_of({"train.precision": "bf16", "train.checkpointing": kind, **pieces})
+        request = Request(model="llama-3.2-1b", config=config, batch=1, seq=524288, settings=settings)
         needed[kind] = estimate(request, gpu=find_gpu("h100"), evaluation=False)
     assert needed["offload"].device_bytes > 24 * GIB > needed["offload-attention"].device_bytes
     assert needed["offload-attention"].host_bytes == 16 * (2 * 2 * GIB + 64 * MIB)  # inputs, outputs, log-sum-exps
@@ -304,8 +315,8 @@ def test_half_a_million_tokens_of_a_1b_fit_24_gib_with_expandable_segments(monke
 def test_techniques_add_cpu_time_to_a_cpu_bound_step() -> None:
     """The model is so small that the step is CPU-bound."""
     step_s = {
-        word: estimate(request_of(precision="bf16", **choices), gpu=H200).step_s
-        for word, choices in {
+        word: estimate(request_of(precision="bf16", **settings), gpu=H200).step_s
+        for word, settings in {
             "full": {"checkpointing": "full"}, "selective": {"checkpointing": "selective"},
             "lora": {"lora_rank": 2}, "qlora": {"lora_rank": 2, "quantized": True},
             "adamw": {}, "paged": {"optimizer": "paged-adamw"}, "zero": {"zero": 1}, "fsdp": {"fsdp": True},
@@ -371,8 +382,8 @@ def test_an_evaluation_of_the_fused_head_holds_no_logits(precision: str) -> None
     whole = 2 * 8 * 1024 * 128_256
     peaks = {}
     for kernels in ("tigon", "none", "no-flce"):
-        choices = dataclasses.replace(request.choices, kernels=kernels)
-        peaks[kernels] = estimate(dataclasses.replace(request, choices=choices), gpu=BARE).phases["eval"]
+        settings = request.settings.having({"model.kernels": kernels})
+        peaks[kernels] = estimate(dataclasses.replace(request, settings=settings), gpu=BARE).phases["eval"]
     assert peaks["tigon"] < whole
     # bf16 logits, their fp32 copy and its log-softmax; tigon's cross entropy reads the logits as they are
     assert peaks["none"] > 5 * whole > peaks["no-flce"]
@@ -402,9 +413,9 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
         ({"zero": 4}, "zero is 4"),
         ({"gpus": 0}, "gpus is 0"),
         ({"optimizer": "adam"}, "optimizer is 'adam'"),
-        ({"accumulate": 0}, "accumulate is 0"),
-        ({"lora_rank": 0}, "lora_rank is 0"),
-        ({"lora_rank": 4097}, "at most 4096"),
+        ({"accumulate": 0}, "gradient_accumulation is 0"),
+        ({"lora_rank": 0}, "lora.rank is 0"),
+        ({"lora_rank": 4097}, "at most 4,096"),
         ({"quantized": True}, r"lora\.rank: none"),
         ({"gpus": 2, "sequence_shards": 2}, r"sharding\.sequence is 2, .*plan without"),
         ({"gpus": 4, "fsdp": True, "tensor_shards": 2}, r"sharding\.tensor is 2, .*plan without"),
@@ -413,7 +424,7 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
     ids=str,
 )
 def test_wrong_input_is_refused_in_one_line(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says) as raised:
+    with pytest.raises((UsageError, RecipeError), match=says) as raised:
         estimate(request_of(**changes), gpu=H200)
     assert "\n" not in str(raised.value)
 
@@ -422,7 +433,13 @@ def test_model_that_cannot_be_traced_is_refused(capfd: pytest.CaptureFixture[str
     """Parts of the rotary embedding that do not add up to a head's width."""
     config = tiny_config("qwen2_5_vl", {"text_config": {"head_dim": 16, **MODELS["qwen2_5_vl"].tiny["text_config"]}})
     config.get_text_config().rope_parameters["mrope_section"] = [1, 1, 3]
-    request = Request(model="vl", config=config, batch=1, seq=32, choices=Choices(precision="fp32", kernels="none"))
+    request = Request(
+        model="vl",
+        config=config,
+        batch=1,
+        seq=32,
+        settings=Settings.of({"train.precision": "fp32", "model.kernels": "none"}),
+    )
     with pytest.raises(UsageError, match=r"cannot be traced without data .*correct its config"):
         estimate(request, gpu=H200)
     assert "Traceback" not in capfd.readouterr().err
@@ -431,9 +448,9 @@ def test_model_that_cannot_be_traced_is_refused(capfd: pytest.CaptureFixture[str
 def test_plan_says_that_every_process_reads_the_whole_model() -> None:
     """FSDP2 divides what is on the host; a preset is drawn on the GPU instead."""
     config = load_config("llama-3-8b")
-    choices = Choices(precision="amp-bf16", fsdp=True, gpus=8)
+    settings = Settings.of({"train.precision": "amp-bf16", "sharding.fsdp": True, "sharding.gpus": 8})
     for model, reads in (("org/model", True), ("llama-3-8b", False)):
-        request = Request(model=model, config=config, batch=1, seq=64, choices=choices)
+        request = Request(model=model, config=config, batch=1, seq=64, settings=settings)
         notes = " ".join(estimate(request, gpu=H200, evaluation=False).notes)
         assert ("Each of 8 processes reads the whole model to the host" in notes) == reads
         assert ("239 GiB" in notes) == reads  # 8 x 4 x 8.03e9 bytes

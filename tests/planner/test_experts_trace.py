@@ -69,17 +69,23 @@ def test_experts_in_4_bits_are_planned_as_they_are_stored(stored_as: str) -> Non
     from tigon.planner.search.option import estimate_option
     from tigon.planner.simulate.model_states import model_weights
     from tigon.planner.trace.adapters import STORED
-    from tigon.techniques.records.choices import Choices
+    from tigon.techniques.keys.settings import Settings
 
     pytest.importorskip("peft")
     config = tiny_config("qwen3_moe", {"num_experts": 64, "hidden_size": 256, "moe_intermediate_size": 256})
     config.use_cache = False
     targets, peaks = ("linear", "experts"), {}
     for quantized in (False, True):
-        choices = Choices(
-            precision="amp-bf16", lora_rank=2, lora_targets=targets, quantized=quantized, quantize_to=stored_as
+        settings = Settings.of(
+            {
+                "train.precision": "amp-bf16",
+                "lora.rank": 2,
+                "lora.targets": targets,
+                "lora.quantize": quantized,
+                "lora.quantize_to": stored_as,
+            }
         )
-        request = Request(model="tiny", config=config, batch=1, seq=64, choices=choices)
+        request = Request(model="tiny", config=config, batch=1, seq=64, settings=settings)
         peaks[quantized] = estimate_option(request, H200).estimate.peak_allocated_bytes
         found = [w for w in model_weights(request).weights if len(w.shape) == 3]
         assert len(found) == 2 * config.num_hidden_layers and not any(weight.trained for weight in found)

@@ -9,6 +9,7 @@ import torch
 from planner_helpers import H200
 from transformers import AutoModelForCausalLM
 
+from tests.short_names import settings_of
 from tigon.models import MODELS
 from tigon.models.verification.tiny import SIZES, tiny_config
 from tigon.ops.accumulation_fusion import accumulation_fusion
@@ -20,7 +21,6 @@ from tigon.planner.trace.trace import trace
 from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
-from tigon.techniques.records.choices import Choices
 
 BATCH, SEQ = 1, 12
 # Weights are large and samples short, so that gradients decide the peak.
@@ -30,17 +30,25 @@ SMALL = {
 }  # fmt: skip
 
 
-def request_of(*, tied: bool, **choices: Any) -> Request:
+def request_of(*, tied: bool, **settings: Any) -> Request:
     config = tiny_config("llama", MODELS["llama"].tiny, {**SMALL, "tie_word_embeddings": tied})
     text_config(config).use_cache = False
-    own = Choices(**{"precision": "fp32", "kernels": "none", "attention": "eager", "accumulate": 2, **choices})
-    return Request(model="llama", config=config, batch=BATCH, seq=SEQ, choices=own)
+    own = settings_of(
+        {
+            "train.precision": "fp32",
+            "model.kernels": "none",
+            "model.attention": "eager",
+            "train.gradient_accumulation": 2,
+            **settings,
+        }
+    )
+    return Request(model="llama", config=config, batch=BATCH, seq=SEQ, settings=own)
 
 
 def recorded_bytes(request: Request) -> int:
     """The peak of the second micro-batch beyond weights and gradients, on the CPU."""
     model = AutoModelForCausalLM.from_config(request.config, attn_implementation="eager").train()
-    if request.choices.accumulation_fusion:
+    if request.settings.train.gradient_accumulation_fusion:
         fuse_linears(model)
         fuse_embeddings(model)
     ids = torch.randint(3, 900, (BATCH, SEQ))

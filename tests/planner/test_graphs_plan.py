@@ -31,8 +31,8 @@ def test_peaks_with_graphs_are_those_measured_on_an_h100(checkpointing: str) -> 
     measured = {row["variant"]: row["peak_bytes"] for row in case["measurements"]}
     known = Case(model=case["model"], batch=case["batch"], seq=case["seq"], precision=case["precision"], memory=None)
     request = planned._request(known, load_config(known.model), "tigon")
-    choices = replace(request.choices, checkpointing=checkpointing, cuda_graphs=True)
-    plan = estimate(replace(request, choices=choices), gpu=find_gpu("h100"), evaluation=False)
+    settings = request.settings.having({"train.checkpointing": checkpointing, "train.cuda_graphs": True})
+    plan = estimate(replace(request, settings=settings), gpu=find_gpu("h100"), evaluation=False)
     want = measured[f"tigon-graphs:{checkpointing}"] - (LEFT_WORKSPACES[checkpointing] << 25)
     want -= COPIED_INPUTS[checkpointing]
     assert plan.peak_allocated_bytes == pytest.approx(want, rel=0.01)
@@ -57,7 +57,7 @@ def test_graphs_hold_each_layers_gradients_and_without_recomputation_its_activat
 
 def test_micro_batches_add_to_the_gradients_that_the_graphs_hold() -> None:
     one = request_of("llama", precision="bf16", checkpointing="full", cuda_graphs=True)
-    two = replace(one, choices=replace(one.choices, accumulate=2))
+    two = replace(one, settings=one.settings.having({"train.gradient_accumulation": 2}))
     gradients = [estimate(request, gpu=BARE).components["gradients"] for request in (one, two)]
     layers = sum(weight.grad_bytes for weight in model_weights(one).weights if weight.layer is not None)
     assert gradients[0] >= layers and gradients[1] - gradients[0] < layers
@@ -66,7 +66,7 @@ def test_micro_batches_add_to_the_gradients_that_the_graphs_hold() -> None:
 @pytest.mark.parametrize("checkpointing", ["full", "none"])
 def test_fused_products_leave_the_graphs_memory_without_the_linear_layers_gradients(checkpointing: str) -> None:
     plain = request_of("llama", precision="bf16", checkpointing=checkpointing, cuda_graphs=True, accumulate=2)
-    fused = replace(plain, choices=replace(plain.choices, accumulation_fusion=True))
+    fused = replace(plain, settings=plain.settings.having({"train.gradient_accumulation_fusion": True}))
     before, after = (estimate(request, gpu=BARE) for request in (plain, fused))
     assert after.components["gradients"] == before.components["gradients"]
     assert after.peak_allocated_bytes <= before.peak_allocated_bytes

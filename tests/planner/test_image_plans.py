@@ -14,6 +14,7 @@ pytest.importorskip("PIL")
 pytest.importorskip("transformers")
 
 from commands import tigon  # noqa: F401
+from tests.short_names import settings_of
 from tigon.data.images import load_processor
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.config import load_config
@@ -26,7 +27,7 @@ from tigon.planner.simulate.playback import GradientRules, replay
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, trace
 from tigon.profiler.recording.peak import PeakMeter, training_state
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from vision import FAMILIES, checkpoint_in, without_images
 
 GPU = find_gpu("h200")
@@ -41,13 +42,14 @@ pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 def request_of(
-    folder: Path, *, images: int = 1, batch: int = 2, seq: int = 128, layers: int = 2, **choices: Any
+    folder: Path, *, images: int = 1, batch: int = 2, seq: int = 128, layers: int = 2, **settings: Any
 ) -> Request:
     config = load_config(str(folder))
     config.get_text_config().num_hidden_layers = layers
     processor = load_processor(str(folder), revision=None, trust_remote_code=False)
     return Request(
-        model=str(folder), config=config, batch=batch, seq=seq, choices=Choices(precision="amp-bf16", **choices),
+        model=str(folder), config=config, batch=batch, seq=seq,
+        settings=settings_of({"train.precision": "amp-bf16", **settings}),
         objective=planned_images(str(folder), config, images, 32, processor), masked=True, evaluated=True,
     )  # fmt: skip
 
@@ -94,7 +96,7 @@ def test_the_vision_towers_activations_grow_with_its_images(checkpoint):
 
 def test_adapters_leave_the_vision_tower_without_gradients(checkpoint):
     pytest.importorskip("peft")
-    full, lora = (trace(request_of(checkpoint("smolvlm"), **choices), GPU) for choices in ({}, {"lora_rank": 2}))
+    full, lora = (trace(request_of(checkpoint("smolvlm"), **settings), GPU) for settings in ({}, {"lora_rank": 2}))
     assert allocated(lora) < allocated(full)
 
 
@@ -151,7 +153,7 @@ def test_the_command_plans_a_model_and_a_recipe_with_images(tigon, checkpoint, t
 def test_the_command_refuses_flags_that_do_not_go_with_images(tigon, checkpoint, tmp_path):  # noqa: F811
     text, folder = without_images(tmp_path / "text"), checkpoint("smolvlm")
     gpu = ("--gpu", "24GiB")
-    assert "processor of images" in tigon("plan", text, "--images", "1", *gpu).error_line()
+    assert "--images is 1, but" in tigon("plan", text, "--images", "1", *gpu).error_line()
     assert "--image-size 32 requires --images N" in tigon("plan", folder, "--image-size", "32", *gpu).error_line()
     assert "leave --medusa" in tigon("plan", folder, "--images", "1", "--medusa", "2", *gpu).error_line()
 
@@ -167,7 +169,7 @@ def test_a_request_of_a_recipe_is_that_of_the_same_model(checkpoint, tmp_path):
         "train: {steps: 2, batch_size: 2}\n", encoding="utf-8",
     )  # fmt: skip
     recipe = recipe_checks.load(path, gpu_present=lambda: False)
-    own = of_recipe(recipe, load_config(str(folder)), Choices(precision="amp-bf16"), evaluated=True)
+    own = of_recipe(recipe, load_config(str(folder)), Settings.of({"train.precision": "amp-bf16"}), evaluated=True)
     assert own.objective == request_of(folder).objective
     assert dataclasses.replace(own, config=None, model="") == dataclasses.replace(
         request_of(folder), config=None, model=""
@@ -185,7 +187,10 @@ def test_a_traced_step_with_images_has_the_peak_of_a_real_one(checkpoint, family
 
     folder, batch, seq = checkpoint(family), 6, 128
     request = request_of(folder, images=2, batch=batch, seq=seq, kernels="none", attention="eager")
-    request = dataclasses.replace(request, choices=Choices(precision=precision, kernels="none", attention="eager"))
+    request = dataclasses.replace(
+        request,
+        settings=Settings.of({"train.precision": precision, "model.kernels": "none", "model.attention": "eager"}),
+    )
     config = load_config(str(folder))
     config.use_cache = False
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).train()

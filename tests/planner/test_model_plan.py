@@ -49,15 +49,15 @@ def test_plan_fits_less_memory_by_recomputing_and_names_what_it_compared(on_smal
     assert tight.step_s > roomy.step_s
     text = str(tight)
     assert f"train.checkpointing {tight.checkpointing}" in text and "layers 0 to" in text and "too large" in text
-    assert any(one.request.choices.checkpointing == tight.checkpointing for one in tight.compared)
+    assert any(one.request.settings.train.checkpointing == tight.checkpointing for one in tight.compared)
 
 
 def test_plan_is_the_estimate_of_the_same_run(on_small_gpu) -> None:
     on_small_gpu(400)
     made = tigon.plan(model_of(), batch=8, seq=256, memory="1GiB", optimizer="sgd")
     (option,) = made.compared
-    choices = option.request.choices
-    assert (choices.precision, choices.optimizer, choices.kernels) == ("bf16", "sgd", "tigon")
+    settings = option.request.settings
+    assert (settings.train.precision, settings.train.optimizer, settings.model.kernels) == ("bf16", "sgd", "tigon")
     again = estimate_option(replace(option.request, model="another name"), small_gpu(400 * 0.98))
     assert again.estimate.peak_allocated_bytes == made.peak_allocated_bytes
 
@@ -66,12 +66,15 @@ def test_plan_reads_dtype_optimizer_and_kernels_from_the_objects() -> None:
     model = model_of(torch.float32, patched=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     (option,) = tigon.plan(model, batch=2, seq=64, memory="4GiB", optimizer=optimizer).compared
-    choices = option.request.choices
-    assert (choices.precision, choices.optimizer, choices.kernels) == ("amp-bf16", "adamw", "none")
+    settings = option.request.settings
+    assert (settings.train.precision, settings.train.optimizer, settings.model.kernels) == ("amp-bf16", "adamw", "none")
     (option,) = tigon.plan(
         model, batch=2, seq=64, memory=4 << 30, optimizer=torch.optim.AdamW(model.parameters()), precision="fp32"
     ).compared
-    assert (option.request.choices.precision, option.request.choices.optimizer) == ("fp32", "adamw-foreach")
+    assert (option.request.settings.train.precision, option.request.settings.train.optimizer) == (
+        "fp32",
+        "adamw-foreach",
+    )
 
 
 def test_plan_counts_only_the_adapters_of_peft_as_trained() -> None:
@@ -80,7 +83,7 @@ def test_plan_counts_only_the_adapters_of_peft_as_trained() -> None:
     adapted = peft.get_peft_model(model_of(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     made = tigon.plan(adapted, batch=2, seq=64, memory="4GiB")
     (option,) = made.compared
-    assert option.request.choices.lora_rank == 4 and set(option.request.choices.lora_targets) == {"q_proj", "v_proj"}
+    assert option.request.settings.lora.rank == 4 and set(option.request.settings.lora.targets) == {"q_proj", "v_proj"}
     assert made.peak_allocated_bytes < whole.peak_allocated_bytes
 
 
@@ -179,7 +182,7 @@ def test_checkpoint_twice_is_refused() -> None:
     [
         ("full:2", "full:2 is for 2 layers, but the model has 3"),
         ("every-2", "tigon.checkpoint applies none, full, offload, offload-attention, or layers"),
-        ("half", "choose one of auto, none, full"),
+        ("half", "it must be one of auto, none, full"),
     ],
 )
 def test_wrong_plan_is_refused(value: str, words: str) -> None:

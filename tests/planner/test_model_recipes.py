@@ -61,9 +61,9 @@ def test_every_recipe_is_what_the_script_writes_for_its_settings():
         gb = int(path.stem.removeprefix(f"{method}-").removesuffix("gb"))
         request = problem_of(Flags(target=str(path), gpu=find_gpu(model_recipes.CLASSES[gb]))).request
         assert path.read_text(encoding="utf-8") == model_recipes.text(model, method, gb, request)
-        assert (request.choices.lora_rank is None) == (method == "full")
-        assert request.choices.quantized == method.startswith("qlora")
-        assert ("experts" in request.choices.lora_targets) == method.endswith("experts")
+        assert (request.settings.lora.rank is None) == (method == "full")
+        assert request.settings.lora.quantize == method.startswith("qlora")
+        assert ("experts" in request.settings.lora.targets) == method.endswith("experts")
 
 
 def check_plan(name: str) -> None:

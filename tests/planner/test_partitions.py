@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from tests.planner.planner_helpers import BARE, request_of
+from tests.short_names import settings_of
 from tigon.models.loading.config import load_config
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.engines.base import Placement
@@ -25,7 +26,7 @@ from tigon.planner.simulate.collectives import GatheredWeights, GatheringPlan
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights, Weight, model_weights
 from tigon.planner.trace.tape import Where
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.trainer.distributed import launch
 
 # DeepSpeed on one process: bytes of the optimizer's copy of the weights and of its states.
@@ -33,7 +34,7 @@ _HELD = """
 import json, sys
 import deepspeed, torch
 from torch import nn
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.sharding import deepspeed_config
 from tigon.techniques.records.technique import RunInfo
 
@@ -50,7 +51,7 @@ for stage, precision, name in json.loads(sys.argv[1]):
     shapes = {path: tuple(p.shape) for path, p in model.named_parameters()}
     groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == decays]} for decays in (True, False)]
     facts = RunInfo(device="cpu", shapes=shapes, hidden_size=64)
-    config = deepspeed_config(Choices(zero=stage, precision=precision), facts)
+    config = deepspeed_config(Settings.of({"sharding.zero": stage, "train.precision": precision}), facts)
     config |= {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2, "gradient_accumulation_steps": 1,
                "gradient_clipping": 1.0}
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -81,7 +82,7 @@ def _predicted(stage: int, precision: str, optimizer: str) -> int:
         for name, shape, numel in (("weight", (64, 64), 64 * 64), ("bias", (64,), 64))
     ]
     request: Request = request_of(zero=stage, precision=precision, optimizer=optimizer)
-    return engine_of(request.choices).placement(request, ModelWeights(tuple(weights), 0, (64, 64))).optimizer
+    return engine_of(request.settings).placement(request, ModelWeights(tuple(weights), 0, (64, 64))).optimizer
 
 
 def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
@@ -98,10 +99,10 @@ def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
     assert [_predicted(*case) for case in _CASES] == pytest.approx(held, rel=0.02)
 
 
-def _placed(**choices: object) -> Placement:
-    request = request_of(shape={"hidden_size": 256, "intermediate_size": 704}, **choices)
-    engine = engine_of(request.choices)
-    return engine.placement(request, model_weights(replace(request, choices=engine.traced_choices())))
+def _placed(**settings: object) -> Placement:
+    request = request_of(shape={"hidden_size": 256, "intermediate_size": 704}, **settings)
+    engine = engine_of(request.settings)
+    return engine.placement(request, model_weights(replace(request, settings=engine.traced_settings())))
 
 
 @pytest.mark.parametrize("sharding", [{"zero": 2}, {"zero": 3}], ids=str)
@@ -186,10 +187,10 @@ def test_gathered_layers_are_freed_after_their_backward() -> None:
 _CAUSAL_LM = PlannedCausalLM()
 
 
-def _loaded_gib(model: str, gpu: str = "h200", *, objective: Any = _CAUSAL_LM, **choices: Any) -> float:
+def _loaded_gib(model: str, gpu: str = "h200", *, objective: Any = _CAUSAL_LM, **settings: Any) -> float:
     request = Request(
         model=model, config=load_config("llama-3.2-1b"), batch=1, seq=128, objective=objective,
-        choices=Choices(precision="amp-bf16", **choices),
+        settings=settings_of({"train.precision": "amp-bf16", **settings}),
     )  # fmt: skip
     return estimate(request, gpu=find_gpu(gpu)).phases["load"] / GIB
 
@@ -245,7 +246,7 @@ def test_draft_heads_are_planned_outside_the_layers() -> None:
     found = model_weights(request_of(fsdp=True, gpus=2, objective=Heads()))
     new = {weight.name: weight.layer for weight in found.weights} | {w.name: None for w in plain.weights}
     assert len(new) > len(plain.weights) and set(new.values()) == {None}
-    engine = engine_of(Choices(fsdp=True, gpus=2))
+    engine = engine_of(Settings.of({"sharding.fsdp": True, "sharding.gpus": 2}))
     placements = [
         engine.placement(request_of(fsdp=True, gpus=2, objective=one), m)
         for one, m in ((_CAUSAL_LM, plain), (Heads(), found))

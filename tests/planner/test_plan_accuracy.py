@@ -20,7 +20,8 @@ pytest.importorskip("transformers")
 from benchmarks.pages import planner_accuracy
 from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison, Measurements, Quantity
 from tigon.errors import UsageError
-from tigon.techniques.records.choices import Choices
+from tigon.planner.render.json_names import settings_mapping
+from tigon.techniques.keys.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 MEASURED = ROOT / planner_accuracy.MEASUREMENTS
@@ -180,7 +181,8 @@ def test_chart_shows_every_point() -> None:
 def _written(folder: Path, **changes: Any) -> Path:
     case = {
         "id": "c", "model": "tigon-demo", "config": {"num_hidden_layers": 2}, "batch": 2, "seq": 128, "masked": False,
-        "evaluated": False, "choices": dataclasses.asdict(Choices(checkpointing="full")), "status": "ok", "detail": "",
+        "evaluated": False, "choices": settings_mapping(Settings.of({"train.checkpointing": "full"})),
+        "status": "ok", "detail": "",
         "phases": {}, "tigon_commit": "abc", "date": "2000-01-01", "allocated_bytes": 10**8, "reserved_bytes": 10**8,
         "step_s": 0.1,
     }  # fmt: skip
@@ -195,7 +197,7 @@ def test_case_is_predicted_with_the_request_that_was_measured(tmp_path: Path) ->
     found = planner_accuracy.load(_written(tmp_path))
     request = planner_accuracy.request_of(found.measured[0])
     assert request.config.num_hidden_layers == 2 and request.config.hidden_size == 128
-    assert request.choices == Choices(checkpointing="full")
+    assert request.settings == Settings.of({"train.checkpointing": "full"})
     assert (request.batch, request.seq, request.masked, request.evaluated) == (2, 128, False, False)
 
 

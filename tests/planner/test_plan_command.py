@@ -16,7 +16,7 @@ from tigon.cli import plan
 from tigon.errors import TigonError
 from tigon.planner.render import as_recipe, terminal
 from tigon.planner.request import Request
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
 DEMO = {"model": "tigon-demo", "gpu": "1.25GiB", "batch": 32, "seq": 1024, "optimizer": "adamw", "zero": 0,
@@ -63,7 +63,7 @@ def test_first_line_answers_for_auto_if_checkpointing_is_left_open(capsys):
 
 def test_adapters_that_were_asked_for_are_no_change_and_installed_packages_no_need(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # no cell of the table wraps
-    fixed = {"batch": 4, "precision": "bf16", "checkpointing": "full", "accumulate": 1, "lora_rank": 4}
+    fixed = {"batch": 4, "precision": "bf16", "checkpointing": "full", "accumulate": 1, "lora": 4}
     text = printed(capsys, **fixed)
     row = next(line for line in text.splitlines() if line.startswith("1  "))
     assert "LoRA 4" in row and row.split()[-1] == "nothing", "bf16 and the adapters were asked for"
@@ -82,7 +82,7 @@ def test_longest_row_comes_first(capsys, monkeypatch):
 
 
 def test_commands_name_the_checkpoint_of_a_preset():
-    request = Request(model="llama-3.1-8b", config=None, batch=1, seq=64, choices=Choices())
+    request = Request(model="llama-3.1-8b", config=None, batch=1, seq=64, settings=Settings.of({}))
     assert "--set model.name=meta-llama/Llama-3.1-8B-Instruct" in as_recipe.command(request)
     assert "name: meta-llama/Llama-3.1-8B-Instruct" in as_recipe.yaml_text(request)
     assert "--set model.name=tigon-demo" in as_recipe.command(replace(request, model="tigon-demo"))
@@ -110,8 +110,8 @@ def test_json_has_consistent_totals_and_every_promised_key(answer):
 
 def test_recommended_recipe_says_whether_it_changes_the_numbers(answer):
     for one in answer["recommended"]:
-        choices = one["choices"]
-        changed = choices["precision"] == "bf16" or choices["optimizer"] != "adamw" or choices["zero"] > 0
+        settings = one["choices"]
+        changed = settings["precision"] == "bf16" or settings["optimizer"] != "adamw" or settings["zero"] > 0
         assert bool(one["precision_cost"]) == changed
 
 
@@ -159,7 +159,7 @@ def test_heads_reach_the_recommended_recipe(capsys, tmp_path):
 def test_qlora_alone_means_rank_16(capsys):
     fixed = {"batch": 1, "seq": 64, "precision": "bf16", "checkpointing": "none", "accumulate": 1}
     alone, both = (
-        json.loads(printed(capsys, **fixed, as_json=True, quantized=True, **more)) for more in ({}, {"lora_rank": 16})
+        json.loads(printed(capsys, **fixed, as_json=True, qlora=True, **more)) for more in ({}, {"lora": 16})
     )
     assert alone == both
     assert "QLoRA 16" in json.dumps(alone)
@@ -174,27 +174,27 @@ WRONG = {
     "optimizer": ({"optimizer": "adam"}, "--optimizer is 'adam'"),
     "checkpointing": ({"checkpointing": "every-0"}, "--checkpointing is 'every-0'"),
     "zero": ({"zero": 4}, "--zero is 4"),
-    "lora": ({"lora_rank": 0}, "--lora is 0"),
+    "lora": ({"lora": 0}, "--lora is 0"),
     "gpus": ({"gpus": -1}, "--gpus is -1"),
     "rows that do not agree": ({"batch": 8, "accumulate": 2, "effective_batch": 24}, "leave one of them out"),
     "micro-batches of no whole rows": ({"batch": None, "accumulate": 5, "effective_batch": 24}, "--accumulate 5"),
     "rows without end": ({"batch": 10**20}, "at most 1048576"),
-    "more GPUs than train takes": ({"gpus": 65}, "--gpus is 65; it must be at most 64"),
-    "a rank that train refuses": ({"lora_rank": 4097}, "--lora is 4097; it must be at most 4096"),
+    "more GPUs than train takes": ({"gpus": 65}, "--gpus is 65; it must be at least 1 and at most 64"),
+    "a rank that train refuses": ({"lora": 4097}, "--lora is 4097; it must be at least 1 and at most 4,096"),
     "rows that train refuses": ({"seq": 7}, "--seq is 7; it must be at least 8"),
     "heads without end": ({"medusa": 17}, "--medusa is 17"),
     "no heads": ({"medusa": 0}, "--medusa is 0"),
     "stage": ({"medusa": 2, "stage": 3}, "--stage is 3"),
     "a stage of no heads": ({"stage": 1}, "add --medusa"),
     "heads and Liger": ({"medusa": 2, "kernels": "liger"}, "a loss over several heads, which Liger Kernel lacks"),
-    "heads and adapters": ({"medusa": 2, "lora_rank": 8}, "set heads.stage: 2"),
+    "heads and adapters": ({"medusa": 2, "lora": 8}, "set heads.stage: 2"),
     "no name": ({"model": ""}, "neither a file"),
     "effective batch": ({"gpus": 4, "effective_batch": 6}, "not a multiple"),
     "pair": ({"optimizer": "galore", "zero": 3}, "projects whole matrices"),
     "offload": ({"offload": "cpu"}, "neither is on"),
     "method": ({"method": "guess"}, "--method is 'guess'; choose one of auto, full, lora, qlora"),
-    "method and rank": ({"method": "full", "lora_rank": 8}, "--lora contradicts --method full"),
-    "method and 4 bits": ({"method": "lora", "quantized": True}, "--qlora contradicts --method lora"),
+    "method and rank": ({"method": "full", "lora": 8}, "--lora contradicts --method full"),
+    "method and 4 bits": ({"method": "lora", "qlora": True}, "--qlora contradicts --method lora"),
     "host memory": ({"host_memory": "much"}, "give a size such as 64GiB"),
     "no bf16": ({"gpu": "t4", "precision": "bf16"}, "t4 has no bf16"),
     "no fp8": ({"gpu": "a100", "precision": "fp8"}, "a100-80gb has no FP8 matmuls"),
@@ -246,13 +246,13 @@ def test_example_in_the_document_has_the_current_numbers():
     from tigon.planner.estimate import PHASES, estimate
     from tigon.planner.gpus import find_gpu
     from tigon.planner.request import Request
-    from tigon.techniques.records.choices import Choices
+    from tigon.techniques.keys.settings import Settings
 
     text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
     example = text.partition("$ tigon plan llama-3.2-1b --gpu 24GiB --batch 4 --seq 8192\n")[2].partition("```")[0]
-    asked = Choices(checkpointing="full", accumulate=4)  # what auto chooses
+    asked = Settings.of({"train.checkpointing": "full", "train.gradient_accumulation": 4})  # what auto chooses
     request = Request(
-        model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=1, seq=8192, choices=asked, masked=True
+        model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=1, seq=8192, settings=asked, masked=True
     )
     found = estimate(request, gpu=find_gpu("24GiB"))
     gib = {name: size / 2**30 for name, size in {**found.components, **found.phases}.items()}

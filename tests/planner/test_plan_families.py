@@ -19,7 +19,7 @@ from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, replay
 from tigon.planner.trace.trace import trace
 from tigon.profiler.recording.peak import PeakMeter, training_state
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 BATCH, SEQ = 3, 111
 SMALL = {
@@ -38,8 +38,8 @@ def tool() -> Any:
 def test_traced_peak_of_an_odd_shape_is_the_recorded_one(model_type: str) -> None:
     config = tiny_config(model_type, MODELS[model_type].tiny, SMALL)
     text_config(config).use_cache = False
-    choices = Choices(precision="bf16", kernels="none", attention="eager")
-    request = Request(model=model_type, config=config, batch=BATCH, seq=SEQ, choices=choices)
+    settings = Settings.of({"train.precision": "bf16", "model.kernels": "none", "model.attention": "eager"})
+    request = Request(model=model_type, config=config, batch=BATCH, seq=SEQ, settings=settings)
     ledger = Ledger()
     replay(ledger, trace(request, H200, evaluating=False).tape, GradientRules(keep=True))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16).train()

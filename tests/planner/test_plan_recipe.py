@@ -11,6 +11,7 @@ pytest.importorskip("rich")
 from tests.planner.planner_helpers import config_of, request_of, small_gpu
 from tigon.cli.plan_request import Flags, problem_of
 from tigon.cli.shared import UNLIMITED, stdout_console
+from tigon.cli.short_forms import keys_of
 from tigon.errors import TigonError
 from tigon.models.loading.presets import HUB_SHAPES, PRESETS
 from tigon.objectives import recipe_checks
@@ -30,7 +31,14 @@ train: {steps: 3, batch_size: 3, optimizer: adamw-8bit, checkpointing: full, gra
 on_gpu:
   data: {sequence_length: 64}
 """
-GIVEN = {"zero": 0, "fsdp": False, "offload": "none", "optimizer": "adamw", "precision": "amp-bf16", "accumulate": 1}
+GIVEN = {
+    "sharding.zero": 0,
+    "sharding.fsdp": False,
+    "sharding.offload": "none",
+    "train.optimizer": "adamw",
+    "train.precision": "amp-bf16",
+    "train.gradient_accumulation": 1,
+}
 
 
 @pytest.fixture
@@ -40,45 +48,52 @@ def recipe(tmp_path):
     return path
 
 
-def problem(target, gpu="24GiB", **flags):
-    return problem_of(Flags(target=str(target), gpu=find_gpu(gpu), **flags))
+def problem(target, gpu="24GiB", *, given=None, batch=None, seq=None, medusa=None, objective=None, **flags):
+    """given: by recipe key."""
+    short = keys_of({"batch": batch, "seq": seq, "medusa": medusa, "objective": objective})
+    return problem_of(Flags(target=str(target), gpu=find_gpu(gpu), given=short | (given or {}), **flags))
 
 
 def test_plan_of_a_recipe_is_the_run_that_train_starts_on_a_gpu(recipe):
     request = problem(recipe).request
     loaded = recipe_checks.load(recipe, gpu_present=lambda: True)
     config = request.config
-    assert request == prediction.request_of(loaded, config, loaded.choices(), evaluated=False)
+    assert request == prediction.request_of(loaded, config, loaded.settings(), evaluated=False)
     assert (config.num_hidden_layers, request.batch, request.seq) == (2, 3, 64), (
         "on_gpu applies, because a GPU is asked"
     )
     assert request.masked and not request.evaluated
-    assert (request.choices.optimizer, request.choices.checkpointing) == ("adamw-8bit", "full")
+    assert (request.settings.train.optimizer, request.settings.train.checkpointing) == ("adamw-8bit", "full")
 
 
 def test_only_keys_that_the_recipe_leaves_out_are_free(recipe):
     found = problem(recipe)
-    assert "precision" in found.free and not {"optimizer", "checkpointing", "accumulate"} & found.free
-    assert "precision" not in problem(recipe, given={"precision": "bf16"}).free
+    assert (
+        "train.precision" in found.free
+        and not {"train.optimizer", "train.checkpointing", "train.gradient_accumulation"} & found.free
+    )
+    assert "train.precision" not in problem(recipe, given={"train.precision": "bf16"}).free
 
 
 def test_flags_and_set_change_the_recipe_and_stand_in_the_command(recipe):
-    found = problem(recipe, batch=2, seq=32, given={"lora_rank": 4}, assignments=["data.cross_document_attention=true"])
+    found = problem(recipe, batch=2, seq=32, given={"lora.rank": 4}, assignments=["data.cross_document_attention=true"])
     request = found.request
-    assert (request.batch, request.seq, request.choices.lora_rank, request.masked) == (2, 32, 4, False)
+    assert (request.batch, request.seq, request.settings.lora.rank, request.masked) == (2, 32, 4, False)
     words = list(found.command)
     assert words[:3] == ["tigon", "train", str(recipe)]
     again = recipe_checks.load(recipe, words[4::2], gpu_present=lambda: True)
-    assert again.choices() == request.choices and again.data.sequence_length == 32
+    assert again.settings() == request.settings and again.data.sequence_length == 32
 
 
 def test_command_of_a_recipes_recommendation_sets_only_what_differs(recipe):
     found = problem(recipe)
     assert as_recipe.command(found.request, found.request, found.command) == f"tigon train {recipe}"
-    changed = replace(found.request, batch=1, masked=False, choices=replace(found.request.choices, optimizer="adamw"))
+    changed = replace(
+        found.request, batch=1, masked=False, settings=found.request.settings.having({"train.optimizer": "adamw"})
+    )
     words = shlex.split(as_recipe.command(changed, found.request, found.command))
     again = recipe_checks.load(recipe, words[4::2], gpu_present=lambda: True)
-    assert len(words) == 9 and again.choices() == changed.choices
+    assert len(words) == 9 and again.settings() == changed.settings
     assert again.train.batch_size == 1 and again.data.cross_document_attention
 
 
@@ -94,13 +109,13 @@ def test_command_of_a_recipes_recommendation_sets_only_what_differs(recipe):
 )
 def test_method_changes_the_recipes_adapters(recipe, recipe_lines, method, expected):
     recipe.write_text(f"{RECIPE}{recipe_lines}\n")
-    choices = problem(recipe, method=method).request.choices
-    assert (choices.lora_rank, choices.quantized) == expected
+    settings = problem(recipe, method=method).request.settings
+    assert (settings.lora.rank, settings.lora.quantize) == expected
 
 
 WRONG = {
-    "heads": ({"medusa": 2}, "--medusa is for a plan of a model"),
-    "objective": ({"objective": "dpo"}, "--set train.objective"),
+    "heads": ({"medusa": 17}, "--medusa is 17"),
+    "objective": ({"objective": "medusa"}, "use --medusa N"),
     "key": ({"assignments": ["train.batchsize=3"]}, "the nearest key is train.batch_size"),
     "value": ({"batch": 0}, "--batch is 0"),
     "device": ({"assignments": ["train.device=cpu"]}, "add --set train.device=auto"),
@@ -122,7 +137,7 @@ def test_recipe_that_does_not_exist_is_named():
 
 
 def test_effective_batch_sets_the_recipes_accumulation(recipe):
-    assert problem(recipe, effective_batch=12).request.choices.accumulate == 4
+    assert problem(recipe, effective_batch=12).request.settings.train.gradient_accumulation == 4
 
 
 # --- methods and fallbacks -------------------------------------------------------------------------------------------
@@ -132,20 +147,20 @@ def asked(memory_mib, **changes):
     """A question about a small model with documents apart, of which only checkpointing and placement may change."""
     shape = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352}
     request = request_of("llama", batch=2, seq=128, masked=True, shape=shape, optimizer="adamw")
-    free = frozenset({"checkpointing"}) | changes.pop("free", frozenset())
+    free = frozenset({"train.checkpointing"}) | changes.pop("free", frozenset())
     return SearchProblem(request=request, free=free, gpu=small_gpu(memory_mib), **changes)
 
 
-LORA = Fallback(name="LoRA adapters", choices={"lora_rank": 8})
-SHARDED = frozenset({"zero", "fsdp", "offload"})
+LORA = Fallback(name="LoRA adapters", settings={"lora.rank": 8})
+SHARDED = frozenset({"sharding.zero", "sharding.fsdp", "sharding.offload"})
 
 
 def test_adapters_are_tried_only_if_full_fine_tuning_does_not_fit():
     full = estimate_option(asked(1).request, small_gpu(1)).estimate.device_bytes / 2**20
     found, _, fallback = recommendations(asked(2 * full, fallbacks=(LORA,)))
-    assert fallback == "" and found[0].option.request.choices.lora_rank is None
+    assert fallback == "" and found[0].option.request.settings.lora.rank is None
     found, _, fallback = recommendations(asked(full / 2, fallbacks=(LORA,)))
-    assert fallback == "LoRA adapters" and {one.option.request.choices.lora_rank for one in found} == {8}
+    assert fallback == "LoRA adapters" and {one.option.request.settings.lora.rank for one in found} == {8}
     assert recommendations(asked(full / 2))[::2] == ([], "")
 
 
@@ -163,20 +178,20 @@ def test_host_memory_rules_out_recipes_that_offload_more():
 
 
 def test_smallest_change_of_the_numbers_comes_first_and_each_is_named():
-    free = frozenset({"precision", "optimizer"})
+    free = frozenset({"train.precision", "train.optimizer"})
     found, _, _ = recommendations(asked(4000, free=free))
     ranks = [space.request_rank(one.option.request) for one in found]
     assert ranks == sorted(ranks) and space.change_names(found[0].option.request) == []
     joined = replace(asked(1).request, masked=False)
     assert space.change_names(joined) == [CROSS_DOCUMENT]
-    changed = replace(joined, choices=replace(joined.choices, precision="bf16"))
+    changed = replace(joined, settings=joined.settings.having({"train.precision": "bf16"}))
     assert space.change_names(changed) == [CROSS_DOCUMENT, "bf16"]
 
 
 def test_methods_that_flags_name_have_no_fallback():
     names = {
         flags.get("method", str(flags)): [one.name for one in problem("tigon-demo", seq=64, **flags).fallbacks]
-        for flags in ({}, {"method": "full"}, {"method": "lora"}, {"given": {"lora_rank": 4}})
+        for flags in ({}, {"method": "full"}, {"method": "lora"}, {"given": {"lora.rank": 4}})
     }
     assert list(names.values()) == [["LoRA adapters", "QLoRA adapters on 4-bit weights"], [], [], []]
 
@@ -195,14 +210,14 @@ def test_longest_rows_fit_and_recomputing_more_reaches_further(monkeypatch):
     config = config_of("llama", max_position_embeddings=1 << 14, num_hidden_layers=3)
     request = replace(request_of(batch=2, seq=64, optimizer="adamw"), config=config)
     gpu = small_gpu(60)
-    question = SearchProblem(request=request, free=frozenset({"checkpointing"}), gpu=gpu)
+    question = SearchProblem(request=request, free=frozenset({"train.checkpointing"}), gpu=gpu)
     option = estimate_option(request, gpu)
     answer = Plan(
         problem=question, gpu=gpu, option=option, recommended=(), fallback="", refused=(), max_sizes=None,
         best_max_sizes=None,
     )  # fmt: skip
     rows = longest_rows(answer, keep_batch=False)
-    kinds = [row.request.choices.checkpointing for row in rows]
+    kinds = [row.request.settings.train.checkpointing for row in rows]
     assert kinds[0] == "none" and kinds[-1] == "offload" and {row.request.batch for row in rows} == {1}
     lengths = [row.request.seq for row in rows]
     assert lengths == sorted(lengths) and lengths[-1] > lengths[0] > 64
@@ -236,9 +251,9 @@ def test_command_of_a_recipe_with_adapters_on_a_preset_names_its_checkpoint(tmp_
 
 def test_gpu_without_bf16_is_planned_in_fp16(recipe):
     found = problem("tigon-demo", gpu="t4")
-    assert found.request.choices.precision == "amp-fp16"
-    assert {choices.precision for choices in space.walks(found)} == {"amp-fp16"}
-    assert problem(recipe, gpu="v100").request.choices.precision == "fp32", "train resolves auto to fp32 there"
+    assert found.request.settings.train.precision == "amp-fp16"
+    assert {settings.train.precision for settings in space.walks(found)} == {"amp-fp16"}
+    assert problem(recipe, gpu="v100").request.settings.train.precision == "fp32", "train resolves auto to fp32 there"
 
 
 def test_tables_do_not_wrap_in_a_pipe(monkeypatch, capsys):
@@ -257,7 +272,7 @@ def test_hub_ids_of_the_model_recipes_have_a_shape_without_a_download():
 
 
 def test_plan_of_a_model_with_a_vision_tower_counts_the_tower_and_the_layers_of_text():
-    found = problem("google/gemma-3-4b-it", seq=64, given={"precision": "bf16"})
+    found = problem("google/gemma-3-4b-it", seq=64, given={"train.precision": "bf16"})
     held = estimate_option(found.request, found.gpu).estimate.components
     # The published 4.3 B parameters: 3.88 B of text, 0.42 B of vision.
     assert held["weights"] == pytest.approx(2 * 4.30e9, rel=0.02)

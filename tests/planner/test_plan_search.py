@@ -9,21 +9,23 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.planner_helpers import H200, config_of, small_gpu
+from tests.short_names import by_key, settings_of
 from tigon.errors import UsageError
 from tigon.objectives import recipe_checks
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB
 from tigon.planner.render import as_recipe
+from tigon.planner.render.json_names import settings_mapping
 from tigon.planner.request import Request
 from tigon.planner.search import recommend, space
 from tigon.planner.search.option import estimate_option
 from tigon.planner.search.recommend import plan, search
 from tigon.planner.search.space import SearchProblem
-from tigon.techniques import SEARCHED, SETTINGS, matrix, tiling
-from tigon.techniques.records.choices import Choices
+from tigon.techniques import SEARCHES, matrix, tiling
+from tigon.techniques.keys.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
-CHECKPOINTINGS = SETTINGS["checkpointing"].candidates(None)
+CHECKPOINTINGS = SEARCHES["train.checkpointing"].candidates(None)
 KINDS = ("none", "selective", "every-2", "full", "offload")
 """Values that treat all layers alike, or every second one."""
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704}
@@ -33,9 +35,9 @@ def asked_of(
     memory_mib: float, *, batch: int = 8, seq: int = 512, effective_batch: int | None = None, **given
 ) -> SearchProblem:
     """A question about a small model on a small GPU."""
-    free = SEARCHED - set(given)
+    free = frozenset(SEARCHES) - set(by_key(given))
     config = config_of("llama", **SHAPE)
-    request = Request(model="tigon-demo", config=config, batch=batch, seq=512, choices=Choices(**given))
+    request = Request(model="tigon-demo", config=config, batch=batch, seq=512, settings=settings_of(given))
     return SearchProblem(request=request, free=free, gpu=small_gpu(memory_mib), effective_batch=effective_batch)
 
 
@@ -66,7 +68,7 @@ def test_recommended_recipe_fits_and_the_trainer_accepts_it(case, tmp_path):
         request = one.option.request
         assert one.option.estimate == estimate(request, gpu=problem.gpu, evaluation=False)
         assert one.option.estimate.device_bytes <= problem.gpu.memory_bytes
-        assert not matrix.refusals(request.choices)
+        assert not matrix.refusals(request.settings)
         recipe = from_yaml(as_recipe.yaml_text(request), tmp_path)
         # ... and its command says the same to a recipe that says otherwise
         words = shlex.split(as_recipe.command(request))
@@ -74,7 +76,7 @@ def test_recommended_recipe_fits_and_the_trainer_accepts_it(case, tmp_path):
         other = "train: {steps: 3, optimizer: sgd, checkpointing: full, precision: fp32, gradient_accumulation: 7}"
         by_command = from_yaml(other, tmp_path, words[4::2])
         for made in (recipe, by_command):
-            assert made.choices() == request.choices
+            assert settings_mapping(made.settings()) == settings_mapping(request.settings)
             assert (made.train.batch_size, made.data.sequence_length) == (request.batch, request.seq)
             assert (made.train.max_grad_norm > 0) == request.clipped
 
@@ -82,7 +84,7 @@ def test_recommended_recipe_fits_and_the_trainer_accepts_it(case, tmp_path):
 def test_recommendations_are_fastest_first_and_change_numbers_only_for_speed():
     found, _ = search(asked_of(450))
     speeds = [one.option.estimate.tokens_per_s for one in found]
-    ranks = [space.change_rank(one.option.request.choices) for one in found]
+    ranks = [space.change_rank(one.option.request.settings) for one in found]
     assert len(found) > 1 and speeds == sorted(speeds, reverse=True) and ranks == sorted(set(ranks), reverse=True)
 
 
@@ -94,7 +96,7 @@ def test_ruled_out_recipes_do_not_fit(memory_mib):
     assert any("more than" in other.reason for other in ruled_out)
     for other in ruled_out:
         needs = estimate_option(
-            space.as_request(problem.request, other.choices, other.batch), problem.gpu
+            space.as_request(problem.request, other.settings, other.batch), problem.gpu
         ).estimate.device_bytes
         assert needs > problem.gpu.memory_bytes and needs >= other.device_bytes
 
@@ -105,8 +107,10 @@ def test_recommended_recipe_is_the_fastest_of_its_kind(memory_mib):
     (best,) = search(problem)[0]
     speeds = []
     for checkpointing, (batch, accumulate) in itertools.product(KINDS, space.splits(problem)):
-        choices = replace(problem.request.choices, checkpointing=checkpointing, accumulate=accumulate)
-        option = estimate_option(space.as_request(problem.request, choices, batch), problem.gpu)
+        settings = problem.request.settings.having(
+            {"train.checkpointing": checkpointing, "train.gradient_accumulation": accumulate}
+        )
+        option = estimate_option(space.as_request(problem.request, settings, batch), problem.gpu)
         if option.fits(problem.gpu):
             speeds.append(option.estimate.tokens_per_s)
     # `auto` chooses by layers, so it is at least as fast as any of these, except for its leap to larger micro-batches
@@ -116,23 +120,24 @@ def test_recommended_recipe_is_the_fastest_of_its_kind(memory_mib):
 def test_layers_are_tiled_and_grouped_only_if_nothing_else_fits(monkeypatch):
     monkeypatch.setattr(tiling, "TILE_TOKENS", 512)
     config = config_of("llama", intermediate_size=1024, max_position_embeddings=4096, num_hidden_layers=3)
-    fixed = Choices(optimizer="sgd", precision="bf16")
-    request = Request(model="tigon-demo", config=config, batch=2, seq=4096, choices=fixed)
-    free = frozenset({"checkpointing", "mlp_tile_tokens", "attention_groups"})
+    fixed = Settings.of({"train.optimizer": "sgd", "train.precision": "bf16"})
+    request = Request(model="tigon-demo", config=config, batch=2, seq=4096, settings=fixed)
+    free = frozenset({"train.checkpointing", "train.mlp_tile_tokens", "train.attention_groups"})
     problem = replace(asked_of(4000), request=request, free=free)
-    pieces = {"mlp_tile_tokens": 512, "attention_groups": 2}
-    kinds = ({"checkpointing": "offload-attention", **pieces}, {"checkpointing": "offload", **pieces})
+    pieces = {"train.mlp_tile_tokens": 512, "train.attention_groups": 2}
+    kinds = (
+        {"train.checkpointing": "offload-attention", **pieces},
+        {"train.checkpointing": "offload", **pieces},
+    )
     assert space.recomputations(problem, fixed)[-2:] == [*kinds]
     masked = replace(problem, request=replace(request, masked=True))
     assert kinds[0] not in space.recomputations(masked, fixed), "with a mask attention runs twice"
     [plenty] = search(problem)[0]
-    assert plenty.option.request.choices.mlp_tile_tokens == 0
-    in_pieces = estimate_option(
-        replace(request, choices=replace(fixed, checkpointing="offload", **pieces)), problem.gpu
-    )
+    assert plenty.option.request.settings.train.mlp_tile_tokens == 0
+    in_pieces = estimate_option(replace(request, settings=fixed.having(kinds[1])), problem.gpu)
     tight = replace(problem.gpu, memory_bytes=int(1.03 * in_pieces.estimate.device_bytes))
     [found] = search(replace(problem, gpu=tight))[0]
-    assert {name: getattr(found.option.request.choices, name) for name in pieces} == pieces
+    assert {key: found.option.request.settings.value(key) for key in pieces} == pieces
 
 
 def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
@@ -141,20 +146,20 @@ def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
     problem = asked_of(4000, optimizer="sgd", precision="bf16", accumulate=1)
     experts = config_of("llama", model_type="mixtral", num_local_experts=2, num_hidden_layers=2)
     problem = replace(problem, request=replace(problem.request, config=experts))
-    kept = replace(problem.request.choices, checkpointing=CHECKPOINTINGS[-1])
+    kept = problem.request.settings.having({"train.checkpointing": CHECKPOINTINGS[-1]})
     needs = estimate_option(
         space.as_request(problem.request, kept, problem.request.batch), problem.gpu
     ).estimate.device_bytes
     seen, consider = [], recommend._Search.consider
 
-    def watched(self, choices, batch, unchecked):
-        seen.append((choices, consider(self, choices, batch, unchecked)))
+    def watched(self, settings, batch, unchecked):
+        seen.append((settings, consider(self, settings, batch, unchecked)))
         return seen[-1][1]
 
     monkeypatch.setattr(recommend._Search, "consider", watched)
     found, _ = search(replace(problem, gpu=replace(problem.gpu, memory_bytes=needs - 1)))
     assert not found
-    tiled = [(choices.fsdp, result.reason) for choices, result in seen if choices.mlp_tile_tokens]
+    tiled = [(settings.sharding.fsdp, result.reason) for settings, result in seen if settings.train.mlp_tile_tokens]
     assert {fsdp for fsdp, _ in tiled} == {False, True}, "the search ends with the first that cannot be tiled"
     assert all("has no dense MLP" in reason for _, reason in tiled)
 
@@ -180,4 +185,7 @@ def test_recommended_recipes_leave_headroom_on_the_gpu():
 
 def test_large_gpu_takes_the_whole_batch_without_checkpointing():
     (first, *_), _ = search(replace(asked_of(1), gpu=replace(H200, memory_bytes=100 * GIB)))
-    assert first.option.request.choices.accumulate == 1 and first.option.request.choices.checkpointing == "none"
+    assert (
+        first.option.request.settings.train.gradient_accumulation == 1
+        and first.option.request.settings.train.checkpointing == "none"
+    )

@@ -27,7 +27,7 @@ from tigon.planner.simulate.model_states import model_weights
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
 from tigon.profiler.recording.peak import PeakMeter, storage_bytes, training_state
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 ALL = ("dpo", "kto", "orpo", "grpo", "distill", "reward")
 COMPLETION = 32
@@ -170,7 +170,7 @@ def test_completions_of_the_whole_step_are_written_at_once():
 
 
 @pytest.mark.parametrize(
-    ("objective", "choices", "words"),
+    ("objective", "settings", "words"),
     [
         ("dpo", {"gpus": 2}, "one process"), ("kto", {"zero": 2}, "one process"),
         ("orpo", {"fsdp": True}, "one process"),
@@ -179,9 +179,9 @@ def test_completions_of_the_whole_step_are_written_at_once():
         ("dpo", {"lora_rank": 4, "quantized": True}, "lora.quantize"), ("reward", {"lora_rank": 4}, "score layer"),
     ],
 )  # fmt: skip
-def test_techniques_that_do_not_go_with_post_training_are_refused(objective, choices, words):
-    request = asked(objective, **choices)
-    assert any(words in reason for reason in refusals(request, request.choices))
+def test_techniques_that_do_not_go_with_post_training_are_refused(objective, settings, words):
+    request = asked(objective, **settings)
+    assert any(words in reason for reason in refusals(request, request.settings))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_recommended_recipe_lacks_only_the_users_rows(objective, tmp_path):
 
 def test_micro_batches_of_the_search_hold_whole_groups_of_completions():
     request = asked("grpo", keys={"generations": 4}, batch=16)
-    problem = SearchProblem(request=request, free=frozenset({"accumulate"}), gpu=H200)
+    problem = SearchProblem(request=request, free=frozenset({"train.gradient_accumulation"}), gpu=H200)
     assert [size for size, _ in space.splits(problem)] == [16, 8, 4]
     kto = dataclasses.replace(problem, request=asked("kto", batch=6))
     assert [size for size, _ in space.splits(kto)] == [6, 3, 2]
@@ -224,8 +224,8 @@ def test_run_that_does_not_fit_is_told_before_it_starts(monkeypatch):
     words = ["train.batch_size=32", "train.optimizer=sgd", "train.precision=bf16", "train.checkpointing=none"]
     recipe = recipe_checks.load(path, words, gpu_present=lambda: False)
     config = model.load_config(recipe.model)
-    choices = recipe.choices()
-    found = prediction.predict(recipe, config, choices, small_gpu(60), evaluated=True)
+    settings = recipe.settings()
+    found = prediction.predict(recipe, config, settings, small_gpu(60), evaluated=True)
     assert found.option.request.masked and found.option.request.objective.sequences(1) == 2
     _, warning, *_ = [*found.lines("tigon train dpo.yaml"), ""]
     assert "it will run out of memory" in warning, found.option.estimate.device_bytes >> 20
@@ -269,7 +269,7 @@ def small_model(precision: str) -> Any:
 
     config = config_of("llama", **SHAPE)
     config.use_cache, config.bos_token_id, config.eos_token_id, config.pad_token_id = False, 1, 2, 0
-    dtype = weight_dtype(Choices(precision=precision), trained=True)
+    dtype = weight_dtype(Settings.of({"train.precision": precision}), trained=True)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).train()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model

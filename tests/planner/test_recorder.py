@@ -17,8 +17,8 @@ from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
 from tigon.profiler.recording.peak import PeakMeter, training_state
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.layer_checkpointing import apply, is_by_layer, states_of
-from tigon.techniques.records.choices import Choices
 
 
 def _live_peak(tape: Tape) -> int:
@@ -109,7 +109,7 @@ def test_traced_step_has_the_peak_of_a_real_one(precision: str, checkpointing: s
     )  # fmt: skip
     config = config_of("llama", **shape)
     config.use_cache = False
-    dtype = weight_dtype(Choices(precision=precision), trained=True)
+    dtype = weight_dtype(Settings.of({"train.precision": precision}), trained=True)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -168,7 +168,7 @@ def test_traced_evaluation_has_the_peak_of_a_real_one(precision: str) -> None:
     request = request_of(batch=batch, seq=seq, kernels="none", attention="eager", precision=precision, shape=shape)
     config = config_of("llama", **shape)
     config.use_cache = False
-    dtype = weight_dtype(Choices(precision=precision), trained=True)
+    dtype = weight_dtype(Settings.of({"train.precision": precision}), trained=True)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     ids = torch.randint(0, 1024, (batch, seq))
     meter = PeakMeter(torch.device("cpu"))
@@ -182,10 +182,10 @@ def test_traced_evaluation_has_the_peak_of_a_real_one(precision: str) -> None:
     assert ledger.phases["eval"] == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("choices", [{}, {"checkpointing": "full"}, {"lora_rank": 2}], ids=["plain", "full", "lora"])
-def test_three_tiles_of_an_mlp_count_for_all(choices, monkeypatch) -> None:
+@pytest.mark.parametrize("settings", [{}, {"checkpointing": "full"}, {"lora_rank": 2}], ids=["plain", "full", "lora"])
+def test_three_tiles_of_an_mlp_count_for_all(settings, monkeypatch) -> None:
     """128 tokens in 19 tiles, the last of which is smaller: the same memory and work, from a shorter tape."""
-    request = request_of(batch=2, seq=64, mlp_tile_tokens=7, precision="bf16", kernels="tigon", **choices)
+    request = request_of(batch=2, seq=64, mlp_tile_tokens=7, precision="bf16", kernels="tigon", **settings)
     few = trace(request, H200)
     monkeypatch.setattr(tracing, "MAX_TILES", 1000)
     every = trace(request, H200)

@@ -12,7 +12,7 @@ from tigon.models.verification.tiny import SIZES, tiny_config
 from tigon.planner.request import Request
 from tigon.planner.trace.dispatch_recorder import _FLASH_2_SHARE, _PRODUCTS
 from tigon.planner.trace.trace import trace
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 SEQ, HEADS = 300, 8
 SCORES = HEADS * SEQ * SEQ * 2
@@ -27,9 +27,16 @@ SHAPE = {
 def test_plan_with_sinks_holds_no_matrix_of_scores(masked: bool) -> None:
     config = tiny_config("gpt_oss", {}, SHAPE)
     config.use_cache = False
-    choices = Choices(precision="bf16", kernels="tigon", attention="eager", attention_sinks=False)
-    eager = Request(model="gpt_oss", config=config, batch=1, seq=SEQ, choices=choices, masked=masked)
-    op = replace(eager, choices=replace(choices, attention_sinks=True))
+    settings = Settings.of(
+        {
+            "train.precision": "bf16",
+            "model.kernels": "tigon",
+            "model.attention": "eager",
+            "model.attention_sinks": False,
+        }
+    )
+    eager = Request(model="gpt_oss", config=config, batch=1, seq=SEQ, settings=settings, masked=masked)
+    op = replace(eager, settings=settings.having({"model.attention_sinks": True}))
     sizes = [trace(request, H200, evaluating=False).tape.sizes for request in (eager, op)]
     assert max(sizes[0]) >= SCORES > max(sizes[1])
 

@@ -15,8 +15,8 @@ from tigon.planner.simulate.playback import GradientRules, offloaded, replay
 from tigon.planner.trace.layer_pattern import Pattern, layer_pattern
 from tigon.planner.trace.tape import BACKWARD, FORWARD, NotPeriodic, Tape, TapeSegment, Where, unrollable, unrolled
 from tigon.planner.trace.trace import trace
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.layer_checkpointing import groups_of
-from tigon.techniques.records.choices import Choices
 
 
 def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]:
@@ -102,7 +102,13 @@ def test_layers_with_other_modules_are_traced_once_of_each_kind(shape: dict[str,
 def test_layers_are_those_of_the_language_model_beside_a_deeper_vision_tower() -> None:
     config = tiny_config("llava", MODELS["llava"].tiny, SIZES)
     config.text_config.num_hidden_layers, config.vision_config.num_hidden_layers = 5, 9
-    request = Request(model="llava", config=config, batch=1, seq=32, choices=Choices(precision="bf16", kernels="none"))
+    request = Request(
+        model="llava",
+        config=config,
+        batch=1,
+        seq=32,
+        settings=Settings.of({"train.precision": "bf16", "model.kernels": "none"}),
+    )
     tape = trace(request, H200, evaluating=False).tape
     assert {one.where.layer for one in tape.segments if one.where.phase == FORWARD} == {None, *range(5)}
 

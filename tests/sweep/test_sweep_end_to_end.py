@@ -154,8 +154,8 @@ def test_memory_limit_of_a_cpu_ends_a_point_as_out_of_memory():
 import torch
 from tigon.sweep import failures
 from tigon.sweep.worker.limit import cap
-from tigon.techniques.records.choices import Choices
-cap(torch.device("cpu"), 4 << 30, Choices())
+from tigon.techniques.keys.settings import Settings
+cap(torch.device("cpu"), 4 << 30, Settings.of({}))
 try:
     torch.ones(3 << 30)
 except RuntimeError as error:

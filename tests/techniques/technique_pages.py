@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tigon.techniques import EXCLUSIONS, PAGES, TECHNIQUES
-from tigon.techniques.matrix import condition_text, exclusion_table
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.matrix import exclusion_table
 from tigon.techniques.optimizers import OPTIMIZERS, bytes_per_parameter
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import yaml_word
 from tigon.techniques.records.technique import Technique
 
@@ -45,25 +45,25 @@ def recipe_lines(recipe: Mapping[str, Any]) -> str:
 
 def excludes(technique: Technique) -> list[str]:
     """The exclusions that name a choice of this technique."""
-    own = {condition.field: condition for condition in technique.chosen}
+    own = {condition.key: condition for condition in technique.chosen}
     found = []
     for row in EXCLUSIONS:
-        touching = [condition for condition in row.when if condition.field in own]
+        touching = [condition for condition in row.when if condition.key in own]
         if touching and all(condition.holds(_chosen(technique)) for condition in touching):
-            others = [condition_text(condition) for condition in row.when if condition.field not in own]
+            others = [str(condition) for condition in row.when if condition.key not in own]
             if others:
                 found.append(f"if {' and '.join(others)}: {row.reason}. Instead: {row.instead}.")
     return found
 
 
-def _chosen(technique: Technique) -> Choices:
+def _chosen(technique: Technique) -> Settings:
     from tigon.recipe.keys import SECTIONS, Recipe
 
     sections: dict[str, dict[str, Any]] = {}
     for dotted, value in technique.recipe.items():
         section, name = dotted.split(".")
         sections.setdefault(section, {})[name] = value
-    return Recipe(**{section: SECTIONS[section](**values) for section, values in sections.items()}).choices()
+    return Recipe(**{section: SECTIONS[section](**values) for section, values in sections.items()}).settings()
 
 
 @functools.cache

@@ -17,9 +17,9 @@ from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.layer_checkpointing import apply
 from tigon.techniques.mechanisms.fused_linear import fuse_linears, has_fused_linears
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 from tigon.techniques.tiling import tile
 
@@ -340,8 +340,12 @@ def test_second_micro_batch_makes_no_gradient_of_its_weights() -> None:
 
 def test_run_with_one_micro_batch_leaves_its_layers_alone() -> None:
     technique = TECHNIQUES["accumulation-fusion"]
-    assert not technique.used_by(Choices(accumulation_fusion=True))
-    assert technique.used_by(Choices(accumulation_fusion=True, accumulate=2))
+    assert not technique.used_by(Settings.of({"train.gradient_accumulation_fusion": True}))
+    assert technique.used_by(
+        Settings.of({"train.gradient_accumulation_fusion": True, "train.gradient_accumulation": 2})
+    )
     model = model_of(patched=False)
-    technique.model(model, Choices(accumulation_fusion=True, accumulate=2), RunInfo())
+    technique.model(
+        model, Settings.of({"train.gradient_accumulation_fusion": True, "train.gradient_accumulation": 2}), RunInfo()
+    )
     assert has_fused_linears(model)

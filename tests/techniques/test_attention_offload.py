@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from tests.short_names import settings_of
 from tigon import patch
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.head_groups import _KERNELS
 from tigon.techniques.mechanisms import host_offload
 from tigon.techniques.mechanisms.host_offload import HostOffload, Waiting
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
@@ -39,13 +39,13 @@ def llama(
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(device, dtype).train()
     patch(model)
-    choices = Choices(checkpointing=checkpointing, **more)
-    if choices.mlp_tile_tokens:
-        TECHNIQUES["tiled-mlp"].model(model, choices, RunInfo())
-    if choices.attention_groups > 1:
-        TECHNIQUES["grouped-attention"].model(model, choices, RunInfo())
+    settings = settings_of({"train.checkpointing": checkpointing, **more})
+    if settings.train.mlp_tile_tokens:
+        TECHNIQUES["tiled-mlp"].model(model, settings, RunInfo())
+    if settings.train.attention_groups > 1:
+        TECHNIQUES["grouped-attention"].model(model, settings, RunInfo())
     if checkpointing in KINDS:
-        TECHNIQUES[KINDS[checkpointing]].model(model, choices, RunInfo())
+        TECHNIQUES[KINDS[checkpointing]].model(model, settings, RunInfo())
     return model
 
 

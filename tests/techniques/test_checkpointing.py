@@ -13,7 +13,7 @@ from tigon import patch
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.checkpointing import KEPT_OPS
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
@@ -34,10 +34,10 @@ def model(
     made = transformers.LlamaForCausalLM(config).to(device).train()
     if kernels:
         patch(made)
-    choices = Choices(checkpointing=word)
+    settings = Settings.of({"train.checkpointing": word})
     for technique in TECHNIQUES.values():
-        if technique.page == "checkpointing" and technique.used_by(choices):
-            made = technique.model(made, choices, RunInfo())
+        if technique.page == "checkpointing" and technique.used_by(settings):
+            made = technique.model(made, settings, RunInfo())
     return made
 
 
@@ -170,9 +170,9 @@ def test_model_of_the_old_format_keeps_its_own_checkpointing():
             self.gradient_checkpointing = value
 
     old = Old(transformers.LlamaConfig())
-    TECHNIQUES["checkpointing-full"].model(old, Choices(checkpointing="full"), RunInfo())
+    TECHNIQUES["checkpointing-full"].model(old, Settings.of({"train.checkpointing": "full"}), RunInfo())
     assert old.gradient_checkpointing
     with pytest.raises(RecipeError, match="offload cannot replace the checkpointing function of any layer of Old"):
         TECHNIQUES["checkpointing-offload"].model(
-            Old(transformers.LlamaConfig()), Choices(checkpointing="offload"), RunInfo()
+            Old(transformers.LlamaConfig()), Settings.of({"train.checkpointing": "offload"}), RunInfo()
         )

@@ -17,9 +17,9 @@ from helpers import relative_error
 from tigon.ops import lm_head
 from tigon.ops.accumulation_fusion import GradientBuffers, accumulation_fusion, gradients_into
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms import fused_linear
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
-from tigon.techniques.records.choices import Choices
 
 LINEARS_OF_A_LAYER = 7
 
@@ -265,6 +265,14 @@ def test_all_fusions_together_err_at_most_twice_the_usual_error(recomputes: bool
 
 
 def test_a_recipe_may_choose_both() -> None:
-    both = Choices(accumulation_fusion=True, cuda_graphs=True, accumulate=2, precision="bf16", checkpointing="none")
+    both = Settings.of(
+        {
+            "train.gradient_accumulation_fusion": True,
+            "train.cuda_graphs": True,
+            "train.gradient_accumulation": 2,
+            "train.precision": "bf16",
+            "train.checkpointing": "none",
+        }
+    )
     for name in ("accumulation-fusion", "cuda-graphs"):
         assert TECHNIQUES[name].used_by(both)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from tigon.errors import RecipeError
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.head_groups import _KERNELS, _Grouped, _kernel_for, check_groups
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ def llama(*, key_heads: int, groups: int, width: int = 32, device: torch.device 
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(device, dtype).train()
     if groups > 1:
-        TECHNIQUES["grouped-attention"].model(model, Choices(attention_groups=groups), RunInfo())
+        TECHNIQUES["grouped-attention"].model(model, Settings.of({"train.attention_groups": groups}), RunInfo())
     return model
 
 

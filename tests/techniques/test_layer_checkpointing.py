@@ -18,9 +18,10 @@ from tigon.errors import RecipeError
 from tigon.models.verification.tiny import tiny_model
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, matrix
-from tigon.techniques.layer_checkpointing import STATES, apply, groups_of, states_of, written
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.keys.train import STATES
+from tigon.techniques.layer_checkpointing import apply, groups_of, states_of, written
 from tigon.techniques.mechanisms import dropped_inputs
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
@@ -57,9 +58,9 @@ def gradients(model: Any, states: tuple[str, ...], **inputs: torch.Tensor) -> di
     return {"loss": loss.detach(), **found}
 
 
-def check_equal(make: Callable[[], Any], *choices: tuple[str, ...], **inputs: torch.Tensor) -> None:
-    want = gradients(make(), ("full",) * len(choices[0]), **inputs)
-    for states in choices:
+def check_equal(make: Callable[[], Any], *settings: tuple[str, ...], **inputs: torch.Tensor) -> None:
+    want = gradients(make(), ("full",) * len(settings[0]), **inputs)
+    for states in settings:
         got = gradients(make(), states, **inputs)
         assert got.keys() == want.keys()
         different = [name for name in want if not torch.equal(got[name], want[name])]
@@ -258,18 +259,18 @@ def test_value_of_the_recipe_names_a_state_for_each_layer():
 
 @pytest.mark.parametrize("value", ["full:0", "half:3", "full:3,", "full:3 none:2", "full"])
 def test_malformed_value_is_refused(value):
-    found = matrix.wrong_values(Choices(checkpointing=f"{value},none:1"))
-    assert found and "choose one of auto, none, full" in found[0]
+    with pytest.raises(RecipeError, match="it must be one of auto, none, full"):
+        Settings.of({"train.checkpointing": f"{value},none:1"})
 
 
 def test_technique_of_a_recipe_applies_it():
     model = llama()
-    choices = Choices(checkpointing="full:2,none:2")
-    (technique,) = (t for t in TECHNIQUES.values() if t.page == "checkpointing" and t.used_by(choices))
-    technique.model(model, choices, RunInfo())
+    settings = Settings.of({"train.checkpointing": "full:2,none:2"})
+    (technique,) = (t for t in TECHNIQUES.values() if t.page == "checkpointing" and t.used_by(settings))
+    technique.model(model, settings, RunInfo())
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, True, False, False]
     with pytest.raises(RecipeError, match="is for 3 layers, but the model has 4"):
-        technique.model(llama(), Choices(checkpointing="full:2,none:1"), RunInfo())
+        technique.model(llama(), Settings.of({"train.checkpointing": "full:2,none:1"}), RunInfo())
 
 
 def test_layer_without_an_mlp_is_refused_for_the_state_mlp():
@@ -283,6 +284,6 @@ def test_layer_without_an_mlp_is_refused_for_the_state_mlp():
 
 @pytest.mark.parametrize("state", ["mlp", "elementwise"])
 def test_zero_3_is_refused_where_a_norm_runs_again_outside_of_its_module(state):
-    (reason,) = matrix.refusals(Choices(checkpointing=f"{state}:2,none:2", zero=3))
+    (reason,) = matrix.refusals(Settings.of({"train.checkpointing": f"{state}:2,none:2", "sharding.zero": 3}))
     assert "ZeRO-3 gathers the weight of a norm" in reason and "use train.checkpointing: auto" in reason
-    assert not matrix.refusals(Choices(checkpointing="full:2,none:2", zero=3))
+    assert not matrix.refusals(Settings.of({"train.checkpointing": "full:2,none:2", "sharding.zero": 3}))

@@ -14,7 +14,7 @@ from tigon.planner.estimate import estimate
 from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 
 pytest.importorskip("transformers")
@@ -24,7 +24,7 @@ def limited(memory_mib: int) -> Any:
     model = tiny_model("llama").train()
     tigon.patch(model)
     if memory_mib:
-        TECHNIQUES["loss-memory"].model(model, Choices(loss_memory_mib=memory_mib), RunInfo())
+        TECHNIQUES["loss-memory"].model(model, Settings.of({"train.loss_memory_mib": memory_mib}), RunInfo())
     return model
 
 
@@ -56,8 +56,8 @@ def test_plan_counts_the_smaller_buffers() -> None:
     )
     peaks = {}
     for memory_mib in (0, 256, 128):
-        choices = Choices(precision="bf16", loss_memory_mib=memory_mib)
-        request = Request(model="llama", config=config, batch=4, seq=512, choices=choices)
+        settings = Settings.of({"train.precision": "bf16", "train.loss_memory_mib": memory_mib})
+        request = Request(model="llama", config=config, batch=4, seq=512, settings=settings)
         peaks[memory_mib] = estimate(request, gpu=find_gpu("h200"), evaluation=False).phases["loss"]
     # The usual plan keeps 501 MiB of logits. The smallest holds 74 MiB of them and 63 MiB of the head's gradient.
     assert peaks[0] > peaks[256] > peaks[128]

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import technique_pages
 
+from tests.short_names import settings_of
 from tigon._install import install_command
 from tigon.errors import RecipeError
+from tigon.recipe.keys import Recipe
 from tigon.techniques import EXCLUSIONS, PAGES, TECHNIQUES
 from tigon.techniques.checkpointing import every_n_layers
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.matrix import check, exclusion_table, refusals
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
 
 # values that a negative condition holds for
 OTHER = {
-    "attention": "flash_attention_2", "optimizer": "sgd", "offload": "cpu", "zero": 0, "lora_init": "orthogonal",
-    "lora_bias": "all", "lora_modules_to_save": ("norm",), "checkpointing": "selective", "kernels": "none",
+    "model.attention": "flash_attention_2", "train.optimizer": "sgd", "sharding.offload": "cpu", "sharding.zero": 0,
+    "lora.init": "orthogonal", "lora.bias": "all", "lora.modules_to_save": ("norm",), "model.kernels": "none",
+    "train.checkpointing": "selective", "train.objective": "dpo", "sharding.nvme_folder": "swap",
 }  # fmt: skip
 
 
 def satisfying(condition: Condition) -> Any:
     """A value that the condition holds for."""
     if condition.test in ("is not", "is not one of"):
-        return OTHER[condition.field]
+        return OTHER[condition.key]
     if condition.test == "includes":
-        return (condition.wanted,)
+        return f"{condition.wanted}2" if condition.wanted.endswith(":") else (condition.wanted,)
     if condition.test == "is above":
         return condition.wanted + 0.5
     if condition.test == "starts with":
@@ -40,38 +42,49 @@ def satisfying(condition: Condition) -> Any:
 
 @pytest.mark.parametrize("row", EXCLUSIONS, ids=lambda row: " and ".join(map(str, row.when)))
 def test_excluded_choices_are_refused_with_the_reason(row: Exclusion):
-    choices = Choices(**{condition.field: satisfying(condition) for condition in row.when})
-    assert row.applies(choices)
-    (sentence,) = [text for text in refusals(choices) if row.reason in text]
+    settings = Recipe().resolved().having({condition.key: satisfying(condition) for condition in row.when})
+    assert row.applies(settings)
+    (sentence,) = [text for text in refusals(settings) if row.reason in text]
     assert row.instead in sentence and "\n" not in sentence
     with pytest.raises(RecipeError):
-        check(choices, device="cuda")
+        check(settings, device="cuda")
 
 
 def test_defaults_and_single_techniques_are_accepted():
-    assert refusals(Choices()) == ()
+    assert refusals(Settings.of({})) == ()
     for name in OPTIMIZERS:
-        assert refusals(Choices(optimizer=name)) == (), name
-    for alone in ({"zero": 3}, {"fsdp": True}, {"lora_rank": 8}, {"gpus": 8}, {"accumulate": 4}, {"kernels": "liger"}):
-        assert refusals(Choices(**alone)) == (), alone
-    assert refusals(Choices(zero=3, offload="nvme", checkpointing="offload", lora_rank=8, gpus=2)) == ()
+        assert refusals(Settings.of({"train.optimizer": name})) == (), name
+    for alone in (
+        {"sharding.zero": 3},
+        {"sharding.fsdp": True},
+        {"lora.rank": 8},
+        {"sharding.gpus": 8},
+        {"train.gradient_accumulation": 4},
+        {"model.kernels": "liger"},
+    ):
+        assert refusals(settings_of(alone)) == (), alone
+    together = Settings.of({
+        "sharding.zero": 3, "sharding.offload": "nvme", "train.checkpointing": "offload", "lora.rank": 8,
+        "sharding.gpus": 2,
+    })  # fmt: skip
+    assert refusals(together) == ()
 
 
 def test_unknown_optimizer_is_refused_with_the_nearest_name():
-    (reason,) = refusals(replace(Choices(), optimizer="adamw_8bit"))
-    assert "adamw_8bit" in reason and "adamw-8bit" in reason
+    with pytest.raises(RecipeError, match=r"train\.optimizer is 'adamw_8bit'; it must be one of .*adamw-8bit"):
+        Settings.of({"train.optimizer": "adamw_8bit"})
 
 
 def test_gpu_only_choice_is_refused_on_the_cpu():
     with pytest.raises(RecipeError, match=r"train\.precision: amp-fp16 needs a GPU"):
-        check(Choices(precision="amp-fp16"), device="cpu")
+        check(Settings.of({"train.precision": "amp-fp16"}), device="cpu")
 
 
 def test_missing_package_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     command = re.escape(install_command("bnb"))
     with pytest.raises(RecipeError, match=f"needs bitsandbytes, not installed here: {command}"):
-        check(Choices(optimizer="adamw-8bit"), device="cuda")
+        check(Settings.of({"train.optimizer": "adamw-8bit"}), device="cuda")
 
 
 def test_every_n_is_read_only_from_its_own_word():
@@ -92,5 +105,5 @@ def test_every_technique_has_a_page():
 
 
 def test_defaults_use_autocast_and_adamw_only():
-    used = [name for name, technique in TECHNIQUES.items() if technique.used_by(Choices())]
+    used = [name for name, technique in TECHNIQUES.items() if technique.used_by(Settings.of({}))]
     assert used == ["amp-bf16", "adamw"]

@@ -1,4 +1,4 @@
-"""A technique is one file and its fields in `Choices`: a made-up one reaches recipes, flags, search and pages."""
+"""A technique is one file and its typed keys: a made-up one reaches recipes, `--set`, search and pages."""
 
 from __future__ import annotations
 
@@ -15,28 +15,22 @@ FILE = '''
 """A made-up technique."""
 
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.setting import Flag, Setting
-from tigon.techniques.records.technique import Declaration, Technique
+from tigon.techniques.records.technique import Declaration, Search, Technique
 
 DECLARATION = Declaration(
     pages={"ring": "Ring attention"},
-    settings=(
-        Setting(
-            field="ring_size", key="train.ring_size", help="Ranks of the ring.", minimum=1, maximum=8,
-            flag=Flag(name="ring-size", help="How many ranks the ring has."), traced=True, search="run",
-            candidates=lambda config: (1, 2),
-            label=lambda choices: f"ring of {choices.ring_size}" if choices.ring_size > 1 else "",
-        ),
-    ),
+    keys=("train.ring_size",),
+    searches=(Search(key="train.ring_size", how="run", candidates=lambda config: (1, 2)),),
+    labels={"train.ring_size": lambda s: f"ring of {s.train.ring_size}" if s.train.ring_size > 1 else ""},
     techniques=(
         Technique(
             name="ring", page="ring", saves="Made-up memory.", costs="Made-up time.", recipe={"train.ring_size": 2},
-            chosen=(Condition("ring_size", "is at least", 2),), change_rank=9, source="made up",
+            chosen=(Condition("train.ring_size", "is at least", 2),), change_rank=9, source="made up",
         ),
     ),
     exclusions=(
         Exclusion(
-            when=(Condition("ring_size", "is at least", 2), Condition("fsdp", "is", True)),
+            when=(Condition("train.ring_size", "is at least", 2), Condition("sharding.fsdp", "is", True)),
             reason="made-up reason", instead="train.ring_size: 1", source="made up",
         ),
     ),
@@ -46,9 +40,9 @@ CHECKS = """
 from pathlib import Path
 
 import technique_pages
-import typer.main
-from tigon.cli import app
-from tigon.planner.trace.key import _TRACE_FIELDS
+from tigon.cli.plan_request import Flags, problem_of
+from tigon.errors import RecipeError
+from tigon.planner.trace.key import _TRACED
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
@@ -56,29 +50,34 @@ from tigon.planner.search import recommend, space
 from tigon.models.loading.config import load_config
 from tigon.objectives import recipe_checks
 from tigon.recipe.keys import reference_table
-from tigon.techniques import SEARCHED, TECHNIQUES
+from tigon.techniques import SEARCHES, TECHNIQUES
 from tigon.techniques import matrix
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 path = Path("recipe.yaml")
 path.write_text("train: {steps: 1, ring_size: 2}")
-choices = recipe_checks.load(path, gpu_present=lambda: False).choices()
-assert choices.ring_size == 2 and "`train.ring_size`" in reference_table()
+settings = recipe_checks.load(path, gpu_present=lambda: False).settings()
+assert settings.train.ring_size == 2 and "`train.ring_size`" in reference_table()
 
-commands = typer.main.get_command(app._app()).commands
-assert "--ring-size" in [option for parameter in commands["plan"].params for option in parameter.opts]
+asked = problem_of(Flags(target="tigon-demo", gpu=find_gpu("24GiB"), assignments=("train.ring_size=2",)))
+assert asked.request.settings.train.ring_size == 2 and "train.ring_size" not in asked.free
 
-assert matrix.wrong_values(Choices(ring_size=9)) == ("ring_size is 9; it must be at most 8",)
-(reason,) = matrix.refusals(Choices(ring_size=2, fsdp=True))
+try:
+    Settings.of({"train.ring_size": 9})
+except RecipeError as error:
+    assert str(error) == "train.ring_size is 9; it must be at least 1 and at most 8", error
+else:
+    raise AssertionError("9 was taken")
+(reason,) = matrix.refusals(Settings.of({"train.ring_size": 2, "sharding.fsdp": True}))
 assert reason == "train.ring_size: 2 with sharding.fsdp: true: made-up reason; use train.ring_size: 1"
 
-request = Request(model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=8, choices=Choices())
-asked = space.SearchProblem(request=request, free=SEARCHED, gpu=find_gpu("24GiB"))
+request = Request(model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=8, settings=Settings.of({}))
+asked = space.SearchProblem(request=request, free=frozenset(SEARCHES), gpu=find_gpu("24GiB"))
 walks = space.walks(asked)
-assert {walk.ring_size for walk in walks} == {1, 2} and walks[0].ring_size == 1
-assert "ring_size" in _TRACE_FIELDS and "ring" in space.changes(choices)
-assert "ring of 2" in recommend.label(choices)
-tried = space.as_request(request, choices, 1)
+assert {walk.train.ring_size for walk in walks} == {1, 2} and walks[0].train.ring_size == 1
+assert "train.ring_size" in _TRACED and "ring" in space.changes(settings)
+assert "ring of 2" in recommend.label(settings)
+tried = space.as_request(request, settings, 1)
 assert as_recipe.keys(tried)["train.ring_size"] == 2
 
 assert "[`ring`](ring.md)" in technique_pages.generated("README")
@@ -96,14 +95,14 @@ def copy_with_technique(folder: Path) -> Path:
     return source
 
 
-def test_a_technique_in_one_file_reaches_recipe_flag_search_checks_and_pages(tmp_path: Path):
+def test_a_technique_in_one_file_reaches_recipe_set_search_checks_and_pages(tmp_path: Path):
     source = copy_with_technique(tmp_path)
-    with (source / "tigon" / "techniques" / "records" / "choices.py").open("a", encoding="utf-8") as choices:
-        choices.write("    ring_size: int = 1\n")  # the class is the file's last
+    with (source / "tigon" / "techniques" / "keys" / "train.py").open("a", encoding="utf-8") as keys:
+        keys.write('    ring_size: int = key(1, "Ranks of the ring.", minimum=1, maximum=8, traced=True)\n')
     done = forks.python(code=f"import sys; sys.path.append({PAGES!r})\n{CHECKS}", cwd=tmp_path, source=source)
     assert done.stdout.strip() == "reached", done.stderr[-2000:]
 
 
-def test_a_setting_without_a_field_is_refused_on_import(tmp_path: Path):
+def test_a_key_without_a_field_is_refused_on_import(tmp_path: Path):
     done = forks.python(code="import tigon.techniques", source=copy_with_technique(tmp_path))
-    assert "ring_size: Choices lacks it" in done.stderr
+    assert "train.ring_size: not a field in techniques/keys" in done.stderr

@@ -13,13 +13,14 @@ from torch.nn import functional as F
 
 import tigon
 import two_ranks
+from tests.short_names import settings_of
 from tigon.errors import RecipeError
 from tigon.models import MODELS, DeferredLogits
 from tigon.models.verification.tiny import tiny_config, tiny_model
 from tigon.techniques import sequence_parallel
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.layer_checkpointing import apply
 from tigon.techniques.mechanisms import ring_attention
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.sequence_parallel import cut_rows, document_mask, share_rows
 from two_ranks import RANKS, Scenarios, gradients_of
 
@@ -255,7 +256,7 @@ def test_mask_separates_documents_and_is_absent_for_one_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "choices", "reason"),
+    ("changes", "settings", "reason"),
     [
         ({}, {"gpus": 3}, r"sharding.gpus 3 is not a multiple of it; set sharding.gpus to 4"),
         ({}, {"gpus": 4, "sequence_shards": 4}, r"4 heads and 2 key heads.*choose a divisor of both"),
@@ -267,21 +268,23 @@ def test_mask_separates_documents_and_is_absent_for_one_document() -> None:
     ],
 )
 def test_models_whose_rows_cannot_be_shared_are_refused(
-    changes: dict[str, Any], choices: dict[str, Any], reason: str
+    changes: dict[str, Any], settings: dict[str, Any], reason: str
 ) -> None:
     config = tiny_config("llama")
     config.update(changes)
     with pytest.raises(RecipeError, match=reason):
-        sequence_parallel.check(config, Choices(**{"gpus": 2, "sequence_shards": 2, **choices}))
+        sequence_parallel.check(config, settings_of({"sharding.gpus": 2, "sharding.sequence": 2, **settings}))
 
 
 def test_model_of_text_and_images_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"llava takes images or sound too"):
-        sequence_parallel.check(tiny_config("llava", MODELS["llava"].tiny), Choices(gpus=2, sequence_shards=2))
+        sequence_parallel.check(
+            tiny_config("llava", MODELS["llava"].tiny), Settings.of({"sharding.gpus": 2, "sharding.sequence": 2})
+        )
 
 
 def test_other_models_are_accepted() -> None:
-    sequence_parallel.check(tiny_config("llama"), Choices(gpus=4, sequence_shards=2))
+    sequence_parallel.check(tiny_config("llama"), Settings.of({"sharding.gpus": 4, "sharding.sequence": 2}))
     odd = tiny_config("llama")
     odd.update({"num_attention_heads": 3, "num_key_value_heads": 3})
-    sequence_parallel.check(odd, Choices())
+    sequence_parallel.check(odd, Settings.of({}))

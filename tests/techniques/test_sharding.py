@@ -17,15 +17,16 @@ from torch import nn
 
 from forks import forks, in_forks
 from second_proofs import DIFFERENT, proved_by
+from tests.short_names import settings_of
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.models import MODELS, DeferredLogits, patch
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 from tigon.techniques.sharding import deepspeed_config, gathers_layers, nvme_buffers
 
@@ -35,30 +36,33 @@ transformers = pytest.importorskip("transformers")
 def run_info(name: str, processes: int = 1) -> RunInfo:
     config = load_config(name)
     shapes = {path: tuple(p.shape) for path, p in build_on_meta(name, config).named_parameters()}
-    return RunInfo(shapes=shapes, hidden_size=config.hidden_size, processes=processes, nvme_folder="swap")
+    return RunInfo(shapes=shapes, hidden_size=config.hidden_size, processes=processes)
 
 
 def test_nvme_buffers_hold_the_largest_weight_and_two_layers():
     """A layer of Llama has seven matrices; its norms stay, being smaller than a block of the disk. Every thread takes
     the same share of a buffer, in whole KiB."""
-    choices = Choices(zero=3, offload="nvme", precision="amp-bf16")
-    threads = deepspeed_config(choices, run_info("llama-3.2-1b"))["aio"]["intra_op_parallelism"]
-    one = nvme_buffers(choices, run_info("llama-3.2-1b"))
+    settings = Settings.of({"sharding.zero": 3, "sharding.offload": "nvme", "train.precision": "amp-bf16"})
+    threads = deepspeed_config(settings, run_info("llama-3.2-1b"))["aio"]["intra_op_parallelism"]
+    one = nvme_buffers(settings, run_info("llama-3.2-1b"))
     assert one["buffer_size"] >= 128256 * 2048 and one["buffer_size"] * 2 % (1024 * threads) == 0
     assert one["buffer_count"] == 2 * 7 + 1 + 1  # two layers, the tied embedding, one to spare
-    two = nvme_buffers(choices, run_info("llama-3.2-1b", processes=2))
+    two = nvme_buffers(settings, run_info("llama-3.2-1b", processes=2))
     assert two["buffer_size"] == one["buffer_size"] // 2
-    untied = nvme_buffers(choices, run_info("llama-3.1-8b"))
+    untied = nvme_buffers(settings, run_info("llama-3.1-8b"))
     assert untied["buffer_count"] == 2 * 7 + 2 + 1 and untied["buffer_size"] >= 128256 * 4096
 
 
 def test_configuration_has_the_offload_of_the_choice():
-    zero = deepspeed_config(Choices(zero=3, offload="nvme"), run_info("llama-3.2-1b"))["zero_optimization"]
+    settings = Settings.of({"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": "swap"})
+    zero = deepspeed_config(settings, run_info("llama-3.2-1b"))["zero_optimization"]
     assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == "swap"
     assert zero["sub_group_size"] >= 128256 * 2048
     # else every weight that is used again within 1e9 elements keeps its buffer, and the second step finds none free
     assert zero["stage3_max_reuse_distance"] == 0
-    second = deepspeed_config(Choices(zero=2, offload="cpu"), run_info("llama-3.2-1b"))["zero_optimization"]
+    second = deepspeed_config(Settings.of({"sharding.zero": 2, "sharding.offload": "cpu"}), run_info("llama-3.2-1b"))[
+        "zero_optimization"
+    ]
     assert second["offload_optimizer"]["device"] == "cpu" and "offload_param" not in second
 
 
@@ -68,7 +72,9 @@ def test_deepspeed_accepts_the_configuration(stage, precision):
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config = deepspeed_config(Choices(zero=stage, precision=precision), run_info("llama-3.2-1b"))
+    config = deepspeed_config(
+        Settings.of({"sharding.zero": stage, "train.precision": precision}), run_info("llama-3.2-1b")
+    )
     config |= {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
         "train_batch_size": 1,
@@ -93,10 +99,18 @@ def train_in_ranks(rank: int, stage: int, tile_tokens: int, by_layer: bool) -> d
     patch(model)
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     own = RunInfo(device="cpu", processes=RANKS, shapes=shapes, runs_layers_once=by_layer)
-    choices = Choices(zero=stage, precision="fp32", gpus=RANKS, checkpointing="full", mlp_tile_tokens=tile_tokens)
+    settings = Settings.of(
+        {
+            "sharding.zero": stage,
+            "train.precision": "fp32",
+            "sharding.gpus": RANKS,
+            "train.checkpointing": "full",
+            "train.mlp_tile_tokens": tile_tokens,
+        }
+    )
     for name in (f"zero-{stage}", *(("checkpointing-full", "tiled-mlp") if tile_tokens else ())):
-        model = TECHNIQUES[name].model(model, choices, own)
-    config = deepspeed_config(choices, own)
+        model = TECHNIQUES[name].model(model, settings, own)
+    config = deepspeed_config(settings, own)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     config |= {"train_micro_batch_size_per_gpu": 1, "train_batch_size": RANKS, "gradient_accumulation_steps": 1,
                "gradient_clipping": CLIP}  # fmt: skip
@@ -188,12 +202,12 @@ def test_family_runs_each_layer_once_on_a_positional_input(family):
 
 def test_frozen_weights_before_whole_layers_are_refused():
     pytest.importorskip("deepspeed")
-    choices = Choices(zero=3, gpus=2, precision="fp32")
+    settings = Settings.of({"sharding.zero": 3, "sharding.gpus": 2, "train.precision": "fp32"})
     for frozen in (False, True):
         model = tiny_model("llama", MODELS["llama"].tiny).train()
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         model.get_input_embeddings().weight.requires_grad_(not frozen)
-        TECHNIQUES["zero-3"].model(model, choices, RunInfo(processes=2, shapes=shapes, runs_layers_once=True))
+        TECHNIQUES["zero-3"].model(model, settings, RunInfo(processes=2, shapes=shapes, runs_layers_once=True))
         with torch.no_grad():
             model(**tiny_batch(torch.device("cpu")))
         if frozen:
@@ -218,10 +232,10 @@ def test_frozen_weights_before_whole_layers_are_refused():
     ids=["plain", "one process", "post-training", "offload", "LoRA", "ZeRO++", "stage 2", "a layer too large"],
 )
 def test_whole_layers_are_gathered_with_buckets_that_hold_one(changed, info, expected):
-    choices = Choices(**{"zero": 3, "gpus": 2, "precision": "bf16", **changed})
+    settings = settings_of({"sharding.zero": 3, "sharding.gpus": 2, "train.precision": "bf16", **changed})
     about = dataclasses.replace(run_info("llama-3.1-8b", processes=2), **{"runs_layers_once": True, **info})
-    assert gathers_layers(choices, about) == expected
-    zero = deepspeed_config(choices, about)["zero_optimization"]
+    assert gathers_layers(settings, about) == expected
+    zero = deepspeed_config(settings, about)["zero_optimization"]
     layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
     assert (zero["reduce_bucket_size"] == layer) == expected
 
@@ -275,7 +289,7 @@ def test_optimizer_on_sharded_weights_is_refused_or_trains_to_the_same_weights(n
         pytest.skip(f"{row.package} is not installed")
     want, weights = losses(name, tmp_path)
     assert want[-1] < want[0] and all(w.isfinite().all() for w in weights)
-    if reasons := refusals(Choices(optimizer=name, fsdp=True)):
+    if reasons := refusals(Settings.of({"train.optimizer": name, "sharding.fsdp": True})):
         assert any(name in reason for reason in reasons)
         with pytest.raises(RuntimeError, match=r"DTensor|sharding strategy"):
             losses(name, tmp_path, mesh)
@@ -288,10 +302,12 @@ def test_optimizer_on_sharded_weights_is_refused_or_trains_to_the_same_weights(n
 
 
 def test_keys_of_zero_plus_plus_reach_deepspeed() -> None:
-    choices = {"zero_copy_ranks": 4, "zero_int8_weights": True, "zero_int4_gradients": True}
+    settings = {"zero_copy_ranks": 4, "zero_int8_weights": True, "zero_int4_gradients": True}
     plain, plus = (
-        deepspeed_config(Choices(zero=3, gpus=8, **one), run_info("llama-3.2-1b"))["zero_optimization"]
-        for one in ({}, choices)
+        deepspeed_config(settings_of({"sharding.zero": 3, "sharding.gpus": 8, **one}), run_info("llama-3.2-1b"))[
+            "zero_optimization"
+        ]
+        for one in ({}, settings)
     )
     keys = {"zero_hpz_partition_size": 4, "zero_quantized_weights": True, "zero_quantized_gradients": True}
     assert plus == {**plain, **keys} and not keys.keys() & plain.keys()

@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from forks import forks, in_forks
+from tests.short_names import settings_of
 from tigon.errors import RecipeError
 from tigon.models import MODELS
 from tigon.models.verification.tiny import tiny_config
 from tigon.techniques import matrix, tensor_parallel
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import check_sizes
 
 TWO = {"gpus": 4, "fsdp": True, "tensor_shards": 2}
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "choices", "reason"),
+    ("family", "changes", "settings", "reason"),
     [
         ("llama", {}, {"gpus": 2}, r"sharding.gpus is 2; set sharding.gpus to a multiple of 2 from 4 on"),
         ("llama", {}, {"gpus": 5}, r"sharding.gpus is 5"),
@@ -37,17 +37,17 @@ TWO = {"gpus": 4, "fsdp": True, "tensor_shards": 2}
     ],
 )
 def test_models_whose_matrices_cannot_be_divided_are_refused(
-    family: str, changes: dict[str, Any], choices: dict[str, Any], reason: str
+    family: str, changes: dict[str, Any], settings: dict[str, Any], reason: str
 ) -> None:
     config = tiny_config(family, MODELS[family].tiny)
     config.update(changes)
     with pytest.raises(RecipeError, match=reason):
-        tensor_parallel.check(config, Choices(**{**TWO, **choices}))
+        tensor_parallel.check(config, settings_of({**TWO, **settings}))
 
 
 def test_models_whose_plans_have_rows_columns_and_norms_of_heads_are_accepted() -> None:
     for family in ("llama", "qwen2", "qwen3"):
-        tensor_parallel.check(tiny_config(family, MODELS[family].tiny), Choices(**TWO))
+        tensor_parallel.check(tiny_config(family, MODELS[family].tiny), settings_of(TWO))
 
 
 def test_embeddings_of_a_plan_stay_whole() -> None:
@@ -55,11 +55,11 @@ def test_embeddings_of_a_plan_stay_whole() -> None:
     layers = tensor_parallel.plan_of(config)
     config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise", **config.base_model_tp_plan}
     assert layers and tensor_parallel.plan_of(config) == layers
-    tensor_parallel.check(config, Choices(**TWO))
+    tensor_parallel.check(config, settings_of(TWO))
 
 
 @pytest.mark.parametrize(
-    ("choices", "reason"),
+    ("settings", "reason"),
     [
         ({"fsdp": False}, r"sharding\.tensor: 2 with sharding\.fsdp: false: .*use sharding\.fsdp: true"),
         ({"lora_rank": 8}, r"sharding\.tensor: 2 with lora\.rank: 8"),
@@ -67,13 +67,15 @@ def test_embeddings_of_a_plan_stay_whole() -> None:
         ({"optimizer": "adamw-torchao-8bit"}, r"use train\.optimizer: adamw"),
     ],
 )
-def test_techniques_that_were_not_tried_with_divided_matrices_are_refused(choices: dict[str, Any], reason: str) -> None:
+def test_techniques_that_were_not_tried_with_divided_matrices_are_refused(
+    settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(RecipeError, match=reason):
-        matrix.check(Choices(**{**TWO, **choices}), device="cuda")
+        matrix.check(settings_of({**TWO, **settings}), device="cuda")
 
 
 @pytest.mark.parametrize(
-    ("choices", "reason"),
+    ("settings", "reason"),
     [
         ({"gpus": 4, "fsdp": True, "replicas": 3}, r"set sharding\.replicas to a divisor of 4 below it"),
         ({"gpus": 4, "fsdp": True, "replicas": 4}, r"at least 2 GPUs"),
@@ -81,14 +83,14 @@ def test_techniques_that_were_not_tried_with_divided_matrices_are_refused(choice
         ({"gpus": 4, "zero": 3, "zero_copy_ranks": 3}, r"4 is not a multiple of it"),
     ],
 )
-def test_copies_that_do_not_divide_the_gpus_are_refused(choices: dict[str, Any], reason: str) -> None:
+def test_copies_that_do_not_divide_the_gpus_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(RecipeError, match=reason):
-        check_sizes(Choices(**choices))
+        check_sizes(settings_of(settings))
 
 
 def test_copies_that_divide_the_gpus_are_accepted() -> None:
-    for choices in ({"gpus": 4, "replicas": 2}, {"gpus": 16, "replicas": 8}, {"gpus": 4, "zero_copy_ranks": 4}):
-        check_sizes(Choices(**choices))
+    for settings in ({"gpus": 4, "replicas": 2}, {"gpus": 16, "replicas": 8}, {"gpus": 4, "zero_copy_ranks": 4}):
+        check_sizes(settings_of(settings))
 
 
 def test_optimizer_steps_once_per_mesh_and_keeps_the_groups_of_an_ordinary_run() -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.short_names import settings_of
 from tigon import patch
 from tigon.errors import RecipeError
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, tiling
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
@@ -33,8 +34,8 @@ def llama(*, kernels: bool = True, dtype: torch.dtype = torch.float32, device: t
     return model
 
 
-def tiled(model: Any, tokens: int = TILE, **choices: Any) -> Any:
-    return TECHNIQUES["tiled-mlp"].model(model, Choices(mlp_tile_tokens=tokens, **choices), RunInfo())
+def tiled(model: Any, tokens: int = TILE, **settings: Any) -> Any:
+    return TECHNIQUES["tiled-mlp"].model(model, settings_of({"train.mlp_tile_tokens": tokens, **settings}), RunInfo())
 
 
 def loss_and_gradients(model: Any, tokens: int = 50) -> dict[str, torch.Tensor]:
@@ -62,7 +63,7 @@ def test_tiles_keep_loss_and_gradients(tokens, kernels):
 
 def test_tiles_inside_checkpointed_layers_keep_loss_and_gradients():
     model = llama()
-    TECHNIQUES["checkpointing-full"].model(model, Choices(checkpointing="full"), RunInfo())
+    TECHNIQUES["checkpointing-full"].model(model, Settings.of({"train.checkpointing": "full"}), RunInfo())
     assert_same(loss_and_gradients(tiled(model)), loss_and_gradients(llama()))
 
 
@@ -113,7 +114,7 @@ def test_adapters_on_frozen_weights_get_the_same_gradients():
     def adapted() -> Any:
         model = llama()
         torch.manual_seed(1)
-        model = TECHNIQUES["lora"].model(model, Choices(lora_rank=2), RunInfo())
+        model = TECHNIQUES["lora"].model(model, Settings.of({"lora.rank": 2}), RunInfo())
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(weight, std=0.1)
@@ -135,7 +136,7 @@ def test_tiles_of_fsdp2_shards_keep_loss_and_gradients(tmp_path):
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         model = llama()
-        TECHNIQUES["checkpointing-full"].model(model, Choices(checkpointing="full"), RunInfo())
+        TECHNIQUES["checkpointing-full"].model(model, Settings.of({"train.checkpointing": "full"}), RunInfo())
         tiled(model)
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -158,7 +159,7 @@ def test_memory_does_not_grow_by_the_inner_activations():
     def grown(tile_tokens: int) -> float:
         def of(tokens: int) -> int:
             model = llama(kernels=False, width=64)
-            TECHNIQUES["checkpointing-full"].model(model, Choices(checkpointing="full"), RunInfo())
+            TECHNIQUES["checkpointing-full"].model(model, Settings.of({"train.checkpointing": "full"}), RunInfo())
             return peak_bytes(tiled(model, tile_tokens) if tile_tokens else model, tokens)
 
         return (of(1024) - of(512)) / (2 * 512)

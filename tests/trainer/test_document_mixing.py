@@ -16,7 +16,7 @@ from forks import forks, in_forks
 from tigon.data.packing import Sample
 from tigon.models import packed_documents
 from tigon.models.verification.survey import small_model
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.trainer import model as models
 from tigon.trainer.family_training import NAME, letters
 from tigon.trainer.guards import document_mixing
@@ -160,12 +160,14 @@ def test_documents_are_cut_and_samples_of_one_document_are_not_compared() -> Non
 
 
 def test_bound_follows_the_format_of_the_products() -> None:
-    assert eps_of(Choices(precision="fp32"), tf32=False) == torch.finfo(torch.float32).eps
-    assert eps_of(Choices(precision="amp-bf16"), tf32=True) == torch.finfo(torch.bfloat16).eps
-    assert eps_of(Choices(precision="amp-fp16"), tf32=False) == torch.finfo(torch.float16).eps
-    assert eps_of(Choices(precision="fp8"), tf32=False) == torch.finfo(torch.float8_e4m3fn).eps
-    assert eps_of(Choices(precision="fp32"), tf32=True) == 2**-10
-    quantized = Choices(precision="fp32", lora_rank=4, quantized=True, quantize_to="int8")
+    assert eps_of(Settings.of({"train.precision": "fp32"}), tf32=False) == torch.finfo(torch.float32).eps
+    assert eps_of(Settings.of({"train.precision": "amp-bf16"}), tf32=True) == torch.finfo(torch.bfloat16).eps
+    assert eps_of(Settings.of({"train.precision": "amp-fp16"}), tf32=False) == torch.finfo(torch.float16).eps
+    assert eps_of(Settings.of({"train.precision": "fp8"}), tf32=False) == torch.finfo(torch.float8_e4m3fn).eps
+    assert eps_of(Settings.of({"train.precision": "fp32"}), tf32=True) == 2**-10
+    quantized = Settings.of(
+        {"train.precision": "fp32", "lora.rank": 4, "lora.quantize": True, "lora.quantize_to": "int8"}
+    )
     assert eps_of(quantized, tf32=False) == 2**-7
     assert rounding(2**-7, 32, 200, 3.0) == pytest.approx(4 * 2**-7 * 0.4, rel=1e-2)
     assert rounding(2**-23, 2, 20, 5.0) < 1e-4

@@ -21,7 +21,7 @@ pytest.importorskip("PIL")
 from forks import forks
 from tigon.data.packing import Sample
 from tigon.errors import DataError
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.trainer.prepare import check_every_row_has_images
 from tigon.trainer.run import train
 from vision import example, llava, smolvlm, without_images, write
@@ -155,8 +155,8 @@ def test_rows_without_images_are_refused_in_two_processes(run, here, made):
     assert run("data.source=some.jsonl", "train.steps=1").code == 0
     text = Sample(*(torch.zeros(4, dtype=torch.int32) for _ in range(3)))
     with pytest.raises(DataError, match="1 of 1 rows have no image"):
-        check_every_row_has_images([text], Choices(gpus=2))
-    check_every_row_has_images([text], Choices())
+        check_every_row_has_images([text], Settings.of({"sharding.gpus": 2}))
+    check_every_row_has_images([text], Settings.of({}))
 
 
 def test_recomputed_layers_give_the_same_losses(run, here):

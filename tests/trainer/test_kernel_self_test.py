@@ -66,7 +66,7 @@ def test_run_with_every_op_left_out_completes(recipe, tigon, monkeypatch):
 @pytest.mark.gpu
 def test_self_test_finds_no_right_kernel_wrong():
     from tigon.recipe.keys import Recipe
-    from tigon.techniques.records.choices import Choices
+    from tigon.techniques.keys.settings import Settings
 
     for precision in ("amp-bf16", "fp32"):
-        assert self_test.wrong_ops(Recipe(), Choices(precision=precision), torch.device("cuda", 0)) == {}
+        assert self_test.wrong_ops(Recipe(), Settings.of({"train.precision": precision}), torch.device("cuda", 0)) == {}

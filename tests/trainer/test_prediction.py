@@ -13,7 +13,7 @@ from tigon.errors import RecipeError
 from tigon.objectives import recipe_checks
 from tigon.planner.gpus import GIB, MIB, find_gpu, row_of
 from tigon.planner.simulate import allocator
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.trainer import model
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction, preflight
@@ -33,7 +33,7 @@ def recipe_of(tmp_path):
 
 
 def asked(recipe):
-    return recipe, model.load_config(recipe.model), recipe.choices(precision="amp-bf16")
+    return recipe, model.load_config(recipe.model), recipe.settings(precision="amp-bf16")
 
 
 def predicted(recipe, memory_mib):
@@ -44,7 +44,7 @@ def test_request_to_the_planner_describes_the_run_of_the_recipe(recipe_of):
     recipe = recipe_of("max_grad_norm: 0, gradient_accumulation: 2, checkpointing: full")
     request = prediction.request_of(*asked(recipe), evaluated=False)
     assert (request.batch, request.seq, request.clipped, request.masked) == (16, 1024, False, True)
-    assert (request.choices.accumulate, request.choices.checkpointing) == (2, "full")
+    assert (request.settings.train.gradient_accumulation, request.settings.train.checkpointing) == (2, "full")
     joined = recipe_of(overrides=["data.cross_document_attention=true"])
     assert not prediction.request_of(*asked(joined), evaluated=False).masked
 
@@ -71,13 +71,16 @@ def test_what_fits_command_leads_to_a_recipe_that_fits(recipe_of):
     assert words[::2] == ["--set"] * (len(words) // 2)
     better = predicted(recipe_of(overrides=words[1::2]), 700)
     assert better.option.fits(small_gpu(700))
-    assert better.option.request.batch * better.option.request.choices.accumulate == recipe.train.batch_size
+    assert (
+        better.option.request.batch * better.option.request.settings.train.gradient_accumulation
+        == recipe.train.batch_size
+    )
 
 
 def test_auto_changes_no_key_that_the_recipe_sets(recipe_of):
     recipe = recipe_of("checkpointing: full, optimizer: lion-8bit, precision: fp32")
     free = prediction.free_in(recipe)
-    assert not free & {"checkpointing", "optimizer", "precision"} and "zero" in free
+    assert not free & {"train.checkpointing", "train.optimizer", "train.precision"} and "sharding.zero" in free
     assignments, _ = prediction.choose(*asked(recipe_of("checkpointing: full")), small_gpu(8000))
     assert assignments == [], "it fits as it is"
 
@@ -85,7 +88,7 @@ def test_auto_changes_no_key_that_the_recipe_sets(recipe_of):
 def test_auto_keeps_the_numbers_if_it_can(recipe_of):
     assignments, said = prediction.choose(*asked(recipe_of("")), small_gpu(700))
     recipe = recipe_of("", overrides=assignments)
-    assert recipe.choices().optimizer == "adamw" and recipe.choices().precision == "amp-bf16"
+    assert recipe.settings().train.optimizer == "adamw" and recipe.settings().train.precision == "amp-bf16"
     assert predicted(recipe, 700).option.fits(small_gpu(700)) and assignments[0] in said
 
 
@@ -152,7 +155,7 @@ def test_cpu_run_gets_no_prediction(recipe_of):
 @pytest.mark.parametrize("key", ["sharding.gpus=2", "sharding.fsdp=true", "model.kernels=none"])
 def test_run_that_the_planner_cannot_predict_starts_with_the_reason(key, recipe_of, monkeypatch):
     pytest.importorskip("trl")
-    monkeypatch.setattr(prediction, "gpu_here", lambda device, choices: small_gpu(8000))
+    monkeypatch.setattr(prediction, "gpu_here", lambda device, settings: small_gpu(8000))
     recipe = recipe_of("objective: dpo", overrides=["data.source=toy-answers", key])
     found, lines = prediction.announce(*asked(recipe), torch.device("cuda"), evaluated=True, command="")
     (line,) = lines
@@ -192,7 +195,7 @@ def test_memory_held_by_this_process_is_not_subtracted_from_its_gpu(joined, shor
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
     monkeypatch.setattr(launch, "world_size", lambda: 2)
-    gpu = prediction.gpu_here(torch.device("cuda", 0), Choices(gpus=2, fsdp=True))
+    gpu = prediction.gpu_here(torch.device("cuda", 0), Settings.of({"sharding.gpus": 2, "sharding.fsdp": True}))
     assert gpu.memory_bytes == total - short_mib * MIB
 
 
@@ -211,7 +214,7 @@ def test_gpu_that_other_processes_have_filled_is_refused_in_one_line(monkeypatch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the allocator's memory is compared")
 def test_gpu_of_this_machine_has_at_most_the_memory_of_the_driver(recipe_of):
     device = torch.device("cuda", 0)
-    gpu = prediction.gpu_here(device, Choices())
+    gpu = prediction.gpu_here(device, Settings.of({}))
     assert 0 < gpu.memory_bytes <= torch.cuda.get_device_properties(device).total_memory
     found, lines = prediction.announce(*asked(recipe_of()), device, evaluated=True, command="tigon train r.yaml")
     assert found is not None and lines and preflight.gpu_present()

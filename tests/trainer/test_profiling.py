@@ -66,10 +66,10 @@ def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     )
     configured = prepared.recipe
     built, _ = engine.build(
-        configured.model, prepared.config, prepared.choices, prepared.run_info, device=prepared.device, seed=1,
+        configured.model, prepared.config, prepared.settings, prepared.run_info, device=prepared.device, seed=1,
         kernels="tigon", base=here / "base",
     )  # fmt: skip
-    args = trainers.arguments(configured.train, prepared.choices, prepared.run_info, folder=here / "c",
+    args = trainers.arguments(configured.train, prepared.settings, prepared.run_info, folder=here / "c",
                               device=prepared.device, evaluate=False)  # fmt: skip
     trainer = trainers.make(built, args, prepared.collator, SampleDataset(prepared.train.samples))
     from transformers import TrainerCallback

@@ -12,7 +12,7 @@ import pytest
 from tigon.errors import RecipeError
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import SECTIONS, DataConfig, reference_table
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -272,16 +272,22 @@ model: {kernels: no-flce, attention: eager}
 lora: {rank: 8, targets: [linear, head]}
 sharding: {gpus: 2, zero: 3}
 """
-    choices = read(tmp_path, text).choices()
-    assert choices == Choices(
-        precision="bf16", optimizer="adamw-8bit", checkpointing="every-3", accumulate=2, kernels="no-flce",
-        attention="eager", lora_rank=8, lora_targets=("linear", "head"), gpus=2, zero=3,
-    )  # fmt: skip
+    settings = read(tmp_path, text).settings()
+    assert settings == Settings.of({
+        "train.precision": "bf16", "train.optimizer": "adamw-8bit", "train.checkpointing": "every-3",
+        "train.gradient_accumulation": 2,
+        "model.kernels": "no-flce",
+        "model.attention": "eager", "lora.rank": 8, "lora.targets": ("linear", "head"), "sharding.gpus": 2,
+        "sharding.zero": 3,
+    })  # fmt: skip
 
 
 def test_auto_precision_is_what_the_machine_says(tmp_path):
     recipe = read(tmp_path, "train: {steps: 1}")
-    assert (recipe.choices().precision, recipe.choices(precision="fp32").precision) == ("amp-bf16", "fp32")
+    assert (recipe.settings().train.precision, recipe.settings(precision="fp32").train.precision) == (
+        "amp-bf16",
+        "fp32",
+    )
 
 
 def test_a_key_beside_a_merge_replaces_the_merged_one(tmp_path):

@@ -22,14 +22,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forks import forks, in_forks
 from second_proofs import one_of_each, proved_by
+from tests.short_names import settings_of
 from tigon.cli import app
 from tigon.models import DeferredLogits
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import LoraConfig, ModelConfig, OutputConfig, Recipe, TrainConfig
-from tigon.techniques import SETTINGS, TECHNIQUES
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.keys.model import KERNELS
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 from tigon.trainer import engine
 from tigon.trainer import model as models
@@ -95,7 +97,9 @@ def test_resumed_optimizer_equals_the_uninterrupted_one(name, tmp_path):
 def test_graph_cache_is_disabled_for_sharded_compiled_optimizers(row, fsdp):
     """PyTorch's graph cache would find the graphs of sharded and plain optimizers by one key."""
     with functorch_config.patch(enable_autograd_cache=True):
-        engine.make_optimizer(TrainConfig(optimizer=row.name), Choices(optimizer=row.name, fsdp=fsdp))
+        engine.make_optimizer(
+            TrainConfig(optimizer=row.name), Settings.of({"train.optimizer": row.name, "sharding.fsdp": fsdp})
+        )
         assert functorch_config.enable_autograd_cache is not fsdp
 
 
@@ -200,7 +204,7 @@ def test_merged_checkpoint_computes_what_the_adapters_did(targets, quantize, tmp
         want = built(input_ids=batch["input_ids"]).logits
     FinalModel(
         run=tmp_path, model=recipe.model, config=models.load_config(recipe.model), output=OutputConfig(merge=True),
-        choices=recipe.choices(precision="fp32"),
+        settings=recipe.settings(precision="fp32"),
     ).save(trainer.model, trainer)  # fmt: skip
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     with torch.no_grad():
@@ -434,7 +438,10 @@ def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family,
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 512, "head_dim": 16}
     config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "files")
-    model, choices = ModelConfig(name=str(tmp_path / "files")), Choices(precision="amp-bf16", zero=3)
+    model, settings = (
+        ModelConfig(name=str(tmp_path / "files")),
+        Settings.of({"train.precision": "amp-bf16", "sharding.zero": 3}),
+    )
     run_info = RunInfo(device="cpu", hidden_size=64, processes=2)
 
     def compare(rank: int) -> None:
@@ -442,7 +449,7 @@ def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family,
         config = models.load_config(model)
         parts, whole = (
             engine.build(
-                model, config, choices, run_info, device=torch.device("cpu"), seed=1, kernels="tigon",
+                model, config, settings, run_info, device=torch.device("cpu"), seed=1, kernels="tigon",
                 base=tmp_path / "base", reads_whole_weights=whole_weights,
             )[0]
             for whole_weights in (False, True)
@@ -458,7 +465,7 @@ def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family,
 
 
 @pytest.mark.parametrize(
-    ("choices", "free_bytes", "stays"),
+    ("settings", "free_bytes", "stays"),
     [
         ({"zero": 3}, 4 * 50, True),
         ({"zero": 3}, 4 * 50 - 1, False),
@@ -466,12 +473,12 @@ def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family,
         ({"fsdp": True, "offload": "cpu"}, 10**9, False),
     ],
 )
-def test_random_weights_are_drawn_on_the_gpu_only_if_they_fit(choices, free_bytes, stays, monkeypatch):
+def test_random_weights_are_drawn_on_the_gpu_only_if_they_fit(settings, free_bytes, stays, monkeypatch):
     """fp32: 4 bytes of 40 elements, and of the 10 of a head that is not tied yet."""
     run_info = RunInfo(shapes={"a": (10,), "b": (2, 5), "c": (10,), "d": (10,)})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 10**9))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-    assert engine._stays_on(torch.device("cuda"), Choices(**choices), run_info, torch.float32) == stays
+    assert engine._stays_on(torch.device("cuda"), settings_of(settings), run_info, torch.float32) == stays
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -570,10 +577,10 @@ def test_fp8_without_a_layer_that_can_run_in_it_is_refused_in_one_line(recipe, t
     assert outcome.err.strip().count("\n") == 0
 
 
-def test_choices_and_model_have_the_same_names_for_kernels():
+def test_recipe_and_model_have_the_same_names_for_kernels():
     from tigon.trainer.model import KERNELS as appliers
 
-    assert set(appliers) == set(SETTINGS["kernels"].words)
+    assert set(appliers) == set(KERNELS)
 
 
 TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
@@ -584,9 +591,9 @@ def test_recipe_of_a_technique_uses_it(path):
     technique = TECHNIQUES[path.stem]
     for gpu in (False, True):
         recipe = load(path, gpu_present=lambda gpu=gpu: gpu)
-        # `auto` stands for a choice, so Recipe.choices() has another value.
-        choices = replace(recipe.choices(), checkpointing=recipe.train.checkpointing)
-        assert technique.used_by(choices)
+        # `auto` stands for a choice, so Recipe.settings() has another value.
+        settings = recipe.settings().having({"train.checkpointing": recipe.train.checkpointing})
+        assert technique.used_by(settings)
 
 
 def test_every_technique_has_a_recipe():

@@ -45,16 +45,16 @@ def small_trainer(
     from tigon.trainer import engine, model, trainer
     from tigon.trainer.guards import preflight
 
-    choices = recipe.choices(precision=preflight.resolve_precision(recipe.train.precision, device))
+    settings = recipe.settings(precision=preflight.resolve_precision(recipe.train.precision, device))
     config = model.load_config(recipe.model)
     run_info = engine.run_info_of(recipe, config, model.parameter_shapes(config), device, CausalLM(recipe.model))
     built, _ = engine.build(
-        recipe.model, config, choices, run_info, device=device, seed=1, kernels=kernels or recipe.model.kernels,
+        recipe.model, config, settings, run_info, device=device, seed=1, kernels=kernels or recipe.model.kernels,
         base=folder / "base", saves_adapters=True,
     )  # fmt: skip
     data = data or rows()
-    args = trainer.arguments(recipe.train, choices, run_info, folder=folder / "c", device=device, evaluate=evaluate)
-    optimizer = engine.make_optimizer(recipe.train, choices)
+    args = trainer.arguments(recipe.train, settings, run_info, folder=folder / "c", device=device, evaluate=evaluate)
+    optimizer = engine.make_optimizer(recipe.train, settings)
     return trainer.make(
         built, args, Collator(0, packing=False), data, data if evaluate else None, optimizer,
         trainer.Safeguards(max_skipped_steps=recipe.train.max_skipped_steps),

@@ -11,42 +11,38 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from tigon.cli import plan_answers
-from tigon.cli.plan_request import AUTO, CAUSAL_LM, Flags, check_objective, problem_of
+from tigon.cli import plan_answers, short_forms
+from tigon.cli.plan_request import ANY_METHOD, Flags, problem_of
 from tigon.cli.shared import Command, stdout_console
 from tigon.errors import UsageError
-from tigon.objectives import post_training_rules
 from tigon.planner.collector import collector_off
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import charts, terminal
 from tigon.planner.render import explain as explanation
 from tigon.planner.search.longest import LongestRow, longest_rows
 from tigon.planner.search.recommend import Plan, plan
-from tigon.techniques import SETTINGS
 
 
-def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """Replace `**given` in the signature, which typer reads, by the flags that the techniques declare."""
+def _with_short_forms(function: Callable[..., None]) -> Callable[..., None]:
+    """Replace `**given` in the signature, which typer reads, by the flags of the table."""
     signature = inspect.signature(function, eval_str=True)
     flags = []
-    for setting in SETTINGS.values():
-        flag = setting.flag
-        if flag is not None:
-            option = typer.Option(f"--{flag.name}", help=flag.help, metavar=flag.metavar)
-            is_switch = setting.hint is bool
-            flags.append(
-                inspect.Parameter(
-                    setting.field, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
-                    annotation=Annotated[bool if is_switch else setting.hint | None, option],
-                )
-            )  # fmt: skip
+    for short in short_forms.PLAN:
+        option = typer.Option(f"--{short.flag}", help=short.help, metavar=short.metavar)
+        is_switch = short.type is bool
+        flags.append(
+            inspect.Parameter(
+                short.parameter, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
+                annotation=Annotated[bool if is_switch else short.type | None, option],
+            )
+        )  # fmt: skip
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    place = 1 + [p.name for p in own].index("seq")
+    place = 1 + [p.name for p in own].index("gpu")
     setattr(function, "__signature__", signature.replace(parameters=[*own[:place], *flags, *own[place:]]))  # noqa: B010
     return function
 
 
-@_with_technique_flags
+@_with_short_forms
 def command(
     target: Annotated[
         str,
@@ -54,34 +50,18 @@ def command(
     ],
     *,
     gpu: Annotated[str | None, typer.Option(help="A GPU's name (h200, 4090, t4) or its memory (24GiB).")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples per micro-batch on each GPU.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
     effective_batch: Annotated[
         int | None, typer.Option("--effective-batch", help="Samples per optimizer step over all GPUs.")
     ] = None,
     method: Annotated[
         str, typer.Option(help="full, lora, qlora, or auto: full fine-tuning if it fits, else LoRA, else QLoRA.")
-    ] = AUTO,
+    ] = ANY_METHOD,
     host_memory: Annotated[
         str | None, typer.Option("--host-memory", metavar="SIZE", help="Host memory that offloading may use (64GiB).")
     ] = None,
-    medusa: Annotated[int | None, typer.Option(metavar="K", help="Train K Medusa heads.")] = None,
-    stage: Annotated[
-        int | None, typer.Option(help="With --medusa: 1 trains only the heads (default), 2 the model too.")
-    ] = None,
-    objective: Annotated[
-        str, typer.Option(metavar="NAME", help=f"causal_lm, or post-training: {', '.join(post_training_rules.TAKES)}.")
-    ] = CAUSAL_LM,
-    images: Annotated[
-        int | None, typer.Option(metavar="N", help="Rows with up to N images, for a model that reads them.")
-    ] = None,
-    image_size: Annotated[
-        int | None,
-        typer.Option("--image-size", metavar="PIXELS", help="With --images: the pixels of their longer side."),
-    ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; with --objective: post_training."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key; most other flags are short forms of it."),
     ] = None,
     longest: Annotated[
         bool, typer.Option("--longest", help="Find the longest row that fits, by kind of activation checkpointing.")
@@ -95,22 +75,18 @@ def command(
 ) -> None:
     """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
     options = {
-        "gpu": gpu, "batch": batch, "seq": seq, "effective_batch": effective_batch, "method": method,
-        "host_memory": host_memory, "medusa": medusa, "stage": stage, "objective": objective, "images": images,
-        "image_size": image_size, "assignments": assignments or (), "longest": longest, "as_json": as_json,
-        "plot": plot, "explain": explain,
+        "gpu": gpu, "effective_batch": effective_batch, "method": method, "host_memory": host_memory,
+        "assignments": assignments or (), "longest": longest, "as_json": as_json, "plot": plot, "explain": explain,
     }  # fmt: skip
     plan_answers.print_once(run, target, options | given)
 
 
 def run(
-    model: str, *, gpu: str | None, batch: int | None = None, seq: int | None = None,
-    effective_batch: int | None = None, method: str = AUTO, host_memory: str | None = None,
-    medusa: int | None = None, stage: int | None = None, objective: str = CAUSAL_LM, images: int | None = None,
-    image_size: int | None = None, assignments: Sequence[str] = (), longest: bool = False, as_json: bool = False,
+    model: str, *, gpu: str | None, effective_batch: int | None = None, method: str = ANY_METHOD,
+    host_memory: str | None = None, assignments: Sequence[str] = (), longest: bool = False, as_json: bool = False,
     plot: Path | None = None, explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
-    """Predict, plan and print. given: Fields of Choices; a flag that was left out is None.
+    """Predict, plan and print. given: Flags of the table in short_forms.py.
 
     Raises:
         UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
@@ -120,18 +96,15 @@ def run(
     if gpu is None:
         raise UsageError("--gpu is missing; give a GPU's name (h200) or its memory (24GiB).")
     flags = Flags(
-        target=model, gpu=find_gpu(gpu), batch=batch, seq=seq, effective_batch=effective_batch, method=method,
-        host_memory=host_memory, medusa=medusa, stage=stage, objective=objective, images=images,
-        image_size=image_size, assignments=assignments,
-        given={name: value for name, value in given.items() if value is not None and value is not False},
+        target=model, gpu=find_gpu(gpu), given=short_forms.keys_of(given), assignments=assignments,
+        effective_batch=effective_batch, method=method, host_memory=host_memory,
     )  # fmt: skip
-    if not flags.is_recipe:
-        check_objective(objective, {"medusa": medusa, "stage": stage}, assignments)
     torch.set_num_threads(1)  # the planner computes no tensors, and OpenMP's threads spin while they wait
     with collector_off():
         problem = problem_of(flags)
         answer = plan(problem)
-        rows = longest_rows(answer, keep_batch=batch is not None) if longest else ()
+        keep_batch = short_forms.BATCH.key in flags.given
+        rows = longest_rows(answer, keep_batch=keep_batch) if longest else ()
     _print(answer, rows, as_json, explain, plot)
 
 

@@ -1,4 +1,4 @@
-"""What `tigon plan` is asked: a search problem from a model's name and flags, or from a recipe and flags."""
+"""What `tigon plan` is asked: flags become recipe keys, keys a recipe, and the recipe a search problem."""
 
 from __future__ import annotations
 
@@ -9,44 +9,43 @@ from pathlib import Path
 from typing import Any
 
 from tigon._quiet import quiet_packages
+from tigon.cli.short_forms import ACCUMULATE, BATCH, FLAG_OF, GPUS, IMAGE_SIZE, IMAGES, MEDUSA, OBJECTIVE, STAGE
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading import hub
-from tigon.models.loading.config import load_config
+from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.loading.presets import carried
 from tigon.objectives import post_training_rules, recipe_checks
 from tigon.objectives.base import PlannedObjective
-from tigon.objectives.causal_lm import PlannedCausalLM
-from tigon.objectives.choose import planned_objective
-from tigon.objectives.medusa import planned_medusa
-from tigon.objectives.vision_language import planned_images
+from tigon.objectives.choose import objective_of, planned_objective
 from tigon.planner.gpus import GIB, Gpu, size_bytes
 from tigon.planner.remembered_config import real_config, remembered_config
 from tigon.planner.render import as_recipe
-from tigon.planner.request import Request
+from tigon.planner.request import Request, request_of
 from tigon.planner.search.space import CROSS_DOCUMENT, Fallback, SearchProblem
+from tigon.recipe.aliases import key_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import SEARCHED, SETTINGS, layer_checkpointing
+from tigon.techniques import SEARCHES
+from tigon.techniques.keys.settings import DEFAULT
+from tigon.techniques.keys.train import AUTO
 from tigon.techniques.lora import DEFAULT_RANK
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.choices import LIMITS, Choices
 
-DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
-"""The defaults of train.batch_size and data.sequence_length in a recipe."""
-EVALUATED = True
-"""A recommended recipe evaluates, because the default of data.eval_fraction is not 0."""
 MOST = 1 << 20
 """The largest value of an integer flag, except --seq. Beyond it tensor sizes overflow 64 bits."""
+ANY_METHOD = "auto"
 CAUSAL_LM = "causal_lm"
 RECIPE_ENDINGS = (".yaml", ".yml")
-AUTO = "auto"
 METHODS: Mapping[str, Mapping[str, Any]] = {
-    "full": {"lora_rank": None, "quantized": False},
-    "lora": {"lora_rank": DEFAULT_RANK, "quantized": False},
-    "qlora": {"lora_rank": DEFAULT_RANK, "quantized": True},
+    "full": {"lora.rank": None, "lora.quantize": False},
+    "lora": {"lora.rank": DEFAULT_RANK, "lora.quantize": False},
+    "qlora": {"lora.rank": DEFAULT_RANK, "lora.quantize": True},
 }
-"""What --method trains, as fields of Choices; each needs less memory than the one before it."""
+"""What --method trains, by recipe key; each needs less memory than the one before it."""
 MASK_SHARE = 0.01
 """Attention across documents is a fallback only if one sample's mask takes at least this share of the GPU's memory."""
+_OF_PLAN = ("train.batch_size", "train.objective", "train.max_grad_norm", "data.sequence_length", "data.images",
+            "data.image_size", "data.packing", "data.cross_document_attention")  # fmt: skip
+"""Keys besides those of techniques, heads and post-training that a plan of a model depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,23 +55,22 @@ class Flags:
     target: str
     """A model or a recipe file."""
     gpu: Gpu
-    batch: int | None = None
-    seq: int | None = None
-    effective_batch: int | None = None
-    method: str = AUTO
-    host_memory: str | None = None
-    medusa: int | None = None
-    stage: int | None = None
-    objective: str = CAUSAL_LM
-    images: int | None = None
-    image_size: int | None = None
-    assignments: Sequence[str] = ()
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Choices that were given."""
+    """Recipe keys whose short forms were given, with their values."""
+    assignments: Sequence[str] = ()
+    """`--set`; the short forms are applied after them."""
+    effective_batch: int | None = None
+    method: str = ANY_METHOD
+    host_memory: str | None = None
 
     @property
     def is_recipe(self) -> bool:
         return self.target.endswith(RECIPE_ENDINGS)
+
+    @property
+    def assigned(self) -> Mapping[str, str]:
+        """The recipe keys of `--set`, and their texts."""
+        return {key_of(text.partition("=")[0].strip()): text for text in self.assignments}
 
 
 def problem_of(flags: Flags) -> SearchProblem:
@@ -82,78 +80,128 @@ def problem_of(flags: Flags) -> SearchProblem:
         UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
         RecipeError: The recipe cannot be read or is refused.
     """
-    given = _check_flags(flags)
+    check_flags(flags)
     host_bytes = _host_bytes(flags.host_memory)
-    problem = (_of_recipe if flags.is_recipe else _of_model)(replace(flags, given=given))
-    _check_fp8(flags.gpu, problem.request.choices.precision)
-    if problem.request.choices.precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
-        used = problem.request.choices.precision
-        raise UsageError(f"{flags.gpu} has no bf16, so --precision {used} does not run on it; use amp-fp16.")
-    fallbacks = _fallbacks(flags, problem.request) if flags.method == AUTO else ()
+    problem = _of_recipe(flags) if flags.is_recipe else _of_model(flags)
+    precision = problem.request.settings.train.precision
+    if precision == "fp8" and not flags.gpu.has_fp8:
+        raise UsageError(
+            f"{flags.gpu} has no FP8 matmuls, which need an NVIDIA GPU from Ada on (compute capability 8.9); use "
+            "--precision bf16."
+        )
+    if precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
+        raise UsageError(f"{flags.gpu} has no bf16, so --precision {precision} does not run on it; use amp-fp16.")
+    fallbacks = _fallbacks(flags, problem.request) if flags.method == ANY_METHOD else ()
     return replace(problem, host_bytes=host_bytes, fallbacks=fallbacks)
 
 
-def _check_fp8(gpu: Gpu, precision: str | None) -> None:
-    """Raise UsageError if the precision is fp8 and the GPU has no FP8 matmuls."""
-    if precision == "fp8" and not gpu.has_fp8:
-        raise UsageError(
-            f"{gpu} has no FP8 matmuls, which need an NVIDIA GPU from Ada on (compute capability 8.9); use --precision "
-            "bf16."
-        )
+# --- checks of flags -------------------------------------------------------------------------------------------------
 
 
-def _check_flags(flags: Flags) -> dict[str, Any]:
-    """Check sizes and settings, each by its own rules. Returns the given settings with those that they imply.
+def check_flags(flags: Flags) -> None:
+    """Check each value by the rules of its recipe key, with the flag's name in the message.
 
     Raises:
-        UsageError: A value is unknown or out of range, or flags contradict --method.
+        UsageError: A value is unknown or out of range, or flags exclude each other.
     """
-    _check_sizes({
-        "batch": flags.batch, "seq": flags.seq, "effective-batch": flags.effective_batch, "images": flags.images,
-        "image-size": flags.image_size,
-    })  # fmt: skip
-    if flags.images and (flags.medusa is not None or flags.objective != CAUSAL_LM):
+    objective = flags.given.get(OBJECTIVE.key, CAUSAL_LM)
+    _check_objective(objective, flags)
+    for key, value in flags.given.items():
+        if problem := _complaint(key, value):
+            raise UsageError(f"--{FLAG_OF[key].flag} {problem}.")
+    if flags.effective_batch is not None and not 1 <= flags.effective_batch <= MOST:
+        raise UsageError(f"--effective-batch is {flags.effective_batch}; it must be 1 to {MOST}.")
+    if flags.method != ANY_METHOD and flags.method not in METHODS:
+        raise UsageError(f"--method is {flags.method!r}; choose one of {', '.join([ANY_METHOD, *METHODS])}.")
+    for key, wanted in METHODS.get(flags.method, {}).items():
+        if key in flags.given and bool(flags.given[key]) != bool(wanted):
+            raise UsageError(f"--{FLAG_OF[key].flag} contradicts --method {flags.method}; leave one of them out.")
+    if IMAGES.key in flags.given and (MEDUSA.key in flags.given or objective != CAUSAL_LM):
         raise UsageError("--images trains the next token's loss; leave --medusa and --objective out.")
-    if flags.image_size is not None and not flags.images and not flags.is_recipe:
-        raise UsageError(f"--image-size {flags.image_size} requires --images N; add --images 1.")
-    given = _with_method(flags.method, flags.given)
-    _check_settings(given)
-    return given
+
+
+def _complaint(key: str, value: Any) -> str | None:
+    """The end of a sentence that begins with the flag and says what is wrong with its value; None if nothing."""
+    if isinstance(value, int) and value > MOST and key != "data.sequence_length":  # the model limits --seq
+        return f"is {value}; it must be at most {MOST}"
+    if (predicted := FLAG_OF[key].predicted) and value not in predicted:
+        return f"is {value!r}; it must be one of {', '.join(predicted)}"
+    try:
+        Recipe().having({key: value})
+    except RecipeError as error:
+        return str(error).removeprefix(f"{key} ")
+    return None
+
+
+def _check_objective(objective: str, flags: Flags) -> None:
+    """Refuse an unknown objective, and flags that do not go with it."""
+    names = ", ".join(post_training_rules.TAKES)
+    if objective == "medusa":
+        raise UsageError("--objective medusa: use --medusa N for the heads.")
+    if objective != CAUSAL_LM and objective not in post_training_rules.TAKES:
+        raise UsageError(f"--objective {objective} is not one of {CAUSAL_LM}, {names}.")
+    given = flags.given
+    if objective != CAUSAL_LM:
+        for short in (MEDUSA, STAGE):
+            if short.key in given:
+                shown = f"--{short.flag} {given[short.key]}"
+                raise UsageError(f"{shown} trains heads, which --objective {objective} does not; leave one out.")
+    elif STAGE.key in given and MEDUSA.key not in given and not flags.is_recipe:
+        raise UsageError(f"--stage {given[STAGE.key]} requires --medusa N; add --medusa 3.")
+    if IMAGE_SIZE.key in given and IMAGES.key not in given and not flags.is_recipe:
+        raise UsageError(f"--image-size {given[IMAGE_SIZE.key]} requires --images N; add --images 1.")
+
+
+def _check_assignment(key: str, text: str, objective: str) -> None:
+    """Refuse `--set` of a key on which a plan of a model does not depend."""
+    section = key.partition(".")[0]
+    if section == "post_training" and objective == CAUSAL_LM:
+        names = ", ".join(post_training_rules.TAKES)
+        raise UsageError(f"--set {text} requires a recipe, or --objective with one of {names}.")
+    if section not in ("post_training", "heads") and key not in _OF_PLAN and not DEFAULT.knows(key):
+        raise UsageError(f"--set {text} requires a recipe; a plan of a model takes only keys that change it.")
+
+
+def _values(flags: Flags, base: Recipe) -> dict[str, Any]:
+    """The recipe keys of --method and the short forms, with those that they imply where `base` has the default."""
+    method = METHODS.get(flags.method, {})
+    changed = {key: value for key, value in method.items() if base.value(key) != value}
+    if method.get("lora.rank") and base.lora.rank is not None:
+        changed.pop("lora.rank", None)  # --method keeps the recipe's rank
+    implied = {key: value for name in flags.given for key, value in FLAG_OF[name].implies.items()}
+    default = Recipe()
+    free = {key: value for key, value in implied.items() if base.value(key) == default.value(key)}
+    return {**free, **changed, **flags.given}
 
 
 # --- from a model ----------------------------------------------------------------------------------------------------
 
 
 def _of_model(flags: Flags) -> SearchProblem:
-    given, batch = dict(flags.given), flags.batch
-    chooses = given.get("checkpointing", layer_checkpointing.AUTO) == layer_checkpointing.AUTO
-    if given.get("checkpointing") == layer_checkpointing.AUTO:
-        del given["checkpointing"]  # left free, so that the recommendations may change it
-    choices = replace(Choices(), **given)
-    # A recipe's `auto` is fp32 on such a GPU; a plan of a model may choose what a person would set there.
-    if not flags.gpu.has_bf16 and "precision" not in given:
-        choices = replace(choices, precision="amp-fp16")
-    if flags.effective_batch is not None:
-        batch = _micro_batch(flags.effective_batch, batch, choices.gpus, given.get("accumulate"))
-    free = SEARCHED - set(given)
+    """A run with a recipe's defaults, the keys of `--set`, and the flags."""
+    base = recipe_checks.of_assignments(flags.assignments)
+    for key, text in flags.assigned.items():
+        _check_assignment(key, text, flags.given.get(OBJECTIVE.key, CAUSAL_LM))
     config = _config_of(flags.target)
-    if flags.medusa is not None:
-        planned: PlannedObjective = planned_medusa(flags.target, real_config(config), flags.medusa, flags.stage or 1)
-    elif flags.images:
-        planned = _with_images(flags, real_config(config))
-    elif flags.objective == CAUSAL_LM:
-        planned = PlannedCausalLM()
-    else:
-        planned = _post_training(flags.objective, flags.assignments)
-    request = Request(
-        model=flags.target, config=config, batch=DEFAULT_BATCH if batch is None else batch,
-        seq=DEFAULT_SEQ if flags.seq is None else flags.seq, choices=choices,
-        clipped=not OPTIMIZERS[choices.optimizer].in_backward, masked=not choices.attention.startswith("flash"),
-        objective=planned, evaluated=EVALUATED,
-    )  # fmt: skip
+    values = _values(flags, base)
+    given = {*flags.assigned, *values, *METHODS.get(flags.method, {})}
+    recipe = base.having({"model.name": flags.target, **values})
+    settings = recipe.settings()
+    # A recipe's `auto` is fp32 on such a GPU; a plan of a model may choose what a person would set there.
+    if not flags.gpu.has_bf16 and "train.precision" not in given:
+        settings = settings.having({"train.precision": "amp-fp16"})
+    if OPTIMIZERS[settings.train.optimizer].in_backward:
+        recipe = recipe.having({"train.max_grad_norm": 0})
+    if flags.effective_batch is not None:
+        recipe = _with_effective_batch(recipe, flags)
+    chooses = recipe.train.checkpointing == AUTO
+    # `auto` stays free, so that the recommendations may change it
+    free = (frozenset(SEARCHES) - given) | (frozenset({"train.checkpointing"}) if chooses else frozenset())
+    planned = _planned(recipe, config)
     return SearchProblem(
-        request=request, free=free, gpu=flags.gpu, effective_batch=flags.effective_batch,
-        auto=chooses, auto_divides="accumulate" in free and flags.objective == CAUSAL_LM,
+        request=request_of(recipe, config, settings, planned, evaluated=recipe.data.has_eval), free=free,
+        gpu=flags.gpu, effective_batch=flags.effective_batch, auto=chooses,
+        auto_divides="train.gradient_accumulation" in free and not post_training_rules.is_post_training(recipe),
     )  # fmt: skip
 
 
@@ -163,49 +211,40 @@ def _config_of(target: str) -> Any:
     return remembered_config(carried(target) or target)
 
 
-def check_objective(objective: str, heads: Mapping[str, int | None], assignments: Sequence[str]) -> None:
-    """Refuse an unknown objective, and flags that do not go with it.
+def _planned(recipe: Recipe, config: Any) -> PlannedObjective:
+    """The objective of a plan of a model, which needs neither TRL nor rows."""
+    if post_training_rules.is_post_training(recipe):
+        return planned_objective(recipe)
 
-    heads: the values of --medusa and --stage.
-    """
-    names = ", ".join(post_training_rules.TAKES)
-    if objective == "medusa":
-        raise UsageError("--objective medusa: use --medusa N for the heads.")
-    if objective != CAUSAL_LM and objective not in post_training_rules.TAKES:
-        raise UsageError(f"--objective {objective} is not one of {CAUSAL_LM}, {names}.")
-    if objective == CAUSAL_LM:
-        if heads["stage"] is not None and heads["medusa"] is None:
-            raise UsageError(f"--stage {heads['stage']} requires --medusa N; add --medusa 3.")
-        if assignments:
-            raise UsageError(f"--set {assignments[0]} requires a recipe, or --objective with one of {names}.")
-        return
-    for name, value in heads.items():
-        if value is not None:
-            raise UsageError(f"--{name} {value} trains heads, which --objective {objective} does not; leave one out.")
+    def shapes() -> dict[str, tuple[int, ...]]:
+        model = build_on_meta(recipe.model.name, real_config(config))
+        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
-
-def _with_images(flags: Flags, config: Any) -> PlannedObjective:
-    from tigon.data.images import load_processor  # not for --help
-
-    assert flags.images is not None
-    path = Path(flags.target)
-    name = str(path.parent) if path.is_file() else flags.target
+    special = recipe.heads.stage is not None or recipe.data.images > 0
     try:
-        processor = load_processor(name, revision=None, trust_remote_code=False)
-        return planned_images(flags.target, config, flags.images, flags.image_size, processor)
+        return objective_of(recipe, real_config(config) if special else config, shapes).planned()
     except RecipeError as error:
         text = str(error).replace("model.name: ", "").replace("data.images is", "--images is")
         raise UsageError(text.replace("set data.images: 0", "leave --images out")) from None
 
 
-def _post_training(objective: str, assignments: Sequence[str]) -> PlannedObjective:
-    for text in assignments:
-        if not text.strip().startswith("post_training."):
-            raise UsageError(
-                f"--set {text}: a plan of a model takes keys of post_training, such as post_training.beta=0.1; the "
-                "other settings are flags (tigon plan --help). A plan of a recipe takes every key."
-            )
-    return planned_objective(recipe_checks.of_assignments([*assignments, f"train.objective={objective}"]))
+def _with_effective_batch(recipe: Recipe, flags: Flags) -> Recipe:
+    """The recipe with the micro-batch that follows from --effective-batch and --accumulate, if both are given."""
+    gpus, effective_batch = recipe.sharding.gpus, flags.effective_batch
+    assert effective_batch is not None
+    batch, accumulate = flags.given.get(BATCH.key), flags.given.get(ACCUMULATE.key)
+    each = gpus * (accumulate or 1)
+    if effective_batch % each:
+        divisor = f"--gpus {gpus}" + (f" x --accumulate {accumulate}" if accumulate else "")
+        raise UsageError(f"--effective-batch {effective_batch} is not a multiple of {divisor}.")
+    if accumulate is None:
+        return recipe
+    if batch not in (None, effective_batch // each):
+        raise UsageError(
+            f"--batch {batch} x --accumulate {accumulate} x --gpus {gpus} is not --effective-batch {effective_batch}; "
+            "leave one of them out."
+        )
+    return recipe.having({BATCH.key: effective_batch // each})
 
 
 # --- from a recipe ---------------------------------------------------------------------------------------------------
@@ -228,16 +267,17 @@ def _of_recipe(flags: Flags) -> SearchProblem:
     shape = carried(recipe.model.name)
     config = models.load_config(recipe.model) if shape is None else load_config(shape)
     preflight.check_lengths(recipe, config)
-    choices = replace(recipe.choices(precision=_precision(recipe, flags.gpu)), gpus=max(recipe.sharding.gpus, 1))
-    evaluated = recipe.data.has_eval
-    request = prediction.request_of(recipe, config, choices, evaluated=evaluated)
+    precision = recipe.train.precision
+    if precision == AUTO:  # what `tigon train` chooses on this GPU
+        precision = "amp-bf16" if flags.gpu.has_bf16 else "fp32"
+    settings, evaluated = recipe.settings(precision=precision), recipe.data.has_eval
+    request = prediction.request_of(recipe, config, settings, evaluated=evaluated)
     free = prediction.free_in(recipe) - set(flags.given)
-    if recipe.train.checkpointing == layer_checkpointing.AUTO:
+    if recipe.train.checkpointing == AUTO:
         recipe, _ = auto_checkpointing.chosen_for(recipe, request, flags.gpu)
-        chosen = replace(
-            choices, checkpointing=recipe.train.checkpointing, accumulate=recipe.train.gradient_accumulation
-        )
-        request = prediction.request_of(recipe, config, chosen, evaluated=evaluated)
+        chosen = ("train.checkpointing", "train.gradient_accumulation")
+        settings = settings.having({key: recipe.value(key) for key in chosen})
+        request = prediction.request_of(recipe, config, settings, evaluated=evaluated)
     if checkpoint := recipe_checks.checkpoint_instead(recipe):
         assignments.append(f"model.name={checkpoint}")  # the recipe is a plan's: `tigon train` refuses the preset
     words = (word for text in assignments for word in ("--set", text))
@@ -247,65 +287,22 @@ def _of_recipe(flags: Flags) -> SearchProblem:
     )  # fmt: skip
 
 
-def _precision(recipe: Recipe, gpu: Gpu) -> str:
-    """The recipe's precision; for `auto` the one that `tigon train` chooses on this GPU."""
-    return recipe.train.precision if recipe.train.precision != "auto" else "amp-bf16" if gpu.has_bf16 else "fp32"
-
-
 def _assignments(flags: Flags, path: Path) -> list[str]:
-    """The flags as `--set` assignments of the recipe.
-
-    Raises:
-        UsageError: A flag is only for a plan of a model.
-    """
-    for name, value in (("medusa", flags.medusa), ("stage", flags.stage)):
-        if value is not None:
-            raise UsageError(f"--{name} is for a plan of a model; for {path} use --set with keys of heads.")
-    if flags.objective != CAUSAL_LM:
-        raise UsageError(f"--objective is for a plan of a model; for {path} use --set train.objective.")
+    """The flags as `--set` assignments of the recipe."""
     recipe = recipe_checks.load(path, flags.assignments, gpu_present=lambda: True, checked=False)
-    by_method = METHODS.get(flags.method, {})
-    given = {
-        name: value
-        for name, value in flags.given.items()
-        if name not in by_method or getattr(recipe.choices(), name) != value
-    }
-    if by_method.get("lora_rank") and recipe.lora.rank is not None:
-        given.pop("lora_rank", None)  # --method keeps the recipe's rank
-    values = {SETTINGS[name].key: value for name, value in given.items()}
-    if flags.batch is not None:
-        values["train.batch_size"] = flags.batch
-    if flags.seq is not None:
-        values["data.sequence_length"] = flags.seq
-    if flags.images is not None:
-        values["data.images"] = flags.images
-    if flags.image_size is not None:
-        values["data.image_size"] = flags.image_size
+    values = _values(flags, recipe)
     if flags.effective_batch is not None:
-        each = values.get("train.batch_size", recipe.train.batch_size) * given.get("gpus", recipe.sharding.gpus)
+        each = values.get(BATCH.key, recipe.train.batch_size) * values.get(GPUS.key, recipe.sharding.gpus)
         if flags.effective_batch % each:
             raise UsageError(
                 f"--effective-batch {flags.effective_batch} is not a multiple of {each}, the samples of {path}'s "
                 "micro-batches on all GPUs; give --batch too."
             )
-        values["train.gradient_accumulation"] = flags.effective_batch // each
+        values[ACCUMULATE.key] = flags.effective_batch // each
     return [f"{key}={'null' if value is None else as_recipe.word(value)}" for key, value in values.items()]
 
 
-# --- flags -----------------------------------------------------------------------------------------------------------
-
-
-def _with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given settings, those that their flags imply (--qlora alone means a rank), and those of --method."""
-    if method != AUTO and method not in METHODS:
-        raise UsageError(f"--method is {method!r}; choose one of {', '.join([AUTO, *METHODS])}.")
-    chosen = METHODS.get(method, {})
-    for name, value in given.items():
-        flag = SETTINGS[name].flag
-        if name in chosen and flag is not None and bool(chosen[name]) != bool(value):
-            raise UsageError(f"--{flag.name} contradicts --method {method}; leave one of them out.")
-    flags = [flag for name in given if (flag := SETTINGS[name].flag) is not None]
-    return {**chosen, **{name: value for flag in flags for name, value in flag.implies}, **given}
+# --- the rest --------------------------------------------------------------------------------------------------------
 
 
 def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
@@ -313,13 +310,13 @@ def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
     found = []
     if request.masked and not request.objective.pads and request.seq**2 >= MASK_SHARE * flags.gpu.memory_bytes:
         found.append(Fallback(name=CROSS_DOCUMENT, cross_document=True))
-    if not {"lora_rank", "quantized"} & set(flags.given):
-        choices = request.choices
-        now = ("qlora" if choices.quantized else "lora") if choices.lora_rank is not None else "full"
+    if not {"lora.rank", "lora.quantize"} & set(flags.given):
+        lora = request.settings.lora
+        now = ("qlora" if lora.quantize else "lora") if lora.rank is not None else "full"
         for name in list(METHODS)[list(METHODS).index(now) + 1 :]:
-            changed = dict(METHODS[name]) | ({"lora_rank": choices.lora_rank} if choices.lora_rank else {})
-            words = "QLoRA adapters on 4-bit weights" if changed["quantized"] else "LoRA adapters"
-            found.append(Fallback(name=words, choices=changed))
+            changed = dict(METHODS[name]) | ({"lora.rank": lora.rank} if lora.rank else {})
+            words = "QLoRA adapters on 4-bit weights" if changed["lora.quantize"] else "LoRA adapters"
+            found.append(Fallback(name=words, settings=changed))
     return tuple(found)
 
 
@@ -331,43 +328,6 @@ def _host_bytes(text: str | None) -> int | None:
     if found is None or found > (1 << 20) * GIB:
         raise UsageError(f"--host-memory is {text!r}; give a size such as 64GiB.")
     return found
-
-
-def _check_sizes(sizes: Mapping[str, int | None]) -> None:
-    for name, value in sizes.items():
-        least, _ = LIMITS.get(name, (1, None))
-        if value is not None and value < least:
-            raise UsageError(f"--{name} is {value}; it must be at least {least}.")
-        if value is not None and value > MOST and name != "seq":  # the model limits --seq
-            raise UsageError(f"--{name} is {value}; it must be at most {MOST}.")
-
-
-def _check_settings(given: Mapping[str, Any]) -> None:
-    """Check each setting by its own rules, with the flag's name in the message."""
-    for name, value in given.items():
-        setting, flag = SETTINGS[name], SETTINGS[name].flag
-        assert flag is not None
-        problem = (replace(setting, words=flag.words) if flag.words else setting).problem(value)
-        if problem is None and isinstance(value, int) and value > MOST:
-            problem = f"it must be at most {MOST}"
-        if problem is not None:
-            raise UsageError(f"--{flag.name} is {value!r}; {problem}.")
-
-
-def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:
-    """Samples per micro-batch if --effective-batch and --accumulate are both given, else `batch`."""
-    each = gpus * (accumulate or 1)
-    if effective_batch % each:
-        divisor = f"--gpus {gpus}" + (f" x --accumulate {accumulate}" if accumulate else "")
-        raise UsageError(f"--effective-batch {effective_batch} is not a multiple of {divisor}.")
-    if accumulate is None:
-        return batch
-    if batch not in (None, effective_batch // each):
-        raise UsageError(
-            f"--batch {batch} x --accumulate {accumulate} x --gpus {gpus} is not --effective-batch {effective_batch}; "
-            "leave one of them out."
-        )
-    return effective_batch // each
 
 
 def _quiet(models: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tigon.cli import short_forms
 from tigon.trainer.guards import console
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Command:
 
 def gpus_as_override(gpus: int | None) -> list[str]:
     """`--gpus N` as `--set sharding.gpus=N`."""
-    return [] if gpus is None else [f"sharding.gpus={gpus}"]
+    return short_forms.assignment(short_forms.GPUS, gpus)
 
 
 def stdout_console() -> Console:

@@ -19,7 +19,7 @@ from tigon.data.packing import Collator, Packed, Sample
 from tigon.data.preferences import RowFormat
 from tigon.data.tokenizer import Encoded
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe, TrainConfig
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all processes; all of them call it."""
@@ -157,7 +157,7 @@ class PlannedObjective(Protocol):
         """Add the objective's modules to a model without weights, and return the model that is trained."""
         ...
 
-    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
+    def frozen_models(self, trained: FrozenModel, settings: Settings) -> tuple[FrozenModel, ...]:
         """The models that the run holds beside the trained one, such as a reference or a teacher.
 
         trained: the trained model's name and config, which a reference shares.
@@ -203,7 +203,7 @@ class PlannedObjective(Protocol):
         """The reason why a micro-batch cannot have `batch` samples, in one sentence; None if it can."""
         ...
 
-    def refusals(self, choices: Choices) -> tuple[str, ...]:
+    def refusals(self, settings: Settings) -> tuple[str, ...]:
         """The reasons why no run with these techniques can train this objective, one sentence each."""
         ...
 

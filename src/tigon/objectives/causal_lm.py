@@ -24,7 +24,7 @@ from tigon.objectives.base import (
     TrlTraining,
 )
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PlannedCausalLM:
     def attach(self, model: Any) -> Any:
         return model
 
-    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
+    def frozen_models(self, trained: FrozenModel, settings: Settings) -> tuple[FrozenModel, ...]:
         return ()
 
     def sequences(self, batch: int) -> int:
@@ -94,7 +94,7 @@ class PlannedCausalLM:
     def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
         return (without_logits(),)
 
-    def refusals(self, choices: Choices) -> tuple[str, ...]:
+    def refusals(self, settings: Settings) -> tuple[str, ...]:
         return ()
 
     def recipe_keys(self) -> Mapping[str, Any]:

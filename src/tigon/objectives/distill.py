@@ -22,7 +22,7 @@ from tigon.objectives.planned_post_training import (
 )
 from tigon.objectives.post_training import PostTraining
 from tigon.recipe.keys import ModelConfig
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PlannedDistillation(PlannedPostTraining):
     teacher: PlannedTeacher | None = None
     """None: the model itself, after other training."""
 
-    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
+    def frozen_models(self, trained: FrozenModel, settings: Settings) -> tuple[FrozenModel, ...]:
         if self.teacher is None:
             return (trained,)
         theirs, ours = (one.get_text_config().vocab_size for one in (self.teacher.config, trained.config))

@@ -21,7 +21,7 @@ from tigon.objectives.planned_post_training import (
     padded,
 )
 from tigon.objectives.post_training import PostTraining
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class PlannedGRPO(PlannedWithReference):
             return None
         return f"grpo counts completions, so {batch} samples have to be a multiple of generations, {self.generations}"
 
-    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
-        return super().frozen_models(trained, choices) if self.has_reference else ()
+    def frozen_models(self, trained: FrozenModel, settings: Settings) -> tuple[FrozenModel, ...]:
+        return super().frozen_models(trained, settings) if self.has_reference else ()
 
     def sequence_tokens(self, seq: int) -> int:
         return seq + self.completion_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tigon.objectives.base import AddedModules, BaseTraining, Reduce
 from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
 from tigon.objectives.recipe_checks import heads_refusals
 from tigon.recipe.keys import HeadsConfig, Recipe
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 HEADS = "heads"
 
@@ -132,8 +132,8 @@ class PlannedMedusa(PlannedCausalLM):
     def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
         return (*super().evaluation_passes(model), scoring(model))
 
-    def refusals(self, choices: Choices) -> tuple[str, ...]:
-        return tuple(heads_refusals(self.minimised.stage, self.spec.kind, choices))
+    def refusals(self, settings: Settings) -> tuple[str, ...]:
+        return tuple(heads_refusals(self.minimised.stage, self.spec.kind, settings))
 
     def recipe_keys(self) -> Mapping[str, Any]:
         spec = self.spec
@@ -147,23 +147,6 @@ class PlannedMedusa(PlannedCausalLM):
         what = "MTP modules" if self.spec.kind == "mtp" else "Medusa heads"
         output = "the model's lm_head" if self.spec.shared else "an output weight each"
         return f"{self.spec.count} {what} with {output}, stage {self.minimised.stage}"
-
-
-def planned_medusa(name: str, config: Any, count: int, stage: int) -> PlannedMedusa:
-    """The Medusa heads of a recipe that sets only `heads.count` and `heads.stage`.
-
-    Raises:
-        UsageError: `count` or `stage` is out of range.
-    """
-    limits = next(f.metadata for f in fields(HeadsConfig) if f.name == "count")
-    if not limits["minimum"] <= count <= limits["maximum"]:
-        raise UsageError(f"--medusa is {count}; it must be {limits['minimum']} to {limits['maximum']} heads.")
-    if stage not in (1, 2):
-        raise UsageError(f"--stage is {stage}; it must be 1 (only the heads learn) or 2 (model and heads).")
-    model: Any = build_on_meta(name, config)
-    numel = sum(p.numel() for p in model.parameters())
-    shared = shares_head("auto", "medusa", count, numel, model.get_output_embeddings().weight.numel())
-    return PlannedMedusa(HeadsSpec(count=count, shared=shared), medusa.Objective(stage=stage))
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tigon.integrations.trl.traced import TracedModel, adapters_off, token_logpr
 from tigon.objectives import post_training_rules
 from tigon.objectives.base import FrozenModel, TracedModels
 from tigon.objectives.causal_lm import PlannedCausalLM
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 # B sequences, T tokens.
 
@@ -48,8 +48,8 @@ class PlannedPostTraining(PlannedCausalLM):
     def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
         return (nullcontext(),)
 
-    def refusals(self, choices: Choices) -> tuple[str, ...]:
-        return tuple(post_training_rules.refusals(self.objective, choices))
+    def refusals(self, settings: Settings) -> tuple[str, ...]:
+        return tuple(post_training_rules.refusals(self.objective, settings))
 
     def recipe_keys(self) -> Mapping[str, Any]:
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in self.keys}
@@ -72,8 +72,8 @@ class PlannedWithReference(PlannedPostTraining):
     Adapters are switched off for the reference. Without adapters the run holds a second, frozen model.
     """
 
-    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
-        return () if choices.lora_rank is not None else (trained,)
+    def frozen_models(self, trained: FrozenModel, settings: Settings) -> tuple[FrozenModel, ...]:
+        return () if settings.lora.rank is not None else (trained,)
 
     def reference_logprobs(
         self, models: TracedModels, ids_BT: Tensor, labels_BT: Tensor, kept: int | None = None

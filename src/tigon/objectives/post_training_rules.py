@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from tigon.errors import RecipeError
 from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe
 from tigon.recipe.rules import Rule, Rules
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 TAKES: Mapping[str, tuple[str, ...]] = {
     "dpo": ("beta", "loss_type", "label_smoothing", "base_steps"),
@@ -80,63 +80,51 @@ def _wrong_loss() -> Iterator[Rule]:
         yield Rule(partial(breaks, objective=objective), reason)
 
 
-@dataclasses.dataclass(frozen=True)
-class ChoicesRule:
-    """Techniques that do not go with post-training. Recipe and planner use the same rows."""
-
-    breaks: Callable[[Choices], bool]
-    reason: str
-    objectives: Collection[str] = tuple(TAKES)
-
-    def as_rule(self) -> Rule:
-        return Rule(lambda r: r.train.objective in self.objectives and self.breaks(r.choices()), self.reason)
-
-
-CHOICES_RULES = (
-    ChoicesRule(
-        lambda c: c.sequence_shards > 1,
+_SETTINGS_RULES = (
+    Rule(
+        lambda r: is_post_training(r) and r.sharding.sequence > 1,
         "sharding.sequence has not been tried with TRL's trainers, which take whole rows; set sharding.sequence: 1",
     ),
-    ChoicesRule(
-        lambda c: c.tensor_shards > 1,
+    Rule(
+        lambda r: is_post_training(r) and r.sharding.tensor > 1,
         "sharding.tensor has not been tried with TRL's trainers; set sharding.tensor: 1",
     ),
-    ChoicesRule(
-        lambda c: c.kernels == "liger",
+    Rule(
+        lambda r: is_post_training(r) and r.model.kernels == "liger",
         "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
     ),
-    ChoicesRule(
-        lambda c: c.quantized, "lora.quantize is not offered for post-training; set lora.quantize: false"
+    Rule(
+        lambda r: is_post_training(r) and r.lora.quantize,
+        "lora.quantize is not offered for post-training; set lora.quantize: false",
     ),
-    ChoicesRule(
-        lambda c: c.lora_rank is not None and "head" in c.lora_targets,
+    Rule(
+        lambda r: is_post_training(r) and r.lora.rank is not None and "head" in r.lora.targets,
         "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of lora.targets",
     ),
-    ChoicesRule(
-        lambda c: c.lora_rank is not None,
+    Rule(
+        lambda r: r.train.objective == "reward" and r.lora.rank is not None,
         "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave lora.rank "
         "out",
-        objectives=("reward",),
     ),
-)  # fmt: skip
+)
+"""Techniques that do not go with post-training. Recipe and planner use the same rules."""
 _PLANNED_RULES = (
-    ChoicesRule(
-        lambda c: c.gpus > 1 or c.zero > 0 or c.fsdp,
+    Rule(
+        lambda r: is_post_training(r) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
         "the planner predicts post-training in one process only; set sharding.gpus: 1 (--gpus 1), sharding.zero: 0 and "
         "sharding.fsdp: false",
     ),
-    ChoicesRule(
-        lambda c: c.kernels != "tigon",
+    Rule(
+        lambda r: is_post_training(r) and r.train.objective != "reward" and r.model.kernels != "tigon",
         "the planner cannot predict post-training with these kernels; set model.kernels: tigon (--kernels tigon)",
-        objectives=tuple(name for name in TAKES if name != "reward"),
     ),
 )
 
 
-def refusals(objective: str, choices: Choices) -> Iterator[str]:
-    """The reasons why a run with these choices cannot be trained, or not planned, one sentence each."""
-    rows = (row for row in (*CHOICES_RULES, *_PLANNED_RULES) if objective in row.objectives)
-    return (row.reason for row in rows if row.breaks(choices))
+def refusals(objective: str, settings: Settings) -> Iterator[str]:
+    """The reasons why a run with these settings cannot be trained, or not planned, one sentence each."""
+    recipe = Recipe.around(settings, {"train.objective": objective})
+    return (rule.reason for rule in (*_SETTINGS_RULES, *_PLANNED_RULES) if rule.breaks(recipe))
 
 
 KEY_RULES = (
@@ -184,7 +172,7 @@ def _holds_frozen_model(recipe: Recipe) -> bool:
 RULES = Rules(
     (
         *KEY_RULES,
-        *(row.as_rule() for row in CHOICES_RULES),
+        *_SETTINGS_RULES,
         Rule(lambda r: r.sharding.zero in (1, 2) and r.train.precision == "bf16" and _holds_frozen_model(r),
              "train.precision: bf16 with sharding.zero: 1 or 2: TRL's reference or teacher then runs without ZeRO, and "
              "DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16"),

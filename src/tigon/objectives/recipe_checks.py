@@ -7,8 +7,7 @@ recipe. Checks that need the model's config are in the objective's own file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from tigon.errors import RecipeError
@@ -16,9 +15,9 @@ from tigon.models.loading.presets import PRESETS, checkpoint_of
 from tigon.objectives import post_training_rules
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
-from tigon.recipe.rules import Rule, Rules, Switch, other_keys, watches_eval_loss
-from tigon.techniques.records.choices import Choices
-from tigon.techniques.records.condition import Condition
+from tigon.recipe.rules import Rule, Rules, other_keys, watches_eval_loss
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.records.condition import Switch
 
 
 def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
@@ -63,7 +62,7 @@ def auto_divides_batch(recipe: Recipe) -> bool:
 
     Not if the recipe divides the batch itself, nor in post-training, which compares the samples of a micro-batch.
     """
-    undivided = recipe.train.gradient_accumulation == Choices().accumulate
+    undivided = recipe.train.gradient_accumulation == Settings.of({}).train.gradient_accumulation
     return undivided and not post_training_rules.is_post_training(recipe)
 
 
@@ -130,92 +129,76 @@ def _base_steps_key(recipe: Recipe) -> str | None:
 # --- Medusa heads -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadsExclusion:
-    """Choices with which heads of these stages and kinds cannot be trained. Recipe and planner use the same rows."""
-
-    stages: tuple[int, ...] = (1, 2)
-    kinds: tuple[str, ...] = ("medusa", "mtp")
-    when: tuple[Condition, ...]
-    reason: str
-
-    def applies(self, stage: int, kind: str, choices: Choices) -> bool:
-        return stage in self.stages and kind in self.kinds and all(one.holds(choices) for one in self.when)
-
-
-_LORA = Condition("lora_rank", "is at least", 1)
 _UNSAVED = (
     "lora.rank and heads.stage together cannot be saved from sharded weights; set sharding.zero to 2 or less and "
     "sharding.fsdp: false, or leave lora.rank out"
 )
-_EXCLUSIONS = (
-    HeadsExclusion(
-        stages=(1,), when=(_LORA,),
-        reason="heads.stage: 1 freezes the model, so adapters would not learn; set heads.stage: 2, or leave lora.rank "
-        "out",
+_HEADS = (
+    Rule(
+        lambda r: r.heads.stage == 1 and r.lora.rank is not None,
+        "heads.stage: 1 freezes the model, so adapters would not learn; set heads.stage: 2, or leave lora.rank out",
     ),
-    HeadsExclusion(
-        stages=(1,), when=(Condition("checkpointing", "is not", "none"),),
-        reason="heads.stage: 1 keeps no activations of the model, so there is nothing to recompute; set "
-        "train.checkpointing: none",
+    Rule(
+        lambda r: r.heads.stage == 1 and r.train.checkpointing != "none",
+        "heads.stage: 1 keeps no activations of the model, so there is nothing to recompute; set train.checkpointing: "
+        "none",
     ),
-    HeadsExclusion(
-        when=(_LORA, Condition("lora_targets", "includes", "head")),
-        reason="heads.stage requires an lm_head without an adapter, because the heads' losses use its weight directly; "
-        "leave head out of lora.targets",
+    Rule(
+        lambda r: _heads_beside_adapters(r) and "head" in r.lora.targets,
+        "heads.stage requires an lm_head without an adapter, because the heads' losses use its weight directly; leave "
+        "head out of lora.targets",
     ),
-    HeadsExclusion(
-        when=(_LORA, Condition("lora_modules_to_save", "is not", ())),
-        reason="heads.stage has not been tried with lora.modules_to_save; leave it out",
+    Rule(
+        lambda r: _heads_beside_adapters(r) and bool(r.lora.modules_to_save),
+        "heads.stage has not been tried with lora.modules_to_save; leave it out",
     ),
-    HeadsExclusion(when=(_LORA, Condition("zero", "is", 3)), reason=_UNSAVED),
-    HeadsExclusion(when=(_LORA, Condition("fsdp", "is", True)), reason=_UNSAVED),
-    HeadsExclusion(
-        kinds=("mtp",), when=(_LORA,),
-        reason="heads.kind: mtp starts from a copy of the last layer, whose weights lora.rank freezes; use heads.kind: "
-        "medusa",
+    Rule(lambda r: _heads_beside_adapters(r) and r.sharding.zero == 3, _UNSAVED),
+    Rule(lambda r: _heads_beside_adapters(r) and r.sharding.fsdp, _UNSAVED),
+    Rule(
+        # A folder of heads, `heads.start`, may hold another kind than the default; that is known once it is read.
+        lambda r: _heads_beside_adapters(r) and r.heads.kind == "mtp",
+        "heads.kind: mtp starts from a copy of the last layer, whose weights lora.rank freezes; use heads.kind: medusa",
     ),
-    HeadsExclusion(
-        when=(Condition("optimizer", "is", "galore-layerwise"),),
-        reason="heads.stage needs a separate learning rate for the heads, which train.optimizer: galore-layerwise "
-        "lacks; use galore",
+    Rule(
+        lambda r: r.heads.stage is not None and r.train.optimizer == "galore-layerwise",
+        "heads.stage needs a separate learning rate for the heads, which train.optimizer: galore-layerwise lacks; use "
+        "galore",
     ),
-    HeadsExclusion(
-        when=(Condition("loss_memory_mib", "is at least", 1),),
-        reason="train.loss_memory_mib limits the loss of one head, and heads.stage adds more; set "
-        "train.loss_memory_mib: 0",
+    Rule(
+        lambda r: r.heads.stage is not None and r.train.loss_memory_mib > 0,
+        "train.loss_memory_mib limits the loss of one head, and heads.stage adds more; set train.loss_memory_mib: 0",
     ),
-    HeadsExclusion(
-        when=(Condition("sequence_shards", "is at least", 2),),
-        reason="the heads' labels lie several tokens ahead, and sharding.sequence shifts labels by one before it cuts "
-        "rows; set sharding.sequence: 1",
+    Rule(
+        lambda r: r.heads.stage is not None and r.sharding.sequence > 1,
+        "the heads' labels lie several tokens ahead, and sharding.sequence shifts labels by one before it cuts rows; "
+        "set sharding.sequence: 1",
     ),
-    HeadsExclusion(
-        when=(Condition("tensor_shards", "is at least", 2),),
-        reason="heads have not been tried with a model whose matrices are divided; set sharding.tensor: 1",
+    Rule(
+        lambda r: r.heads.stage is not None and r.sharding.tensor > 1,
+        "heads have not been tried with a model whose matrices are divided; set sharding.tensor: 1",
     ),
-    HeadsExclusion(
-        when=(Condition("kernels", "is", "liger"),),
-        reason="heads.stage needs a loss over several heads, which Liger Kernel lacks; set model.kernels to tigon, "
-        "no-flce or none",
+    Rule(
+        lambda r: r.heads.stage is not None and r.model.kernels == "liger",
+        "heads.stage needs a loss over several heads, which Liger Kernel lacks; set model.kernels to tigon, no-flce or "
+        "none",
     ),
-)  # fmt: skip
+)
+"""Techniques with which heads cannot be trained. Recipe and planner use the same rules."""
 
 
-def heads_refusals(stage: int, kind: str, choices: Choices) -> Iterator[str]:
-    """The reasons why heads of this stage and kind cannot be trained with these choices, one sentence each."""
-    return (row.reason for row in _EXCLUSIONS if row.applies(stage, kind, choices))
+def _heads_beside_adapters(recipe: Recipe) -> bool:
+    return recipe.heads.stage is not None and recipe.lora.rank is not None
 
 
-def _excludes_heads(row: HeadsExclusion, recipe: Recipe) -> bool:
-    heads = recipe.heads
-    # A folder of heads, `heads.start`, may hold another kind than the default; that is known once it is read.
-    return heads.stage is not None and row.applies(heads.stage, heads.kind or "medusa", recipe.choices())
+def heads_refusals(stage: int, kind: str, settings: Settings) -> Iterator[str]:
+    """The reasons why heads of this stage and kind cannot be trained with these settings, one sentence each."""
+    recipe = Recipe.around(settings, {"heads.stage": stage, "heads.kind": kind})
+    return (rule.reason for rule in _HEADS if rule.breaks(recipe))
 
 
 RULES = post_training_rules.RULES + Rules(
     (
-        *(Rule(partial(_excludes_heads, row), row.reason) for row in _EXCLUSIONS),
+        *_HEADS,
         Rule(
             lambda r: watches_eval_loss(r) and r.heads.stage is not None,
             "train.load_best and train.early_stopping_patience have not been tried with heads.stage; leave them out",

@@ -31,9 +31,9 @@ from tigon.planner.trace.cache import StepTapes, step_tapes
 from tigon.planner.trace.tape import FORWARD
 from tigon.techniques.accumulation import fuses
 from tigon.techniques.checkpointing import KEPT_ON_HOST
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import keeps_mxfp4
 from tigon.techniques.mechanisms.host_offload import MAX_LEAVING
-from tigon.techniques.records.choices import Choices
 from tigon.units import in_bytes
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
@@ -81,18 +81,18 @@ def estimate(request: Request, *, gpu: Gpu, evaluation: bool = True) -> Estimate
 
 
 def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
-    engine = engine_of(request.choices)
-    computed = dataclasses.replace(request, choices=engine.traced_choices())
+    engine = engine_of(request.settings)
+    computed = dataclasses.replace(request, settings=engine.traced_settings())
     model = model_weights(computed)
     tapes = step_tapes(computed, gpu, evaluating=evaluating)
     offloaded_bytes = 0
-    if request.choices.checkpointing == "offload":
+    if request.settings.train.checkpointing == "offload":
         tapes, offloaded_bytes = _offload_checkpoints(tapes)
-    elif request.choices.checkpointing == KEPT_ON_HOST:
+    elif request.settings.train.checkpointing == KEPT_ON_HOST:
         offloaded_bytes = _host_bytes(tapes)
     graphs = None
-    if request.choices.cuda_graphs:
-        tapes, graphs = _in_graphs(tapes, request.choices)
+    if request.settings.train.cuda_graphs:
+        tapes, graphs = _in_graphs(tapes, request.settings)
     placement = engine.placement(request, model)
     frozen = tuple(model_weights(one) for one in computed.frozen())
     run = SimulatedRun(
@@ -129,11 +129,11 @@ def _host_bytes(tapes: StepTapes) -> int:
     return sum(pinned(first.sizes[block]) for block in made if first.components[block] == "checkpoints")
 
 
-def _in_graphs(tapes: StepTapes, choices: Choices) -> tuple[StepTapes, GraphMemory]:
+def _in_graphs(tapes: StepTapes, settings: Settings) -> tuple[StepTapes, GraphMemory]:
     """Returns (the tapes without what CUDA graphs of the layers hold, what they hold)."""
-    moved = [in_graphs(tape, recomputes=choices.checkpointing == "full") for tape in tapes.micro_batches]
+    moved = [in_graphs(tape, recomputes=settings.train.checkpointing == "full") for tape in tapes.micro_batches]
     memory = moved[0][1]
-    if fuses(choices):
+    if fuses(settings):
         # A graph writes the gradients of the first micro-batch in the products too, unlike a layer without a graph.
         memory = dataclasses.replace(memory, pool=moved[-1][1].pool)
     return StepTapes(tuple(tape for tape, _ in moved), tapes.evaluation), memory
@@ -146,7 +146,7 @@ def _assembled(
     return Estimate(
         peak_allocated_bytes=memory.peak_bytes,
         peak_reserved_bytes=memory.reserved_bytes,
-        device_bytes=memory.reserved_bytes + non_allocator_bytes(gpu, request.choices),
+        device_bytes=memory.reserved_bytes + non_allocator_bytes(gpu, request.settings),
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
         step_s=step_s,
@@ -160,13 +160,13 @@ def _assembled(
 
 def _step_tokens(request: Request) -> int:
     """Tokens of one optimizer step on all GPUs."""
-    return request.tokens * request.choices.accumulate * request.choices.gpus
+    return request.tokens * request.settings.train.gradient_accumulation * request.settings.sharding.gpus
 
 
 def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> tuple[str, ...]:
-    choices = request.choices
+    settings = request.settings
     notes = []
-    if choices.kernels == "liger":
+    if settings.model.kernels == "liger":
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
     notes += engine.notes(request, model)
     for one in request.frozen():
@@ -174,10 +174,10 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     notes += request.objective.notes()
     if gpu.source.startswith(("data sheet", "rates of")):
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
-    if choices.offload == "nvme":
+    if settings.sharding.offload == "nvme":
         notes.append("The step time does not include the disk: NVMe files are read and written in every step.")
-    if keeps_mxfp4(choices):
+    if keeps_mxfp4(settings):
         notes.append("Experts stay in MXFP4, half a byte per weight, and are copied to 16 bits for each product.")
-    elif choices.quantized:
+    elif settings.lora.quantize:
         notes.append("Weights are stored in NF4, half a byte each, and copied to 16 bits for each matrix product.")
     return tuple(notes)

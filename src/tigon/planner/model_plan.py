@@ -21,14 +21,15 @@ from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
 from tigon.planner.search.checkpointing import choose
 from tigon.planner.search.option import Option
-from tigon.techniques import SETTINGS, head_groups, model_kernels
+from tigon.techniques import head_groups, model_kernels
 from tigon.techniques.checkpointing import KEPT_ON_HOST, OFFLOAD, inputs_on_host
-from tigon.techniques.layer_checkpointing import STATES, apply, groups_of, is_by_layer, states_of
+from tigon.techniques.keys.settings import Settings, complaint_about
+from tigon.techniques.keys.train import STATES
+from tigon.techniques.layer_checkpointing import apply, groups_of, is_by_layer, states_of
 from tigon.techniques.mechanisms.attention_offload import LayersOnHost
 from tigon.techniques.mechanisms.recompute import recomputed
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.precision import WEIGHT_DTYPES
-from tigon.techniques.records.choices import Choices
 
 # Classes of optimizers -> names of the planner. `adamw` is PyTorch's fused one.
 _OPTIMIZER_CLASSES: Mapping[str, str] = {
@@ -85,10 +86,10 @@ class CheckpointPlan:
             "compared, fastest first:",
         ]
         for option in sorted(self.compared, key=lambda one: -one.estimate.tokens_per_s):
-            estimate, request = option.estimate, option.request
+            estimate, request, train = option.estimate, option.request, option.request.settings.train
             fits = "fits" if estimate.device_bytes <= self.memory_bytes else "too large"
             lines.append(
-                f"  {request.choices.accumulate:>3} x {request.batch:<4} {request.choices.checkpointing:<28} "
+                f"  {train.gradient_accumulation:>3} x {request.batch:<4} {train.checkpointing:<28} "
                 f"{_gib(estimate.device_bytes):>10} {estimate.step_s:>9.3g} s  {fits}"
             )
         return "\n".join(lines)
@@ -133,24 +134,26 @@ def plan(
     if accumulate is not None and batch % accumulate:
         raise UsageError(f"batch is {batch}, which accumulate {accumulate} does not divide; give a multiple of it.")
     attention = str(getattr(inner.config, "_attn_implementation", None) or "sdpa")
-    choices = Choices(
-        precision=_precision(inner, precision), optimizer=_optimizer(optimizer), kernels=_kernels(inner),
-        attention=attention, attention_sinks=SINKS_FLAG in flags_of(inner), **_adapters(model), **_fp8(inner),
-    )  # fmt: skip
-    unfused = unfused_layers(inner) if choices.kernels in model_kernels.OF_TIGON else 0
+    settings = Settings.of({
+        "train.precision": _precision(inner, precision), "train.optimizer": _optimizer(optimizer),
+        "model.kernels": _kernels(inner),
+        "model.attention": attention, "model.attention_sinks": SINKS_FLAG in flags_of(inner), **_adapters(model),
+        **_fp8(inner),
+    })  # fmt: skip
+    unfused = unfused_layers(inner) if settings.model.kernels in model_kernels.OF_TIGON else 0
     request = Request(
-        model=type(inner).__name__, config=inner.config, batch=batch, seq=seq, choices=choices, masked=False,
+        model=type(inner).__name__, config=inner.config, batch=batch, seq=seq, settings=settings, masked=False,
         adapters_fused=not unfused,
     )  # fmt: skip
-    for reason in refusals(request, choices):
+    for reason in refusals(request, settings):
         raise UsageError(f"{reason}.")
     gpu = _gpu(memory)
     sizes = [batch // accumulate] if accumulate else [n for n in range(batch, 0, -1) if batch % n == 0]
     found = choose(request, space.with_headroom(gpu), [(size, batch // size) for size in sizes])
     estimate, chosen = found.option.estimate, found.option.request
     return CheckpointPlan(
-        model=request.model, layers=len(decoder_layers(inner)), checkpointing=chosen.choices.checkpointing,
-        batch=chosen.batch, accumulate=chosen.choices.accumulate, seq=seq,
+        model=request.model, layers=len(decoder_layers(inner)), checkpointing=chosen.settings.train.checkpointing,
+        batch=chosen.batch, accumulate=chosen.settings.train.gradient_accumulation, seq=seq,
         peak_allocated_bytes=estimate.peak_allocated_bytes, device_bytes=estimate.device_bytes,
         memory_bytes=gpu.memory_bytes, step_s=estimate.step_s, tokens_per_s=estimate.tokens_per_s,
         fits=found.option.fits(gpu), compared=tuple(found.seen.values()),
@@ -200,8 +203,8 @@ def _check_attention(model: PreTrainedModel) -> None:
 
 
 def _checked(value: str) -> str:
-    if problem := SETTINGS["checkpointing"].problem(value):
-        raise UsageError(f"plan is {value!r}; {problem}.")
+    if problem := complaint_about("train.checkpointing", value):
+        raise UsageError(f"plan {problem}.")
     if not is_by_layer(value):
         raise UsageError(
             f"plan is {value!r}; tigon.checkpoint applies none, full, {OFFLOAD}, {KEPT_ON_HOST}, or layers such as "
@@ -249,8 +252,8 @@ def _precision(model: PreTrainedModel, precision: str | None) -> str:
 
 
 def _fp8(model: PreTrainedModel) -> dict[str, Any]:
-    """The choices that describe `tigon.patch_fp8`; empty without it."""
-    return {f"fp8_{name}": value for name, value in (fp8_options(model) or {}).items()}
+    """The recipe keys that describe `tigon.patch_fp8`; empty without it."""
+    return {f"train.fp8_{name}": value for name, value in (fp8_options(model) or {}).items()}
 
 
 def _optimizer(optimizer: Any) -> str:
@@ -273,7 +276,7 @@ def _kernels(model: PreTrainedModel) -> str:
 
 
 def _adapters(model: Any) -> dict[str, Any]:
-    """The choices that describe PEFT's adapters; empty without adapters."""
+    """The recipe keys that describe PEFT's adapters; empty without adapters."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         return {}
@@ -285,10 +288,10 @@ def _adapters(model: Any) -> dict[str, Any]:
         raise UsageError("the model's adapters are not LoRA with a list of target_modules; a plan describes only that.")
     frozen = next((p for p in model.parameters() if not p.requires_grad), None)
     return {
-        "lora_rank": config.r, "lora_targets": tuple(sorted(targets)), "lora_dropout": float(config.lora_dropout),
-        "lora_dora": bool(config.use_dora), "lora_modules_to_save": tuple(config.modules_to_save or ()),
-        "quantized": bool(getattr(unwrap(model), "is_loaded_in_4bit", False)),
-        "lora_base": "fp32" if frozen is not None and frozen.dtype == torch.float32 else "auto",
+        "lora.rank": config.r, "lora.targets": tuple(sorted(targets)), "lora.dropout": float(config.lora_dropout),
+        "lora.dora": bool(config.use_dora), "lora.modules_to_save": tuple(config.modules_to_save or ()),
+        "lora.quantize": bool(getattr(unwrap(model), "is_loaded_in_4bit", False)),
+        "lora.base": "fp32" if frozen is not None and frozen.dtype == torch.float32 else "auto",
     }  # fmt: skip
 
 

@@ -11,9 +11,11 @@ from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.remembered_config import real_config
+from tigon.recipe.keys import Recipe
 from tigon.techniques import matrix, sharding
-from tigon.techniques.layer_checkpointing import AUTO, is_by_layer, states_of
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.keys.train import AUTO
+from tigon.techniques.layer_checkpointing import is_by_layer, states_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class Request:
     """Samples of one micro-batch on one GPU."""
     seq: int
     """Tokens per sample."""
-    choices: Choices
+    settings: Settings
     masked: bool = False
     """Whether samples hold several documents, so that attention needs a block mask."""
     objective: PlannedObjective = field(default_factory=PlannedCausalLM)
@@ -49,12 +51,31 @@ class Request:
 
         Its techniques are the run's, without adapters, quantisation and checkpointing (trainer/post_training.py).
         """
-        choices = replace(self.choices, lora_rank=None, quantized=False, checkpointing="none")
+        settings = self.settings.having({"lora.rank": None, "lora.quantize": False, "train.checkpointing": "none"})
         trained = FrozenModel(name=self.model, config=self.config)
         return tuple(
-            replace(self, model=one.name, config=one.config, choices=choices, objective=PlannedCausalLM())
-            for one in self.objective.frozen_models(trained, self.choices)
+            replace(self, model=one.name, config=one.config, settings=settings, objective=PlannedCausalLM())
+            for one in self.objective.frozen_models(trained, self.settings)
         )
+
+
+def request_of(
+    recipe: Recipe, config: Any, settings: Settings, objective: PlannedObjective, *, evaluated: bool
+) -> Request:
+    """The request of a recipe. settings: its techniques, with values for `auto`.
+
+    Raises:
+        UsageError: The planner cannot predict the objective with these settings, although a run can train it.
+    """
+    for reason in objective.refusals(settings):
+        raise UsageError(f"{reason}.")
+    data, train = recipe.data, recipe.train
+    needs_mask = objective.pads or not (data.packs and data.cross_document_attention)
+    return Request(
+        model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, settings=settings,
+        masked=needs_mask and not settings.model.attention.startswith("flash"), clipped=train.max_grad_norm > 0,
+        evaluated=evaluated, objective=objective,
+    )  # fmt: skip
 
 
 def text_config(config: Any) -> Any:
@@ -81,31 +102,31 @@ def build(name: str, config: Any) -> Any:
     return model
 
 
-def refusals(request: Request, choices: Choices) -> tuple[str, ...]:
-    """The reasons why `request` cannot run with these choices, one sentence each."""
-    return (*matrix.refusals(choices), *request.objective.refusals(choices))
+def refusals(request: Request, settings: Settings) -> tuple[str, ...]:
+    """The reasons why `request` cannot run with these settings, one sentence each."""
+    return (*matrix.refusals(settings), *request.objective.refusals(settings))
 
 
 def check(request: Request) -> None:
     """Raise UsageError for a value out of range, and RecipeError for checkpointing of another number of layers, or for
     copies that do not divide the GPUs.
 
-    `techniques.matrix` checks which choices exclude each other.
+    `techniques.matrix` checks which settings exclude each other.
     """
     for name, value in (("batch", request.batch), ("seq", request.seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-    if request.choices.checkpointing == AUTO:
+    if request.settings.train.checkpointing == AUTO:
         raise UsageError("checkpointing is auto, which stands for a choice; planner.search.checkpointing makes it.")
-    for reason in (*matrix.wrong_values(request.choices), *matrix.untraceable(request.choices)):
+    for reason in matrix.untraceable(request.settings):
         raise UsageError(f"{reason}.")
-    for key, size in (("sequence", request.choices.sequence_shards), ("tensor", request.choices.tensor_shards)):
+    for key, size in (("sequence", request.settings.sharding.sequence), ("tensor", request.settings.sharding.tensor)):
         if size > 1:
             raise UsageError(f"sharding.{key} is {size}, which is not part of any plan; plan without sharding.{key}.")
-    if used := sharding.zero_plus_plus(request.choices):
+    if used := sharding.zero_plus_plus(request.settings):
         keys = ", ".join(f"zero_optimization.{name}" for name in used)
         raise UsageError(f"ZeRO++ ({keys}) is not part of any plan; plan without its keys.")
-    sharding.check_sizes(request.choices)
+    sharding.check_sizes(request.settings)
     text = text_config(request.config)
     if text.num_hidden_layers < 1:
         depth = text.num_hidden_layers
@@ -116,8 +137,8 @@ def check(request: Request) -> None:
             f"{request.model} has num_key_value_heads {key_heads}, which does not divide its num_attention_heads "
             f"{heads}; correct its config.json."
         )
-    if is_by_layer(request.choices.checkpointing):
-        states_of(request.choices.checkpointing, text.num_hidden_layers)
+    if is_by_layer(request.settings.train.checkpointing):
+        states_of(request.settings.train.checkpointing, text.num_hidden_layers)
     if refusal := request.objective.batch_refusal(request.batch):
         raise UsageError(f"batch is {request.batch}, but {refusal}.")
     limit = getattr(text, "max_position_embeddings", None)

@@ -41,7 +41,7 @@ class SimulatedRun:
     """A run on one GPU. The stages before the simulation computed its fields."""
 
     request: Request
-    """With the choices that the GPU computes with, which are not always those of the user (Engine.traced_choices)."""
+    """With the settings that the GPU computes with, which are not always those of the user (Engine.traced_settings)."""
     gpu: Gpu
     engine: Engine
     model: ModelWeights
@@ -54,7 +54,7 @@ class SimulatedRun:
 
     def memory(self) -> RunMemory:
         """Simulate the run."""
-        budget_bytes = allocator_budget_bytes(self.gpu, self.engine.choices)
+        budget_bytes = allocator_budget_bytes(self.gpu, self.engine.settings)
         ledger = Ledger(allocator=CachingAllocator(budget_bytes, expandable=has_expandable_segments()))
         self._load(ledger)
         for step in range(STEPS):
@@ -117,7 +117,7 @@ class SimulatedRun:
 
     @property
     def _updates_in_backward(self) -> bool:
-        return OPTIMIZERS[self.request.choices.optimizer].in_backward
+        return OPTIMIZERS[self.request.settings.train.optimizer].in_backward
 
     def _micro_batches(self, ledger: Ledger) -> list[Allocation | None]:
         """The micro-batches of one step; the third and later ones repeat the second. Returns the gradients they
@@ -131,7 +131,7 @@ class SimulatedRun:
         update_bytes = sum(step_tensor_bytes(self.request, self.model.weights)) if self._updates_in_backward else 0
         waits_whole = rules.whole_until_last_micro_batch
         gradients: list[Allocation | None] = []
-        for number in range(min(self.request.choices.accumulate, 2)):
+        for number in range(min(self.request.settings.train.gradient_accumulation, 2)):
             gradients += replay(
                 ledger,
                 tapes[min(number, len(tapes) - 1)],

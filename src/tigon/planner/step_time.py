@@ -28,18 +28,18 @@ def step_seconds(
 
     tape: one micro-batch. overlapped_bytes: bytes that a micro-batch copies to the host and back during its passes.
     """
-    choices, traffic = request.choices, placement.traffic
+    settings, traffic = request.settings, placement.traffic
     micro_s = roofline.micro_s(tape, gpu, copied_bytes=traffic.copied, host_calls=traffic.host_calls)
-    if choices.checkpointing in ("offload", KEPT_ON_HOST):
+    if settings.train.checkpointing in ("offload", KEPT_ON_HOST):
         # Copies overlap with computation, so they cost time only if they take longer.
         micro_s = max(micro_s, 2 * overlapped_bytes / gpu.link_bytes_s)
-    if choices.checkpointing == KEPT_ON_HOST:
+    if settings.train.checkpointing == KEPT_ON_HOST:
         micro_s += tape.fetched_late_bytes(LARGE_BYTES) / gpu.link_bytes_s
     # The embeddings' gradient comes last, so no computation hides its traffic.
     hidden_s = _HIDING_SHARE * micro_s
     peers_s = max(traffic.peers_last / gpu.peer_bytes_s, traffic.peers / gpu.peer_bytes_s - hidden_s)
     update_s, link_s = _update_s(request, gpu, model, placement), _link_s(request, gpu, model, placement)
-    return micro_s * choices.accumulate + update_s + link_s + peers_s
+    return micro_s * settings.train.gradient_accumulation + update_s + link_s + peers_s
 
 
 def _update_s(request: Request, gpu: Gpu, model: ModelWeights, placement: Placement) -> float:
@@ -47,18 +47,18 @@ def _update_s(request: Request, gpu: Gpu, model: ModelWeights, placement: Placem
     # Clipping reads the gradients for the norm, then reads and writes them.
     clipped_bytes = 3 * sum(weight.grad_bytes for weight in model.trained) if request.clipped else 0
     work = placement.update
-    waits = OPTIMIZERS[request.choices.optimizer].step_waits
+    waits = OPTIMIZERS[request.settings.train.optimizer].step_waits
     return roofline.update_s(work.moved_bytes + clipped_bytes, work.host_calls, work.sm_s, gpu, waits=waits)
 
 
 def _link_s(request: Request, gpu: Gpu, model: ModelWeights, placement: Placement) -> float:
     """Copies to and from the host, and the optimizer's step there."""
-    choices = request.choices
+    settings = request.settings
     seconds = placement.traffic.link / gpu.link_bytes_s
-    if choices.offload != "none":
+    if settings.sharding.offload != "none":
         # The CPU's AdamW moves 7 fp32 values per parameter through host memory.
-        numel = sum(weight.numel for weight in model.trained) / choices.gpus
+        numel = sum(weight.numel for weight in model.trained) / settings.sharding.gpus
         seconds += 28 * numel / HOST_BYTES_S
-        if choices.precision == "amp-fp16":
+        if settings.train.precision == "amp-fp16":
             seconds += 4 * numel / HOST_OVERFLOW_BYTES_S
     return seconds

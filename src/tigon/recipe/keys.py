@@ -1,113 +1,56 @@
-"""The recipe of a run: frozen dataclasses, one field per key.
+"""The recipe of a run: one pydantic model, one typed field per key.
 
 A key is declared once, with its help, limits and choices; the loader (recipe_file.py), the error messages and the table
-in docs/train.md are generated from that declaration. The keys of techniques are declared in tigon.techniques. A section
-names such a key only if code reads it by name; the others are added at its end. The section of an objective is declared
-here as data, because this package is below the objectives. Its rules are in objectives/recipe_checks.py.
+in docs/train.md are generated from that declaration. The keys of techniques are declared in tigon.techniques.keys: the
+sections `lora` and `sharding`, and those that `ModelConfig` and `TrainConfig` inherit. The section of an objective is
+declared here as data, because this package is below the objectives. Its rules are in objectives/recipe_checks.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic.dataclasses import dataclass
 
 from tigon.data.formats import FORMATS
 from tigon.data.sources import Source
-from tigon.techniques import SETTINGS
-from tigon.techniques.records.choices import LIMITS, Choices
-from tigon.techniques.records.setting import Setting
+from tigon.techniques.keys.lora import LoraConfig
+from tigon.techniques.keys.model import KERNELS, ModelKeys
+from tigon.techniques.keys.section import CONFIG, MAX_COUNT, Section, hints, key, limits_text, type_name
+from tigon.techniques.keys.settings import KEYS, Settings
+from tigon.techniques.keys.sharding import ShardingConfig
+from tigon.techniques.keys.train import TrainKeys
 
-T = TypeVar("T")
 NAME_CHARACTERS = 80
 # Folder names that Windows reserves, with any extension.
 RESERVED_NAMES = r"(?i:con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?"
 TRACKERS = ("wandb", "mlflow", "trackio")
 """Values of `train.report_to` that need a package of the same name."""
-MAX_COUNT = 1_000_000_000  # for counts without another limit; larger values overflow in some library
-AUTO_PRECISION = "amp-bf16"  # `auto` on a GPU; every combination that amp-bf16 excludes is excluded with fp32 too
+MIN_SEQUENCE = 8
+"""The smallest `data.sequence_length`."""
 
 
-def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None,
-        minimum: float | None = None, maximum: float | None = None, above: float | None = None,
-        limits: str | None = None, prose: bool = False,
-        invalid: Callable[[str], str | None] = lambda text: None) -> Any:  # fmt: skip
-    """Declare a recipe key.
-
-    Args:
-        default: The default value; a tuple makes a list key.
-        help: The meaning of the key, for the table of docs/train.md.
-        choices: The allowed values.
-        pattern: A regular expression for the allowed values, if `choices` does not list all of them.
-        minimum: The smallest allowed value.
-        maximum: The largest allowed value.
-        above: A limit that the value must exceed.
-        limits: The row of LIMITS that gives minimum and maximum.
-        prose: The text may have line breaks.
-        invalid: Returns why a text is refused, as the end of a sentence; None if it is allowed.
-    """
-    if limits is not None:
-        minimum, maximum = LIMITS[limits]
-        maximum = maximum or MAX_COUNT
-    metadata = {
-        "help": help, "choices": tuple(choices), "pattern": pattern, "minimum": minimum, "maximum": maximum,
-        "above": above, "prose": prose, "invalid": invalid,
-    }  # fmt: skip
-    return field(default=default, metadata=metadata)
-
-
-def technique_key(name: str) -> Any:
-    """The key of a field of Choices, as its technique declares it."""
-    setting = SETTINGS[name]
-    default = setting.default if setting.recipe_default is None else setting.recipe_default
-    words, maximum = setting.words, setting.maximum
-    if setting.recipe_word is not None:
-        default, words = setting.recipe_word, (setting.recipe_word, *words)
-    if setting.minimum is not None and maximum is None:
-        maximum = MAX_COUNT
-    return key(default, setting.help, choices=words, pattern=setting.pattern, minimum=setting.minimum,
-               maximum=maximum, invalid=setting.invalid)  # fmt: skip
-
-
-def with_technique_keys(section: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator, applied before `dataclass`, that adds the keys of techniques which the section does not name."""
-
-    def extend(cls: type[T]) -> type[T]:
-        for setting in SETTINGS.values():
-            where, _, name = setting.key.partition(".")
-            if where == section and name not in cls.__annotations__:
-                cls.__annotations__[name] = setting.hint
-                setattr(cls, name, technique_key(setting.field))
-        return cls
-
-    return extend
-
-
-@dataclass(frozen=True)
-@with_technique_keys("model")
-class ModelConfig:
+@dataclass(frozen=True, config=CONFIG)
+class ModelConfig(ModelKeys):
     """The model to train."""
 
     name: str = key("tigon-demo", "A preset (random weights), a local model folder, or a hub id `owner/model`.")
     config: Mapping[str, Any] | None = key(
         None, "Changes to a preset's shape, by the keys of its transformers config, e.g. `{num_hidden_layers: 2}`."
     )
-    kernels: str = technique_key("kernels")
     self_test: str = key(
         "fallback", "On a GPU, test every op on small inputs first. If an op gives wrong results: `fallback`: warn and "
         "use the model's own code for that op; `strict`: stop. `off`: do not test.",
         choices=("fallback", "strict", "off"),
     )  # fmt: skip
-    attention: str = technique_key("attention")
     revision: str | None = key(None, "Commit, tag or branch of a hub model.")
     trust_remote_code: bool = key(False, "Run Python code that comes with a checkpoint. Only for authors you trust.")
 
 
-@dataclass(frozen=True)
-class DataConfig:
+@dataclass(frozen=True, config=CONFIG)
+class DataConfig(Section):
     """The training data, and how text becomes samples of tokens."""
 
     source: tuple[str | Mapping[str, Any], ...] = key(
@@ -155,7 +98,7 @@ class DataConfig:
         True, "Keep rows and tokens in `~/.cache/tigon/tokens` (or under `$XDG_CACHE_HOME`), so that the next run with "
         "the same data, tokenizer, template and options does not tokenise it again.",
     )  # fmt: skip
-    sequence_length: int = key(1024, "Tokens per sample.", limits="seq")
+    sequence_length: int = key(1024, "Tokens per sample.", minimum=MIN_SEQUENCE, maximum=MAX_COUNT)
     packing: bool | None = key(
         None,
         "Pack several documents into each sample; false: each sample holds one document, or a piece of one, and is "
@@ -216,9 +159,8 @@ class DataConfig:
         return tuple(Source.of_entry(entry, defaults, key) for entry in entries)
 
 
-@dataclass(frozen=True)
-@with_technique_keys("train")
-class TrainConfig:
+@dataclass(frozen=True, config=CONFIG)
+class TrainConfig(TrainKeys):
     """The training loop: batch, optimizer, precision and memory techniques."""
 
     steps: int | None = key(None, "Optimizer steps; give this or `epochs`.", minimum=1, maximum=MAX_COUNT)
@@ -228,21 +170,14 @@ class TrainConfig:
         "the name of your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`, `vision_language` with "
         "`data.images`, else `causal_lm`.",
     )  # fmt: skip
-    batch_size: int = key(8, "Samples per micro-batch, in each process.", limits="batch")
-    gradient_accumulation: int = technique_key("accumulate")
+    batch_size: int = key(8, "Samples per micro-batch, in each process.", minimum=1, maximum=MAX_COUNT)
     learning_rate: float = key(3e-4, "Peak learning rate.", above=0)
     schedule: str = key("cosine", "Learning rate schedule after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = key(0, "Steps of linear warm-up.", minimum=0, maximum=MAX_COUNT)
     weight_decay: float = key(0.1, "Decoupled weight decay.", minimum=0)
     adam_beta1: float = key(0.9, "AdamW's decay of the first moment.", minimum=0, maximum=0.9999)
     adam_beta2: float = key(0.95, "AdamW's decay of the second moment.", minimum=0, maximum=0.99999)
-    optimizer: str = technique_key("optimizer")
-    galore_rank: int = technique_key("galore_rank")
-    galore_gap: int = key(200, "Steps between updates of that subspace.", minimum=1, maximum=MAX_COUNT)
     max_grad_norm: float = key(1.0, "Clip the gradient's norm to this; 0: no clipping.", minimum=0)
-    precision: str = technique_key("precision")
-    tf32: bool = key(False, "Let the GPU round the inputs of fp32 matmuls to 10 mantissa bits. Faster.")
-    checkpointing: str = technique_key("checkpointing")
     seed: int = key(1, "Random seed for weights, the order of samples, and dropout.", minimum=0, maximum=2**32 - 1)
     device: str = key("auto", "`auto`: the GPU if there is one.", choices=("auto", "cpu", "cuda"))
     workers: int = key(0, "DataLoader worker processes; 0: load in the training process.", minimum=0, maximum=64)
@@ -282,8 +217,8 @@ class TrainConfig:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class EvalConfig:
+@dataclass(frozen=True, config=CONFIG)
+class EvalConfig(Section):
     """Evaluations besides the eval loss: texts that the model writes, and tasks of lm-evaluation-harness."""
 
     generate: tuple[str, ...] = key(
@@ -297,41 +232,8 @@ class EvalConfig:
     lm_eval_limit: int | None = key(None, "Rows of each task; null: all of them.", minimum=1, maximum=MAX_COUNT)
 
 
-@dataclass(frozen=True)
-@with_technique_keys("lora")
-class LoraConfig:
-    """LoRA: train small adapters next to the model's frozen weights, and save them in PEFT's layout."""
-
-    rank: int | None = technique_key("lora_rank")
-    alpha: float | None = key(None, "The adapters' output is scaled by alpha / rank; null: 2 x rank.", above=0)
-    targets: tuple[str, ...] = technique_key("lora_targets")
-    dropout: float = technique_key("lora_dropout")
-    rslora: bool = technique_key("lora_rslora")
-    dora: bool = technique_key("lora_dora")
-    modules_to_save: tuple[str, ...] = technique_key("lora_modules_to_save")
-    bias: str = technique_key("lora_bias")
-    init: str = technique_key("lora_init")
-    base: str = technique_key("lora_base")
-    quantize: bool = technique_key("quantized")
-
-
-@dataclass(frozen=True)
-@with_technique_keys("sharding")
-class ShardingConfig:
-    """Training on several GPUs, and where weights and optimizer states are stored."""
-
-    gpus: int = technique_key("gpus")
-    sequence: int = technique_key("sequence_shards")
-    sequence_method: str = technique_key("sequence_method")
-    tensor: int = technique_key("tensor_shards")
-    zero: int = technique_key("zero")
-    fsdp: bool = technique_key("fsdp")
-    offload: str = technique_key("offload")
-    nvme_folder: str | None = key(None, "Folder for those files, on a fast local disk.")
-
-
-@dataclass(frozen=True)
-class HeadsConfig:
+@dataclass(frozen=True, config=CONFIG)
+class HeadsConfig(Section):
     """Heads that predict several tokens ahead, for speculative decoding: `tigon medusa`; see docs/medusa.md."""
 
     stage: int | None = key(
@@ -377,8 +279,8 @@ class HeadsConfig:
     )
 
 
-@dataclass(frozen=True)
-class PostTrainingConfig:
+@dataclass(frozen=True, config=CONFIG)
+class PostTrainingConfig(Section):
     """`train.objective: dpo`, `kto`, `orpo`, `grpo`, `distill` and `reward`, which TRL's trainers carry out."""
 
     beta: float | None = key(
@@ -411,8 +313,8 @@ class PostTrainingConfig:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ComparisonConfig:
+@dataclass(frozen=True, config=CONFIG)
+class ComparisonConfig(Section):
     """Short repeats of the run after training, three turns per kernel choice: same seed, weights and samples."""
 
     steps: int = key(0, "Steps of each repeat; 0: no comparison. Memory is measured in the last step.",
@@ -422,12 +324,12 @@ class ComparisonConfig:
     )
     kernels: tuple[str, ...] = key(
         ("none", "no-flce", "tigon"), "Kernel choices to compare; the values of `model.kernels`.",
-        choices=SETTINGS["kernels"].words,
+        choices=KERNELS,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class OutputConfig:
+@dataclass(frozen=True, config=CONFIG)
+class OutputConfig(Section):
     """The run folder and its files."""
 
     folder: str = key("runs", "Folder that holds run folders.")
@@ -459,8 +361,8 @@ class OutputConfig:
                              minimum=0, maximum=2048)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, config=CONFIG)
+class Recipe(Settings):
     """A whole run. `on_gpu` in a recipe file holds the same sections and overrides them when the run is on a GPU."""
 
     model: ModelConfig = ModelConfig()
@@ -474,6 +376,19 @@ class Recipe:
     comparison: ComparisonConfig = ComparisonConfig()
     output: OutputConfig = OutputConfig()
 
+    @classmethod
+    def around(cls, settings: Settings, more: Mapping[str, Any]) -> Recipe:
+        """A recipe with these settings, these recipe keys and defaults, for rules that a plan checks too."""
+        return cls().having({**{name: settings.value(name) for name in KEYS}, **more})
+
+    def knows(self, key: str) -> bool:
+        return True
+
+    def settings(self, *, precision: str | None = None) -> Settings:
+        """The techniques' keys alone, with values in place of `auto`. precision: the precision of this run."""
+        resolved = self.resolved(precision=precision)
+        return Settings.of({name: resolved.value(name) for name in KEYS})
+
     def as_mapping(self) -> dict[str, Any]:
         """Plain mappings and lists for YAML; `load` of that YAML returns an equal recipe."""
 
@@ -482,28 +397,19 @@ class Recipe:
                 return {name: plain(item) for name, item in value.items()}
             return [plain(item) for item in value] if isinstance(value, tuple) else value
 
-        return {name: plain(section) for name, section in dataclasses.asdict(self).items()}
-
-    def choices(self, *, precision: str | None = None) -> Choices:
-        """The techniques as the planner's `Choices`. precision: the precision that `auto` stands for here.
-
-        `train.checkpointing: auto` stands for `none` here; before a run on a GPU the trainer replaces it by a choice.
-        """
-        values = {name: self.value_of(setting) for name, setting in SETTINGS.items()}
-        for name, setting in SETTINGS.items():
-            if setting.recipe_default is not None and values[name] == setting.recipe_default:
-                values[name] = setting.default
-        if precision is not None or values["precision"] == "auto":
-            values["precision"] = precision or AUTO_PRECISION
-        return Choices(**values)
-
-    def value_of(self, setting: Setting) -> Any:
-        """The recipe's value of a technique's setting."""
-        section, _, name = setting.key.partition(".")
-        return getattr(getattr(self, section), name)
+        return {
+            name: {f.name: plain(getattr(getattr(self, name), f.name)) for f in fields_of(section)}
+            for name, section in SECTIONS.items()
+        }
 
 
-SECTIONS: dict[str, type[Any]] = {
+def fields_of(section: type[Section]) -> list[dataclasses.Field[Any]]:
+    """The fields of a section, its own before those of techniques that it inherits."""
+    own = section.__annotations__
+    return sorted(dataclasses.fields(section), key=lambda f: f.name not in own)
+
+
+SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig, "lora": LoraConfig,
     "sharding": ShardingConfig, "heads": HeadsConfig, "post_training": PostTrainingConfig,
     "comparison": ComparisonConfig, "output": OutputConfig,
@@ -517,39 +423,14 @@ def reference_table() -> str:
     parts = []
     for section, cls in SECTIONS.items():
         parts.append(f"### `{section}`\n\n{cls.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|")
-        hints = typing.get_type_hints(cls)
-        for f in dataclasses.fields(cls):
+        for f in fields_of(cls):
             default = "null" if f.default is None else _yaml_scalar(f.default)
             limits = limits_text(f.metadata)
-            meaning = f.metadata["help"] + (f" {limits[0].upper()}{limits[1:]}." if limits else "")
-            row = f"| `{section}.{f.name}` | {type_name(hints[f.name])} | `{default}` | {meaning} |"
+            meaning = f.metadata["description"] + (f" {limits[0].upper()}{limits[1:]}." if limits else "")
+            row = f"| `{section}.{f.name}` | {type_name(hints(cls)[f.name])} | `{default}` | {meaning} |"
             parts.append(row)
         parts.append("")
     return "\n".join(parts)
-
-
-def limits_text(limits: Mapping[str, Any]) -> str:
-    """The end of a sentence that states a value's limits; empty if the value has none."""
-    if len(limits["choices"]) == 1:
-        return f"must be {limits['choices'][0]}"
-    if limits["choices"]:
-        return "one of " + ", ".join(f"`{choice}`" for choice in limits["choices"])
-    words = [
-        f"above {limits['above']:g}" if limits["above"] is not None else "",
-        f"at least {limits['minimum']:,}" if limits["minimum"] is not None else "",
-        f"at most {limits['maximum']:,}" if limits["maximum"] is not None else "",
-    ]
-    return "must be " + " and ".join(word for word in words if word) if any(words) else ""
-
-
-def type_name(hint: Any) -> str:
-    """A type by its name in YAML."""
-    if isinstance(hint, types.UnionType):
-        return " or ".join(type_name(option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return f"{type_name(typing.get_args(hint)[0])} or list"
-    names = {str: "text", int: "integer", float: "number", bool: "true/false", types.NoneType: "null"}
-    return names.get(hint, "mapping")
 
 
 def _yaml_scalar(value: Any) -> str:

@@ -3,35 +3,31 @@
 Before the file's values are made, its node tree is checked. The tree gives the line of every key. Repeated keys
 (of which YAML silently keeps the last), deep nesting and alias bombs are refused.
 
-pydantic is not used. It would check types and limits, but its errors know neither the line in the file nor the nearest
-key, and each of its error types would have to be translated into the messages below.
+pydantic checks types and limits (tigon.techniques.keys.section). This file turns its errors into one sentence with the
+line and the nearest key.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import difflib
 import os
-import re
 import sys
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from tigon._files import read_text
 from tigon.errors import RecipeError
 from tigon.models.loading.presets import PRESETS
 from tigon.recipe.aliases import ALIASES, instead_of, key_of, translate, value_of
-from tigon.recipe.keys import SECTIONS, ModelConfig, Recipe, TrainConfig, limits_text, type_name
+from tigon.recipe.keys import SECTIONS, ModelConfig, Recipe, TrainConfig, fields_of
 from tigon.recipe.rules import Rules, check_combinations, check_effects
+from tigon.techniques.keys.section import Section, article, complaint, kind
 
 ON_GPU = "on_gpu"
 MAX_RECIPE_BYTES = 64 * 1024
-FP32_RANGE = (1.2e-38, 3.4e38)
-MAX_NAME = 1024  # characters in a path or another name; Linux allows paths of 4,096 bytes
 MAX_NODES = 4096  # counted with aliases expanded, as an alias bomb would expand them
 MAX_DEPTH = 8
 MERGE = "tag:yaml.org,2002:merge"  # of the key <<
@@ -81,8 +77,7 @@ def load(
     def where(dotted: str) -> str:
         return _where(path, lines, dotted, sources)
 
-    recipe = _build(Recipe, raw, "", where)
-    assert isinstance(recipe, Recipe)
+    recipe = _build(raw, "", where)
     if checked:
         check_combinations(recipe, path, objective_rules)
         check_effects(recipe, given_keys, where, objective_rules)
@@ -120,9 +115,7 @@ def of_assignments(overrides: Sequence[str]) -> Recipe:
     raw: dict[str, Any] = {}
     for dotted, value in map(_parse_override, overrides):
         _assign(raw, dotted, value)
-    recipe = _build(Recipe, raw, "", lambda _: "--set")
-    assert isinstance(recipe, Recipe)
-    return recipe
+    return _build(raw, "", lambda _: "--set")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -160,7 +153,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raw = {}
     if not isinstance(raw, dict):
         sections = ", ".join(SECTIONS)
-        raise RecipeError(f"{path}: a recipe is a mapping of the sections {sections}, not {_article(_kind(raw))}")
+        raise RecipeError(f"{path}: a recipe is a mapping of the sections {sections}, not {article(kind(raw))}")
     return raw, lines
 
 
@@ -238,7 +231,7 @@ def _check_keys(raw: dict[str, Any], path: Path, lines: dict[str, int]) -> None:
             raw[section] = value = {}
         if not isinstance(value, dict):
             where = _where(path, lines, section, {})
-            raise RecipeError(f"{where}: {section} is a section of keys, not {_article(_kind(value))}")
+            raise RecipeError(f"{where}: {section} is a section of keys, not {article(kind(value))}")
     if ON_GPU in raw:
         for section, keys in raw[ON_GPU].items():
             dotted = f"{ON_GPU}.{section}"
@@ -246,8 +239,8 @@ def _check_keys(raw: dict[str, Any], path: Path, lines: dict[str, int]) -> None:
             if section not in SECTIONS:
                 raise _unknown(dotted, [f"{ON_GPU}.{name}" for name in SECTIONS], where)
             if not isinstance(keys, dict):
-                raise RecipeError(f"{where}: {dotted} is a section of keys, not {_article(_kind(keys))}")
-        _build(Recipe, raw[ON_GPU], f"{ON_GPU}.", lambda dotted: _where(path, lines, dotted, {}))
+                raise RecipeError(f"{where}: {dotted} is a section of keys, not {article(kind(keys))}")
+        _build(raw[ON_GPU], f"{ON_GPU}.", lambda dotted: _where(path, lines, dotted, {}))
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
@@ -299,90 +292,30 @@ def _peek_device(raw: dict[str, Any], assignments: Sequence[tuple[str, Any]]) ->
 # --- typed construction ----------------------------------------------------------------------------------------------
 
 
-def _build(cls: type[Any], raw: Mapping[str, Any], prefix: str, where: Callable[[str], str]) -> Any:
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    values: dict[str, Any] = {}
-    for name, value in raw.items():
-        dotted = f"{prefix}{name}"
-        if name not in fields:
-            root = f"{ON_GPU}." if prefix.startswith(ON_GPU) else ""
-            raise _unknown(dotted, [root + known for known in _all_keys()], where(dotted))
-        hint = hints[name]
-        if dataclasses.is_dataclass(hint):
-            values[name] = _build(typing.cast("type[Any]", hint), value, f"{dotted}.", where)
-        else:
-            values[name] = _convert(value, hint, fields[name].metadata, dotted, where)
-    return cls(**values)
-
-
-def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, where: Callable[[str], str]) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    targets = [option for option in options if option is not types.NoneType]
-    # YAML's word is null. A number cannot be called "none", as a text can.
-    if types.NoneType in options and (value is None or (value in ("none", "None") and str not in targets)):
-        return None
-    # only entries of data.source have two types: text, or a mapping
-    target = targets[0] if len(targets) == 1 or not isinstance(value, dict) else targets[1]
-    if typing.get_origin(target) is tuple:
-        items = value if isinstance(value, list) else [value]
-        if not items and limits["choices"]:
-            raise RecipeError(f"{where(dotted)}: {dotted} is empty; name one or more of {', '.join(limits['choices'])}")
-        return tuple(_convert(item, typing.get_args(target)[0], limits, dotted, where) for item in items)
-    if typing.get_origin(target) is Mapping:
-        if not isinstance(value, dict):
-            actual = _article(_kind(value))
-            raise RecipeError(f"{where(dotted)}: {dotted} is a mapping such as {{name: value}}, not {actual}")
-        return dict(value)
-    if target is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        # YAML 1.1 reads 1e-3 (without a dot) as text; an integer may be too large for a float
-        with contextlib.suppress(ValueError, OverflowError):
-            value = float(value)
-    if type(value) is not target:
-        actual, wanted = _article(_kind(value)), _article(type_name(target))
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}, {actual}; it must be {wanted}")
-    if isinstance(value, str):
-        _check_text(value, limits["prose"], dotted, where)
-    _check_limits(value, limits, dotted, where)
-    return value
-
-
-def _check_text(value: str, prose: bool, dotted: str, where: Callable[[str], str]) -> None:
-    """Refuse text that is not a valid file name or that the run's files cannot store."""
-    if not value.strip():
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}, empty; leave the key out, or give it a value")
-    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; remove the NUL or half character")
-    if not prose and any(character < " " for character in value):
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; remove its line breaks and tabs")
-    if not prose and len(value) > MAX_NAME:
-        raise RecipeError(f"{where(dotted)}: {dotted} has {len(value)} characters; the limit is {MAX_NAME}")
-
-
-def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Callable[[str], str]) -> None:
-    choices, pattern, minimum, maximum, above = (
-        limits[name] for name in ("choices", "pattern", "minimum", "maximum", "above")
-    )
-    if not re.fullmatch(pattern, value) if pattern else choices and value not in choices:
-        wanted = choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it must be {wanted}")
-    if isinstance(value, str) and (why := limits["invalid"](value)) is not None:
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; {why}")
-    too_small = (minimum is not None and not value >= minimum) or (above is not None and not value > above)
-    if too_small or (maximum is not None and not value <= maximum):
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it {limits_text(limits)}")
-    # Training uses fp32 at most. Smaller numbers would become 0 and larger ones infinite.
-    if isinstance(value, float) and value != 0 and not FP32_RANGE[0] <= abs(value) <= FP32_RANGE[1]:
-        raise RecipeError(
-            f"{where(dotted)}: {dotted} is {_shown(value)}; fp32 holds numbers from {FP32_RANGE[0]} to {FP32_RANGE[1]}"
-        )
+def _build(raw: Mapping[str, Any], prefix: str, where: Callable[[str], str]) -> Recipe:
+    """The recipe of these sections. prefix: "" or "on_gpu.", for the names in messages."""
+    sections: dict[str, Section] = {}
+    for section, given in raw.items():
+        cls = SECTIONS[section]
+        for dotted in (f"{prefix}{section}.{name}" for name in given if not isinstance(name, str)):
+            raise _unknown(dotted, [prefix + known for known in _all_keys()], where(dotted))
+        try:
+            sections[section] = cls(**given)
+        except ValidationError as error:
+            errors = {str(one["loc"][0]): one for one in reversed(error.errors(include_url=False))}
+            name = next(name for name in map(str, given) if name in errors)  # the first in the file
+            dotted = f"{prefix}{section}.{name}"
+            if errors[name]["type"] == "unexpected_keyword_argument":
+                raise _unknown(dotted, [prefix + known for known in _all_keys()], where(dotted)) from None
+            raise RecipeError(f"{where(dotted)}: {dotted} {complaint(cls, errors[name])}") from None
+    return Recipe(**sections)  # type: ignore[arg-type]
 
 
 # --- words ---------------------------------------------------------------------------------------------------------
 
 
 def _all_keys() -> list[str]:
-    return [f"{section}.{f.name}" for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
+    return [f"{section}.{f.name}" for section, cls in SECTIONS.items() for f in fields_of(cls)]
 
 
 def _unknown(dotted: str, known: Sequence[str], where: str) -> RecipeError:
@@ -410,21 +343,3 @@ def _where(path: Path, lines: Mapping[str, int], dotted: str, sources: Mapping[s
     if dotted not in lines and f"{ON_GPU}.{dotted}" in lines:
         dotted = f"{ON_GPU}.{dotted}"
     return f"{path}:{lines[dotted]}" if dotted in lines else str(path)
-
-
-def _shown(value: Any) -> str:
-    """A value as text for a message, at most 100 characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
-        return "a number of thousands of digits"
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _kind(value: Any) -> str:
-    names = {str: "text", int: "integer", float: "number", bool: "true/false value", list: "list", dict: "mapping"}
-    return names.get(type(value), "empty value" if value is None else type(value).__name__)
-
-
-def _article(noun: str) -> str:
-    return noun if noun == "text" else f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

@@ -12,29 +12,18 @@ from dataclasses import dataclass
 from tigon.data.formats import check_source
 from tigon.errors import DataError, RecipeError
 from tigon.recipe.keys import NAME_CHARACTERS, RESERVED_NAMES, SECTIONS, Recipe
-from tigon.techniques import KEY_EXCLUSIONS, KEY_SWITCHES, SETTINGS
+from tigon.techniques import SWITCHES
 from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.condition import KeyExclusion, KeySwitch
+from tigon.techniques.records.condition import Switch
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Refuses a recipe for which `breaks` returns True."""
+    """Refuses a recipe for which `breaks` returns True. The recipe has values in place of `auto`."""
 
     breaks: Callable[[Recipe], bool]
     reason: str
-
-
-@dataclass(frozen=True)
-class Switch:
-    """Keys that have no effect unless `on` returns True for the recipe."""
-
-    keys: tuple[str, ...]
-    key: str
-    on: Callable[[Recipe], bool]
-    instead: str
-    """The setting that makes the keys take effect."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +40,6 @@ class Rules:
 def other_keys(section: str, but: str) -> tuple[str, ...]:
     """The dotted keys of a section, except one."""
     return tuple(f"{section}.{f.name}" for f in dataclasses.fields(SECTIONS[section]) if f.name != but)
-
-
-def _rule_of(row: KeyExclusion) -> Rule:
-    section, _, name = row.key.partition(".")
-    return Rule(lambda r: row.applies(r.choices(), getattr(getattr(r, section), name)), row.reason)
-
-
-def _switch_of(row: KeySwitch) -> Switch:
-    return Switch(row.keys, SETTINGS[row.on.field].key, lambda r: row.on.holds(r.choices()), row.instead)
 
 
 def watches_eval_loss(recipe: Recipe) -> bool:
@@ -165,7 +145,6 @@ _IMAGES = tuple(
 # The checks that techniques declare, and those of the comparison. `refusals` covers pairs of techniques.
 _RULES = Rules(
     (
-        *(_rule_of(row) for row in KEY_EXCLUSIONS),
         Rule(
             lambda r: (
                 r.sharding.sequence_method == "ring" and r.data.packs and not r.data.cross_document_attention
@@ -202,7 +181,7 @@ _RULES = Rules(
         ),
         Switch(("eval.generate_tokens",), "eval.generate", lambda r: bool(r.eval.generate), "eval.generate: [PROMPT]"),
         Switch(("eval.lm_eval_limit",), "eval.lm_eval", lambda r: bool(r.eval.lm_eval), "eval.lm_eval: [TASK]"),
-        *(_switch_of(row) for row in KEY_SWITCHES),
+        *SWITCHES,
         Switch(
             other_keys("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0,
             "comparison.steps: 6",
@@ -240,10 +219,11 @@ def check_combinations(recipe: Recipe, path: object, more: Rules) -> None:
             check_source(source)
     except DataError as error:
         raise RecipeError(f"{path}: {error}") from None
-    for reason in refusals(recipe.choices()):
+    resolved = recipe.resolved()
+    for reason in refusals(resolved):
         raise RecipeError(f"{path}: {reason}")
     for rule in (_RULES + more).rules:
-        if rule.breaks(recipe):
+        if rule.breaks(resolved):
             raise RecipeError(f"{path}: {rule.reason}")
 
 
@@ -269,11 +249,11 @@ def check_effects(recipe: Recipe, given_keys: typing.Collection[str], where: Cal
     Raises:
         RecipeError: A key would do nothing.
     """
+    resolved = recipe.resolved()
     for switch in (_RULES + more).switches:
         idle = [key for key in switch.keys if key in given_keys]
-        if idle and switch.key not in given_keys and not switch.on(recipe):
-            section, name = switch.key.split(".")
-            them, off = "it" if len(idle) == 1 else "them", json.dumps(getattr(getattr(recipe, section), name))
+        if idle and switch.key not in given_keys and not switch.on(resolved):
+            them, off = "it" if len(idle) == 1 else "them", json.dumps(recipe.value(switch.key))
             # A resumed run already has the keys, so only the third fix works there.
             raise RecipeError(
                 f"{where(idle[0])}: {', '.join(idle)} would do nothing without {switch.key}, which is not given; add "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tigon.recipe.keys import AUTO_PRECISION, Recipe
+from tigon.recipe.keys import Recipe
 from tigon.sweep.worker.limit import gpu_row
 from tigon.trainer import model as models
 from tigon.trainer.guards import prediction
@@ -18,7 +18,6 @@ def predict(recipe: Recipe, device: str, memory_bytes: int) -> dict[str, Any]:
     TigonError if the planner refuses the recipe.
     """
     config = models.load_config(recipe.model)
-    precision = AUTO_PRECISION if recipe.train.precision == "auto" else recipe.train.precision
     gpu = replace(gpu_row(device, memory_bytes), memory_bytes=memory_bytes)
-    predicted = prediction.predict(recipe, config, recipe.choices(precision=precision), gpu, evaluated=False)
+    predicted = prediction.predict(recipe, config, recipe.settings(), gpu, evaluated=False)
     return predicted.as_mapping()

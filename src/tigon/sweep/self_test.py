@@ -41,9 +41,9 @@ def try_ops(kind: Kind) -> dict[str, Any]:
     outcome: dict[str, Any] = {"dtype": "", "wrong_ops": {}, "refused": ""}
     try:
         device = preflight.check_device(recipe)
-        choices = recipe.choices(precision=preflight.resolve_precision(kind.precision, device))
-        outcome["dtype"] = self_test.DTYPES[choices.precision]
-        outcome["wrong_ops"] = self_test.wrong_ops(recipe, choices, device)
+        settings = recipe.settings(precision=preflight.resolve_precision(kind.precision, device))
+        outcome["dtype"] = self_test.DTYPES[settings.train.precision]
+        outcome["wrong_ops"] = self_test.wrong_ops(recipe, settings, device)
     except KernelError as error:
         outcome["refused"] = str(error)
     except RecipeError:

@@ -4,44 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.setting import Flag, Setting
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
-
-_ACCUMULATE = Setting(
-    field="accumulate", key="train.gradient_accumulation", help="Micro-batches per optimizer step.", minimum=1,
-    flag=Flag(name="accumulate", metavar="N", help="Micro-batches per step."), search="split", always_written=True,
-    label=lambda choices: f"{choices.accumulate} micro-batches" if choices.accumulate > 1 else "",
-)  # fmt: skip
-
-_FUSION = Setting(
-    field="accumulation_fusion", key="train.gradient_accumulation_fusion",
-    help="Add the weight gradients of linear layers and of tigon's loss to `.grad` in the product that computes them, "
-    "from the second micro-batch of a step on.",
-    traced=True, flag=Flag(name="accumulation-fusion", help="Add weight gradients to .grad in the product."),
-    label=lambda choices: "gradient accumulation fusion" if choices.accumulation_fusion else "",
-)  # fmt: skip
+from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
 
 
-def fuses(choices: Choices) -> bool:
+def fuses(settings: Settings) -> bool:
     """Whether a run uses gradient accumulation fusion. With one micro-batch there is nothing to add to."""
-    return choices.accumulation_fusion and choices.accumulate > 1
+    return settings.train.gradient_accumulation_fusion and settings.train.gradient_accumulation > 1
 
 
-def _fuse(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+def _fuse(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     fuse_linears(model)
     fuse_embeddings(model)
     return model
 
 
-_FUSED = Condition("accumulation_fusion", "is", True)
+def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+    if settings.train.gradient_accumulation_fusion:
+        fuse_linears(model)
+        fuse_embeddings(model)
+
+
+_FUSED = Condition("train.gradient_accumulation_fusion", "is", True)
 
 DECLARATION = Declaration(
     pages={"accumulation": "Gradient accumulation"},
-    settings=(_ACCUMULATE, _FUSION),
+    keys=("train.gradient_accumulation", "train.gradient_accumulation_fusion"),
+    last=True,
+    searches=(Search(key="train.gradient_accumulation", how="split"),),
+    labels={
+        "train.gradient_accumulation": lambda settings: (
+            f"{settings.train.gradient_accumulation} micro-batches" if settings.train.gradient_accumulation > 1 else ""
+        ),
+        "train.gradient_accumulation_fusion": lambda settings: (
+            "gradient accumulation fusion" if settings.train.gradient_accumulation_fusion else ""
+        ),
+    },
     techniques=(
         Technique(
             name="accumulation", page="accumulation",
@@ -50,8 +51,9 @@ DECLARATION = Declaration(
             effect_on_result="None, except for rounding: losses are sums divided by the trained tokens of the whole "
             "step, so "
             "every split of the step's samples into micro-batches gives the same gradient.",
-            recipe={"train.gradient_accumulation": 4}, chosen=(Condition("accumulate", "is at least", 2),),
-            arguments=lambda choices, run_info: {"gradient_accumulation_steps": choices.accumulate},
+            recipe={"train.gradient_accumulation": 4},
+            chosen=(Condition("train.gradient_accumulation", "is at least", 2),),
+            arguments=lambda settings, run_info: {"gradient_accumulation_steps": settings.train.gradient_accumulation},
             source="transformers 5.17 trainer.py: num_items_in_batch",
         ),
         Technique(
@@ -61,19 +63,19 @@ DECLARATION = Declaration(
             costs="Python code in the forward and the backward pass of each linear layer, which small layers on a GPU "
             "wait for; inside CUDA graphs none. Biases, norms, experts and MLPs in tiles accumulate as before.",
             recipe={"train.gradient_accumulation": 4, "train.gradient_accumulation_fusion": True},
-            chosen=(_FUSED, Condition("accumulate", "is at least", 2)), model=_fuse,
+            chosen=(_FUSED, Condition("train.gradient_accumulation", "is at least", 2)), model=_fuse, trace=_trace,
             source="Megatron-LM: gradient_accumulation_fusion",
         ),
     ),
     exclusions=(
         Exclusion(
-            when=(_FUSED, Condition("zero", "is at least", 1)),
+            when=(_FUSED, Condition("sharding.zero", "is at least", 1)),
             reason="DeepSpeed takes each gradient away in hooks, which must see the gradient of one micro-batch",
             instead="train.gradient_accumulation_fusion: false, or sharding.zero: 0",
             source="deepspeed 0.19 stage_1_and_2.py",
         ),
         Exclusion(
-            when=(_FUSED, Condition("lora_rank", "is at least", 1)),
+            when=(_FUSED, Condition("lora.rank", "is at least", 1)),
             reason="adapters are small, and their gradients accumulate in the usual way",
             instead="train.gradient_accumulation_fusion: false", source="tigon.ops.linear.lora_linear",
         ),

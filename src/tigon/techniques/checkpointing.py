@@ -14,13 +14,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tigon.errors import RecipeError
 from tigon.techniques import head_groups
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms.attention_offload import LayersOnHost
 from tigon.techniques.mechanisms.host_offload import HostOffload
 from tigon.techniques.mechanisms.recompute import recomputed
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.setting import Flag, Setting
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.records.technique import Declaration, RunInfo, Search, Technique
 
 # Matmuls and attention, which take long to recompute. All other ops in a layer are memory-bound.
 KEPT_OPS = (
@@ -48,13 +47,13 @@ def every_n_layers(checkpointing: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _recompute(model: Any, choices: Choices, run_info: RunInfo) -> Any:
-    enable(model, every=every_n_layers(choices.checkpointing) or 1)
+def _recompute(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+    enable(model, every=every_n_layers(settings.train.checkpointing) or 1)
     replace_function(model, recomputed)
     return model
 
 
-def _selective(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+def _selective(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     enable(model, context_fn=selective_contexts)
     return model
 
@@ -73,7 +72,7 @@ def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _offload(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+def _offload(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     """Recompute every layer and keep its input on the host."""
     return _recomputed_by(inputs_on_host(), model, "offload")
 
@@ -92,9 +91,9 @@ def inputs_on_host() -> Callable[..., Any]:
     return offloaded
 
 
-def _offload_attention(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+def _offload_attention(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     """Recompute every layer except its attention, whose results wait on the host beside the layer's input."""
-    if choices.attention_groups == 1:
+    if settings.train.attention_groups == 1:
         head_groups.replace_attention(model, 1)
     return _recomputed_by(LayersOnHost(), model, "offload-attention")
 
@@ -125,34 +124,12 @@ def replace_function(model: Any, function: Callable[..., Any]) -> int:
 
 OFFLOAD = "offload"
 KEPT_ON_HOST = "offload-attention"
-_COUNT, _STATE = "[1-9][0-9]{0,3}", "(full|mlp|elementwise|none)"
 _EACH_LAYER = "Each layer's input is kept: tokens x hidden x bytes of the autocast dtype."
-
-_CHECKPOINTING = Setting(
-    field="checkpointing", key="train.checkpointing",
-    help="Activation checkpointing: `auto`: on a GPU the fastest that fits, chosen by the planner; on a CPU `none`. "
-    "`full`: recompute every layer in the backward pass; `every-N`: one layer in N, e.g. `every-2`; `selective`: "
-    "everything except the matmuls; `offload`: every layer, with its input kept on the host; `offload-attention`: the "
-    "same, with attention's results kept on the host too; or what each layer recomputes, such as "
-    "`full:7,mlp:3,elementwise:4,none:2`.",
-    words=("auto", "none", "full", "selective", "offload", "offload-attention", "every-N", "STATE:N,STATE:N,..."),
-    pattern=rf"auto|none|full|selective|offload|offload-attention|every-{_COUNT}|{_STATE}:{_COUNT}(,{_STATE}:{_COUNT})*",
-    words_note="with N of 1 to 9999 and STATE one of full, mlp, elementwise, none", recipe_default="auto",
-    flag=Flag(
-        name="checkpointing",
-        help="auto, none, full, every-N, selective, offload, offload-attention, or STATE:N,STATE:N,...",
-    ),
-    traced=True, search="recomputation", always_written=True,
-    candidates=lambda config: ("none", "auto", "offload"),
-    label=lambda choices: (
-        "no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}"
-    ),
-)  # fmt: skip
 
 
 def _keeps_attention_not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
     return Exclusion(
-        when=(Condition("checkpointing", "is", KEPT_ON_HOST), condition), reason=reason, instead=instead,
+        when=(Condition("train.checkpointing", "is", KEPT_ON_HOST), condition), reason=reason, instead=instead,
         source="tigon.techniques.checkpointing",
     )  # fmt: skip
 
@@ -161,21 +138,34 @@ def _keeps_attention_not_with(condition: Condition, reason: str, instead: str) -
 # least costs below stay under these. Selective kept 0.55 to 0.68 of Llama's activations; its share stays well under.
 DECLARATION = Declaration(
     pages={"checkpointing": "Activation checkpointing"},
-    settings=(_CHECKPOINTING,),
+    keys=("train.checkpointing",),
+    searches=(
+        Search(
+            key="train.checkpointing", how="recomputation", candidates=lambda config: ("none", "auto", "offload"),
+        ),
+    ),
+    labels={
+        "train.checkpointing": lambda settings: (
+            "no checkpointing"
+            if settings.train.checkpointing == "none"
+            else f"checkpointing {settings.train.checkpointing}"
+        ),
+    },
     techniques=(
         Technique(
             name="checkpointing-full", page="checkpointing",
             saves=f"The activations of all layers except one. {_EACH_LAYER}",
             costs="A second forward pass of the layers. A step without it is one forward pass and a backward pass of "
             "twice that work.",
-            recipe={"train.checkpointing": "full"}, chosen=(Condition("checkpointing", "is", "full"),),
+            recipe={"train.checkpointing": "full"}, chosen=(Condition("train.checkpointing", "is", "full"),),
             model=_recompute, least_cost=1.15, kept_share=0.0,
             source="torch.utils.checkpoint; arXiv 1604.06174",
         ),
         Technique(
             name="checkpointing-every-n", page="checkpointing",
             saves="The activations of one layer in N.", costs="The second forward pass of those layers.",
-            recipe={"train.checkpointing": "every-2"}, chosen=(Condition("checkpointing", "starts with", "every-"),),
+            recipe={"train.checkpointing": "every-2"},
+            chosen=(Condition("train.checkpointing", "starts with", "every-"),),
             model=_recompute, least_cost=1.07, kept_share=0.5,  # of every-2, which the search tries
             source="transformers 5.17 modeling_utils.py: gradient_checkpointing_enable",
         ),
@@ -183,7 +173,7 @@ DECLARATION = Declaration(
             name="checkpointing-selective", page="checkpointing",
             saves="Activations of norms, gated units and rotations. Results of matmuls and attention are kept.",
             costs="A second forward pass of the layers without their matmuls.",
-            recipe={"train.checkpointing": "selective"}, chosen=(Condition("checkpointing", "is", "selective"),),
+            recipe={"train.checkpointing": "selective"}, chosen=(Condition("train.checkpointing", "is", "selective"),),
             model=_selective, least_cost=1.02, kept_share=0.35,
             source="torch.utils.checkpoint.create_selective_checkpoint_contexts; arXiv 2205.05198",
         ),
@@ -192,7 +182,7 @@ DECLARATION = Declaration(
             saves="As `full`, and the layers' inputs wait in pinned host memory.",
             costs="As `full`. The copies run beside the computation, so they cost time only if a layer is shorter than "
             "its copy. Pinned host memory of layers x tokens x hidden.",
-            recipe={"train.checkpointing": "offload"}, chosen=(Condition("checkpointing", "is", "offload"),),
+            recipe={"train.checkpointing": "offload"}, chosen=(Condition("train.checkpointing", "is", "offload"),),
             model=_offload, least_cost=1.15, kept_share=0.0,
             source="torch.autograd.graph.saved_tensors_hooks",
         ),
@@ -203,22 +193,22 @@ DECLARATION = Declaration(
             costs="A second forward pass of the layers without attention. Pinned host memory of twice layers x tokens "
             "x hidden. A batch with a mask, as of packed documents, has attention computed twice, as with `offload`.",
             recipe={"train.checkpointing": KEPT_ON_HOST, "data.cross_document_attention": True},
-            chosen=(Condition("checkpointing", "is", KEPT_ON_HOST),),
+            chosen=(Condition("train.checkpointing", "is", KEPT_ON_HOST),),
             model=_offload_attention, least_cost=1.05, kept_share=0.0,
             source="techniques/mechanisms/attention_offload.py",
         ),
     ),
     exclusions=(
         _keeps_attention_not_with(
-            Condition("attention", "is not", "sdpa"), "it keeps the results of the sdpa function",
+            Condition("model.attention", "is not", "sdpa"), "it keeps the results of the sdpa function",
             "model.attention: sdpa",
         ),
         _keeps_attention_not_with(
-            Condition("sequence_shards", "is at least", 2), "each of them replaces the attention function",
+            Condition("sharding.sequence", "is at least", 2), "each of them replaces the attention function",
             "train.checkpointing: offload",
         ),
         _keeps_attention_not_with(
-            Condition("tensor_shards", "is at least", 2), "tigon has not tried it with divided matrices",
+            Condition("sharding.tensor", "is at least", 2), "tigon has not tried it with divided matrices",
             "train.checkpointing: offload",
         ),
     ),

@@ -8,10 +8,9 @@ from typing import Any
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.techniques import checkpointing
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms.layer_graphs import KEY, Capture, CudaCapture, LayerGraphs
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.setting import Flag, Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 
@@ -33,12 +32,12 @@ def graph(model: Any, *, recomputes: bool, new_capture: Callable[[], Capture] = 
     return graphs
 
 
-def _graph(model: Any, choices: Choices, run_info: RunInfo) -> Any:
-    graph(model, recomputes=choices.checkpointing == "full")
+def _graph(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+    graph(model, recomputes=settings.train.checkpointing == "full")
     return model
 
 
-_GRAPHS = Condition("cuda_graphs", "is", True)
+_GRAPHS = Condition("train.cuda_graphs", "is", True)
 
 
 def _not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
@@ -52,15 +51,9 @@ _UNTRIED = "CUDA graphs have not been tried with it"
 
 DECLARATION = Declaration(
     pages={"cuda-graphs": "CUDA graphs"},
-    settings=(
-        Setting(
-            field="cuda_graphs", key=KEY,
-            help="Launch each decoder layer as a CUDA graph. Needs one GPU, and `train.checkpointing` "
-            "`full` or `none`.",
-            flag=Flag(name="cuda-graphs", help="Launch each decoder layer as a CUDA graph."),
-            label=lambda choices: "CUDA graphs" if choices.cuda_graphs else "",
-        ),
-    ),
+    keys=(KEY,),
+    last=True,
+    labels={KEY: lambda settings: "CUDA graphs" if settings.train.cuda_graphs else ""},
     techniques=(
         Technique(
             name="cuda-graphs", page="cuda-graphs",
@@ -73,20 +66,23 @@ DECLARATION = Declaration(
     ),
     exclusions=(
         _not_with(
-            Condition("checkpointing", "is not one of", ("full", "none")),
+            Condition("train.checkpointing", "is not one of", ("full", "none")),
             "a graph holds a whole layer, recomputed or not",
             "train.checkpointing: full or none",
         ),
-        _not_with(Condition("gpus", "is at least", 2), f"{_UNTRIED}: several GPUs reduce gradients in hooks",
+        _not_with(Condition("sharding.gpus", "is at least", 2), f"{_UNTRIED}: several GPUs reduce gradients in hooks",
                   "sharding.gpus: 1"),
-        _not_with(Condition("zero", "is at least", 1), "DeepSpeed moves weights and gradients", "sharding.zero: 0"),
-        _not_with(Condition("fsdp", "is", True), "FSDP2 moves weights and gradients", "sharding.fsdp: false"),
-        _not_with(Condition("attention", "is not", "sdpa"), "the lengths of packed documents differ in each batch",
+        _not_with(Condition("sharding.zero", "is at least", 1), "DeepSpeed moves weights and gradients",
+        "sharding.zero: 0"),
+        _not_with(Condition("sharding.fsdp", "is", True), "FSDP2 moves weights and gradients",
+        "sharding.fsdp: false"),
+        _not_with(Condition("model.attention", "is not", "sdpa"),
+        "the lengths of packed documents differ in each batch",
                   "model.attention: sdpa"),
-        _not_with(Condition("lora_rank", "is at least", 1), _UNTRIED, "full fine-tuning"),
-        _not_with(Condition("optimizer", "is", "galore-layerwise"), "its hooks free each gradient",
+        _not_with(Condition("lora.rank", "is at least", 1), _UNTRIED, "full fine-tuning"),
+        _not_with(Condition("train.optimizer", "is", "galore-layerwise"), "its hooks free each gradient",
                   "train.optimizer: galore"),
-        _not_with(Condition("mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),
-        _not_with(Condition("attention_groups", "is at least", 2), _UNTRIED, "train.attention_groups: 1"),
+        _not_with(Condition("train.mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),
+        _not_with(Condition("train.attention_groups", "is at least", 2), _UNTRIED, "train.attention_groups: 1"),
     ),
 )  # fmt: skip

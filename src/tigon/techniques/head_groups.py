@@ -22,10 +22,9 @@ from torch.nn.attention import SDPBackend
 
 from tigon.errors import RecipeError
 from tigon.ops import recomputation
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.setting import Setting
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 
@@ -180,8 +179,16 @@ def one_by_one(attend: Attend, groups: int) -> Attend:
     return grouped
 
 
-def _group(model: Any, choices: Choices, run_info: RunInfo) -> Any:
-    replace_attention(model, choices.attention_groups)
+def _fits(config: Any, settings: Settings) -> None:
+    check_groups(config, settings.train.attention_groups)
+
+
+def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+    check_groups(model.config, settings.train.attention_groups)
+
+
+def _group(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+    replace_attention(model, settings.train.attention_groups)
     return model
 
 
@@ -250,16 +257,16 @@ def check_groups(config: Any, groups: int) -> None:
         )
 
 
-_GROUPS = Setting(
-    field="attention_groups", key="train.attention_groups",
-    help="Attention's backward pass computes its heads in this many groups: a divisor of the key heads, or a multiple "
-    "of them that divides the query heads.", minimum=1,
-    traced=True, search="long samples", candidates=lambda config: (key_heads(config),),
-    label=lambda choices: f"attention in {choices.attention_groups} groups" if choices.attention_groups > 1 else "",
-)  # fmt: skip
-
 DECLARATION = Declaration(
-    settings=(_GROUPS,),
+    keys=("train.attention_groups",),
+    searches=(
+        Search(key="train.attention_groups", how="long samples", candidates=lambda config: (key_heads(config),)),
+    ),
+    labels={
+        "train.attention_groups": lambda settings: (
+            f"attention in {settings.train.attention_groups} groups" if settings.train.attention_groups > 1 else ""
+        ),
+    },
     techniques=(
         Technique(
             name="grouped-attention", page="tiling",
@@ -267,13 +274,14 @@ DECLARATION = Declaration(
             "bytes per element of Q, and 4 more if query heads share key heads.",
             costs="One launch per group, which slows short samples. A mask adds a copy of the output and of dQ. With "
             "more groups than key heads, the gradients of a key head are sums that are rounded once per group.",
-            recipe={"train.attention_groups": 4}, chosen=(Condition("attention_groups", "is at least", 2),),
-            model=_group, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
+            recipe={"train.attention_groups": 4}, chosen=(Condition("train.attention_groups", "is at least", 2),),
+            model=_group, fits=_fits, trace=_trace, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
         ),
     ),
     exclusions=(
         Exclusion(
-            when=(Condition("attention_groups", "is at least", 2), Condition("attention", "is not", "sdpa")),
+            when=(Condition("train.attention_groups", "is at least", 2),
+            Condition("model.attention", "is not", "sdpa")),
             reason="the groups are calls of the sdpa function",
             instead="model.attention: sdpa",
             source="tigon.techniques.head_groups",

@@ -17,21 +17,13 @@ from torch import nn
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.techniques.checkpointing import enable, replace_function
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.keys.train import AUTO
 from tigon.techniques.mechanisms.dropped_inputs import DroppedInputs
 from tigon.techniques.mechanisms.recompute import recomputed
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
-AUTO = "auto"
-STATES = ("full", "mlp", "elementwise", "none")
-"""The parts that a layer recomputes, most first.
-
-full         the whole layer; it keeps its input
-mlp          the MLP, and the norms; it keeps attention's tensors
-elementwise  the norms and the gated unit; it keeps the results of matrix products and attention
-none         nothing
-"""
 # Names of the MLP in a decoder layer of transformers.
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 Recompute = Callable[..., Any]
@@ -183,14 +175,19 @@ class _InLayer:
             return self.part.recompute(self.whole, *args, **kwargs) if self.recomputes else self.whole(*args, **kwargs)
 
 
-def _by_layer(model: Any, choices: Choices, run_info: RunInfo) -> Any:
-    apply(model, states_of(choices.checkpointing, len(decoder_layers(model))))
+def _fits(config: Any, settings: Settings) -> None:
+    if is_by_layer(settings.train.checkpointing):
+        states_of(settings.train.checkpointing, config.get_text_config().num_hidden_layers)
+
+
+def _by_layer(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+    apply(model, states_of(settings.train.checkpointing, len(decoder_layers(model))))
     return model
 
 
-def _excluded(state: str, field: str, test: str, wanted: Any, reason: str) -> Exclusion:
+def _excluded(state: str, key: str, test: str, wanted: Any, reason: str) -> Exclusion:
     return Exclusion(
-        when=(Condition("checkpointing", "includes", f"{state}:"), Condition(field, test, wanted)), reason=reason,
+        when=(Condition("train.checkpointing", "includes", f"{state}:"), Condition(key, test, wanted)), reason=reason,
         instead="train.checkpointing: auto, or only full and none in it", source="deepspeed 0.19 parameter_offload.py",
     )  # fmt: skip
 
@@ -205,7 +202,7 @@ DECLARATION = Declaration(
             saves="Only as much as the GPU's memory requires. The planner chooses what each layer recomputes, and "
             "the micro-batch, if `train.gradient_accumulation` is 1.",
             costs="The planner's seconds before the run, and the recomputation that it chose.",
-            recipe={"train.checkpointing": "auto"}, chosen=(Condition("checkpointing", "is", AUTO),),
+            recipe={"train.checkpointing": "auto"}, chosen=(Condition("train.checkpointing", "is", AUTO),),
             least_cost=1.01, kept_share=0.0, source="planner/search/checkpointing.py",
         ),
         Technique(
@@ -216,9 +213,9 @@ DECLARATION = Declaration(
             "gated units.",
             costs="Those activations are computed again in the backward pass.",
             recipe={"train.checkpointing": "full:1,mlp:1,elementwise:1,none:1"},
-            chosen=(Condition("checkpointing", "includes", ":"),),
-            model=_by_layer, kept_share=0.0, source="techniques/layer_checkpointing.py",
+            chosen=(Condition("train.checkpointing", "includes", ":"),),
+            model=_by_layer, fits=_fits, kept_share=0.0, source="techniques/layer_checkpointing.py",
         ),
     ),
-    exclusions=tuple(_excluded(state, "zero", "is", 3, _GATHERED) for state in ("mlp", "elementwise")),
+    exclusions=tuple(_excluded(state, "sharding.zero", "is", 3, _GATHERED) for state in ("mlp", "elementwise")),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,13 @@ import torch
 from tigon._quiet import quiet_peft
 from tigon.errors import RecipeError
 from tigon.techniques import model_kernels
+from tigon.techniques.keys.lora import LoraConfig
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms import adapter_targets
-from tigon.techniques.mechanisms.adapter_targets import EXPERTS, LOFTQ, WORDS
+from tigon.techniques.mechanisms.adapter_targets import EXPERTS, LOFTQ
 from tigon.techniques.mechanisms.four_bit_experts import shown_as_plain
 from tigon.techniques.precision import BF16_WEIGHTS, WEIGHT_DTYPES
-from tigon.techniques.records.choices import Choices
-from tigon.techniques.records.condition import Condition, Exclusion, KeySwitch
-from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.condition import Condition, Exclusion, Switch
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 DEFAULT_RANK = 16
@@ -27,54 +28,48 @@ _COMPUTE_DTYPES: Mapping[str, str] = {
     "fp32": "float32", "amp-bf16": "bfloat16", "amp-fp16": "float16", "bf16": "bfloat16",
     "fp8": "bfloat16",
 }  # fmt: skip
-# Initialisations of PEFT that tigon does not offer, and why.
-_NO_INITS: Mapping[str, str] = {
-    "eva": "it needs a pass over the data for activations, which tigon does not make",
-    "corda": "it needs a pass over the data for activations, which tigon does not make",
-    "lora_ga": "it needs a pass over the data for gradients, which tigon does not make",
-}
 
 
-def frozen_dtype(choices: Choices) -> str:
+def frozen_dtype(settings: Settings) -> str:
     """Returns the name of the dtype in which a run loads and keeps weights, apart from those it trains with adapters.
 
     Without adapters all weights are trained, and have `WEIGHT_DTYPES`. Frozen weights need no fp32: they keep the dtype
     of the matmuls. Engines that shard weights choose the dtype themselves: DeepSpeed casts all weights to 16 bits, and
     Accelerate casts all weights to fp32 for FSDP2 under autocast.
     """
-    by_engine = choices.zero > 0 or choices.fsdp
-    if choices.lora_rank is None or choices.lora_base == "fp32" or by_engine:
-        return WEIGHT_DTYPES[choices.precision]
-    return _COMPUTE_DTYPES[choices.precision]
+    by_engine = settings.sharding.zero > 0 or settings.sharding.fsdp
+    if settings.lora.rank is None or settings.lora.base == "fp32" or by_engine:
+        return WEIGHT_DTYPES[settings.train.precision]
+    return _COMPUTE_DTYPES[settings.train.precision]
 
 
-def compute_dtype(choices: Choices) -> torch.dtype:
+def compute_dtype(settings: Settings) -> torch.dtype:
     """Returns the dtype of matmuls, which is also that of 4-bit weights when they are dequantised."""
-    return getattr(torch, _COMPUTE_DTYPES[choices.precision])  # type: ignore[no-any-return]
+    return getattr(torch, _COMPUTE_DTYPES[settings.train.precision])  # type: ignore[no-any-return]
 
 
-def keeps_mxfp4(choices: Choices) -> bool:
+def keeps_mxfp4(settings: Settings) -> bool:
     """Returns whether experts stay in MXFP4, as the checkpoint stores them."""
-    return choices.quantized and choices.quantize_to == "mxfp4"
+    return settings.lora.quantize and settings.lora.quantize_to == "mxfp4"
 
 
-def check(model: Any, choices: Choices) -> None:
+def check(model: Any, settings: Settings) -> None:
     """Refuse adapters that PEFT cannot make for this model. model: without data, and not quantised.
 
     Raises:
         RecipeError: The message names the recipe key.
     """
-    assert choices.lora_rank is not None
+    assert settings.lora.rank is not None
     adapter_targets.check(
-        model, rank=choices.lora_rank, targets=choices.lora_targets, init=choices.lora_init,
-        saved=choices.lora_modules_to_save, bias=choices.lora_bias, quantized=choices.quantized,
+        model, rank=settings.lora.rank, targets=settings.lora.targets, init=settings.lora.init,
+        saved=settings.lora.modules_to_save, bias=settings.lora.bias, quantized=settings.lora.quantize,
     )  # fmt: skip
 
 
 _EMBEDDINGS_SCALED_IN_PLACE = frozenset({"ctrl"})
 
 
-def check_with_peft(model: Any, choices: Choices) -> None:
+def check_with_peft(model: Any, settings: Settings) -> None:
     """Let PEFT make the adapters, save them and load them again, in a model without data. The model is spoilt.
 
     Otherwise an adapter that is not found again would be noticed after training. One layer stands for all layers.
@@ -89,10 +84,10 @@ def check_with_peft(model: Any, choices: Choices) -> None:
             f"lora.rank: {model.config.model_type} scales its embeddings in place, which fails with adapters; set "
             "lora.rank: null to train the whole model"
         )
-    targets = adapter_targets.targets_of(model, choices.lora_targets)
+    targets = adapter_targets.targets_of(model, settings.lora.targets)
     modules, parameters = _one_per_name(targets.modules), _one_per_name(targets.parameters)
     config = peft.LoraConfig(
-        r=choices.lora_rank, target_modules=modules, target_parameters=parameters or None, task_type="CAUSAL_LM"
+        r=settings.lora.rank, target_modules=modules, target_parameters=parameters or None, task_type="CAUSAL_LM"
     )
     with quiet_peft():
         warnings.filterwarnings("ignore", message=".*for .*meta|.*meta ")  # a tensor without data cannot be filled
@@ -119,67 +114,69 @@ def _one_per_name(paths: Sequence[str]) -> list[str]:
     return list(first.values())
 
 
-def is_saved_as_difference(choices: Choices) -> bool:
+def is_saved_as_difference(settings: Settings) -> bool:
     """Returns whether the trained adapter does not belong to the checkpoint's weight.
 
     It is then saved as the difference from its initial value. The initialisation has subtracted that value from the
     frozen weight, or the value makes up for the rounding of the weight to 4 bits.
     """
-    return choices.lora_rank is not None and choices.lora_init.startswith(adapter_targets.DIFFERENCE_INITS)
+    return settings.lora.rank is not None and settings.lora.init.startswith(adapter_targets.DIFFERENCE_INITS)
 
 
-def keep_trained_in_fp32(model: Any, choices: Choices) -> None:
+def keep_trained_in_fp32(model: Any, settings: Settings) -> None:
     """Widen the trained weights of a model with adapters to fp32, unless the whole run is in bf16.
 
     PEFT widens the adapters only. Whole modules, biases and an objective's own modules begin in the dtype of the frozen
     weights, in which most updates would be rounded away.
     """
-    if choices.lora_rank is None or choices.precision in BF16_WEIGHTS:
+    if settings.lora.rank is None or settings.train.precision in BF16_WEIGHTS:
         return
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.float()
 
 
-def _adapters(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+def _adapters(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     import peft
 
-    assert choices.lora_rank is not None
-    targets = adapter_targets.targets_of(model, choices.lora_targets)
-    alpha = run_info.lora_alpha or 2 * choices.lora_rank
+    assert settings.lora.rank is not None
+    targets = adapter_targets.targets_of(model, settings.lora.targets)
+    alpha = settings.lora.alpha or 2 * settings.lora.rank
     config = peft.LoraConfig(
-        r=choices.lora_rank, lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
-        lora_dropout=choices.lora_dropout, bias=choices.lora_bias, use_rslora=choices.lora_rslora,
-        use_dora=choices.lora_dora, init_lora_weights=_peft_init(choices),
-        modules_to_save=list(choices.lora_modules_to_save) or None,
+        r=settings.lora.rank, lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
+        lora_dropout=settings.lora.dropout, bias=settings.lora.bias, use_rslora=settings.lora.rslora,
+        use_dora=settings.lora.dora, init_lora_weights=_peft_init(settings),
+        modules_to_save=list(settings.lora.modules_to_save) or None,
         target_modules=adapter_targets.short_names(model, targets),
         target_parameters=list(targets.parameters) or None, task_type="CAUSAL_LM",
     )  # fmt: skip
     with quiet_peft(), shown_as_plain(model):
-        wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=choices.precision not in BF16_WEIGHTS)
-    keep_trained_in_fp32(wrapped, choices)
+        wrapped = peft.get_peft_model(
+            model, config, autocast_adapter_dtype=settings.train.precision not in BF16_WEIGHTS
+        )
+    keep_trained_in_fp32(wrapped, settings)
     # Otherwise no input of a checkpointed layer with frozen weights would require a gradient.
     model.enable_input_require_grads()
     return wrapped
 
 
-def _peft_init(choices: Choices) -> bool | str:
-    return True if choices.lora_init in ("default", LOFTQ) else choices.lora_init
+def _peft_init(settings: Settings) -> bool | str:
+    return True if settings.lora.init in ("default", LOFTQ) else settings.lora.init
 
 
-def _quantization(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
+def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     from transformers import BitsAndBytesConfig
 
     from tigon.techniques.mechanisms import expert_quantizer, mxfp4_experts  # loads transformers
 
-    if keeps_mxfp4(choices):
-        return {"quantization_config": mxfp4_experts.config(compute_dtype(choices))}
-    if choices.quantize_to == "int8":
+    if keeps_mxfp4(settings):
+        return {"quantization_config": mxfp4_experts.config(compute_dtype(settings))}
+    if settings.lora.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {"quantization_config": expert_quantizer.config(compute_dtype(choices))}
+    return {"quantization_config": expert_quantizer.config(compute_dtype(settings))}
 
 
-def _without_cpu_packing(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+def _without_cpu_packing(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     """Keep bitsandbytes from repacking 4-bit weights on a CPU with bf16 instructions.
 
     It repacks them in the first evaluation, and training after that fails at an operator without a derivative
@@ -191,111 +188,45 @@ def _without_cpu_packing(model: Any, choices: Choices, run_info: RunInfo) -> Any
     return model
 
 
-def _rank_label(choices: Choices) -> str:
-    if choices.lora_rank is None:
+def _rank_label(settings: Settings) -> str:
+    if settings.lora.rank is None:
         return ""
-    kind = "QLoRA" if choices.quantized else "DoRA" if choices.lora_dora else "LoRA"
-    return f"{kind} {choices.lora_rank}"
+    kind = "QLoRA" if settings.lora.quantize else "DoRA" if settings.lora.dora else "LoRA"
+    return f"{kind} {settings.lora.rank}"
 
 
-# The planner adds adapters only on request, because they train less than the whole model.
-_RANK = Setting(
-    field="lora_rank", key="lora.rank", help="Rank of the adapters; none: full fine-tuning.", minimum=1, maximum=4096,
-    flag=Flag(name="lora", metavar="R", help="Train LoRA adapters of rank R."), traced=True, label=_rank_label,
-)  # fmt: skip
-_TARGETS = Setting(
-    field="lora_targets", key="lora.targets",
-    help="Modules with adapters: `all-linear` or `linear` (every linear module of the language model except "
-    "`lm_head`), `head` (`lm_head`), `embeddings`, `experts` (the three-dimensional weights of mixtures of experts), "
-    "the name or path of a module such as `q_proj`, or a regular expression for whole paths such as `.*\\.[qv]_proj`.",
-    words=(*WORDS, "NAME", "PATTERN"), pattern=".+", invalid=adapter_targets.invalid, traced=True,
-)  # fmt: skip
-_DROPOUT = Setting(
-    field="lora_dropout", key="lora.dropout", help="Probability with which an adapter's input is dropped.",
-    minimum=0, maximum=0.9, traced=True,
-)  # fmt: skip
-_RSLORA = Setting(
-    field="lora_rslora", key="lora.rslora",
-    help="Rank-stabilised LoRA (arXiv 2312.03732): scale the adapters' output by alpha / sqrt(rank).",
-)  # fmt: skip
-_DORA = Setting(
-    field="lora_dora", key="lora.dora",
-    help="DoRA (arXiv 2402.09353): the adapters change the direction of a weight, and a trained vector its magnitude.",
-    traced=True,
-)  # fmt: skip
-_SAVED = Setting(
-    field="lora_modules_to_save", key="lora.modules_to_save",
-    help="Names of modules that are trained whole and saved beside the adapters, e.g. `[lm_head, embed_tokens]`.",
-    traced=True,
-)  # fmt: skip
-_BIAS = Setting(
-    field="lora_bias", key="lora.bias",
-    help="Biases to train: `lora_only`: those of modules with adapters; `all`: every bias of the model.",
-    words=("none", "lora_only", "all"), traced=True,
-)  # fmt: skip
-_INIT = Setting(
-    field="lora_init", key="lora.init",
-    help="Initial adapters, by PEFT's names. `default`: random A, and B = 0; `pissa`, `pissa_niter_N`, `olora`: the "
-    "largest part of the weight, which is subtracted from the frozen weight; `loftq`: with `quantize`, that of the "
-    "rounding error.",
-    words=("default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_N", LOFTQ),
-    pattern="default|gaussian|orthogonal|olora|pissa|pissa_niter_[0-9]{1,3}|loftq|" + "|".join(_NO_INITS),
-    invalid=_NO_INITS.get,
-)  # fmt: skip
-_BASE = Setting(
-    field="lora_base", key="lora.base",
-    help="Dtype of frozen weights. `auto`: that of the matmuls, so bf16 with `amp-bf16`; `fp32`: fp32 with `amp-bf16` "
-    "and `amp-fp16` too.",
-    words=("auto", "fp32"), traced=True,
-)  # fmt: skip
-_QUANTIZED = Setting(
-    field="quantized", key="lora.quantize",
-    help="QLoRA: keep the frozen weights of linear modules except `lm_head` in 4 or 8 bits (`quantize_to`); with 4 "
-    "bits also those of experts.",
-    flag=Flag(
-        name="qlora", help="Keep the base weights in 4 bits; without --lora the rank is 16.",
-        implies=(("lora_rank", DEFAULT_RANK),),
-    ),
-    traced=True,
-)  # fmt: skip
-_QUANTIZE_TO = Setting(
-    field="quantize_to", key="lora.quantize_to",
-    help="`nf4`: 4 bits with double quantisation; `int8`: 8 bits (arXiv 2208.07339); `mxfp4`: experts stay in 4 bits "
-    "as the checkpoint stores them, and all other weights in 16 bits.",
-    words=("nf4", "int8", "mxfp4"), traced=True,
-)  # fmt: skip
-
-_EXPERTS = Condition("lora_targets", "includes", EXPERTS)
-_SUBSPACE = Condition("lora_init", "starts with", adapter_targets.SUBSPACE_INITS)
-_LOFTQ = Condition("lora_init", "is", LOFTQ)
-_DIFFERENCE = Condition("lora_init", "starts with", adapter_targets.DIFFERENCE_INITS)
-_FP32_BASE, _QUANTIZE = Condition("lora_base", "is", "fp32"), Condition("quantized", "is", True)
-_MXFP4 = Condition("quantize_to", "is", "mxfp4")
+_EXPERTS = Condition("lora.targets", "includes", EXPERTS)
+_SUBSPACE = Condition("lora.init", "starts with", adapter_targets.SUBSPACE_INITS)
+_LOFTQ = Condition("lora.init", "is", LOFTQ)
+_DIFFERENCE = Condition("lora.init", "starts with", adapter_targets.DIFFERENCE_INITS)
+_FP32_BASE, _QUANTIZE = Condition("lora.base", "is", "fp32"), Condition("lora.quantize", "is", True)
+_MXFP4 = Condition("lora.quantize_to", "is", "mxfp4")
 
 
-_NOT_TIGON = Condition("kernels", "is not one of", tuple(sorted(model_kernels.OF_TIGON)))
+_NOT_TIGON = Condition("model.kernels", "is not one of", tuple(sorted(model_kernels.OF_TIGON)))
 _PARAM_WRAPPER = "peft 0.21 tuners/lora/layer.py: ParamWrapper"
 _CONVERSION = "peft 0.21 tuners/lora/model.py: subtract_mutated_init"
 _EXCLUSIONS = (
     Exclusion(
-        when=(_QUANTIZE, Condition("fsdp", "is", True)),
+        when=(_QUANTIZE, Condition("sharding.fsdp", "is", True)),
         reason="Accelerate leaves 4-bit weights out of the sharding, so FSDP2 would save nothing",
         instead="sharding.fsdp: false with sharding.gpus, which copies the 4-bit weights to each GPU",
         source="accelerate 1.15 utils/fsdp_utils.py: fsdp2_prepare_model",
     ),
     Exclusion(
-        when=(_QUANTIZE, Condition("lora_rank", "is", None)),
+        when=(_QUANTIZE, Condition("lora.rank", "is", None)),
         reason="4-bit weights get no gradient, so nothing would be trained",
         instead=f"lora.rank: {DEFAULT_RANK}",
         source="arXiv 2305.14314", untraceable=True,
     ),
     Exclusion(
-        when=(_FP32_BASE, Condition("precision", "is one of", BF16_WEIGHTS)),
+        when=(_FP32_BASE, Condition("train.precision", "is one of", BF16_WEIGHTS)),
         reason="this precision keeps every weight in bf16",
         instead="train.precision: amp-bf16, or lora.base: auto", source="docs/techniques/precision.md",
     ),
     Exclusion(
-        when=(_FP32_BASE, Condition("zero", "is at least", 1), Condition("precision", "starts with", "amp")),
+        when=(_FP32_BASE, Condition("sharding.zero", "is at least", 1),
+        Condition("train.precision", "starts with", "amp")),
         reason="DeepSpeed keeps every weight in 16 bits, with an fp32 copy of those that are trained",
         instead="lora.base: auto, or sharding.zero: 0", source="DeepSpeed's configuration: bf16.enabled, fp16.enabled",
     ),
@@ -311,21 +242,21 @@ _EXCLUSIONS = (
         instead="model.kernels: tigon, or lora.quantize_to: nf4", source="src/tigon/models/seams/experts.py",
     ),
     Exclusion(
-        when=(_QUANTIZE, _MXFP4, Condition("zero", "is at least", 1)),
+        when=(_QUANTIZE, _MXFP4, Condition("sharding.zero", "is at least", 1)),
         reason="DeepSpeed casts the model to 16 bits and shards it, which was never tried with stored bytes",
         instead="sharding.zero: 0 with sharding.gpus, or lora.quantize_to: nf4", source="docs/techniques/lora.md",
     ),
     Exclusion(
-        when=(_EXPERTS, Condition("lora_dropout", "is above", 0)),
+        when=(_EXPERTS, Condition("lora.dropout", "is above", 0)),
         reason="PEFT adds these adapters to the weights, so they see no input that could be dropped",
         instead="lora.dropout: 0", source=_PARAM_WRAPPER,
     ),
     Exclusion(
-        when=(_EXPERTS, Condition("lora_dora", "is", True)),
+        when=(_EXPERTS, Condition("lora.dora", "is", True)),
         reason="PEFT has no DoRA for parameters", instead="lora.dora: false", source=_PARAM_WRAPPER,
     ),
     Exclusion(
-        when=(_EXPERTS, Condition("lora_init", "is not one of", ("default", "gaussian"))),
+        when=(_EXPERTS, Condition("lora.init", "is not one of", ("default", "gaussian"))),
         reason="PEFT computes this initialisation from the weight of a linear module",
         instead="lora.init: default", source=_PARAM_WRAPPER,
     ),
@@ -335,8 +266,10 @@ _EXCLUSIONS = (
             reason="PEFT forms the experts' weights anew in each forward pass, which tigon has not tried with shards",
             instead=f"{instead}, or lora.targets without experts", source=_PARAM_WRAPPER,
         )
-        for sharded, instead in (
-            (Condition("zero", "is", 3), "sharding.zero: 2"), (Condition("fsdp", "is", True), "sharding.fsdp: false"),
+        for sharded,
+        instead in (
+            (Condition("sharding.zero", "is", 3), "sharding.zero: 2"),
+            (Condition("sharding.fsdp", "is", True), "sharding.fsdp: false"),
         )
     ),
     Exclusion(
@@ -345,17 +278,17 @@ _EXCLUSIONS = (
         instead="lora.init: default, or lora.quantize: false", source="peft 0.21 tuners/lora/layer.py: pissa_init",
     ),
     Exclusion(
-        when=(_LOFTQ, Condition("quantized", "is", False)),
+        when=(_LOFTQ, Condition("lora.quantize", "is", False)),
         reason="LoftQ makes up for the rounding of 4-bit weights, and these are not rounded",
         instead="lora.quantize: true, or lora.init: default", source="arXiv 2310.08659",
     ),
     Exclusion(
-        when=(_LOFTQ, Condition("quantize_to", "is one of", ("int8", "mxfp4"))),
+        when=(_LOFTQ, Condition("lora.quantize_to", "is one of", ("int8", "mxfp4"))),
         reason="tigon has LoftQ for linear layers in NF4 only", instead="lora.quantize_to: nf4, or lora.init: default",
         source="peft 0.21 utils/loftq_utils.py: replace_lora_weights_loftq",
     ),
     Exclusion(
-        when=(_DIFFERENCE, Condition("lora_dora", "is", True)),
+        when=(_DIFFERENCE, Condition("lora.dora", "is", True)),
         reason="the adapter is saved as a sum with the negative of its initial value, and DoRA's is no sum",
         instead="lora.init: default, or lora.dora: false", source=_CONVERSION,
     ),
@@ -367,8 +300,8 @@ _EXCLUSIONS = (
             instead=f"lora.init: default, or {instead}", source=_CONVERSION,
         )
         for trained, instead in (
-            (Condition("lora_bias", "is not", "none"), "lora.bias: none"),
-            (Condition("lora_modules_to_save", "is not", ()), "lora.modules_to_save: []"),
+            (Condition("lora.bias", "is not", "none"), "lora.bias: none"),
+            (Condition("lora.modules_to_save", "is not", ()), "lora.modules_to_save: []"),
         )
     ),
     *(
@@ -378,17 +311,16 @@ _EXCLUSIONS = (
             instead=f"lora.init: default, or {unsharded}", source=_CONVERSION,
         )
         for sharded, unsharded in (
-            (Condition("zero", "is at least", 1), "sharding.zero: 0"),
-            (Condition("fsdp", "is", True), "sharding.fsdp: false"),
+            (Condition("sharding.zero", "is at least", 1), "sharding.zero: 0"),
+            (Condition("sharding.fsdp", "is", True), "sharding.fsdp: false"),
         )
     ),
 )  # fmt: skip
 
 DECLARATION = Declaration(
     pages={"lora": "LoRA and QLoRA"},
-    settings=(
-        _RANK, _TARGETS, _DROPOUT, _RSLORA, _DORA, _SAVED, _BIAS, _INIT, _BASE, _QUANTIZED, _QUANTIZE_TO,
-    ),
+    keys=tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig)),
+    labels={"lora.rank": _rank_label},
     techniques=(
         Technique(
             name="lora", page="lora",
@@ -399,7 +331,7 @@ DECLARATION = Declaration(
             "an update of rank `lora.rank`. With autocast the frozen weights and the sum of the layers' outputs are "
             "in 16 bits (`lora.base: fp32`: in fp32). Adapters are fp32, or bf16 with `train.precision: bf16`.",
             needs=("peft",),
-            recipe={"lora.rank": DEFAULT_RANK}, chosen=(Condition("lora_rank", "is at least", 1),), model=_adapters,
+            recipe={"lora.rank": DEFAULT_RANK}, chosen=(Condition("lora.rank", "is at least", 1),), model=_adapters,
             change_rank=6, source="peft; arXiv 2106.09685",
         ),
         Technique(
@@ -418,14 +350,14 @@ DECLARATION = Declaration(
         ),
     ),
     exclusions=_EXCLUSIONS,
-    key_switches=(
-        KeySwitch(
-            keys=(
+    switches=(
+        Switch(
+            (
                 "lora.alpha", "lora.targets", "lora.dropout", "lora.rslora", "lora.dora", "lora.modules_to_save",
                 "lora.bias", "lora.init", "lora.base", "lora.quantize",
             ),
-            on=Condition("lora_rank", "is at least", 1), instead=f"lora.rank: {DEFAULT_RANK}",
+            "lora.rank", lambda settings: settings.lora.rank is not None, f"lora.rank: {DEFAULT_RANK}",
         ),
-        KeySwitch(keys=("lora.quantize_to",), on=_QUANTIZE, instead="lora.quantize: true"),
+        Switch(("lora.quantize_to",), "lora.quantize", _QUANTIZE.holds, "lora.quantize: true"),
     ),
 )  # fmt: skip

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tigon.techniques.records.condition import Condition, Exclusion, KeyExclusion, KeySwitch
-from tigon.techniques.records.setting import Flag, Setting
-from tigon.techniques.records.technique import Declaration, Technique
+from tigon.techniques.records.condition import Condition
 
 BNB_MIN_8BIT = 4096  # elements below which bitsandbytes keeps fp32 states
 BNB_MIN_PAGED = 100_000  # elements below which its paged optimizers allocate on the device after all
@@ -380,7 +378,7 @@ _ROWS = (
     Optimizer(
         name="adamw-torchao-8bit", help="AdamW with 8-bit blockwise moments, compiled by PyTorch.",
         # elsewhere `adamw-8bit` has the same bytes without a compiler
-        searched=True, searched_with=(Condition("fsdp", "is", True),), change_rank=1,
+        searched=True, searched_with=(Condition("sharding.fsdp", "is", True),), change_rank=1,
         trainer_name="adamw_torch_8bit", package="torchao", needs_compiler=True, states=_torchao(8),
         step_bytes=_torchao_step(8), step_moves=_torchao_moves(8), step_sm_s=_torchao_sm_s(8),
         step_calls=_COMPILED_CALLS,
@@ -437,112 +435,3 @@ def bytes_per_parameter(row: Optimizer) -> float:
     """Returns the bytes of state per element of a large fp32 matrix, at all places; for tables, not for plans."""
     matrix = Parameter((4096, 4096), FP32, projected=True)
     return sum(tensor.nbytes for tensor in row.states(matrix, 128)) / matrix.numel
-
-
-def _technique(row: Optimizer) -> Technique:
-    return Technique(
-        name=row.name, page="optimizers",
-        saves=f"{bytes_per_parameter(row):.3g} bytes of state per parameter "
-        f"({'the baseline' if row.name == 'adamw' else 'AdamW: 8'}).",
-        costs=row.help, effect_on_result=row.effect_on_result, needs=(row.package,) if row.package else (),
-        devices=row.devices,
-        recipe={"train.optimizer": row.name} | ({"train.max_grad_norm": 0} if row.in_backward else {}),
-        chosen=(Condition("optimizer", "is", row.name),),
-        arguments=lambda choices, run_info: {"optim": row.trainer_name} if row.trainer_name else {}, source=row.source,
-        change_rank=row.change_rank, last_resort=row.last_resort, searched_with=row.searched_with,
-    )  # fmt: skip
-
-
-_OPTIMIZER = Setting(
-    field="optimizer", key="train.optimizer", help="Optimizer; docs/techniques/optimizers.md compares them.",
-    words=tuple(OPTIMIZERS), flag=Flag(name="optimizer", metavar="NAME", help="docs/techniques/optimizers.md"),
-    search="run", candidates=lambda config: tuple(row.name for row in _ROWS if row.searched), always_written=True,
-    label=lambda choices: choices.optimizer,
-)  # fmt: skip
-_GALORE_RANK = Setting(
-    field="galore_rank", key="train.galore_rank", help="Rank of the gradients' subspace, for the galore optimizers.",
-    minimum=1,
-)  # fmt: skip
-
-_GALORE = Condition("optimizer", "is one of", ("galore", "galore-layerwise"))
-_LAYERWISE, _ADAFACTOR = (Condition("optimizer", "is", name) for name in ("galore-layerwise", "adafactor"))
-_ZERO, _FSDP = Condition("zero", "is at least", 1), Condition("fsdp", "is", True)
-_BITSANDBYTES = tuple(row.name for row in _ROWS if row.package == "bitsandbytes")
-
-_EXCLUSIONS = (
-    Exclusion(
-        when=(_GALORE, _ZERO),
-        reason="ZeRO hands the optimizer flat slices of all parameters, and GaLore projects whole matrices",
-        instead="sharding.zero: 0, or train.optimizer: adamw-8bit with ZeRO",
-        source="deepspeed 0.19.8 runtime/zero/stage_1_and_2.py; github.com/jiaweizzhao/GaLore/issues/2",
-    ),
-    Exclusion(
-        when=(_ADAFACTOR, _ZERO),
-        reason="ZeRO hands the optimizer flat slices, and Adafactor keeps whole second moments for these: this saves "
-        "nothing, and the updates differ from those without ZeRO",
-        instead="train.optimizer: adamw-8bit, or sharding.zero: 0",
-        source="transformers 5.17 optimization.py: Adafactor._get_options; losses of both compared on a small model",
-    ),
-    Exclusion(
-        when=(_GALORE, _FSDP),
-        reason="FSDP2 hands the optimizer a slice of each matrix, and GaLore projects whole matrices",
-        instead="sharding.fsdp: false, or train.optimizer: adamw-torchao-8bit with FSDP2",
-        source="tigon.techniques.mechanisms.galore; torch.distributed.fsdp.fully_shard",
-    ),
-    Exclusion(
-        when=(Condition("optimizer", "is one of", _BITSANDBYTES), _FSDP),
-        reason="bitsandbytes' ops do not support the sharded tensors of FSDP2: the first step fails",
-        instead="train.optimizer: adamw-torchao-8bit, or sharding.zero: 2 instead of sharding.fsdp",
-        source="bitsandbytes 0.50.2 with PyTorch 2.13, run on two processes",
-    ),
-    Exclusion(
-        when=(_ADAFACTOR, _FSDP),
-        reason="Adafactor mixes sharded and whole tensors: the first step fails",
-        instead="train.optimizer: adamw-torchao-4bit",
-        source="transformers 5.17 optimization.py with PyTorch 2.13, run on two processes",
-    ),
-    Exclusion(
-        when=(_GALORE, Condition("lora_rank", "is at least", 1)),
-        reason="LoRA's matrices are no larger than a projection, so GaLore would be plain AdamW",
-        instead="train.optimizer: adamw",
-        source="arXiv 2403.03507 §4.2",
-    ),
-    Exclusion(
-        when=(_LAYERWISE, Condition("accumulate", "is at least", 2)),
-        reason="each micro-batch's gradient is used and freed at once, so there is nothing to accumulate",
-        instead="train.gradient_accumulation: 1, or train.optimizer: galore",
-        source="transformers 5.17 trainer_optimizer.py; arXiv 2403.03507 §4.4",
-    ),
-    Exclusion(
-        when=(_LAYERWISE, Condition("gpus", "is at least", 2)),
-        reason="each weight is updated before its gradient has been summed over the GPUs",
-        instead="sharding.gpus: 1, or train.optimizer: galore",
-        source="transformers 5.17 trainer_optimizer.py",
-    ),
-    Exclusion(
-        when=(_LAYERWISE, Condition("precision", "is", "amp-fp16")),
-        reason="each weight is updated in the backward pass, before the loss scale is divided out of its gradient",
-        instead="train.precision: amp-bf16, or train.optimizer: galore",
-        source="torch.amp.GradScaler",
-    ),
-)
-
-DECLARATION = Declaration(
-    pages={"optimizers": "Optimizers"},
-    settings=(_OPTIMIZER, _GALORE_RANK),
-    techniques=tuple(_technique(row) for row in _ROWS),
-    exclusions=_EXCLUSIONS,
-    key_exclusions=(
-        KeyExclusion(
-            when=_LAYERWISE, key="train.max_grad_norm", test="is above", wanted=0,
-            reason="train.optimizer: galore-layerwise frees each gradient before the total norm is known, so it cannot "
-            "clip; set train.max_grad_norm: 0, or use train.optimizer: galore",
-        ),
-    ),
-    key_switches=(
-        KeySwitch(
-            keys=("train.galore_rank", "train.galore_gap"), on=Condition("optimizer", "starts with", "galore"),
-            instead="train.optimizer: galore",
-        ),
-    ),
-)  # fmt: skip

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tigon.techniques.records.choices import Choices
-from tigon.techniques.records.condition import Condition, Exclusion, KeySwitch
-from tigon.techniques.records.setting import Flag, Setting
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.records.condition import Condition, Exclusion, Switch
+from tigon.techniques.records.technique import Declaration, RunInfo, Search, Technique
 
 # `train.precision` -> the dtype in which the model's weights are loaded.
 WEIGHT_DTYPES: Mapping[str, str] = {
@@ -19,43 +18,25 @@ BF16_WEIGHTS = ("bf16", "fp8")
 """Values of `train.precision` with which weights, gradients and optimizer states are bf16."""
 
 
-def _fp32(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
-    return {"tf32": run_info.tf32} if run_info.device == "cuda" else {}
+def _fp32(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
+    return {"tf32": settings.train.tf32} if run_info.device == "cuda" else {}
 
 
-_PRECISION = Setting(
-    field="precision", key="train.precision",
-    help="`amp-bf16`, `amp-fp16`: autocast over fp32 weights; `bf16`: weights, gradients and optimizer in bf16 too; "
-    "`fp8`: as `bf16`, with the decoder layers' matmuls in FP8; `auto`: amp-bf16 on a GPU that supports bf16, "
-    "otherwise fp32.",
-    words=("fp32", "amp-bf16", "amp-fp16", "bf16", "fp8"), recipe_word="auto",
-    flag=Flag(name="precision", help="fp32, amp-bf16, amp-fp16, bf16 or fp8."),
-    traced=True, search="run", always_written=True, label=lambda choices: choices.precision,
-    # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the factors of
-    # every product to 4 bits, so the planner does not choose it unasked.
-    candidates=lambda config: ("amp-bf16", "bf16"),
-)  # fmt: skip
-
-_IS_FP8 = Condition("precision", "is", "fp8")
-_FP8 = (
-    Setting(
-        field="fp8_scaling", key="train.fp8_scaling",
-        help="With `train.precision: fp8`: `tensorwise`, one scale per tensor; `rowwise`, one per row, which is more "
-        "accurate and slower.",
-        words=("tensorwise", "rowwise"), traced=True,
-        flag=Flag(name="fp8-scaling", help="tensorwise or rowwise.", implies=(("precision", "fp8"),)),
-        label=lambda choices: "rowwise" if choices.precision == "fp8" and choices.fp8_scaling == "rowwise" else "",
-    ),
-    Setting(
-        field="fp8_bf16_layers", key="train.fp8_bf16_layers",
-        help="With `train.precision: fp8`: how many decoder layers at each end keep their matmuls in bf16.",
-        minimum=0, maximum=1000, traced=True,
-    ),
-)  # fmt: skip
-
+_IS_FP8 = Condition("train.precision", "is", "fp8")
 DECLARATION = Declaration(
     pages={"precision": "Number formats"},
-    settings=(_PRECISION, *_FP8),
+    keys=("train.precision", "train.fp8_scaling", "train.fp8_bf16_layers"),
+    searches=(
+        # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the factors
+        # of every product to 4 bits, so the planner does not choose it unasked.
+        Search(key="train.precision", how="run", candidates=lambda config: ("amp-bf16", "bf16")),
+    ),
+    labels={
+        "train.precision": lambda settings: settings.train.precision,
+        "train.fp8_scaling": lambda settings: (
+            "rowwise" if settings.train.precision == "fp8" and settings.train.fp8_scaling == "rowwise" else ""
+        ),
+    },
     techniques=(
         Technique(
             name="fp32", page="precision",
@@ -63,7 +44,7 @@ DECLARATION = Declaration(
             costs="An H100 does 67 TFLOP/s in fp32, 494 with `train.tf32`, and 989 in bf16.",
             effect_on_result="None: the other formats are compared with this one. With `train.tf32: true` matmuls "
             "round their inputs to TF32.",
-            recipe={"train.precision": "fp32"}, chosen=(Condition("precision", "is", "fp32"),), arguments=_fp32,
+            recipe={"train.precision": "fp32"}, chosen=(Condition("train.precision", "is", "fp32"),), arguments=_fp32,
             source="NVIDIA H100 data sheet; torch.backends.cuda.matmul",
         ),
         Technique(
@@ -71,8 +52,8 @@ DECLARATION = Declaration(
             saves="Activations in bf16: half of fp32's. Weights, gradients and states stay at 16 bytes per parameter.",
             costs="A bf16 copy of each weight per forward pass, kept for the backward pass.",
             effect_on_result="Matmuls and activations are bf16; weights, gradients and states stay fp32.",
-            recipe={"train.precision": "amp-bf16"}, chosen=(Condition("precision", "is", "amp-bf16"),),
-            arguments=lambda choices, run_info: {"bf16": True}, source="torch.autocast",
+            recipe={"train.precision": "amp-bf16"}, chosen=(Condition("train.precision", "is", "amp-bf16"),),
+            arguments=lambda settings, run_info: {"bf16": True}, source="torch.autocast",
         ),
         Technique(
             name="amp-fp16", page="precision",
@@ -80,8 +61,8 @@ DECLARATION = Declaration(
             costs="As `amp-bf16`, and a loss scale: a step whose gradient overflows is skipped.",
             effect_on_result="Matmuls and activations are fp16; weights, gradients and states stay fp32.",
             devices=("cuda",),
-            recipe={"train.precision": "amp-fp16"}, chosen=(Condition("precision", "is", "amp-fp16"),),
-            arguments=lambda choices, run_info: {"fp16": True}, source="torch.amp.GradScaler; arXiv 1710.03740",
+            recipe={"train.precision": "amp-fp16"}, chosen=(Condition("train.precision", "is", "amp-fp16"),),
+            arguments=lambda settings, run_info: {"fp16": True}, source="torch.amp.GradScaler; arXiv 1710.03740",
         ),
         Technique(
             name="bf16", page="precision",
@@ -89,8 +70,9 @@ DECLARATION = Declaration(
             costs="No time.",
             effect_on_result="Weights are bf16: an update below 1/512 of a weight is always rounded away, one "
             "above 1/256 never.",
-            recipe={"train.precision": "bf16"}, chosen=(Condition("precision", "is", "bf16"),), change_rank=3,
-            arguments=lambda choices, run_info: {"bf16": choices.zero > 0},  # DeepSpeed reads its bf16 mode from this
+            recipe={"train.precision": "bf16"}, chosen=(Condition("train.precision", "is", "bf16"),), change_rank=3,
+            arguments=lambda settings, run_info: {"bf16": settings.sharding.zero > 0},
+            # DeepSpeed reads its bf16 mode from this
             source="arXiv 2010.06192",
         ),
         Technique(
@@ -107,20 +89,20 @@ DECLARATION = Declaration(
     ),
     exclusions=(
         Exclusion(
-            when=(_IS_FP8, Condition("zero", "is at least", 1)),
+            when=(_IS_FP8, Condition("sharding.zero", "is at least", 1)),
             reason="tigon has not tried FP8 matmuls with the weights that DeepSpeed manages",
             instead="sharding.fsdp: true, or train.precision: bf16", source="docs/techniques/precision.md",
         ),
         Exclusion(
-            when=(_IS_FP8, Condition("quantized", "is", True)),
+            when=(_IS_FP8, Condition("lora.quantize", "is", True)),
             reason="a 4-bit weight would be dequantised and then cast to FP8 for each product, which tigon has not "
             "tried",
             instead="lora.quantize: false, or train.precision: bf16", source="docs/techniques/precision.md",
         ),
     ),
-    key_switches=(
-        KeySwitch(
-            keys=("train.fp8_scaling", "train.fp8_bf16_layers"), on=_IS_FP8, instead="train.precision: fp8",
+    switches=(
+        Switch(
+            ("train.fp8_scaling", "train.fp8_bf16_layers"), "train.precision", _IS_FP8.holds, "train.precision: fp8",
         ),
     ),
 )  # fmt: skip

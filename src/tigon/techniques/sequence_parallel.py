@@ -28,10 +28,10 @@ from torch.nn import functional as F
 
 from tigon.errors import RecipeError
 from tigon.techniques.head_groups import check_has_attention, check_text_alone, key_heads
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.keys.sharding import RING, ULYSSES
 from tigon.techniques.mechanisms import ring_attention
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.setting import Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 # B rows, h query heads, k key heads, T tokens of a row, t tokens of a shard, D head width, N processes of a group.
@@ -40,7 +40,6 @@ SHARD = "sequence_shard"
 """The keyword that carries the `Shard` from the model's call to its attention, also when layers are computed again."""
 IGNORE_INDEX = -100
 KEY, METHOD = "sharding.sequence", "sharding.sequence_method"
-ULYSSES, RING = METHODS = ("ulysses", "ring")
 _RING_OF_DOCUMENTS = (
     f"{METHOD}: ring has no mask that separates packed documents; set data.cross_document_attention: true or "
     f"data.packing: false, or {METHOD}: ulysses"
@@ -308,20 +307,20 @@ def own_tokens(out_BThD: Tensor, group: Any) -> Tensor:
 # --- checks and records ----------------------------------------------------------------------------------------------
 
 
-def check(config: Any, choices: Choices) -> None:
+def check(config: Any, settings: Settings) -> None:
     """Raise RecipeError if processes cannot share the rows of a model with this transformers config."""
-    size = choices.sequence_shards
+    size = settings.sharding.sequence
     if size == 1:
         return
-    if choices.gpus % size:
+    if settings.sharding.gpus % size:
         raise RecipeError(
-            f"{KEY} is {size}, and sharding.gpus {choices.gpus} is not a multiple of it; set sharding.gpus to "
-            f"{-(-choices.gpus // size) * size}"
+            f"{KEY} is {size}, and sharding.gpus {settings.sharding.gpus} is not a multiple of it; set sharding.gpus "
+            f"to {-(-settings.sharding.gpus // size) * size}"
         )
     check_text_alone(config, KEY)
     check_has_attention(config, KEY)
     n_heads, n_key_heads = int(config.num_attention_heads), key_heads(config)
-    if choices.sequence_method == RING:
+    if settings.sharding.sequence_method == RING:
         ring_attention.check()
         if dropout := getattr(config, "attention_dropout", 0):
             raise RecipeError(f"{METHOD}: ring: the model's attention has dropout; set model.config.attention_dropout: "
@@ -344,16 +343,16 @@ def check(config: Any, choices: Choices) -> None:
                           f"false, or {KEY}: 1")  # fmt: skip
 
 
-def _share(model: Any, choices: Choices, run_info: RunInfo) -> Any:
-    size = choices.sequence_shards
+def _share(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+    size = settings.sharding.sequence
     mesh = dist.device_mesh.init_device_mesh(
         run_info.device, (run_info.processes // size, size), mesh_dim_names=("data", "sequence")
     )
-    share_rows(model, mesh.get_group("sequence"), choices.sequence_method)
+    share_rows(model, mesh.get_group("sequence"), settings.sharding.sequence_method)
     return model
 
 
-_SHARDED = Condition("sequence_shards", "is at least", 2)
+_SHARDED = Condition("sharding.sequence", "is at least", 2)
 
 
 def _not_with(condition: Condition, reason: str, instead: str, source: str) -> Exclusion:
@@ -364,22 +363,11 @@ _UNTRIED = "tigon.techniques.sequence_parallel: not tried"
 
 DECLARATION = Declaration(
     pages={"sequence-parallel": "Sequence parallelism"},
-    settings=(
-        Setting(
-            field="sequence_shards", key=KEY,
-            help="Processes that share the tokens of each row; must divide `gpus` and, with Ulysses, the model's key "
-            "heads.",
-            minimum=1, maximum=64,
-            label=lambda choices: f"rows shared by {choices.sequence_shards}" if choices.sequence_shards > 1 else "",
-        ),
-        Setting(
-            field="sequence_method", key=METHOD,
-            help="How attention sees whole rows: `ulysses` exchanges tokens for heads; `ring` passes keys and values "
-            "on from process to process, and no GPU has run it yet.",
-            words=METHODS,
-            label=lambda choices: "ring attention" if choices.sequence_method == RING else "",
-        ),
-    ),
+    keys=(KEY, METHOD),
+    labels={
+        KEY: lambda settings: f"rows shared by {settings.sharding.sequence}" if settings.sharding.sequence > 1 else "",
+        METHOD: lambda settings: "ring attention" if settings.sharding.sequence_method == RING else "",
+    },
     techniques=(
         Technique(
             name="sequence-parallel", page="sequence-parallel",
@@ -388,7 +376,8 @@ DECLARATION = Declaration(
             "together, so a step has an Nth of the samples.",
             effect_on_result="None for the same samples per step, except for rounding. With FP8 every GPU scales "
             "its own tokens.",
-            recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, source="arXiv 2309.14509",
+            recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, fits=check,
+            source="arXiv 2309.14509",
         ),
         Technique(
             name="ring-attention", page="sequence-parallel",
@@ -399,24 +388,24 @@ DECLARATION = Declaration(
             recipe={
                 "sharding.gpus": 2, KEY: 2, METHOD: RING, "data.cross_document_attention": True,
             },
-            chosen=(_SHARDED, Condition("sequence_method", "is", RING)), source="arXiv 2310.01889",
+            chosen=(_SHARDED, Condition("sharding.sequence_method", "is", RING)), source="arXiv 2310.01889",
         ),
     ),
     exclusions=(
         _not_with(
-            Condition("attention", "is not", "sdpa"), "the all-to-alls are around the sdpa function",
+            Condition("model.attention", "is not", "sdpa"), "the all-to-alls are around the sdpa function",
             "model.attention: sdpa", "tigon.techniques.sequence_parallel",
         ),
         _not_with(
-            Condition("attention_groups", "is at least", 2), "each of them replaces the attention function",
+            Condition("train.attention_groups", "is at least", 2), "each of them replaces the attention function",
             "train.attention_groups: 1", "tigon.techniques.head_groups",
         ),
         Exclusion(
-            when=(Condition("sequence_method", "is", RING), Condition("sequence_shards", "is", 1)),
+            when=(Condition("sharding.sequence_method", "is", RING), Condition("sharding.sequence", "is", 1)),
             reason="a ring needs processes that share rows", instead=f"{KEY}: 2, or {METHOD}: ulysses", source=KEY,
         ),
         _not_with(
-            Condition("kernels", "is", "liger"), "Liger Kernel has not been tried with shards of rows",
+            Condition("model.kernels", "is", "liger"), "Liger Kernel has not been tried with shards of rows",
             "model.kernels: tigon", _UNTRIED,
         ),
     ),

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
-from tigon.techniques.records.choices import Choices
-from tigon.techniques.records.condition import Condition, Exclusion, KeyExclusion, KeySwitch
-from tigon.techniques.records.setting import Flag, Setting
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.records.condition import Condition, Exclusion, Switch
+from tigon.techniques.records.technique import Declaration, RunInfo, Search, Technique
 
 AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
 AIO_THREADS = 8  # threads per read or write; each takes a share of the bytes
@@ -28,35 +27,35 @@ ADAM_TENSORS = 4  # DeepSpeed's optimizer swapper holds weight, gradient and two
 LARGEST_LAYER = 500_000_000
 
 
-def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
+def deepspeed_config(settings: Settings, run_info: RunInfo) -> dict[str, Any]:
     """Returns the whole DeepSpeed configuration. Sizes are numbers of elements, as DeepSpeed expects.
 
     Bucket sizes follow from the hidden size, like those of transformers' `auto`, so that small models get small ones.
     If stage 3 gathers whole layers, its buckets hold one.
     """
     square = max(run_info.hidden_size**2, 2**16)
-    whole_layers = gathers_layers(choices, run_info)
+    whole_layers = gathers_layers(settings, run_info)
     bucket = max(square, run_info.largest_layer()) if whole_layers else square
     zero: dict[str, Any] = {
-        "stage": choices.zero,
+        "stage": settings.sharding.zero,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": square,
     }
-    if choices.zero == 3:
+    if settings.sharding.zero == 3:
         zero |= {
             "stage3_prefetch_bucket_size": bucket if whole_layers else square * 9 // 10,
             "stage3_param_persistence_threshold": 10 * run_info.hidden_size,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    zero |= _offloads(choices, run_info) | zero_plus_plus(choices)
-    pure = choices.precision == "bf16"
+    zero |= _offloads(settings, run_info) | zero_plus_plus(settings)
+    pure = settings.train.precision == "bf16"
     config: dict[str, Any] = {
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # any torch.optim.Optimizer; excluded ones are refused earlier
-        "bf16": {"enabled": choices.precision in ("amp-bf16", "bf16")},
-        "fp16": {"enabled": choices.precision == "amp-fp16"},
+        "bf16": {"enabled": settings.train.precision in ("amp-bf16", "bf16")},
+        "fp16": {"enabled": settings.train.precision == "amp-fp16"},
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
         "gradient_accumulation_steps": "auto",
@@ -64,7 +63,7 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
     }
     if pure:
         config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    if choices.offload == "nvme":
+    if settings.sharding.offload == "nvme":
         config["aio"] = {
             "block_size": AIO_BLOCK_BYTES,
             "queue_depth": 32,
@@ -74,7 +73,7 @@ def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
     return config
 
 
-def gathers_layers(choices: Choices, run_info: RunInfo) -> bool:
+def gathers_layers(settings: Settings, run_info: RunInfo) -> bool:
     """Returns whether stage 3 gathers and reduces the weights of a layer together, instead of one by one.
 
     DeepSpeed then has hooks on layers, not on each of their modules, which takes most of its host time away. Its hook
@@ -83,17 +82,17 @@ def gathers_layers(choices: Choices, run_info: RunInfo) -> bool:
     counted by weights.
     """
     return (
-        choices.zero == 3 and run_info.processes > 1 and run_info.runs_layers_once
-        and choices.offload == "none" and choices.lora_rank is None and not zero_plus_plus(choices)
+        settings.sharding.zero == 3 and run_info.processes > 1 and run_info.runs_layers_once
+        and settings.sharding.offload == "none" and settings.lora.rank is None and not zero_plus_plus(settings)
         and 0 < run_info.largest_layer() <= LARGEST_LAYER
     )  # fmt: skip
 
 
-def _mark_layers(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+def _mark_layers(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     """Let DeepSpeed see each decoder layer as one module, if `gathers_layers` says so."""
     layers = decoder_layers(model)
     weights = [weight for layer in layers for weight in layer.parameters()]
-    if gathers_layers(choices, run_info) and len(weights) == len(set(weights)):  # layers may share weights
+    if gathers_layers(settings, run_info) and len(weights) == len(set(weights)):  # layers may share weights
         from deepspeed.utils import set_z3_leaf_module
 
         for layer in layers:
@@ -121,32 +120,36 @@ def _check_first_input(layer: Any) -> None:
     handle = layer.register_forward_pre_hook(check)
 
 
-def zero_plus_plus(choices: Choices) -> dict[str, Any]:
+def zero_plus_plus(settings: Settings) -> dict[str, Any]:
     """Returns the keys of ZeRO++ (arXiv 2306.10209) in DeepSpeed's configuration."""
     keys: dict[str, Any] = {}
-    if choices.zero_copy_ranks > 1:
-        keys["zero_hpz_partition_size"] = choices.zero_copy_ranks
-    if choices.zero_int8_weights:
+    if settings.sharding.zero_copy_ranks > 1:
+        keys["zero_hpz_partition_size"] = settings.sharding.zero_copy_ranks
+    if settings.sharding.zero_int8_weights:
         keys["zero_quantized_weights"] = True
-    if choices.zero_int4_gradients:
+    if settings.sharding.zero_int4_gradients:
         keys["zero_quantized_gradients"] = True
     return keys
 
 
-def _offloads(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
-    if choices.offload == "none":
+def _offloads(settings: Settings, run_info: RunInfo) -> dict[str, Any]:
+    if settings.sharding.offload == "none":
         return {}
-    place: dict[str, Any] = {"device": choices.offload, "pin_memory": run_info.device == "cuda"}
+    place: dict[str, Any] = {"device": settings.sharding.offload, "pin_memory": run_info.device == "cuda"}
     optimizer, weights = dict(place), dict(place)
     extra: dict[str, Any] = {}
-    if choices.offload == "nvme":
-        optimizer |= {"nvme_path": run_info.nvme_folder, "buffer_count": ADAM_TENSORS}
-        weights |= {"nvme_path": run_info.nvme_folder, "max_in_cpu": 0, **nvme_buffers(choices, run_info)}
+    if settings.sharding.offload == "nvme":
+        optimizer |= {"nvme_path": settings.sharding.nvme_folder, "buffer_count": ADAM_TENSORS}
+        weights |= {"nvme_path": settings.sharding.nvme_folder, "max_in_cpu": 0, **nvme_buffers(settings, run_info)}
         # The optimizer's buffers hold a sub-group. DeepSpeed's default of 1e9 elements would take 16 GB of pinned
         # memory. Weights that are used again within its default reuse distance of 1e9 elements would stay in their
         # buffers, until no buffer is left.
         extra |= {"sub_group_size": nvme_group_size(run_info), "stage3_max_reuse_distance": 0}
-    return {"offload_optimizer": optimizer, **({"offload_param": weights} if choices.zero == 3 else {}), **extra}
+    return {
+        "offload_optimizer": optimizer,
+        **({"offload_param": weights} if settings.sharding.zero == 3 else {}),
+        **extra,
+    }
 
 
 def nvme_group_size(run_info: RunInfo) -> int:
@@ -154,14 +157,14 @@ def nvme_group_size(run_info: RunInfo) -> int:
     return max(10**8, run_info.largest())
 
 
-def nvme_buffers(choices: Choices, run_info: RunInfo) -> dict[str, int]:
+def nvme_buffers(settings: Settings, run_info: RunInfo) -> dict[str, int]:
     """Returns size and number of the buffers for swapped weights.
 
     Each is as large as the largest partition, and there are as many as can be in use at a time. DeepSpeed 0.19.8 fails
     at the first layer if there are fewer buffers than the layer's parameters and those it prefetches. It also fails if
     a buffer is smaller than the largest parameter (default 1e8 elements; Llama-3.2-1B's embedding has 262.7e6).
     """
-    itemsize = 4 if choices.precision == "fp32" else 2
+    itemsize = 4 if settings.train.precision == "fp32" else 2
 
     def swapped(numels: list[int]) -> int:
         return sum(math.ceil(n / run_info.processes) * itemsize >= AIO_BLOCK_BYTES for n in numels)
@@ -174,8 +177,8 @@ def nvme_buffers(choices: Choices, run_info: RunInfo) -> dict[str, int]:
     return {"buffer_size": math.ceil(partition / share) * share, "buffer_count": max(5, 2 * most + outside + 1)}
 
 
-def _zero(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
-    return {"deepspeed": deepspeed_config(choices, run_info)}
+def _zero(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
+    return {"deepspeed": deepspeed_config(settings, run_info)}
 
 
 def name_present_layers(model: Any) -> None:
@@ -189,18 +192,18 @@ def name_present_layers(model: Any) -> None:
         model._no_split_modules = [name for name in names if name in present]
 
 
-def weights_are_sharded(choices: Choices) -> bool:
+def weights_are_sharded(settings: Settings) -> bool:
     """Returns whether a process holds only a part of the weights between steps."""
-    return choices.zero == 3 or choices.fsdp
+    return settings.sharding.zero == 3 or settings.sharding.fsdp
 
 
-def are_drawn_in_place(choices: Choices) -> bool:
+def are_drawn_in_place(settings: Settings) -> bool:
     """Returns whether a preset's random weights are drawn on their device.
 
     Otherwise they are written to files first: to be quantised while they are read, or to be read a second time when
     adapters are merged.
     """
-    return not choices.quantized and not (weights_are_sharded(choices) and choices.lora_rank is not None)
+    return not settings.lora.quantize and not (weights_are_sharded(settings) and settings.lora.rank is not None)
 
 
 def fit_whole(weights_bytes: Iterable[int], room_bytes: int | None) -> bool:
@@ -213,17 +216,22 @@ def fit_whole(weights_bytes: Iterable[int], room_bytes: int | None) -> bool:
     return room_bytes is None or sum(sizes) + max(sizes) <= room_bytes
 
 
-def are_read_in_parts(choices: Choices, *, reads_whole_weights: bool) -> bool:
+def are_read_in_parts(settings: Settings, *, reads_whole_weights: bool) -> bool:
     """Returns whether files are read directly into stage 3's partitions.
 
     Adapters and some objectives need whole weights, and DeepSpeed needs one dtype for all partitioned weights. With
     them it first moves the model to the GPU in 16 bits.
     """
-    return choices.zero == 3 and choices.lora_rank is None and not choices.quantized and not reads_whole_weights
+    return (
+        settings.sharding.zero == 3
+        and settings.lora.rank is None
+        and not settings.lora.quantize
+        and not reads_whole_weights
+    )
 
 
 @contextlib.contextmanager
-def partitioned_loading(choices: Choices, run_info: RunInfo) -> Iterator[None]:
+def partitioned_loading(settings: Settings, run_info: RunInfo) -> Iterator[None]:
     """Context in which from_pretrained reads weights into stage 3's partitions, with one whole weight at a time on the
     GPU.
 
@@ -236,26 +244,26 @@ def partitioned_loading(choices: Choices, run_info: RunInfo) -> Iterator[None]:
 
     init_distributed(auto_mpi_discovery=False)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
-    alive = HfDeepSpeedConfig({**deepspeed_config(choices, run_info), **batch, "train_batch_size": run_info.processes})
+    alive = HfDeepSpeedConfig({**deepspeed_config(settings, run_info), **batch, "train_batch_size": run_info.processes})
     try:
         yield
     finally:
         del alive
 
 
-def shard_ranks(choices: Choices) -> int:
+def shard_ranks(settings: Settings) -> int:
     """Returns the number of processes that hold one whole copy of the states between them, under FSDP2."""
-    return choices.gpus // choices.replicas
+    return settings.sharding.gpus // settings.sharding.replicas
 
 
-def check_sizes(choices: Choices) -> None:
+def check_sizes(settings: Settings) -> None:
     """Raise RecipeError if the copies of `sharding.replicas` or `sharding.zero_copy_ranks` do not divide the GPUs."""
-    if choices.gpus % choices.zero_copy_ranks:
+    size, gpus, copy_ranks = settings.sharding.replicas, settings.sharding.gpus, settings.sharding.zero_copy_ranks
+    if gpus % copy_ranks:
         raise RecipeError(
-            f"sharding.zero_copy_ranks is {choices.zero_copy_ranks}, and sharding.gpus {choices.gpus} is not a "
-            f"multiple of it; set it to a divisor of {choices.gpus}"
+            f"sharding.zero_copy_ranks is {copy_ranks}, and sharding.gpus {gpus} is not a multiple of it; set it to a "
+            f"divisor of {gpus}"
         )
-    size, gpus = choices.replicas, choices.gpus
     if size > 1 and (gpus % size or gpus < 2 * size):
         raise RecipeError(
             f"sharding.replicas is {size}, and each copy needs the same number of at least 2 GPUs, but sharding.gpus "
@@ -264,105 +272,65 @@ def check_sizes(choices: Choices) -> None:
         )
 
 
-def _fsdp(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
+def _fsdp(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     return {
-        **_mesh(choices),
+        **_mesh(settings),
         "fsdp": True,
         "fsdp_config": {
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "reshard_after_forward": choices.reshard,
-            "cpu_offload": choices.offload == "cpu",
+            "reshard_after_forward": settings.sharding.reshard,
+            "cpu_offload": settings.sharding.offload == "cpu",
             "state_dict_type": "FULL_STATE_DICT",
         },
     }
 
 
-def _mesh(choices: Choices) -> Mapping[str, Any]:
+def _mesh(settings: Settings) -> Mapping[str, Any]:
     """The argument that says which processes shard and which hold copies. By default all of them shard."""
-    if choices.replicas == 1:
+    if settings.sharding.replicas == 1:
         return {}
     from accelerate import ParallelismConfig
 
-    config = ParallelismConfig(dp_replicate_size=choices.replicas, dp_shard_size=shard_ranks(choices))
+    config = ParallelismConfig(dp_replicate_size=settings.sharding.replicas, dp_shard_size=shard_ranks(settings))
     return {"parallelism_config": config}
 
 
 PLACEMENTS: tuple[Mapping[str, Any], ...] = (
-    {"zero": 0, "fsdp": False, "offload": "none"},
-    {"zero": 2, "fsdp": False, "offload": "none"},
-    {"zero": 3, "fsdp": False, "offload": "none"},
-    {"zero": 0, "fsdp": True, "offload": "none"},
-    {"zero": 2, "fsdp": False, "offload": "cpu"},
-    {"zero": 3, "fsdp": False, "offload": "cpu"},
-    {"zero": 0, "fsdp": True, "offload": "cpu"},
-    {"zero": 3, "fsdp": False, "offload": "nvme"},
+    {"sharding.zero": 0, "sharding.fsdp": False, "sharding.offload": "none"},
+    {"sharding.zero": 2, "sharding.fsdp": False, "sharding.offload": "none"},
+    {"sharding.zero": 3, "sharding.fsdp": False, "sharding.offload": "none"},
+    {"sharding.zero": 0, "sharding.fsdp": True, "sharding.offload": "none"},
+    {"sharding.zero": 2, "sharding.fsdp": False, "sharding.offload": "cpu"},
+    {"sharding.zero": 3, "sharding.fsdp": False, "sharding.offload": "cpu"},
+    {"sharding.zero": 0, "sharding.fsdp": True, "sharding.offload": "cpu"},
+    {"sharding.zero": 3, "sharding.fsdp": False, "sharding.offload": "nvme"},
 )
 """The placements of weights and states that the planner tries, least traffic first."""
 
-_SETTINGS = (
-    Setting(
-        field="gpus", key="sharding.gpus",
-        help="Processes, one per GPU; also `--gpus`. Without a GPU they run on the CPU.", minimum=1, maximum=64,
-        flag=Flag(name="gpus", help="Number of GPUs."),
+_LABELS: Mapping[str, Callable[[Settings], str]] = {
+    "sharding.zero": lambda settings: f"ZeRO-{settings.sharding.zero}" if settings.sharding.zero else "",
+    "sharding.zero_copy_ranks": lambda settings: (
+        f"hpZ {settings.sharding.zero_copy_ranks}" if settings.sharding.zero_copy_ranks > 1 else ""
     ),
-    Setting(
-        field="zero", key="sharding.zero",
-        help="DeepSpeed ZeRO stage: 1 partitions the optimizer states over the GPUs, 2 also the gradients, 3 also the "
-        "weights.",
-        minimum=0, maximum=3, flag=Flag(name="zero", help="DeepSpeed ZeRO stage: 0, 1, 2 or 3."), search="placement",
-        label=lambda choices: f"ZeRO-{choices.zero}" if choices.zero else "",
+    "sharding.zero_int8_weights": lambda settings: "qwZ" if settings.sharding.zero_int8_weights else "",
+    "sharding.zero_int4_gradients": lambda settings: "qgZ" if settings.sharding.zero_int4_gradients else "",
+    "sharding.fsdp": lambda settings: "FSDP2" if settings.sharding.fsdp else "",
+    "sharding.replicas": lambda settings: (
+        f"{settings.sharding.replicas} copies" if settings.sharding.replicas > 1 else ""
     ),
-    Setting(
-        field="fsdp", key="sharding.fsdp",
-        help="PyTorch FSDP2: shard weights, gradients and optimizer states over the GPUs.",
-        flag=Flag(name="fsdp", help="PyTorch FSDP2."), search="placement",
-        label=lambda choices: "FSDP2" if choices.fsdp else "",
+    "sharding.offload": lambda settings: (
+        f"offload {settings.sharding.offload}" if settings.sharding.offload != "none" else ""
     ),
-    Setting(
-        field="replicas", key="sharding.replicas",
-        help="FSDP2: copies of the sharded states (hybrid sharding). Each is divided over `gpus` / `replicas` "
-        "consecutive processes; with as many copies as machines, weights are gathered within each machine.",
-        minimum=1, maximum=1024,
-        label=lambda choices: f"{choices.replicas} copies" if choices.replicas > 1 else "",
-    ),
-    Setting(
-        field="reshard", key="sharding.reshard", help="FSDP2: free a layer's gathered weights after its forward pass.",
-    ),
-    Setting(
-        field="zero_copy_ranks", key="sharding.zero_copy_ranks",
-        help="ZeRO++ (hpZ): this many consecutive processes, such as those of one machine, keep a second copy of the "
-        "16-bit weights between them, and the backward pass gathers from it. Requires `zero: 3`.",
-        minimum=1, maximum=64,
-        label=lambda choices: f"hpZ {choices.zero_copy_ranks}" if choices.zero_copy_ranks > 1 else "",
-    ),
-    Setting(
-        field="zero_int8_weights", key="sharding.zero_int8_weights",
-        help="ZeRO++ (qwZ): gather weights as 8-bit integers. Requires `zero: 3` and a GPU; no GPU has run it yet.",
-        label=lambda choices: "qwZ" if choices.zero_int8_weights else "",
-    ),
-    Setting(
-        field="zero_int4_gradients", key="sharding.zero_int4_gradients",
-        help="ZeRO++ (qgZ): reduce gradients as 4-bit integers between machines. Requires `zero: 3` and a GPU; no GPU "
-        "has run it yet.",
-        label=lambda choices: "qgZ" if choices.zero_int4_gradients else "",
-    ),
-    Setting(
-        field="offload", key="sharding.offload",
-        help="Offload partitioned states: `cpu`: optimizer states to host memory, and with `zero: 3` or `fsdp` the "
-        "weights too; `nvme`: both to files, requires `zero: 3`.",
-        words=("none", "cpu", "nvme"), flag=Flag(name="offload", help="none, cpu or nvme."), search="placement",
-        label=lambda choices: f"offload {choices.offload}" if choices.offload != "none" else "",
-    ),
-)  # fmt: skip
+}
 
 # DeepSpeed compiles its CPU Adam at the first use (op_builder/cpu_adam.py, async_io.py).
 _CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc if there is a GPU")
-_CPU, _NVME = (Condition("offload", "is", place) for place in ("cpu", "nvme"))
-_ZERO, _OFFLOADED = Condition("zero", "is at least", 1), Condition("offload", "is not", "none")
+_CPU, _NVME = (Condition("sharding.offload", "is", place) for place in ("cpu", "nvme"))
+_ZERO, _OFFLOADED = Condition("sharding.zero", "is at least", 1), Condition("sharding.offload", "is not", "none")
 _ZERO_PLUS_PLUS = (
-    Condition("zero_copy_ranks", "is at least", 2), Condition("zero_int8_weights", "is", True),
-    Condition("zero_int4_gradients", "is", True),
+    Condition("sharding.zero_copy_ranks", "is at least", 2), Condition("sharding.zero_int8_weights", "is", True),
+    Condition("sharding.zero_int4_gradients", "is", True),
 )  # fmt: skip
 _ZERO_EFFECT_ON_RESULT = (
     "With `amp-bf16`, weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under "
@@ -374,7 +342,7 @@ def _stage(stage: int, saves: str, costs: str) -> Technique:
     return Technique(
         name=f"zero-{stage}", page="zero", saves=saves, costs=costs, effect_on_result=_ZERO_EFFECT_ON_RESULT,
         needs=("deepspeed",), recipe={"sharding.gpus": 2, "sharding.zero": stage},
-        chosen=(Condition("zero", "is", stage),), arguments=_zero, model=_mark_layers, change_rank=1,
+        chosen=(Condition("sharding.zero", "is", stage),), arguments=_zero, model=_mark_layers, change_rank=1,
         source="DeepSpeed; arXiv 1910.02054 §5",
     )  # fmt: skip
 
@@ -388,7 +356,8 @@ _TECHNIQUES = (
         "per step as one GPU with the same recipe.",
         recipe={"sharding.gpus": 2},
         chosen=(
-            Condition("gpus", "is at least", 2), Condition("zero", "is", 0), Condition("fsdp", "is", False),
+            Condition("sharding.gpus", "is at least", 2), Condition("sharding.zero", "is", 0),
+            Condition("sharding.fsdp", "is", False),
         ),
         source="torch.nn.parallel.DistributedDataParallel",
     ),
@@ -404,7 +373,7 @@ _TECHNIQUES = (
         costs="2 / `sharding.zero_copy_ranks` bytes per parameter on each GPU.",
         effect_on_result=_ZERO_EFFECT_ON_RESULT, needs=("deepspeed",),
         recipe={"sharding.gpus": 4, "sharding.zero": 3, "sharding.zero_copy_ranks": 2},
-        chosen=(Condition("zero", "is", 3), Condition("zero_copy_ranks", "is at least", 2)),
+        chosen=(Condition("sharding.zero", "is", 3), Condition("sharding.zero_copy_ranks", "is at least", 2)),
         source="DeepSpeed, zero_hpz_partition_size; arXiv 2306.10209",
     ),
     Technique(
@@ -414,7 +383,8 @@ _TECHNIQUES = (
         effect_on_result="Gathered weights have about 8 bits of precision. No GPU has run it with tigon yet.",
         needs=("deepspeed",), devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int8_weights": True},
-        chosen=(Condition("zero", "is", 3), Condition("zero_int8_weights", "is", True)), change_rank=1,
+        chosen=(Condition("sharding.zero", "is", 3), Condition("sharding.zero_int8_weights", "is", True)),
+        change_rank=1,
         source="DeepSpeed, zero_quantized_weights; arXiv 2306.10209",
     ),
     Technique(
@@ -425,7 +395,8 @@ _TECHNIQUES = (
         effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
         needs=("deepspeed",), devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int4_gradients": True},
-        chosen=(Condition("zero", "is", 3), Condition("zero_int4_gradients", "is", True)), change_rank=1,
+        chosen=(Condition("sharding.zero", "is", 3), Condition("sharding.zero_int4_gradients", "is", True)),
+        change_rank=1,
         source="DeepSpeed, zero_quantized_gradients; arXiv 2306.10209",
     ),
     Technique(
@@ -445,7 +416,7 @@ _TECHNIQUES = (
         effect_on_result="As ZeRO without offload. DeepSpeedCPUAdam makes the update, with fp32 states.",
         needs=("deepspeed",), tools=(*_CPU_ADAM_TOOLS, "libaio with its headers"),
         recipe={"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": "nvme"},
-        chosen=(Condition("zero", "is", 3), _NVME), rough_time=True, source="arXiv 2104.07857",
+        chosen=(Condition("sharding.zero", "is", 3), _NVME), rough_time=True, source="arXiv 2104.07857",
     ),
     Technique(
         name="fsdp2", page="fsdp2",
@@ -453,7 +424,7 @@ _TECHNIQUES = (
         "weights between its two passes.",
         costs="As ZeRO-3; without resharding as ZeRO-2.", devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.fsdp": True},
-        chosen=(Condition("fsdp", "is", True),), arguments=_fsdp,
+        chosen=(Condition("sharding.fsdp", "is", True),), arguments=_fsdp,
         source="torch.distributed.fsdp.fully_shard; arXiv 2304.11277",
     ),
     Technique(
@@ -462,7 +433,7 @@ _TECHNIQUES = (
         costs="Weights are gathered among the GPUs of one copy only. After that, gradients of each shard are summed "
         "over the copies: the only traffic between machines if each holds one copy.", devices=("cuda",),
         recipe={"sharding.gpus": 4, "sharding.fsdp": True, "sharding.replicas": 2},
-        chosen=(Condition("fsdp", "is", True), Condition("replicas", "is at least", 2)),
+        chosen=(Condition("sharding.fsdp", "is", True), Condition("sharding.replicas", "is at least", 2)),
         source="torch.distributed.fsdp.fully_shard on a mesh of two dimensions; arXiv 2304.11277 §3.2.2",
     ),
     Technique(
@@ -470,20 +441,21 @@ _TECHNIQUES = (
         saves="FSDP2's weights, gradients and states stay on the host, and the optimizer runs there.",
         costs="Each layer's weights are copied to the GPU for each pass, and gradients to the host.", devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.fsdp": True, "sharding.offload": "cpu"},
-        chosen=(Condition("fsdp", "is", True), _CPU), rough_time=True, source="torch.distributed.fsdp.CPUOffloadPolicy",
+        chosen=(Condition("sharding.fsdp", "is", True), _CPU), rough_time=True,
+        source="torch.distributed.fsdp.CPUOffloadPolicy",
     ),
 )  # fmt: skip
 
 _EXCLUSIONS = (
     Exclusion(
-        when=(_ZERO, _OFFLOADED, Condition("optimizer", "is not one of", ("adamw", "adamw-foreach"))),
+        when=(_ZERO, _OFFLOADED, Condition("train.optimizer", "is not one of", ("adamw", "adamw-foreach"))),
         reason="with offload, Accelerate and DeepSpeed replace every optimizer by DeepSpeedCPUAdam, which has fp32 "
         "states and, unless AdamW was asked for, L2 regularisation instead of decoupled weight decay",
         instead="train.optimizer: adamw, or sharding.offload: none",
         source="accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed",
     ),
     Exclusion(
-        when=(_ZERO, _OFFLOADED, Condition("precision", "is", "bf16")),
+        when=(_ZERO, _OFFLOADED, Condition("train.precision", "is", "bf16")),
         reason="bf16 states on the host need a DeepSpeedCPUAdam made for bf16, and Accelerate makes it for fp32, so "
         "DeepSpeed refuses it",
         instead="train.precision: amp-bf16, or sharding.offload: none",
@@ -499,24 +471,24 @@ _EXCLUSIONS = (
         for used in _ZERO_PLUS_PLUS
         for condition, instead in (
             (_OFFLOADED, "sharding.offload: none"),
-            (Condition("lora_rank", "is at least", 1), "lora.rank: null"),
+            (Condition("lora.rank", "is at least", 1), "lora.rank: null"),
         )
     ),
     Exclusion(
-        when=(Condition("fsdp", "is", True), _ZERO),
+        when=(Condition("sharding.fsdp", "is", True), _ZERO),
         reason="both partition the same states",
         instead="one of sharding.fsdp and sharding.zero",
         source="transformers 5.17 training_args.py",
     ),
     Exclusion(
-        when=(Condition("replicas", "is at least", 2), Condition("fsdp", "is", False)),
+        when=(Condition("sharding.replicas", "is at least", 2), Condition("sharding.fsdp", "is", False)),
         reason="FSDP2 shards the copies",
         instead="sharding.fsdp: true",
         source="torch.distributed.fsdp.fully_shard",
     ),
     *(
         Exclusion(
-            when=(used, Condition("zero", "is not", 3)),
+            when=(used, Condition("sharding.zero", "is not", 3)),
             reason="ZeRO++ is part of stage 3",
             instead="sharding.zero: 3",
             source="arXiv 2306.10209",
@@ -524,42 +496,52 @@ _EXCLUSIONS = (
         for used in _ZERO_PLUS_PLUS
     ),
     Exclusion(
-        when=(_OFFLOADED, Condition("zero", "is", 0), Condition("fsdp", "is", False)),
+        when=(_OFFLOADED, Condition("sharding.zero", "is", 0), Condition("sharding.fsdp", "is", False)),
         reason="offload moves the states that ZeRO or FSDP2 manage, and neither is on",
         instead="sharding.zero: 2 (states) or 3 (weights too), or train.checkpointing: offload for activations",
         source="deepspeed.ai/docs/config-json; torch.distributed.fsdp.CPUOffloadPolicy",
     ),
     Exclusion(
-        when=(_NVME, Condition("zero", "is not", 3)),
+        when=(_NVME, Condition("sharding.zero", "is not", 3)),
         reason="only DeepSpeed's stage 3 swaps to files",
         instead="sharding.zero: 3, or sharding.offload: cpu",
         source="deepspeed.ai/docs/config-json, offload_optimizer and offload_param",
     ),
+    Exclusion(
+        when=(_NVME, Condition("sharding.nvme_folder", "is", None)),
+        reason="the states need a folder on a fast local disk",
+        instead="sharding.nvme_folder: FOLDER too",
+        source="deepspeed.ai/docs/config-json",
+    ),
+    Exclusion(
+        when=(Condition("sharding.offload", "is not", "nvme"), Condition("sharding.nvme_folder", "is not", None)),
+        reason="no files go into that folder",
+        instead="sharding.offload: nvme, or leave sharding.nvme_folder out",
+        source="deepspeed.ai/docs/config-json",
+    ),
 )
-_NVME_TOGETHER = "sharding.offload: nvme and sharding.nvme_folder belong together; give both or neither"
 
 DECLARATION = Declaration(
     pages={
         "ddp": "Data parallelism", "zero": "DeepSpeed ZeRO", "offload": "DeepSpeed offload", "fsdp2": "PyTorch FSDP2",
     },
-    settings=_SETTINGS,
+    keys=(
+        "sharding.gpus", "sharding.zero", "sharding.fsdp", "sharding.offload", "sharding.nvme_folder",
+        "sharding.zero_copy_ranks", "sharding.zero_int8_weights", "sharding.zero_int4_gradients", "sharding.replicas",
+        "sharding.reshard",
+    ),
+    searches=tuple(Search(key=key, how="placement") for key in PLACEMENTS[0]),
+    labels=_LABELS,
     techniques=_TECHNIQUES,
     exclusions=_EXCLUSIONS,
-    key_exclusions=(
-        KeyExclusion(when=_NVME, key="sharding.nvme_folder", test="is", wanted=None, reason=_NVME_TOGETHER),
-        KeyExclusion(
-            when=Condition("offload", "is not", "nvme"), key="sharding.nvme_folder", test="is not", wanted=None,
-            reason=_NVME_TOGETHER,
+    switches=(
+        Switch(
+            ("sharding.reshard", "sharding.replicas"), "sharding.fsdp", lambda settings: settings.sharding.fsdp,
+            "sharding.fsdp: true",
         ),
-    ),
-    key_switches=(
-        KeySwitch(
-            keys=("sharding.reshard", "sharding.replicas"), on=Condition("fsdp", "is", True),
-            instead="sharding.fsdp: true",
-        ),
-        KeySwitch(
-            keys=("sharding.zero_copy_ranks", "sharding.zero_int8_weights", "sharding.zero_int4_gradients"),
-            on=Condition("zero", "is", 3), instead="sharding.zero: 3",
+        Switch(
+            ("sharding.zero_copy_ranks", "sharding.zero_int8_weights", "sharding.zero_int4_gradients"),
+            "sharding.zero", Condition("sharding.zero", "is", 3).holds, "sharding.zero: 3",
         ),
     ),
 )  # fmt: skip

@@ -27,9 +27,8 @@ from torch import nn
 
 from tigon.errors import RecipeError
 from tigon.techniques.head_groups import check_has_attention, check_text_alone, key_heads
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.setting import Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 KEY = "sharding.tensor"
@@ -173,15 +172,15 @@ def _joined(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, An
 # --- checks and records ----------------------------------------------------------------------------------------------
 
 
-def check(config: Any, choices: Choices) -> None:
+def check(config: Any, settings: Settings) -> None:
     """Raise RecipeError if processes cannot divide the matrices of a model with this transformers config."""
-    size = choices.tensor_shards
+    size = settings.sharding.tensor
     if size == 1:
         return
-    if choices.gpus % size or choices.gpus < 2 * size:
+    if settings.sharding.gpus % size or settings.sharding.gpus < 2 * size:
         raise RecipeError(
             f"{KEY} is {size}, and FSDP2 needs at least two groups of {size} GPUs, but sharding.gpus is "
-            f"{choices.gpus}; set sharding.gpus to a multiple of {size} from {2 * size} on"
+            f"{settings.sharding.gpus}; set sharding.gpus to a multiple of {size} from {2 * size} on"
         )
     check_text_alone(config, KEY)
     check_has_attention(config, KEY)
@@ -204,26 +203,26 @@ def check(config: Any, choices: Choices) -> None:
         )
 
 
-def mesh_sizes(choices: Choices) -> dict[str, int]:
+def mesh_sizes(settings: Settings) -> dict[str, int]:
     """Returns the dimensions of Accelerate's mesh: the processes that shard, and those that divide matrices."""
-    return {"dp_shard_size": choices.gpus // choices.tensor_shards, "tp_size": choices.tensor_shards}
+    return {"dp_shard_size": settings.sharding.gpus // settings.sharding.tensor, "tp_size": settings.sharding.tensor}
 
 
-def _divide(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+def _divide(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     from accelerate import ParallelismConfig
 
-    mesh = ParallelismConfig(**mesh_sizes(choices)).build_device_mesh(run_info.device)
+    mesh = ParallelismConfig(**mesh_sizes(settings)).build_device_mesh(run_info.device)
     divide(model, mesh["tp"])
     return model
 
 
-def _arguments(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
+def _arguments(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     from accelerate import ParallelismConfig
 
-    return {"parallelism_config": ParallelismConfig(**mesh_sizes(choices))}
+    return {"parallelism_config": ParallelismConfig(**mesh_sizes(settings))}
 
 
-_DIVIDED = Condition("tensor_shards", "is at least", 2)
+_DIVIDED = Condition("sharding.tensor", "is at least", 2)
 
 
 def _not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
@@ -234,15 +233,8 @@ _UNTRIED = "tigon has not tried it with divided matrices"
 
 DECLARATION = Declaration(
     pages={"tensor-parallel": "Tensor parallelism"},
-    settings=(
-        Setting(
-            field="tensor_shards", key=KEY,
-            help="FSDP2: consecutive processes that divide each matrix of the layers, and the head by vocabulary "
-            "(tensor parallelism); must divide `gpus` and the model's key heads.",
-            minimum=1, maximum=64,
-            label=lambda choices: f"matrices over {choices.tensor_shards}" if choices.tensor_shards > 1 else "",
-        ),
-    ),
+    keys=(KEY,),
+    labels={KEY: lambda settings: f"matrices over {settings.sharding.tensor}" if settings.sharding.tensor > 1 else ""},
     techniques=(
         Technique(
             name="tensor-parallel", page="tensor-parallel",
@@ -251,28 +243,31 @@ DECLARATION = Declaration(
             costs="Two all-reduces of the hidden states per layer and pass, which no computation hides.",
             effect_on_result="None for the same samples per step, except for rounding.",
             devices=("cuda",), recipe={"sharding.gpus": 4, "sharding.fsdp": True, KEY: 2}, chosen=(_DIVIDED,),
-            model=_divide, arguments=_arguments,
+            model=_divide, fits=check, arguments=_arguments,
             source="torch.distributed.tensor.parallel; arXiv 1909.08053",
         ),
     ),
     exclusions=(
         _not_with(
-            Condition("fsdp", "is", False), "the groups share out weights and states by FSDP2", "sharding.fsdp: true",
+            Condition("sharding.fsdp", "is", False), "the groups share out weights and states by FSDP2",
+            "sharding.fsdp: true",
         ),
-        _not_with(Condition("replicas", "is at least", 2), _UNTRIED, "sharding.replicas: 1"),
-        _not_with(Condition("sequence_shards", "is at least", 2), _UNTRIED, "sharding.sequence: 1"),
-        _not_with(Condition("offload", "is not", "none"), _UNTRIED, "sharding.offload: none"),
-        _not_with(Condition("lora_rank", "is at least", 1), _UNTRIED, "lora.rank: null"),
-        _not_with(Condition("precision", "is", "fp8"), _UNTRIED, "train.precision: amp-bf16"),
-        _not_with(Condition("accumulation_fusion", "is", True), _UNTRIED, "train.gradient_accumulation_fusion: false"),
-        _not_with(Condition("mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),
-        _not_with(Condition("attention_groups", "is at least", 2), _UNTRIED, "train.attention_groups: 1"),
+        _not_with(Condition("sharding.replicas", "is at least", 2), _UNTRIED, "sharding.replicas: 1"),
+        _not_with(Condition("sharding.sequence", "is at least", 2), _UNTRIED, "sharding.sequence: 1"),
+        _not_with(Condition("sharding.offload", "is not", "none"), _UNTRIED, "sharding.offload: none"),
+        _not_with(Condition("lora.rank", "is at least", 1), _UNTRIED, "lora.rank: null"),
+        _not_with(Condition("train.precision", "is", "fp8"), _UNTRIED, "train.precision: amp-bf16"),
+        _not_with(Condition("train.gradient_accumulation_fusion", "is", True), _UNTRIED,
+        "train.gradient_accumulation_fusion: false"),
+        _not_with(Condition("train.mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),
+        _not_with(Condition("train.attention_groups", "is at least", 2), _UNTRIED, "train.attention_groups: 1"),
         _not_with(
-            Condition("optimizer", "is not one of", ("adamw", "adamw-foreach")), _UNTRIED,
+            Condition("train.optimizer", "is not one of", ("adamw", "adamw-foreach")), _UNTRIED,
             "train.optimizer: adamw",
         ),
         _not_with(
-            Condition("kernels", "is", "liger"), "Liger reads the head's weight as a whole", "model.kernels: tigon",
+            Condition("model.kernels", "is", "liger"), "Liger reads the head's weight as a whole",
+            "model.kernels: tigon",
         ),
     ),
 )  # fmt: skip

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from tigon.errors import RecipeError
 from tigon.ops.products import keeps_graph
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.condition import Condition
-from tigon.techniques.records.setting import Setting
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
 
 # N tokens of the micro-batch, H hidden.
 
@@ -40,9 +39,6 @@ _ROUTED = ("experts", "router", "gate")
 def spans(n_tokens: int, tokens: int) -> Iterator[slice]:
     """The tiles of `tokens` tokens each, the last of which may have fewer."""
     return (slice(start, min(start + tokens, n_tokens)) for start in range(0, n_tokens, tokens))
-
-
-Spans = Callable[[int, int], Iterator[slice]]
 
 
 def tile(model: nn.Module, tokens: int, spans: Spans = spans) -> None:
@@ -187,17 +183,14 @@ def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
         yield
 
 
-_TILE = Setting(
-    field="mlp_tile_tokens", key="train.mlp_tile_tokens",
-    help="Tokens of a micro-batch that a layer's MLP processes at a time, forward and backward; 0: all.", minimum=0,
-    traced=True, search="long samples", candidates=lambda config: (TILE_TOKENS,),
-    label=lambda choices: f"MLP tiles of {choices.mlp_tile_tokens}" if choices.mlp_tile_tokens else "",
-)  # fmt: skip
+def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+    if settings.train.mlp_tile_tokens:
+        tile(model, settings.train.mlp_tile_tokens, spans)
 
 
-def _tile(model: Any, choices: Choices, run_info: RunInfo) -> Any:
-    tile(model, choices.mlp_tile_tokens)
-    if choices.zero == 3:
+def _tile(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+    tile(model, settings.train.mlp_tile_tokens)
+    if settings.sharding.zero == 3:
         # Stage 3 gathers a module's weights when it is called. As a leaf, the MLP gathers once, not once per tile.
         from deepspeed.utils import set_z3_leaf_modules
 
@@ -207,7 +200,13 @@ def _tile(model: Any, choices: Choices, run_info: RunInfo) -> Any:
 
 DECLARATION = Declaration(
     pages={"tiling": "Layers in pieces, for long samples"},
-    settings=(_TILE,),
+    keys=("train.mlp_tile_tokens",),
+    searches=(Search(key="train.mlp_tile_tokens", how="long samples", candidates=lambda config: (TILE_TOKENS,)),),
+    labels={
+        "train.mlp_tile_tokens": lambda settings: (
+            f"MLP tiles of {settings.train.mlp_tile_tokens}" if settings.train.mlp_tile_tokens else ""
+        ),
+    },
     techniques=(
         Technique(
             name="tiled-mlp", page="tiling",
@@ -216,8 +215,8 @@ DECLARATION = Declaration(
             costs="A second forward pass of the MLPs, unless their layers are recomputed anyway, and fp32 sums of one "
             "MLP's weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A micro-batch that is "
             "no larger than a tile is computed whole, so it saves and costs nothing.",
-            recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("mlp_tile_tokens", "is at least", 1),),
-            model=_tile, source="arXiv 2506.13996 §3.1",
+            recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("train.mlp_tile_tokens", "is at least", 1),),
+            model=_tile, trace=_trace, source="arXiv 2506.13996 §3.1",
         ),
     ),
 )  # fmt: skip

@@ -17,10 +17,10 @@ from tigon.models.spec import SINKS_FLAG
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
 from tigon.techniques import TECHNIQUES, lora, model_attention
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms import galore, loftq
 from tigon.techniques.mechanisms.adapter_targets import LOFTQ
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 from tigon.techniques.sharding import (
     are_drawn_in_place,
@@ -45,30 +45,29 @@ def run_info_of(
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return RunInfo(
         device=device.type, shapes=shapes, hidden_size=int(getattr(text, "hidden_size", 0)),
-        processes=launch.world_size(), tf32=recipe.train.tf32, lora_alpha=recipe.lora.alpha,
-        nvme_folder=recipe.sharding.nvme_folder,
+        processes=launch.world_size(),
         runs_layers_once=objective.trl is None and objective.planned().own_parameters is None,
     )  # fmt: skip
 
 
-def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None:
+def make_optimizer(train: TrainConfig, settings: Settings) -> MakeOptimizer | None:
     """The function that makes the optimizer; None if the Trainer makes it from its name."""
-    if OPTIMIZERS[choices.optimizer].needs_compiler and choices.fsdp:
+    if OPTIMIZERS[settings.train.optimizer].needs_compiler and settings.sharding.fsdp:
         # With sharded weights, PyTorch's cache of traced graphs has one key for 8-bit and 4-bit moments. A run with one
         # would load the graph of the other and fail (torch 2.13). The cache of compiled kernels is not affected.
         functorch_config.enable_autograd_cache = False
-    if OPTIMIZERS[choices.optimizer].trainer_name is not None:
+    if OPTIMIZERS[settings.train.optimizer].trainer_name is not None:
         return None
 
     return partial(
         galore.build, lr=train.learning_rate, betas=(train.adam_beta1, train.adam_beta2),
-        weight_decay=train.weight_decay, rank=choices.galore_rank, gap=train.galore_gap,
-        layerwise=OPTIMIZERS[choices.optimizer].in_backward,
+        weight_decay=train.weight_decay, rank=settings.train.galore_rank, gap=train.galore_gap,
+        layerwise=OPTIMIZERS[settings.train.optimizer].in_backward,
     )  # fmt: skip
 
 
 def build(
-    model: ModelConfig, config: Any, choices: Choices, run_info: RunInfo, *, device: torch.device, seed: int,
+    model: ModelConfig, config: Any, settings: Settings, run_info: RunInfo, *, device: torch.device, seed: int,
     kernels: str,
     base: Path, saves_adapters: bool = False, reads_whole_weights: bool = False, ops: Mapping[str, bool] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -80,7 +79,7 @@ def build(
     Args:
         model: The `model` section of the recipe.
         config: The transformers config.
-        choices: The techniques in use.
+        settings: The techniques' keys.
         run_info: What the techniques need to know about the run.
         device: The device to train on.
         seed: The seed of random weights.
@@ -94,47 +93,47 @@ def build(
     Returns:
         The model, and the patch report or None.
     """
-    dtype = getattr(torch, lora.frozen_dtype(choices))
-    used = [technique for technique in TECHNIQUES.values() if technique.used_by(choices)]
+    dtype = getattr(torch, lora.frozen_dtype(settings))
+    used = [technique for technique in TECHNIQUES.values() if technique.used_by(settings)]
     loading: dict[str, Any] = {}
     for technique in used:
-        loading |= technique.loading(choices, run_info)
-    if models.is_preset(model.name) and not are_drawn_in_place(choices):
+        loading |= technique.loading(settings, run_info)
+    if models.is_preset(model.name) and not are_drawn_in_place(settings):
         with launch.main_process_first():
             model = saved_preset(model, config, seed=seed, folder=base, through=device)
     load = partial(models.build, model, config, dtype=dtype, seed=seed)
-    if loading or not weights_are_sharded(choices):
+    if loading or not weights_are_sharded(settings):
         built = load(device=device, loading=loading)
     elif models.is_preset(model.name):
-        stays = _stays_on(device, choices, run_info, dtype)
+        stays = _stays_on(device, settings, run_info, dtype)
         built = load(device=device) if stays else load(device=None, through=device)
-    elif are_read_in_parts(choices, reads_whole_weights=reads_whole_weights):
-        with partitioned_loading(choices, run_info):
+    elif are_read_in_parts(settings, reads_whole_weights=reads_whole_weights):
+        with partitioned_loading(settings, run_info):
             built = load(device=None)
         models.make_buffers_anew(built, model, config, dtype=dtype)
     else:
         built = load(device=None)
-    if not model.attention.startswith("flash") and choices.sequence_shards == 1:
+    if not model.attention.startswith("flash") and settings.sharding.sequence == 1:
         packed_documents.keep_apart(built)
-    if choices.fsdp:
+    if settings.sharding.fsdp:
         name_present_layers(built)
-    saves_adapters = saves_adapters and choices.lora_rank is not None
+    saves_adapters = saves_adapters and settings.lora.rank is not None
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, config, base)
-    flags = {SINKS_FLAG: model_attention.sinks_flag(choices), **(ops or {})}
+    flags = {SINKS_FLAG: model_attention.sinks_flag(settings), **(ops or {})}
     report = models.patch(built, kernels, **flags)
     for technique in used:
-        built = technique.model(built, choices, run_info)
-    if choices.lora_rank is not None and choices.lora_init == LOFTQ:
+        built = technique.model(built, settings, run_info)
+    if settings.lora.rank is not None and settings.lora.init == LOFTQ:
         loftq.initialise(built, models.read(model, config, dtype="auto"))
-    if choices.lora_rank is not None:
+    if settings.lora.rank is not None:
         models.patch_adapters(built, kernels, **flags)
-        adapter_checks.check_fused_experts(built, choices)
-    if choices.precision == "fp8":
-        models.patch_fp8(built, choices, report)
+        adapter_checks.check_fused_experts(built, settings)
+    if settings.train.precision == "fp8":
+        models.patch_fp8(built, settings, report)
     if saves_adapters:
         adapter_files.name_base(built, model, base)
-        adapter_files.keep_initial(built, choices, base.with_name(adapter_files.INITIAL))
+        adapter_files.keep_initial(built, settings, base.with_name(adapter_files.INITIAL))
     return built, report
 
 
@@ -162,7 +161,7 @@ def refuse_nonfinite(built: Any, model: ModelConfig) -> None:
     )
 
 
-def _stays_on(device: torch.device, choices: Choices, run_info: RunInfo, dtype: torch.dtype) -> bool:
+def _stays_on(device: torch.device, settings: Settings, run_info: RunInfo, dtype: torch.dtype) -> bool:
     """Whether random weights stay on `device` until the engine shards them.
 
     They do not if they do not fit, or if they are offloaded to CPU memory: the whole model on the GPU would be the
@@ -173,15 +172,15 @@ def _stays_on(device: torch.device, choices: Choices, run_info: RunInfo, dtype: 
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     room_bytes = min(free_bytes, int(total_bytes * torch.cuda.get_per_process_memory_fraction(device)))
     sizes = (math.prod(shape) * dtype.itemsize for shape in run_info.shapes.values())
-    return choices.offload == "none" and fit_whole(sizes, room_bytes)
+    return settings.sharding.offload == "none" and fit_whole(sizes, room_bytes)
 
 
-def kept_base(model: ModelConfig, choices: Choices, base: Path) -> ModelConfig:
+def kept_base(model: ModelConfig, settings: Settings, base: Path) -> ModelConfig:
     """The `model` section of a resumed run: its adapters belong to the random weights in `base`.
 
     The engine that made them may have rounded them, so another engine must not draw them again.
     """
-    if choices.lora_rank is None or not models.is_preset(model.name) or not (base / "config.json").exists():
+    if settings.lora.rank is None or not models.is_preset(model.name) or not (base / "config.json").exists():
         return model
     return ModelConfig(name=str(base), kernels=model.kernels, attention=model.attention)
 

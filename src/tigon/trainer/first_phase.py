@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +25,27 @@ def train_base(prepared: Prepared, run: Path, callbacks: Sequence[Any]) -> None:
     if base is None or base.trained(recipe.model, run) is not recipe.model:
         return
     folder, partial = run / "base", run / "base-partial"
-    choices = replace(
-        prepared.choices, lora_rank=None, quantized=False, checkpointing="none",
-        accumulate=base.train.gradient_accumulation,
-    )  # fmt: skip
+    settings = prepared.settings.having({
+        "lora.rank": None, "lora.quantize": False, "train.checkpointing": "none",
+        "train.gradient_accumulation": base.train.gradient_accumulation,
+    })  # fmt: skip
     built, _ = engine.build(
-        recipe.model, prepared.config, choices, prepared.run_info, device=prepared.device, seed=base.train.seed,
+        recipe.model, prepared.config, settings, prepared.run_info, device=prepared.device, seed=base.train.seed,
         kernels=recipe.model.kernels, base=partial,
     )  # fmt: skip
     args = trainers.arguments(
-        base.train, choices, prepared.run_info, folder=run / "checkpoints", device=prepared.device, evaluate=False
+        base.train, settings, prepared.run_info, folder=run / "checkpoints", device=prepared.device, evaluate=False
     )
     samples = SampleDataset(prepared.train.samples)
-    make_optimizer = engine.make_optimizer(base.train, choices)
+    make_optimizer = engine.make_optimizer(base.train, settings)
     trainer = trainers.make(built, args, prepared.collator, samples, None, make_optimizer)
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()
-    final_model.save_as_trained(built, trainer, choices, partial)
+    final_model.save_as_trained(built, trainer, settings, partial)
     trainer.accelerator.wait_for_everyone()
     if launch.rank() == 0:
         partial.rename(folder)
     trainer.accelerator.wait_for_everyone()
-    if choices.zero:
+    if settings.sharding.zero:
         unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them

@@ -28,7 +28,7 @@ from tigon.models.loading.weight_files import one_line
 from tigon.models.spec import LAYER_FLAGS
 from tigon.recipe.keys import ModelConfig, Recipe
 from tigon.techniques import model_kernels
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 # Keys that every transformers config has and that do not change a model's shape.
 NO_SHAPE = frozenset({
@@ -500,14 +500,14 @@ def patch_adapters(model: Any, kernels: str, **ops: bool | None) -> None:
         KERNELS[kernels](model, **{**ops, **dict.fromkeys(LAYER_FLAGS, False)})
 
 
-def patch_fp8(model: Any, choices: Choices, report: Any) -> None:
-    """Run the products of the decoder layers in FP8 as the choices say, and add that to the patch report.
+def patch_fp8(model: Any, settings: Settings, report: Any) -> None:
+    """Run the products of the decoder layers in FP8 as the settings say, and add that to the patch report.
 
     Raises:
         RecipeError: No linear layer can.
     """
     try:
-        fp8 = to_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
+        fp8 = to_fp8(model, scaling=settings.train.fp8_scaling, bf16_layers=settings.train.fp8_bf16_layers)
     except PatchError as error:
         raise RecipeError(f"train.precision is fp8, but {error}") from None
     if isinstance(report, PatchReport):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -
     adapted = getattr(trainer.model, "peft_config", {})
     if "ref" in adapted:  # a copy of the new adapter; without it TRL switches the adapters off, which is the same model
         trainer.model.delete_adapter("ref")
-    trainer.guard(prepared.objective, safeguards, engine.make_optimizer(recipe.train, prepared.choices))
+    trainer.guard(prepared.objective, safeguards, engine.make_optimizer(recipe.train, prepared.settings))
     trainer.counters.append(TrlCounters(trainer))
     if recipe.model.kernels == "tigon":
         trainer.fused = _fused(trainer)
@@ -103,7 +103,7 @@ def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -
 
 def _arguments(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str, Any]:
     values = trainers.argument_values(
-        prepared.recipe.train, prepared.choices, prepared.run_info, folder=folder / "checkpoints",
+        prepared.recipe.train, prepared.settings, prepared.run_info, folder=folder / "checkpoints",
         device=prepared.device, evaluate=bool(prepared.rows and prepared.rows[1]),
     )  # fmt: skip
     # TRL's own defaults are bf16 and activation checkpointing; here both are techniques of the recipe.
@@ -112,7 +112,7 @@ def _arguments(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str,
 
 def _reference(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str, Any]:
     """The model before training, frozen; adapters need none, because TRL can switch them off."""
-    if not spec.takes_reference or prepared.choices.lora_rank is not None:
+    if not spec.takes_reference or prepared.settings.lora.rank is not None:
         return {}
     return {"ref_model": _frozen(prepared.starting_model(folder), prepared.config, folder, prepared)}
 
@@ -126,9 +126,12 @@ def _teacher(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str, A
 
 def _frozen(model: ModelConfig, config: Any, folder: Path, prepared: Prepared) -> Any:
     """A model that is not trained, with tigon's kernels."""
-    recipe, choices = prepared.recipe, replace(prepared.choices, lora_rank=None, quantized=False, checkpointing="none")
+    recipe, settings = (
+        prepared.recipe,
+        prepared.settings.having({"lora.rank": None, "lora.quantize": False, "train.checkpointing": "none"}),
+    )
     built, _ = engine.build(
-        model, config, choices, prepared.run_info, device=prepared.device, seed=recipe.train.seed,
+        model, config, settings, prepared.run_info, device=prepared.device, seed=recipe.train.seed,
         kernels=recipe.model.kernels, base=folder / "base", ops=self_test.without(prepared.wrong_ops),
     )  # fmt: skip
     engine.refuse_nonfinite(built, model)

@@ -27,7 +27,7 @@ from tigon.errors import DataError, RecipeError, TigonError
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import ModelConfig, Recipe
-from tigon.techniques import head_groups, layer_checkpointing, lora, sequence_parallel, tensor_parallel
+from tigon.techniques import TECHNIQUES, lora
 from tigon.trainer import model
 from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tigon.data.packing import Packed, Sample
     from tigon.data.tokenizer import Encoded
     from tigon.objectives.base import Objective
-    from tigon.techniques.records.choices import Choices
+    from tigon.techniques.keys.settings import Settings
     from tigon.techniques.records.technique import RunInfo
     from tigon.trainer.evaluation.generations import Prompt
     from tigon.trainer.guards.prediction import Prediction
@@ -78,7 +78,7 @@ class Prepared:
 
     recipe: Recipe
     device: torch.device
-    choices: Choices
+    settings: Settings
     run_info: RunInfo
     objective: Objective
     config: Any
@@ -131,7 +131,7 @@ class Prepared:
     def size_words(self) -> str:
         """How much the run trains: optimizer steps, samples, rows and learned tokens."""
         data, n_steps = self.data, self.data["steps"]
-        per_step = resume_rules.samples_per_step(self.recipe, self.choices.gpus)
+        per_step = resume_rules.samples_per_step(self.recipe, self.settings.sharding.gpus)
         words = f"{n_steps:,} optimizer step{'s' if n_steps > 1 else ''} of {per_step:,} samples"
         words += f", {_few_digits(data['epochs'])} epoch{'' if data['epochs'] == 1 else 's'}"
         if "rows_per_sample" in data:
@@ -184,19 +184,16 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     preflight.check_lengths(recipe, config)
     shapes = model.parameter_shapes(config)
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
-    choices = preflight.check_techniques(recipe, device)
-    model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(choices))
-    head_groups.check_groups(config, choices.attention_groups)
-    sequence_parallel.check(config, choices)
-    tensor_parallel.check(config, choices)
-    if layer_checkpointing.is_by_layer(choices.checkpointing):
-        layer_checkpointing.states_of(choices.checkpointing, config.get_text_config().num_hidden_layers)
+    settings = preflight.check_techniques(recipe, device)
+    model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(settings))
+    for technique in TECHNIQUES.values():
+        technique.fits(config, settings)
     objective = objective_of(recipe, config, lambda: shapes)
     if objective.trl is None:  # TRL's rows are not packed
         preflight.check_documents(recipe, config)
-    adapter_warnings = adapter_checks.check(objective, config, choices)
-    preflight.check_disk(recipe, choices, shapes)
-    preflight.check_memory(recipe, choices, device, shapes)
+    adapter_warnings = adapter_checks.check(objective, config, settings)
+    preflight.check_disk(recipe, settings, shapes)
+    preflight.check_memory(recipe, settings, device, shapes)
     unused_tensors = model.check_weights(recipe.model, config)
     data = recipe.data
     bad = documents.BadRows(data.bad_rows)
@@ -238,7 +235,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         )
         n_dropped = n_rows - len(train_docs) - len(eval_docs)
         rows = preferences.as_dataset(train_docs, folder), preferences.as_dataset(eval_docs, folder)
-    n_readers = resume_rules.readers(recipe, choices.gpus)
+    n_readers = resume_rules.readers(recipe, settings.sharding.gpus)
     if rows is None and processor is None:
         recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, n_readers)
         data = recipe.data
@@ -292,10 +289,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         if not recipe.output.sample_prompt:
             prompt_inputs = images.prompt_inputs((eval_samples or train.samples)[0], collator, len(prompt))
         data_summary["images"] = sum(len(document.images) for part in (train_docs, eval_docs) for document in part)
-        check_every_row_has_images(train.samples, choices)
+        check_every_row_has_images(train.samples, settings)
     run_info = engine.run_info_of(recipe, config, shapes, device, objective)
     return Prepared(
-        recipe, device, choices, run_info, objective, config, n_parameters,
+        recipe, device, settings, run_info, objective, config, n_parameters,
         tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + packing_line + _cache_line(encoder),
@@ -304,18 +301,20 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
             *_row_warnings(encoded, tok, rendering, is_trl=rows is not None),
             *warnings_of(recipe, size, trains_tokenizer=_trains_tokenizer(recipe)),
         ),
-        wrong_ops=self_test.wrong_ops(recipe, choices, device),
+        wrong_ops=self_test.wrong_ops(recipe, settings, device),
         unused_tensors=unused_tensors,
     )  # fmt: skip
 
 
-def check_every_row_has_images(samples: Sequence[Sample], choices: Choices) -> None:
+def check_every_row_has_images(samples: Sequence[Sample], settings: Settings) -> None:
     """Refuse rows without images in a run of several processes.
 
     A micro-batch of text alone gives the vision tower no gradient, for which the other processes would wait.
     """
     without = sum(not isinstance(sample, images.PicturedSample) for sample in samples)
-    if without and (choices.gpus > 1 or launch.world_size() > 1 or choices.zero or choices.fsdp):
+    if without and (
+        settings.sharding.gpus > 1 or launch.world_size() > 1 or settings.sharding.zero or settings.sharding.fsdp
+    ):
         raise DataError(
             f"data.source: {without} of {len(samples)} rows have no image, and in several processes every row needs "
             "one; remove these rows, or train in one process"

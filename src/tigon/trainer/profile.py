@@ -239,8 +239,8 @@ def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
 def _label(prepared: Prepared) -> str:
     """One line about the run: model, batch, techniques. It is the heading of the page."""
     recipe = prepared.recipe
-    technique_label = label(prepared.choices)
-    if prepared.choices.kernels == "tigon":
+    technique_label = label(prepared.settings)
+    if prepared.settings.model.kernels == "tigon":
         technique_label += ", kernels tigon"  # the planner's label names only other kernels
     return f"{recipe.model.name}, {recipe.train.batch_size} x {recipe.data.sequence_length} tokens, {technique_label}"
 
@@ -251,8 +251,8 @@ def _details(prepared: Prepared) -> dict[str, str]:
         "model": f"{prepared.recipe.model.name}, {in_parameters(prepared.n_parameters)}",
         "samples per micro-batch": f"{train.batch_size} of {prepared.recipe.data.sequence_length} tokens",
         "micro-batches per step": str(train.gradient_accumulation),
-        "precision": prepared.choices.precision,
-        "optimizer": prepared.choices.optimizer,
+        "precision": prepared.settings.train.precision,
+        "optimizer": prepared.settings.train.optimizer,
         **{name.replace("_", " "): str(value) for part in parts.values() for name, value in part.items()},
     }
 
@@ -261,9 +261,9 @@ def _predict(prepared: Prepared) -> tuple[Predicted | None, str]:
     """(the planner's prediction or None, its source or the reason why there is none)"""
     if prepared.device.type != "cuda":
         return None, "none: the planner predicts GPU memory only"
-    gpu = prediction.gpu_here(prepared.device, prepared.choices)
+    gpu = prediction.gpu_here(prepared.device, prepared.settings)
     try:
-        result = prediction.predict(prepared.recipe, prepared.config, prepared.choices, gpu, evaluated=False)
+        result = prediction.predict(prepared.recipe, prepared.config, prepared.settings, gpu, evaluated=False)
     except TigonError as error:
         return None, f"none: {error}"
     estimate = result.option.estimate

@@ -63,7 +63,7 @@ def record(prepared: Prepared, steps: int, folder: Path, label: str) -> tuple[Ti
 def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     recipe, device, objective = prepared.recipe, prepared.device, prepared.objective
     built, _ = engine.build(
-        recipe.model, prepared.config, prepared.choices, prepared.run_info, device=device, seed=recipe.train.seed,
+        recipe.model, prepared.config, prepared.settings, prepared.run_info, device=device, seed=recipe.train.seed,
         kernels=recipe.model.kernels, base=folder / "base", ops=self_test.without(prepared.wrong_ops),
         reads_whole_weights=objective.planned().reads_whole_weights,
     )  # fmt: skip
@@ -96,10 +96,10 @@ def _trainer(prepared: Prepared, built: Any, folder: Path) -> GuardedTrainer:
         assert prepared.rows is not None, "a post-training run has rows"
         return post_training.make(folder, replace(prepared, rows=(prepared.rows[0], ())), built, Safeguards())
     args = trainers.arguments(
-        recipe.train, prepared.choices, prepared.run_info, folder=folder / "checkpoints", device=prepared.device,
+        recipe.train, prepared.settings, prepared.run_info, folder=folder / "checkpoints", device=prepared.device,
         evaluate=False,
     )  # fmt: skip
-    optimizer = engine.make_optimizer(recipe.train, prepared.choices)
+    optimizer = engine.make_optimizer(recipe.train, prepared.settings)
     samples = SampleDataset(prepared.train.samples)
     return trainers.make(built, args, prepared.collator, samples, None, optimizer, objective=objective)
 

@@ -187,7 +187,7 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
     predicted = None
     if launch.rank() == 0:
         predicted, lines = prediction.announce(
-            prepared.recipe, prepared.config, prepared.choices, prepared.device,
+            prepared.recipe, prepared.config, prepared.settings, prepared.device,
             evaluated=bool(prepared.eval_samples), command=command,
         )  # fmt: skip
         for line in lines:
@@ -202,14 +202,14 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     recipe, objective = prepared.recipe, prepared.objective
     section = prepared.starting_model(run.path)
     if run.checkpoint is not None:
-        section = engine.kept_base(section, prepared.choices, run.path / BASE)
+        section = engine.kept_base(section, prepared.settings, run.path / BASE)
     built, patched = engine.build(
-        section, prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
+        section, prepared.config, prepared.settings, prepared.run_info, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / BASE, saves_adapters=recipe.output.save_model,
         ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.planned().reads_whole_weights,
     )  # fmt: skip
     built = objective.attach(built)
-    lora.keep_trained_in_fp32(built, prepared.choices)
+    lora.keep_trained_in_fp32(built, prepared.settings)
     return built, patched
 
 
@@ -259,7 +259,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         built, patched = _build(run, prepared, recipe.model.kernels)
     engine.refuse_nonfinite(built, recipe.model)
     # All processes would have to take part in sampling from sharded weights.
-    alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
+    alone = launch.rank() == 0 and not weights_are_sharded(prepared.settings)
     writes_text = objective.trl is None or objective.trl.writes_text
     n_sample, seed = recipe.output.sample_tokens if alone and writes_text else 0, recipe.train.seed
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
@@ -277,7 +277,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     if n_sample and objective.added is not None:
         decoded = objective.added.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
-    if not weights_are_sharded(prepared.choices):
+    if not weights_are_sharded(prepared.settings):
         _save_model(run, prepared, built, trainer)  # after sampling: it may detach the objective's heads
     return {
         **outcome,
@@ -296,11 +296,11 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
     if not recipe.output.save_model:
         return
     target = final_model.FinalModel(
-        run=run.path, model=prepared.starting_model(run.path), config=prepared.config, choices=prepared.choices,
+        run=run.path, model=prepared.starting_model(run.path), config=prepared.config, settings=prepared.settings,
         output=recipe.output,
     )  # fmt: skip
     final = FinalSave(
-        folder=run.path, sharded=weights_are_sharded(prepared.choices), is_first=launch.rank() == 0,
+        folder=run.path, sharded=weights_are_sharded(prepared.settings), is_first=launch.rank() == 0,
         gathered_state=trainer.gathered_state, save_model=partial(target.save, built, trainer),
         save_state=partial(target.save_state, built),
     )  # fmt: skip
@@ -350,7 +350,7 @@ def _train(
         _end_if_asked(prepared, trainer)
         trainer.gate.settle(trainer.state.global_step)
         guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
-        if weights_are_sharded(prepared.choices):
+        if weights_are_sharded(prepared.settings):
             _save_model(run, prepared, built, trainer)
         eval_loss = _final_eval_loss(trainer) if prepared.eval_samples else None
         _end_if_asked(prepared, trainer)
@@ -392,18 +392,18 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
         trainer: Any = post_training.make(run.path, prepared, built, safeguards)
     else:
         args = trainers.arguments(
-            recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
+            recipe.train, prepared.settings, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
             evaluate=bool(prepared.eval_samples),
-            reads_images=prepared.processor is not None and prepared.choices.lora_rank is None,
+            reads_images=prepared.processor is not None and prepared.settings.lora.rank is None,
         )  # fmt: skip
         eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
         trainer = trainers.make(
             built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
-            engine.make_optimizer(recipe.train, prepared.choices), safeguards, prepared.objective,
+            engine.make_optimizer(recipe.train, prepared.settings), safeguards, prepared.objective,
         )  # fmt: skip
         data, samples = recipe.data, prepared.train.samples
         if data.packing and not data.cross_document_attention and recipe.sharding.sequence == 1:
-            trainer.add_callback(DocumentMixing(trainer, samples, recipe.model.name, prepared.choices))
+            trainer.add_callback(DocumentMixing(trainer, samples, recipe.model.name, prepared.settings))
     if recipe.train.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.train.early_stopping_patience))
     return trainer
@@ -447,7 +447,7 @@ def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals
         recipe.comparison.kernels,
         lambda kernels: _build(run, prepared, kernels)[0],
         train=replace(recipe.train, batch_size=recipe.comparison.batch_size or recipe.train.batch_size),
-        choices=prepared.choices,
+        settings=prepared.settings,
         run_info=prepared.run_info,
         steps=recipe.comparison.steps,
         folder=run.path / "checkpoints",

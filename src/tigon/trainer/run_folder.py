@@ -37,7 +37,7 @@ from tigon._files import open_regular, read_text
 from tigon.errors import RunFolderError
 from tigon.objectives.recipe_checks import auto_divides_batch, loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
-from tigon.techniques.layer_checkpointing import AUTO
+from tigon.techniques.keys.train import AUTO
 from tigon.trainer.checkpoint import checkpoint, resume_rules
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     """Print what the run trains, on which data, in how many steps, and its warnings."""
     recipe, data = prepared.recipe, prepared.data
-    samples_per_step = resume_rules.samples_per_step(recipe, prepared.choices.gpus)
+    samples_per_step = resume_rules.samples_per_step(recipe, prepared.settings.sharding.gpus)
     if prepared.rows is None:
         per_step = f"{samples_per_step * recipe.data.sequence_length:,} tokens per step"
         if not recipe.data.packs:
@@ -36,7 +36,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         what = "completions" if prepared.objective.trl and prepared.objective.trl.rewards else "rows"
         per_step = f"{samples_per_step:,} {what} per step"
         counts = f"{data['rows']:,} rows with {data['tokens']:,} tokens, {len(prepared.rows[1]):,} rows for evaluation"
-    techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.choices))
+    techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.settings))
     lines = [
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
         f"model    {model.described(recipe.model)}, {in_parameters(prepared.n_parameters)}, "
@@ -44,7 +44,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"data     {recipe.data.source_names}: {counts}",
         *prepared.rows_line,
         f"steps    {prepared.size_words}",
-        f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
+        f"device   {prepared.device}, {prepared.settings.train.precision}, {per_step}",
         f"memory   {techniques}",
         *open_folder.lines(run.path),
         *torchrun.restart_line(),

@@ -13,14 +13,14 @@ from tigon.objectives.base import Objective
 from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import GuardedTrainer, MakeOptimizer, Safeguards
 
 
 def arguments(
-    train: TrainConfig, choices: Choices, run_info: RunInfo, *, folder: Path, device: torch.device, evaluate: bool,
+    train: TrainConfig, settings: Settings, run_info: RunInfo, *, folder: Path, device: torch.device, evaluate: bool,
     reads_images: bool = False,
 ) -> Any:  # fmt: skip
     """The TrainingArguments of an ordinary run.
@@ -28,7 +28,7 @@ def arguments(
     reads_images: Whether a vision tower is trained. Some models leave its last layer out, as LLaVA does, so DDP has to
         look for weights without a gradient.
     """
-    values = argument_values(train, choices, run_info, folder=folder, device=device, evaluate=evaluate)
+    values = argument_values(train, settings, run_info, folder=folder, device=device, evaluate=evaluate)
     own: dict[str, Any] = {"remove_unused_columns": False, "label_names": ["labels"]}
     if reads_images:
         own["ddp_find_unused_parameters"] = True
@@ -36,7 +36,7 @@ def arguments(
 
 
 def argument_values(
-    train: TrainConfig, choices: Choices, run_info: RunInfo, *, folder: Path, device: torch.device, evaluate: bool
+    train: TrainConfig, settings: Settings, run_info: RunInfo, *, folder: Path, device: torch.device, evaluate: bool
 ) -> dict[str, Any]:
     """The arguments of any trainer: the recipe's settings, then the arguments of the techniques in use."""
     values: dict[str, Any] = {
@@ -54,7 +54,7 @@ def argument_values(
         "max_grad_norm": train.max_grad_norm,
         "seed": train.seed,
         "data_seed": train.seed,
-        "use_cpu": device.type == "cpu" and choices.zero == 0,  # DeepSpeed has to choose the device itself
+        "use_cpu": device.type == "cpu" and settings.sharding.zero == 0,  # DeepSpeed has to choose the device itself
         "dataloader_num_workers": train.workers,
         "dataloader_pin_memory": device.type == "cuda",
         "logging_steps": train.log_steps,
@@ -76,8 +76,8 @@ def argument_values(
         values["load_best_model_at_end"] = True
         values["save_strategy"] = "steps" if train.save_steps else "best"
     for technique in TECHNIQUES.values():
-        if technique.used_by(choices):
-            values |= technique.arguments(choices, run_info)
+        if technique.used_by(settings):
+            values |= technique.arguments(settings, run_info)
     return values
 
 

@@ -15,7 +15,7 @@ from tigon.planner.request import Request
 from tigon.planner.search.checkpointing import choose
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.space import with_headroom
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 RATES_WITHOUT_GPU = "h200"
 """The GPU whose rates the choice on a CPU assumes."""
@@ -42,7 +42,7 @@ def chosen(case: Case, config: Any, device: torch.device) -> tuple[str, int]:
         option = choose(request, with_headroom(gpu), splits).option
     else:
         option = choose(request, replace(gpu, memory_bytes=limit_bytes), splits, needs=_allocated_bytes).option
-    return option.request.choices.checkpointing, option.request.batch
+    return option.request.settings.train.checkpointing, option.request.batch
 
 
 def predicted(
@@ -52,19 +52,19 @@ def predicted(
     if device.type != "cuda" or code.kernels is None:
         return None
     request = _request(case, config, code.kernels)
-    choices = replace(
-        request.choices, checkpointing=recomputed, accumulate=case.batch // micro, **code.choices
-    )  # fmt: skip
+    settings = request.settings.having({"train.checkpointing": recomputed,
+    "train.gradient_accumulation": case.batch // micro, **code.settings
+    })  # fmt: skip
     try:
-        option = estimate_option(replace(request, batch=micro, choices=choices), gpu_of(device))
+        option = estimate_option(replace(request, batch=micro, settings=settings), gpu_of(device))
     except (RecipeError, UsageError):
         return None
     return {"peak_bytes": _allocated_bytes(option), "step_ms": 1000 * option.estimate.step_s}
 
 
 def _request(case: Case, config: Any, kernels: str) -> Request:
-    choices = Choices(precision=case.precision, optimizer="adamw", kernels=kernels)
-    return Request(model=case.model, config=config, batch=case.batch, seq=case.seq, choices=choices)
+    settings = Settings.of({"train.precision": case.precision, "train.optimizer": "adamw", "model.kernels": kernels})
+    return Request(model=case.model, config=config, batch=case.batch, seq=case.seq, settings=settings)
 
 
 def _allocated_bytes(option: Option) -> int:

@@ -22,8 +22,10 @@ from tigon.models.patch import patch
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.ops.linear.fp8 import SCALINGS
 from tigon.planner import model_plan
-from tigon.techniques import SETTINGS, checkpointing, cuda_graphs
-from tigon.techniques.layer_checkpointing import STATES, is_by_layer
+from tigon.techniques import checkpointing, cuda_graphs
+from tigon.techniques.keys.settings import complaint_about
+from tigon.techniques.keys.train import STATES
+from tigon.techniques.layer_checkpointing import is_by_layer
 from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
 from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.mechanisms.layer_graphs import LayerGraphs
@@ -57,8 +59,8 @@ class Code:
     """Whether tigon recomputes, so that `auto` and the states of layers exist."""
     finish: Callable[[Any, Ready, str], Ready] | None = None
     """Changes the model once more, after its recomputation is set up. Only for `none` and `full`."""
-    choices: Mapping[str, Any] = field(default_factory=dict)
-    """The planner's choices that describe it, beside its kernels."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The planner's settings that describe it, beside its kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,18 +215,18 @@ CODES: Mapping[str, Code] = {
              prepare=_trl),
         Code(name="tigon", meaning="transformers with `tigon.patch`", prepare=_tigon, kernels="tigon", ours=True),
         Code(name="tigon-graphs", meaning="`tigon` with `train.cuda_graphs`", prepare=_tigon,
-             kernels="tigon", ours=True, finish=_in_graphs, choices={"cuda_graphs": True}),
+             kernels="tigon", ours=True, finish=_in_graphs, settings={"train.cuda_graphs": True}),
         Code(name="tigon-graphs-fused", meaning="`tigon-graphs` with `train.gradient_accumulation_fusion`",
              prepare=_tigon, kernels="tigon", ours=True, finish=_in_fused_graphs,
-             choices={"cuda_graphs": True, "accumulation_fusion": True}),
+             settings={"train.cuda_graphs": True, "train.gradient_accumulation_fusion": True}),
         Code(name="tigon-fused", meaning="`tigon` with `train.gradient_accumulation_fusion`", prepare=_tigon,
-             kernels="tigon", ours=True, finish=_fused, choices={"accumulation_fusion": True}),
+             kernels="tigon", ours=True, finish=_fused, settings={"train.gradient_accumulation_fusion": True}),
         *(Code(name=f"tigon-fp8-{scaling}", meaning=f"`tigon` with `train.precision: fp8` and {scaling} scaling",
                prepare=_tigon_fp8(scaling), kernels="tigon", ours=True,
-               choices={"precision": "fp8", "fp8_scaling": scaling}) for scaling in SCALINGS),
+               settings={"train.precision": "fp8", "train.fp8_scaling": scaling}) for scaling in SCALINGS),
         Code(name="tigon-fp8-graphs", meaning=f"`tigon-fp8-{SCALINGS[0]}` with `train.cuda_graphs`",
              prepare=_tigon_fp8(SCALINGS[0]), kernels="tigon", ours=True, finish=_in_graphs,
-             choices={"precision": "fp8", "fp8_scaling": SCALINGS[0], "cuda_graphs": True}),
+             settings={"train.precision": "fp8", "train.fp8_scaling": SCALINGS[0], "train.cuda_graphs": True}),
     )
 }  # fmt: skip
 
@@ -246,9 +248,9 @@ def parse(text: str, flag: str = "--variant") -> Variant:
     recomputed, at, micro = rest.partition("@")
     if name not in CODES:
         raise OptionError(f"{flag} {text}: {name!r} is not known; choose one of {', '.join(CODES)}.")
-    ours = CODES[name].ours and not CODES[name].choices  # the planner chooses for tigon alone
+    ours = CODES[name].ours and not CODES[name].settings  # the planner chooses for tigon alone
     usual = ("none", "full", AUTO) if ours else ("none", "full")
-    by_layer = ours and is_by_layer(recomputed) and not SETTINGS["checkpointing"].problem(recomputed)
+    by_layer = ours and is_by_layer(recomputed) and complaint_about("train.checkpointing", recomputed) is None
     if recomputed not in usual and not by_layer:
         or_states = f", or layers such as full:7,none:9 ({', '.join(STATES)})" if ours else ""
         raise OptionError(f"{flag} {text}: {name} recomputes {', '.join(usual)}{or_states}; got {recomputed!r}.")

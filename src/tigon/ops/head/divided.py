@@ -85,10 +85,11 @@ class DividedHead:
         rows = torch.tensor([self.weight.shape[0]], device=self.weight.device)
         return int(self.part.all_gather(rows).max())
 
-    def check_labels(self, ids_NK: Tensor, ignore_index: int) -> None:
-        """Raise `LabelError` for an id outside the vocabulary, if that is known and labels are checked at all."""
-        if self.vocab is not None and may_wait(ids_NK) and wants_label_check(self.hidden):
-            check_labels(self.vocab, ids_NK, ignore_index)
+
+def check_divided_labels(divided: DividedHead, ids_NK: Tensor, ignore_index: int) -> None:
+    """Raise `LabelError` for an id outside the vocabulary, if that is known and labels are checked at all."""
+    if divided.vocab is not None and may_wait(ids_NK) and wants_label_check(divided.hidden):
+        check_labels(divided.vocab, ids_NK, ignore_index)
 
 
 def _check_same_mesh(hidden: Any, weight: Any, prefix: str) -> None:

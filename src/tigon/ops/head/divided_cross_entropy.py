@@ -22,7 +22,7 @@ from tigon.errors import ShapeError
 from tigon.ops.dispatch import first_order
 from tigon.ops.head.autograd import head_gradients
 from tigon.ops.head.blocks import empty_sums, linear_logprobs_fwd
-from tigon.ops.head.divided import DividedHead
+from tigon.ops.head.divided import DividedHead, check_divided_labels
 from tigon.ops.head.inputs import Head, Wanted
 from tigon.ops.head.logprobs import divided_logprobs, of_no_column
 from tigon.ops.head.loop import run_blocks
@@ -208,7 +208,7 @@ def _divided_loss(divided: DividedHead, call: LossCall) -> tuple[Tensor, Results
         loss_N = tokens.values(found.logprob_NK.squeeze(1), found.lse_N)
         return loss_N if call.per_row else loss_N.sum() * call.inv_denominator, found
     head = divided.head
-    divided.check_labels(tokens.ids_N1, options.ignore_index)
+    check_divided_labels(divided, tokens.ids_N1, options.ignore_index)
     of_chunks = DividedChunksCall(
         tokens=tokens, index=call.index, inv_denominator=call.inv_denominator,
         scales=gradient_scales(head.dtype, call.inv_denominator, call.token_weight, call.class_weight, options),

@@ -18,7 +18,7 @@ from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, first_order
 from tigon.ops.head.autograd import head_gradients
 from tigon.ops.head.blocks import BackwardOptions, linear_logprobs_bwd, linear_logprobs_fwd
-from tigon.ops.head.divided import DividedHead
+from tigon.ops.head.divided import DividedHead, check_divided_labels
 from tigon.ops.head.inputs import Head, Wanted
 from tigon.ops.head.plan import LogitBytes, default_chunk_bytes, keeps_logits
 from tigon.ops.losses.labels import Places, may_wait, tokens_that_count
@@ -177,7 +177,7 @@ def divided_logprobs(
     divided: DividedHead, ids_NK: Tensor, options: LogprobOptions, chunk_bytes: tuple[int, int], index: Tensor | None
 ) -> Results:
     """The results for ids (N, K) of the whole vocabulary. index: the tokens that count."""
-    divided.check_labels(ids_NK, options.ignore_index)
+    check_divided_labels(divided, ids_NK, options.ignore_index)
     call = LinearLogprobsCall(ids_NK=ids_NK, index=index, options=options, lse=True, chunk_bytes=chunk_bytes)
     return _of_head(divided.head, call, DividedVocabulary(divided.part))
 

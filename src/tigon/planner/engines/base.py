@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tigon.models.loading.presets import PRESETS
@@ -17,7 +17,7 @@ from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, UpdateWork, Weight
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.sharding import are_drawn_in_place, fit_whole
 
 
@@ -141,12 +141,12 @@ class Engine(ABC):
     joins_a_group = True
     """Whether a run on one GPU joins a process group too."""
 
-    def __init__(self, choices: Choices) -> None:
-        self.choices = choices
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
 
-    def traced_choices(self) -> Choices:
-        """The choices for the trace of one GPU's forward and backward passes."""
-        return self.choices
+    def traced_settings(self) -> Settings:
+        """The settings for the trace of one GPU's forward and backward passes."""
+        return self.settings
 
     def library_bytes(self, gpu: Gpu) -> int:
         """GPU memory of the engine's own streams and kernels, outside PyTorch's allocator."""
@@ -167,7 +167,7 @@ class Engine(ABC):
 
 def is_drawn(request: Request) -> bool:
     """Whether the weights are random and initialized on the device that the run uses."""
-    return request.model in PRESETS and are_drawn_in_place(request.choices)
+    return request.model in PRESETS and are_drawn_in_place(request.settings)
 
 
 def drawn_whole(request: Request) -> bool:
@@ -176,12 +176,16 @@ def drawn_whole(request: Request) -> bool:
     Random weights without offload stay on the GPU if they fit. A checkpoint's weights are read into partitions or to
     the host (trainer/engine.py).
     """
-    return is_drawn(request) and request.choices.offload == "none"
+    return is_drawn(request) and request.settings.sharding.offload == "none"
 
 
-def computed_in_16_bits(choices: Choices) -> Choices:
+def computed_in_16_bits(settings: Settings) -> Settings:
     """ZeRO and FSDP2 run layers on 16-bit weights without autocast."""
-    return replace(choices, precision="bf16") if choices.precision in ("amp-bf16", "amp-fp16") else choices
+    return (
+        settings.having({"train.precision": "bf16"})
+        if settings.train.precision in ("amp-bf16", "amp-fp16")
+        else settings
+    )
 
 
 def share(nbytes: int, gpus: int) -> int:

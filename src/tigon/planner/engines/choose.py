@@ -9,14 +9,14 @@ from tigon.planner.engines.ddp import Ddp
 from tigon.planner.engines.fsdp import Fsdp
 from tigon.planner.engines.single import SingleGpu
 from tigon.planner.engines.zero import Zero1, Zero2, Zero3
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 
-def engine_of(choices: Choices) -> Engine:
+def engine_of(settings: Settings) -> Engine:
     """DeepSpeed for a ZeRO stage, FSDP2 if chosen, DDP for several GPUs, else no engine around the model."""
-    if choices.zero:
+    if settings.sharding.zero:
         stages: Mapping[int, type[Engine]] = {1: Zero1, 2: Zero2, 3: Zero3}
-        return stages[choices.zero](choices)
-    if choices.fsdp:
-        return Fsdp(choices)
-    return Ddp(choices) if choices.gpus > 1 else SingleGpu(choices)
+        return stages[settings.sharding.zero](settings)
+    if settings.sharding.fsdp:
+        return Fsdp(settings)
+    return Ddp(settings) if settings.sharding.gpus > 1 else SingleGpu(settings)

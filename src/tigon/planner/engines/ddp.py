@@ -24,7 +24,7 @@ class Ddp(Engine):
             weights=model.weight_bytes,
             gradients=Gradients(nbytes=grads),  # the buckets are a second copy, not views of the gradients
             optimizer_tensor_bytes=tuple(states),
-            update=sharded_update(model, gpus=self.choices.gpus, optimizer_bytes=sum(states)),
+            update=sharded_update(model, gpus=self.settings.sharding.gpus, optimizer_bytes=sum(states)),
             step_tensor_bytes=tuple(step_tensor_bytes(request, model.weights)),
             traffic=Traffic(peers=2 * grads, peers_last=2 * embedding_grad_bytes(model), copied=4 * grads),
             managed=managed_bytes(request, model.weights),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tigon.planner.simulate.model_states import ModelWeights, Weight
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers import Parameter
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 from tigon.techniques.sharding import ADAM_TENSORS, nvme_buffers, nvme_group_size
 
@@ -22,37 +22,41 @@ def pinned(nbytes: int) -> int:
 
 
 def zero_host_bytes(
-    choices: Choices, model: ModelWeights, slices: Sequence[Parameter], moments_bytes: int
+    settings: Settings, model: ModelWeights, slices: Sequence[Parameter], moments_bytes: int
 ) -> tuple[int, int]:
     """Returns (bytes on the host, bytes in files). slices: the optimizer's flat slices; moments_bytes: its state."""
     itemsize, flat = model.weights[0].itemsize, sum(piece.nbytes for piece in slices)
     computed_with = [piece.numel * itemsize for piece in slices]
-    if choices.zero < 3:  # stage_1_and_2.py: weights and gradients in the optimizer's dtype, weights in the GPU's
+    if (
+        settings.sharding.zero < 3
+    ):  # stage_1_and_2.py: weights and gradients in the optimizer's dtype, weights in the GPU's
         largest = max((weight.numel for weight in model.trained), default=0)
         copies = sum(2 * pinned(piece.nbytes) for piece in slices) + sum(map(pinned, computed_with))
         return moments_bytes + copies + pinned(largest * itemsize), 0
     gradients = pinned(sum(computed_with))  # stage3.py: grad_partitions_flat_buffer
-    parts = [_part(weight, choices) * weight.itemsize for weight in model.weights]
+    parts = [_part(weight, settings) * weight.itemsize for weight in model.weights]
     widest = slices[0].itemsize if slices else 0
-    if choices.offload == "nvme":
-        run_info = RunInfo(shapes={weight.name: weight.shape for weight in model.weights}, processes=choices.gpus)
-        buffers = nvme_buffers(choices, run_info)
-        group = max(_groups(choices, model, nvme_group_size(run_info)), default=0)
+    if settings.sharding.offload == "nvme":
+        run_info = RunInfo(
+            shapes={weight.name: weight.shape for weight in model.weights}, processes=settings.sharding.gpus
+        )
+        buffers = nvme_buffers(settings, run_info)
+        group = max(_groups(settings, model, nvme_group_size(run_info)), default=0)
         weights = buffers["buffer_size"] * buffers["buffer_count"] * itemsize
         host = weights + group * (ADAM_TENSORS * widest + itemsize) + gradients
         return host, moments_bytes + 2 * flat + sum(parts)
     # partition_parameters.py: each weight has a pinned tensor, which is copied into one flat tensor; its block stays.
     weights = sum(map(pinned, computed_with)) + sum(map(pinned, parts))
-    waiting = sum(pinned(numel * widest) for numel in _groups(choices, model, GROUP_ELEMENTS))
+    waiting = sum(pinned(numel * widest) for numel in _groups(settings, model, GROUP_ELEMENTS))
     return weights + moments_bytes + flat + waiting + gradients, 0
 
 
-def _part(weight: Weight, choices: Choices) -> int:
+def _part(weight: Weight, settings: Settings) -> int:
     """Elements of a weight that this process holds."""
-    return -(-weight.numel // choices.gpus)
+    return -(-weight.numel // settings.sharding.gpus)
 
 
-def _groups(choices: Choices, model: ModelWeights, wanted: int) -> list[int]:
+def _groups(settings: Settings, model: ModelWeights, wanted: int) -> list[int]:
     """Elements of this process's part of each sub-group.
 
     Weights that decay come first, then the others. A group ends when it reaches `wanted` elements (stage3.py:
@@ -63,7 +67,7 @@ def _groups(choices: Choices, model: ModelWeights, wanted: int) -> list[int]:
         group = 0
         for weight in model.trained:
             if (len(weight.shape) >= 2) == decays:
-                group += _part(weight, choices)
+                group += _part(weight, settings)
                 if group >= wanted:
                     groups.append(group)
                     group = 0

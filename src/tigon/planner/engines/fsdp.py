@@ -21,8 +21,8 @@ from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
 from tigon.planner.simulate.model_states import ModelWeights, managed_bytes, state_tensor_bytes
 from tigon.planner.trace.trace import weight_itemsize
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import shard_ranks
 
 HOST_CALLS = 130
@@ -34,16 +34,16 @@ tiny layers on a CPU with no-op collectives). The cause of the rest is unknown."
 class Fsdp(Engine):
     """FSDP2, with or without offload to the host."""
 
-    def traced_choices(self) -> Choices:
-        return computed_in_16_bits(self.choices)
+    def traced_settings(self) -> Settings:
+        return computed_in_16_bits(self.settings)
 
     @property
     def _widening(self) -> int:
         """Shards and gradients have the dtype that the weights were loaded in, which is fp32 for amp precisions."""
-        return 2 if self.choices.precision.startswith("amp") else 1
+        return 2 if self.settings.train.precision.startswith("amp") else 1
 
     def placement(self, request: Request, model: ModelWeights) -> Placement:
-        choices, gpus, widening = self.choices, shard_ranks(self.choices), self._widening
+        settings, gpus, widening = self.settings, shard_ranks(self.settings), self._widening
         weights = share(widening * model.weight_bytes, gpus)
         grads = share(widening * sum(weight.grad_bytes for weight in model.trained), gpus)
         shards = [
@@ -51,11 +51,11 @@ class Fsdp(Engine):
             for weight in model.trained
             for rows, *columns in (weight.shape or (1,),)
         ]
-        optimizer = OPTIMIZERS[choices.optimizer]
+        optimizer = OPTIMIZERS[settings.train.optimizer]
         states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
         host, link = 0, 0
         loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0
-        if choices.offload != "none":
+        if settings.sharding.offload != "none":
             host, link = weights + grads + states, 3 * weights + grads
             weights = grads = states = step = 0
         return Placement(
@@ -66,7 +66,7 @@ class Fsdp(Engine):
             gradients=Gradients(
                 nbytes=grads, allocated="with each", kept=False, copies=self._copies(),
                 # accelerate reduces only in the last micro-batch (no_sync)
-                whole_until_last_micro_batch=choices.accumulate > 1,
+                whole_until_last_micro_batch=settings.train.gradient_accumulation > 1,
             ),
             gathered=self._gathered(model), traffic=self._traffic(model, link),
             loaded_itemsize=loaded, managed=managed_bytes(request, model.weights), host=host,
@@ -82,26 +82,26 @@ class Fsdp(Engine):
         layer, outside = largest_layer_bytes(model), [weight for weight in model.weights if weight.layer is None]
         untied = any(weight.shape == model.lm_head_shape and not weight.embedding for weight in outside)
         tail = sum(weight.nbytes for weight in outside if not (untied and weight.embedding))
-        reshard = self.choices.reshard
+        reshard = self.settings.sharding.reshard
         return GatheredSizes(
             both_passes=min(tail + layer if reshard else model.weight_bytes, model.weight_bytes),
             backward=2 * layer if reshard else layer,
-            before_copy=tail + layer if shard_ranks(self.choices) > 1 else 0,
+            before_copy=tail + layer if shard_ranks(self.settings) > 1 else 0,
         )
 
     def _traffic(self, model: ModelWeights, link: int) -> Traffic:
         host_calls = HOST_CALLS * len(model.trained)
-        if self.choices.gpus == 1:
+        if self.settings.sharding.gpus == 1:
             return Traffic(link=link, host_calls=host_calls)
         # Weights below the first trained one are not gathered for backward. A run whose layers are frozen gathers once.
         passes = 2 if any(weight.layer is not None for weight in model.trained) else 1
-        shard_bytes = share(sum(weight.nbytes for weight in model.trained), shard_ranks(self.choices))
+        shard_bytes = share(sum(weight.nbytes for weight in model.trained), shard_ranks(self.settings))
         return Traffic(
             link=link,
             # gathers, a reduction, and an all-reduce of the shards of gradients over the copies
             peers=passes * model.weight_bytes
             + sum(weight.nbytes for weight in model.trained)
-            + (2 * shard_bytes if self.choices.replicas > 1 else 0),
+            + (2 * shard_bytes if self.settings.sharding.replicas > 1 else 0),
             peers_last=embedding_grad_bytes(model),
             # gathered weights are copied out twice, gradients into the reduction's input
             copied=6 * model.weight_bytes,
@@ -114,11 +114,11 @@ class Fsdp(Engine):
         The last of these is the gradient, which stays unless it goes to the host (_fsdp_collectives.py,
         foreach_reduce).
         """
-        ranks = shard_ranks(self.choices)
+        ranks = shard_ranks(self.settings)
         made = [GradientCopy(share=1 / ranks, stays=True)]
         if self._widening > 1:
             made.append(GradientCopy(share=self._widening / ranks))
-        return tuple(made if self.choices.offload != "none" else made[:-1])
+        return tuple(made if self.settings.sharding.offload != "none" else made[:-1])
 
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model
@@ -130,7 +130,7 @@ class Fsdp(Engine):
         whole = loading.load_whole()
         # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
         for weight in model.weights:
-            ledger.alloc(share(loading.widening * weight.nbytes, shard_ranks(self.choices)), "weights")
+            ledger.alloc(share(loading.widening * weight.nbytes, shard_ranks(self.settings)), "weights")
         for tensors in whole:
             ledger.free_all(tensors)
 
@@ -138,8 +138,8 @@ class Fsdp(Engine):
         notes = super().notes(request, model)
         if request.model in PRESETS:
             return notes
-        gpus = self.choices.gpus
-        whole_gib = gpus * weight_itemsize(self.choices.precision) * sum(w.numel for w in model.weights) / 2**30
+        gpus = self.settings.sharding.gpus
+        whole_gib = gpus * weight_itemsize(self.settings.train.precision) * sum(w.numel for w in model.weights) / 2**30
         return (
             *notes,
             f"Each of {gpus} processes reads the whole model to the host before FSDP2 shards it: "

@@ -18,21 +18,21 @@ from __future__ import annotations
 
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.gpus import Gpu
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 
-def non_allocator_bytes(gpu: Gpu, choices: Choices) -> int:
-    """Memory outside the allocator of one process that trains with these choices."""
-    return gpu.context_bytes + group_bytes(gpu, choices) + engine_of(choices).library_bytes(gpu)
+def non_allocator_bytes(gpu: Gpu, settings: Settings) -> int:
+    """Memory outside the allocator of one process that trains with these settings."""
+    return gpu.context_bytes + group_bytes(gpu, settings) + engine_of(settings).library_bytes(gpu)
 
 
-def allocator_budget_bytes(gpu: Gpu, choices: Choices) -> int:
+def allocator_budget_bytes(gpu: Gpu, settings: Settings) -> int:
     """The part of the GPU's memory that is left for the allocator."""
-    return gpu.memory_bytes - non_allocator_bytes(gpu, choices)
+    return gpu.memory_bytes - non_allocator_bytes(gpu, settings)
 
 
-def group_bytes(gpu: Gpu, choices: Choices) -> int:
+def group_bytes(gpu: Gpu, settings: Settings) -> int:
     """NCCL's part of the memory outside the allocator."""
-    if choices.gpus > 1:
+    if settings.sharding.gpus > 1:
         return gpu.group_bytes
-    return gpu.lone_group_bytes if engine_of(choices).joins_a_group else 0
+    return gpu.lone_group_bytes if engine_of(settings).joins_a_group else 0

@@ -28,8 +28,8 @@ from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, UpdateWork
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 from tigon.techniques.sharding import are_read_in_parts, gathers_layers
 
@@ -71,15 +71,15 @@ class _Zero(Engine):
     """Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4
     x 1024 on each of two H200s: step time minus the time of the operators. Its cause is unknown."""
 
-    def traced_choices(self) -> Choices:
-        return computed_in_16_bits(self.choices)
+    def traced_settings(self) -> Settings:
+        return computed_in_16_bits(self.settings)
 
     def library_bytes(self, gpu: Gpu) -> int:
         return gpu.deepspeed_bytes
 
     @property
     def _mixed(self) -> bool:
-        return self.choices.precision.startswith("amp")
+        return self.settings.train.precision.startswith("amp")
 
     @property
     def _optimizer_itemsize(self) -> int:
@@ -88,14 +88,18 @@ class _Zero(Engine):
         The copy is bf16 if the whole run is bf16, else fp32 (stage_1_and_2.py: single_partition_of_fp32_groups).
         stage3.py never takes its case without a copy, because it compares a device with a device's name.
         """
-        return 2 if self.choices.precision == "bf16" else FP32
+        return 2 if self.settings.train.precision == "bf16" else FP32
 
     @property
     def _offloads(self) -> bool:
-        return self.choices.offload != "none"
+        return self.settings.sharding.offload != "none"
 
     def _optimizer_memory(self, model: ModelWeights) -> _OptimizerMemory:
-        optimizer, rank, gpus = OPTIMIZERS[self.choices.optimizer], self.choices.galore_rank, self.choices.gpus
+        optimizer, rank, gpus = (
+            OPTIMIZERS[self.settings.train.optimizer],
+            self.settings.train.galore_rank,
+            self.settings.sharding.gpus,
+        )
         elements = [
             sum(weight.numel for weight in model.trained if (len(weight.shape) >= 2) == decays)
             for decays in (True, False)
@@ -118,7 +122,7 @@ class _Zero(Engine):
         if self._offloads:
             states, step, sm_s = 0, 0, 0.0
             host, nvme = deepspeed_host_memory.zero_host_bytes(
-                self.choices, model, optimizer.slices, optimizer.moments_bytes
+                self.settings, model, optimizer.slices, optimizer.moments_bytes
             )
         return Placement(
             weights=self._weights_bytes(model),
@@ -131,7 +135,7 @@ class _Zero(Engine):
         )  # fmt: skip
 
     def _update(self, model: ModelWeights, states_bytes: int, sm_s: float) -> UpdateWork:
-        return sharded_update(model, gpus=self.choices.gpus, optimizer_bytes=states_bytes, sm_s=sm_s)
+        return sharded_update(model, gpus=self.settings.sharding.gpus, optimizer_bytes=states_bytes, sm_s=sm_s)
 
     def _weights_bytes(self, model: ModelWeights) -> int:
         return model.weight_bytes
@@ -144,7 +148,7 @@ class _Zero(Engine):
 
     def _bucket_bytes(self, model: ModelWeights) -> int:
         hidden = model.lm_head_shape[1]
-        return max(hidden**2, 2**16) * (4 if self.choices.precision == "fp32" else 2)
+        return max(hidden**2, 2**16) * (4 if self.settings.train.precision == "fp32" else 2)
 
     def _buffer_bytes(self, model: ModelWeights) -> int:
         # temp_grad_buffer_for_gpu_offload has the length of the largest weight
@@ -154,7 +158,7 @@ class _Zero(Engine):
         return FP32 if self._mixed else self._optimizer_itemsize
 
     def _traffic(self, model: ModelWeights) -> Traffic:
-        grads, gpus = grad_bytes(model), self.choices.gpus
+        grads, gpus = grad_bytes(model), self.settings.sharding.gpus
         return Traffic(
             link=self._link_bytes(model) if self._offloads else 0,
             peers=self._peer_bytes(model) if gpus > 1 else 0,
@@ -168,7 +172,7 @@ class _Zero(Engine):
 
     def _link_bytes(self, model: ModelWeights) -> int:
         """Bytes to and from the host in a step with offload: gradients out and weights in."""
-        return 2 * share(grad_bytes(model), self.choices.gpus)
+        return 2 * share(grad_bytes(model), self.settings.sharding.gpus)
 
     def _peer_bytes(self, model: ModelWeights) -> int:
         return 2 * grad_bytes(model)
@@ -211,7 +215,7 @@ class Zero2(_Zero):
 
     def _gradients(self, model: ModelWeights) -> Gradients:
         # grads_in_partition: this GPU's slice is copied into one tensor when the first bucket is reduced.
-        nbytes = 0 if self._offloads else share(grad_bytes(model), self.choices.gpus)
+        nbytes = 0 if self._offloads else share(grad_bytes(model), self.settings.sharding.gpus)
         return Gradients(nbytes=nbytes, allocated="with the first", kept=False)
 
 
@@ -228,14 +232,14 @@ class Zero3(_Zero):
         work = super()._update(model, states_bytes, sm_s)
         if not self._gathers_layers(model):
             return work
-        passes = STEP_BYTES * share(sum(weight.numel for weight in model.trained), self.choices.gpus)
+        passes = STEP_BYTES * share(sum(weight.numel for weight in model.trained), self.settings.sharding.gpus)
         return replace(work, moved_bytes=work.moved_bytes + passes)
 
     def _gathers_layers(self, model: ModelWeights) -> bool:
         of_model = not any(weight.of_objective for weight in model.weights) and len(model.trained) == len(model.weights)
         shapes = {weight.name: weight.shape for weight in model.weights}
         return gathers_layers(
-            self.choices, RunInfo(shapes=shapes, processes=self.choices.gpus, runs_layers_once=of_model)
+            self.settings, RunInfo(shapes=shapes, processes=self.settings.sharding.gpus, runs_layers_once=of_model)
         )
 
     def _host_calls(self, model: ModelWeights) -> int:
@@ -247,13 +251,13 @@ class Zero3(_Zero):
         return max(nbytes, largest_layer_bytes(model)) if self._gathers_layers(model) else nbytes
 
     def _weights_bytes(self, model: ModelWeights) -> int:
-        return 0 if self._offloads else share(model.weight_bytes, self.choices.gpus)
+        return 0 if self._offloads else share(model.weight_bytes, self.settings.sharding.gpus)
 
     def _gradients(self, model: ModelWeights) -> Gradients:
         if self._offloads:
             return Gradients(kept=False, copies=self._copies(model))
         # grad_partitions_flat_buffer exists from the start
-        return Gradients(nbytes=share(grad_bytes(model), self.choices.gpus), kept=False)
+        return Gradients(nbytes=share(grad_bytes(model), self.settings.sharding.gpus), kept=False)
 
     def _copies(self, model: ModelWeights) -> tuple[GradientCopy, ...]:
         """Copies of a gradient if the states are offloaded. This GPU's part goes to the host and back.
@@ -261,7 +265,7 @@ class Zero3(_Zero):
         It is converted part by part to fp64 for its norm, and to fp32 for the optimizer (stage3.py: partition_grads,
         _constant_buffered_norm2, _offload_grad_partition_at_boundary).
         """
-        itemsize, gpus = model.weights[0].itemsize, self.choices.gpus
+        itemsize, gpus = model.weights[0].itemsize, self.settings.sharding.gpus
         return (
             GradientCopy(share=1 / gpus, stays=True),
             GradientCopy(share=FP64 / itemsize / gpus, most_bytes=FP64 * NORM_ELEMENTS),
@@ -269,13 +273,13 @@ class Zero3(_Zero):
         )
 
     def _gathered(self, model: ModelWeights) -> GatheredSizes:
-        choices, layers = self.choices, layers_of(model)
+        settings, layers = self.settings, layers_of(model)
         outside = [weight for weight in model.weights if weight.layer is None]
         non_allocator_bytes = sum(weight.nbytes for weight in outside)
         largest = max(layers, key=lambda weights: sum(weight.nbytes for weight in weights), default=[])
         largest_weight = max(weight.nbytes for weight in model.weights)
         # The NVMe configuration sets stage3_max_reuse_distance to 0, so no weights stay gathered for later layers.
-        keeps = choices.offload != "nvme"
+        keeps = settings.sharding.offload != "nvme"
         live = MAX_LIVE_ELEMENTS * model.weights[0].itemsize if keeps else 0
         plan = GatheringPlan(
             outside=[weight.nbytes for weight in outside],
@@ -285,12 +289,12 @@ class Zero3(_Zero):
             most_bytes=min(model.weight_bytes, max(live, non_allocator_bytes, largest_layer_bytes(model))),
             # The embeddings are the last weight to be prefetched. With tiled MLPs there is already room for them; see
             # the peaks in benchmarks/results/nvidia-h200/study/largest-batch.json.
-            beyond_bytes=largest_weight if keeps and not choices.mlp_tile_tokens else 0,
+            beyond_bytes=largest_weight if keeps and not settings.train.mlp_tile_tokens else 0,
             last=[weight.nbytes for weight in outside if weight.embedding],
-            head_stays=choices.kernels == "liger",  # its loss reads lm_head's weight outside the lm_head module
+            head_stays=settings.model.kernels == "liger",  # its loss reads lm_head's weight outside the lm_head module
         )
         # To register a hook on its gradient, stage 3 gathers each weight once: its partition and the whole weight.
-        return GatheredSizes(by_layer=plan, registered=(largest_weight // choices.gpus, largest_weight))
+        return GatheredSizes(by_layer=plan, registered=(largest_weight // settings.sharding.gpus, largest_weight))
 
     def _buffer_bytes(self, model: ModelWeights) -> int:
         return 0
@@ -300,11 +304,11 @@ class Zero3(_Zero):
             return super()._loaded_itemsize(request, model)
         # DeepSpeed moves weights that it did not load to the GPU in 16 bits before it partitions any of them.
         whole = request.objective.reads_whole_weights
-        in_parts = are_read_in_parts(self.choices, reads_whole_weights=whole) and not is_drawn(request)
-        return 0 if in_parts or self.choices.quantized else model.weights[0].itemsize
+        in_parts = are_read_in_parts(self.settings, reads_whole_weights=whole) and not is_drawn(request)
+        return 0 if in_parts or self.settings.lora.quantize else model.weights[0].itemsize
 
     def _link_bytes(self, model: ModelWeights) -> int:
-        return super()._link_bytes(model) + 3 * share(model.weight_bytes, self.choices.gpus)
+        return super()._link_bytes(model) + 3 * share(model.weight_bytes, self.settings.sharding.gpus)
 
     def _peer_bytes(self, model: ModelWeights) -> int:
         return 3 * grad_bytes(model)

@@ -12,34 +12,38 @@ from tigon.models.loading.presets import checkpoint_of
 from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.recipe.keys import OBJECTIVE_SECTIONS
-from tigon.techniques import SETTINGS, TECHNIQUES
-from tigon.techniques.records.choices import Choices
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.keys.settings import DEFAULT, KEYS
 from tigon.techniques.records.condition import yaml_word
 
 RECIPE_FILE = "recipe.yaml"
+ALWAYS_WRITTEN = (
+    "train.precision", "train.optimizer", "train.checkpointing", "train.gradient_accumulation", "model.kernels",
+)  # fmt: skip
+"""Keys that a plan's recipe names with their defaults too, to replace the values of the recipe it is applied to."""
 
 
 def keys(request: Request) -> dict[str, Any]:
     """Dotted recipe keys of a run, in the recipe's order, without those that name the user's data."""
-    choices, default = request.choices, Choices()
+    settings = request.settings
     values = {
         "model.name": model_name(request.model),
         "data.sequence_length": request.seq,
         "train.batch_size": request.batch,
     }
-    for field, setting in SETTINGS.items():
-        value = getattr(choices, field)
-        if setting.always_written or value != getattr(default, field):
-            values[setting.key] = list(value) if isinstance(value, tuple) else value
+    planned = [key for key in KEYS if settings.knows(key)]
+    for key in planned:
+        value = settings.value(key)
+        if key in ALWAYS_WRITTEN or value != DEFAULT.value(key):
+            values[key] = list(value) if isinstance(value, tuple) else value
     values |= request.objective.recipe_keys()
     if space.crosses_documents(request):
         values["data.cross_document_attention"] = True
     if not request.clipped:
         values["train.max_grad_norm"] = 0
-    of_choices = {setting.key for setting in SETTINGS.values()}
     for technique in TECHNIQUES.values():
-        if technique.used_by(choices):
-            values |= {key: value for key, value in technique.recipe.items() if key not in of_choices}
+        if technique.used_by(settings):
+            values |= {key: value for key, value in technique.recipe.items() if key not in planned}
     order = ("model", "data", "train", "lora", *OBJECTIVE_SECTIONS, "sharding")
     return dict(sorted(values.items(), key=lambda item: order.index(item[0].partition(".")[0])))
 
@@ -47,7 +51,7 @@ def keys(request: Request) -> dict[str, Any]:
 def changed_keys(before: Request, after: Request) -> dict[str, Any]:
     """The recipe keys that differ in `after`, with their new values, which may be defaults."""
     old, new = keys(before), keys(after)
-    default = keys(replace(before, choices=Choices()))
+    default = keys(replace(before, settings=DEFAULT))
     changed = {key: value for key, value in new.items() if old.get(key, default.get(key)) != value}
     return {key: value for key, value in changed.items() if key != "model.name"}
 

@@ -77,7 +77,7 @@ def _components(plan: Plan) -> Any:
         axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
         whole_numbers(axes)
     shared_legend(figure, panels, order=COMPONENTS, reverse=True, loc="outside right center")
-    figure.suptitle(label(plan.option.request.choices), fontsize=9, color=MUTED)
+    figure.suptitle(label(plan.option.request.settings), fontsize=9, color=MUTED)
     return figure
 
 

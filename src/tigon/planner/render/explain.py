@@ -44,7 +44,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"gradients    {gib(parts['gradients'])}: {gib(trained)} at the end of the backward pass, each in its weight's "
         "dtype. They are set to None after the step, so they count only if the peak comes late."
     )
-    row = OPTIMIZERS[request.choices.optimizer]
+    row = OPTIMIZERS[request.settings.train.optimizer]
     numel = sum(weight.numel for weight in model.trained)
     states = sum(state_tensor_bytes(request, model.weights))
     yield (
@@ -83,7 +83,7 @@ def _lines(plan: Plan) -> Iterator[str]:
             "without logits; kernels none, no-flce and liger evaluate with all logits of the batch. It counts in the "
             "peak because a recipe evaluates unless it sets data.eval_fraction to 0."
         )
-    outside = non_allocator_bytes(gpu, request.choices)
+    outside = non_allocator_bytes(gpu, request.settings)
     yield (
         f"device       {gib(result.device_bytes)} = reserved + {gib(outside)} outside the allocator (CUDA's context, "
         f"kernels, NCCL). It fits if this is at most {gib(gpu.memory_bytes)}. Recommended recipes are simulated with "
@@ -105,6 +105,6 @@ def _weights(request: Request, model: ModelWeights) -> str:
         text += "; those of experts are in MXFP4: half a byte each, plus scales"
     elif any(weight.stored_as for weight in model.weights):
         text += "; those of linear layers are in NF4: half a byte each, plus scales"
-    if request.choices.precision.startswith("amp"):
+    if request.settings.train.precision.startswith("amp"):
         text += "; autocast's 16-bit copies count as activations"
     return text + "."

@@ -11,6 +11,7 @@ from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import PHASES, Estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.render import as_recipe
+from tigon.planner.render.json_names import settings_mapping
 from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.largest_batch import MaxSizes
@@ -40,13 +41,13 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     option, request, gpu = plan.option, plan.option.request, plan.gpu
     return {
         "model": request.model, "batch": request.batch, "seq": request.seq, "evaluated": request.evaluated,
-        "choices": asdict(request.choices),
+        "choices": settings_mapping(request.settings),
         **_objective_sections(request),
         "gpu": {
             "name": gpu.name, "memory_bytes": gpu.memory_bytes, "source": gpu.source,
         },
         **asdict(option.estimate),
-        "outside_bytes": non_allocator_bytes(gpu, request.choices),
+        "outside_bytes": non_allocator_bytes(gpu, request.settings),
         "fits": option.fits(gpu, plan.problem.host_bytes),
         "headroom": space.HEADROOM,
         "largest_batch": _max_sizes(plan, "largest_batch"),
@@ -74,11 +75,11 @@ def _max_sizes(plan: Plan, name: str) -> dict[str, int | None]:
 def _recommendation(plan: Plan, one: Recommendation) -> dict[str, Any]:
     request, result = one.option.request, one.option.estimate
     return {
-        "label": label(request.choices), "batch": request.batch, "choices": asdict(request.choices),
+        "label": label(request.settings), "batch": request.batch, "choices": settings_mapping(request.settings),
         "peak_allocated_bytes": result.peak_allocated_bytes, "peak_reserved_bytes": result.peak_reserved_bytes,
         "device_bytes": result.device_bytes, "host_bytes": result.host_bytes, "nvme_bytes": result.nvme_bytes,
         "step_s": result.step_s, "tokens_per_s": result.tokens_per_s, "components": dict(result.components),
-        "precision_cost": dict(space.changes(request.choices)), "changes": space.change_names(request),
+        "precision_cost": dict(space.changes(request.settings)), "changes": space.change_names(request),
         "needs": needs(one.option),
         "cheaper": [_rejected(other) for other in one.cheaper], "command": _command(plan, one),
         "yaml": as_recipe.yaml_text(request),
@@ -87,14 +88,14 @@ def _recommendation(plan: Plan, one: Recommendation) -> dict[str, Any]:
 
 def _rejected(other: Rejected) -> dict[str, Any]:
     return {
-        "label": label(other.choices), "batch": other.batch, "device_bytes": other.device_bytes,
+        "label": label(other.settings), "batch": other.batch, "device_bytes": other.device_bytes,
         "reason": other.reason,
     }  # fmt: skip
 
 
 def needs(option: Option) -> list[str]:
     """Packages that a recipe needs beyond PyTorch and transformers."""
-    used = (technique for technique in TECHNIQUES.values() if technique.used_by(option.request.choices))
+    used = (technique for technique in TECHNIQUES.values() if technique.used_by(option.request.settings))
     return sorted({package for technique in used for package in technique.needs})
 
 
@@ -122,10 +123,14 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
 def headline(plan: Plan) -> str:
     """The answer in one line: whether the run fits as it was asked for and, if not, whether another recipe does."""
     option, request, gpu = plan.option, plan.option.request, plan.gpu
-    gpus = f"{request.choices.gpus} x {gpu.name}" if request.choices.gpus > 1 else gpu.name
+    gpus = f"{request.settings.sharding.gpus} x {gpu.name}" if request.settings.sharding.gpus > 1 else gpu.name
     where = f"{gpus} ({gib(gpu.memory_bytes)})"
-    micro_batches = f" in {request.choices.accumulate} micro-batches" if request.choices.accumulate > 1 else ""
-    samples = f"{_samples(request.batch * request.choices.accumulate)} of {request.seq:,} tokens"
+    micro_batches = (
+        f" in {request.settings.train.gradient_accumulation} micro-batches"
+        if request.settings.train.gradient_accumulation > 1
+        else ""
+    )
+    samples = f"{_samples(request.batch * request.settings.train.gradient_accumulation)} of {request.seq:,} tokens"
     run = f"{samples}{_sequences(request)}{micro_batches}"
     if option.fits(gpu, plan.problem.host_bytes):
         used, speed = gib(option.estimate.device_bytes), f"{option.estimate.tokens_per_s:,.0f} tokens/s"
@@ -140,9 +145,9 @@ def headline(plan: Plan) -> str:
 def _what_to_change(plan: Plan) -> str:
     request, tried = plan.option.request, plan.problem.fallbacks
     ways = ["Lower --batch or --seq", "leave out options so that they may change", "add GPUs"]
-    if request.choices.lora_rank is None and not tried:
+    if request.settings.lora.rank is None and not tried:
         ways.append("train adapters with --method lora")
-    elif not request.choices.quantized and not tried:
+    elif not request.settings.lora.quantize and not tried:
         ways.append("keep the frozen weights in 4 bits with --method qlora")
     return f"{', '.join(ways[:-1])}, or {ways[-1]}."
 
@@ -155,7 +160,7 @@ def _show_option(plan: Plan, console: Console) -> None:
     option, gpu = plan.option, plan.gpu
     result = option.estimate
     objective = option.request.objective.description()
-    asked = ", ".join(filter(None, (label(option.request.choices), objective)))
+    asked = ", ".join(filter(None, (label(option.request.settings), objective)))
     if plan.problem.auto:
         divides = " and micro-batches" if plan.problem.auto_divides else ""
         asked += f" (checkpointing{divides} chosen by auto)"
@@ -239,8 +244,8 @@ def _recommendations(plan: Plan, console: Console) -> None:
     if plan.fallback:
         own = plan.problem.request
         on_host = any(
-            (one.option.request.choices.lora_rank, one.option.request.choices.quantized)
-            == (own.choices.lora_rank, own.choices.quantized)
+            (one.option.request.settings.lora.rank, one.option.request.settings.lora.quantize)
+            == (own.settings.lora.rank, own.settings.lora.quantize)
             for one in plan.recommended
         )
         what = "everything that fits keeps states on the host" if on_host else "nothing that was tried fits"
@@ -250,9 +255,9 @@ def _recommendations(plan: Plan, console: Console) -> None:
     rows = []
     for number, one in enumerate(plan.recommended, 1):
         result, request = one.option.estimate, one.option.request
-        batch = f"{request.batch} x {request.choices.accumulate}"
+        batch = f"{request.batch} x {request.settings.train.gradient_accumulation}"
         figures = _figures(result, result.host_bytes)
-        rows.append((str(number), label(request.choices), batch, *figures, _changes(plan, request)))
+        rows.append((str(number), label(request.settings), batch, *figures, _changes(plan, request)))
     titles = ("#", "recipe", "batch", *_FIGURES, "changes")
     Table(titles, rows, texts=(1, len(titles) - 1)).show(console)
     console.print(f"\nTrain with the first: {_command(plan, plan.recommended[0])}", markup=False, soft_wrap=True)
@@ -283,7 +288,7 @@ def not_installed(packages: Iterable[str]) -> list[str]:
 def _details(plan: Plan, console: Console) -> None:
     for number, one in enumerate(plan.recommended, 1):
         request = one.option.request
-        details = [f"{name}: {cost}" for name, cost in space.changes(request.choices).items()]
+        details = [f"{name}: {cost}" for name, cost in space.changes(request.settings).items()]
         if space.crosses_documents(request):
             details.append(f"{space.CROSS_DOCUMENT}: tokens attend to earlier documents of their sample.")
         packages = needs(one.option)
@@ -291,9 +296,9 @@ def _details(plan: Plan, console: Console) -> None:
             details.append(f"needs {', '.join(packages)}")
         rejected = sorted(one.cheaper, key=lambda other: other.device_bytes)[:_SHOWN_REJECTED]
         details += [
-            f"rejected: {against(request.choices, other.choices, other.batch)}: {other.reason}" for other in rejected
+            f"rejected: {against(request.settings, other.settings, other.batch)}: {other.reason}" for other in rejected
         ]
-        console.print(f"\n{number}. {label(request.choices)}", markup=False, style="bold")
+        console.print(f"\n{number}. {label(request.settings)}", markup=False, style="bold")
         for line in (*details, _command(plan, one)):
             console.print(f"   {line}", markup=False, soft_wrap=True)
     if not plan.problem.command:
@@ -321,7 +326,7 @@ def _reach(plan: Plan, console: Console) -> None:
     request = plan.option.request
     as_asked = "as asked"
     if plan.problem.auto:
-        as_asked += ", with the layers' inputs on the host" if request.choices.checkpointing == "offload" else (
+        as_asked += ", with the layers' inputs on the host" if request.settings.train.checkpointing == "offload" else (
             ", all layers recomputed"
         )  # fmt: skip
     lines = [(as_asked, plan.max_sizes, request)]
@@ -343,7 +348,7 @@ def show_longest(plan: Plan, rows: Sequence[LongestRow], console: Console) -> No
     rows = sorted(rows, key=lambda row: -row.request.seq if row.option is not None else 0)
     best = rows[0]
     answer = "no row fits" if best.option is None else f"rows of up to {best.request.seq:,} tokens fit"
-    how = "" if best.option is None else f", with {label(best.request.choices)}"
+    how = "" if best.option is None else f", with {label(best.request.settings)}"
     line = f"{best.request.model} on {gpu.name} ({gib(gpu.memory_bytes)}): {answer}{how}"
     console.print(line, markup=False, style="bold", soft_wrap=True)
     console.print(f"Longest row in micro-batches of {_samples(batch)}")
@@ -352,7 +357,7 @@ def show_longest(plan: Plan, rows: Sequence[LongestRow], console: Console) -> No
         option, tokens, figures = row.option, "none", ("",) * len(_FIGURES)
         if option is not None:
             tokens, figures = f"{row.request.seq:,}", _figures(option.estimate, option.all_host_bytes)
-        cells.append((tokens, label(row.request.choices), *figures, _changes(plan, row.request)))
+        cells.append((tokens, label(row.request.settings), *figures, _changes(plan, row.request)))
     titles = ("tokens", "recipe", *_FIGURES, "changes")
     Table(titles, cells, texts=(1, len(titles) - 1)).show(console)
     console.print()
@@ -362,7 +367,8 @@ def longest_mapping(row: LongestRow) -> dict[str, Any]:
     """The longest row of a configuration as JSON values."""
     result = row.option.estimate if row.option is not None else None
     return {
-        "label": label(row.request.choices), "batch": row.request.batch, "choices": asdict(row.request.choices),
+        "label": label(row.request.settings), "batch": row.request.batch,
+        "choices": settings_mapping(row.request.settings),
         "changes": space.change_names(row.request), "longest_sequence": row.request.seq if result else 0,
         "device_bytes": result.device_bytes if result else None, "step_s": result.step_s if result else None,
         "host_bytes": row.option.all_host_bytes if row.option else None,

@@ -18,7 +18,8 @@ from tigon.errors import RecipeError
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, refusals, text_config
 from tigon.planner.search.option import Option, estimate_option
-from tigon.techniques.layer_checkpointing import STATES, written
+from tigon.techniques.keys.train import STATES
+from tigon.techniques.layer_checkpointing import written
 
 MAX_LOOKS = 6
 """Estimates for the number of layers of one pair of kinds."""
@@ -58,7 +59,7 @@ def choose(
     Raises:
         UsageError: The model cannot be traced, or the request is wrong.
     """
-    splits = splits or [(request.batch, request.choices.accumulate)]
+    splits = splits or [(request.batch, request.settings.train.gradient_accumulation)]
     seen: dict[tuple[int, str], Option] = {}
     largest = _Layers(request_of(request, *splits[0]), gpu, seen, needs)
     whole = largest.option("none")
@@ -74,7 +75,7 @@ def choose(
         best = option if best is None or layers.better(option, best) else best
     # A batch that is not divided holds no gradients in its forward pass, so it may keep more than its parts.
     undivided = splits[0][1] == 1 and splits[0][0] != best.request.batch if best is not None else False
-    if best is not None and undivided and best.request.choices.checkpointing != "none":
+    if best is not None and undivided and best.request.settings.train.checkpointing != "none":
         option = largest.fastest(beats=_speed(best) if largest.fits(best) else 0.0)
         best = option if largest.better(option, best) else best
     assert best is not None, "there is at least one split"
@@ -103,7 +104,7 @@ def _on_host(
 
 def request_of(request: Request, batch: int, accumulate: int) -> Request:
     """The request with another micro-batch."""
-    return replace(request, batch=batch, choices=replace(request.choices, accumulate=accumulate))
+    return replace(request, batch=batch, settings=request.settings.having({"train.gradient_accumulation": accumulate}))
 
 
 def fastest(request: Request, gpu: Gpu) -> Option:
@@ -130,7 +131,7 @@ def _first_split(whole: Option, needed: int, splits: Sequence[tuple[int, int]], 
 
 @dataclass
 class _Layers:
-    """The choices for the layers of one request."""
+    """The settings for the layers of one request."""
 
     request: Request
     gpu: Gpu
@@ -154,11 +155,11 @@ class _Layers:
         """The estimate of a value of `train.checkpointing`; None if the run or the model excludes it."""
         key = self.request.batch, checkpointing
         if key not in self.seen:
-            choices = replace(self.request.choices, checkpointing=checkpointing)
-            if refusals(self.request, choices):
+            settings = self.request.settings.having({"train.checkpointing": checkpointing})
+            if refusals(self.request, settings):
                 return None
             try:
-                self.seen[key] = estimate_option(replace(self.request, choices=choices), self.gpu)
+                self.seen[key] = estimate_option(replace(self.request, settings=settings), self.gpu)
             except RecipeError:  # the model lacks layers or MLPs that can be recomputed alone
                 return None
         return self.seen[key]
@@ -179,7 +180,7 @@ class _Layers:
         uniform = {state: option for state, option in whole.items() if option is not None}
         if not uniform:
             return estimate_option(
-                replace(self.request, choices=replace(self.request.choices, checkpointing="none")), self.gpu
+                replace(self.request, settings=self.request.settings.having({"train.checkpointing": "none"})), self.gpu
             )
         fitting = {state: option for state, option in uniform.items() if self.fits(option)}
         if not fitting:

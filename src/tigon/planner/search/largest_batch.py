@@ -61,17 +61,21 @@ def longest_sequence(request: Request, gpu: Gpu) -> int:
 
 
 def _room(request: Request, gpu: Gpu, **changes: Any) -> tuple[bool, int]:
-    changed = replace(request, choices=replace(request.choices, accumulate=1), **changes)
+    changed = replace(request, settings=request.settings.having({"train.gradient_accumulation": 1}), **changes)
     prediction = estimate(changed, gpu=gpu, evaluation=False)
     return prediction.device_bytes <= gpu.memory_bytes, allocator_budget_bytes(
-        gpu, request.choices
+        gpu, request.settings
     ) - prediction.peak_allocated_bytes
 
 
 def _empty(request: Request, gpu: Gpu) -> int:
-    at_rest = estimate(replace(request, choices=replace(request.choices, accumulate=1)), gpu=gpu, evaluation=False)
+    at_rest = estimate(
+        replace(request, settings=request.settings.having({"train.gradient_accumulation": 1})),
+        gpu=gpu,
+        evaluation=False,
+    )
     held = at_rest.components["weights"] + at_rest.components["optimizer"]
-    return allocator_budget_bytes(gpu, request.choices) - held
+    return allocator_budget_bytes(gpu, request.settings) - held
 
 
 def largest(room: Callable[[int], tuple[bool, int]], *, start: int, limit: int, empty: int) -> int:

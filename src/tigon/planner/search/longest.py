@@ -10,7 +10,7 @@ from tigon.planner.search.largest_batch import longest_sequence
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.recommend import Plan
 from tigon.techniques import tiling
-from tigon.techniques.layer_checkpointing import AUTO
+from tigon.techniques.keys.train import AUTO
 
 TRIED = 3
 """Kinds of recomputation that are tried beside the recommended one. The last kinds save the most memory."""
@@ -41,17 +41,19 @@ def longest_rows(plan: Plan, *, keep_batch: bool) -> tuple[LongestRow, ...]:
     problem = plan.problem
     first = plan.recommended[0].option.request if plan.recommended else plan.option.request
     batch = first.batch if keep_batch else first.objective.least_batch
-    first = replace(first, batch=batch, choices=replace(first.choices, accumulate=1))
+    first = replace(first, batch=batch, settings=first.settings.having({"train.gradient_accumulation": 1}))
     # The search takes layers in pieces only for long rows.
     long = replace(problem, request=replace(first, seq=max(first.seq, tiling.TILE_TOKENS + 1)))
-    kinds = space.recomputations(long, first.choices)
-    kinds = [{**kept, "checkpointing": MOST} if kept.get("checkpointing") == AUTO else kept for kept in kinds]
-    requests = [first, *(replace(first, choices=replace(first.choices, **kept)) for kept in kinds[-TRIED:])]
+    kinds = space.recomputations(long, first.settings)
+    kinds = [
+        {**kept, "train.checkpointing": MOST} if kept.get("train.checkpointing") == AUTO else kept for kept in kinds
+    ]
+    requests = [first, *(replace(first, settings=first.settings.having(kept)) for kept in kinds[-TRIED:])]
     if first.masked and not first.objective.pads:
         requests.append(replace(requests[-1], masked=False))
     rows: list[LongestRow] = []
     for key in dict.fromkeys(map(_Key, requests)):
-        if not refusals(key.request, key.request.choices):
+        if not refusals(key.request, key.request.settings):
             rows.append(_longest(plan, key.request, rows[-1].request.seq if rows else first.seq))
     return tuple(rows)
 
@@ -61,7 +63,7 @@ class _Key:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._key = (request.choices, request.masked)
+        self._key = (request.settings, request.masked)
 
     def __hash__(self) -> int:
         return hash(self._key)

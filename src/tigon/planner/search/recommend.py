@@ -24,9 +24,9 @@ from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.pool import ForkedCall
 from tigon.planner.search.space import SearchProblem
 from tigon.planner.simulate.model_states import model_weights
-from tigon.techniques import SETTINGS, matrix
-from tigon.techniques.layer_checkpointing import AUTO
-from tigon.techniques.records.choices import Choices
+from tigon.techniques import LABELS, SEARCHES, matrix
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.keys.train import AUTO
 
 WORTH = 1.05
 """A recipe that changes the numbers more must make a step this many times faster. A smaller gain may be an artefact: an
@@ -37,7 +37,7 @@ optimizer with smaller states moves fewer bytes, but the time of its extra arith
 class Rejected:
     """A configuration that does not fit."""
 
-    choices: Choices
+    settings: Settings
     batch: int
     device_bytes: int
     """The memory that it needs, or a lower bound if `reason` says "more than"."""
@@ -83,7 +83,7 @@ def plan(problem: SearchProblem) -> Plan:
     Raises:
         UsageError: the request cannot run, is out of range, or its model cannot be traced.
     """
-    for reason in refusals(problem.request, problem.request.choices):
+    for reason in refusals(problem.request, problem.request.settings):
         raise UsageError(f"{reason}.")
     asked = _with_auto(problem) if problem.auto else problem.request
     option = Option(request=asked, estimate=estimate(asked, gpu=problem.gpu))
@@ -106,10 +106,10 @@ def _with_auto(problem: SearchProblem) -> Request:
 
 def _for_reach(problem: SearchProblem, asked: Request) -> Request:
     """The run whose largest sizes are looked for. `auto` recomputes every layer before it gives up."""
-    if not problem.auto or asked.choices.checkpointing == "offload":
+    if not problem.auto or asked.settings.train.checkpointing == "offload":
         return asked
-    most = replace(asked.choices, checkpointing="full")
-    return asked if refusals(asked, most) else replace(asked, choices=most)
+    most = asked.settings.having({"train.checkpointing": "full"})
+    return asked if refusals(asked, most) else replace(asked, settings=most)
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -121,17 +121,17 @@ class _Search:
     fitting: list[Recommendation]
     refused: dict[str, None]
 
-    def walk(self, choices: Choices) -> None:
-        """Look for the fastest checkpointing and split of the batch that fit with the other `choices`."""
+    def walk(self, settings: Settings) -> None:
+        """Look for the fastest checkpointing and split of the batch that fit with the other `settings`."""
         problem, rejected = self.problem, list[Rejected]()
         unchecked: Option | None = None  # the whole batch without checkpointing, which bounds the others' memory
         best: Option | None = None
-        for kept in space.recomputations(problem, choices):
-            if kept["checkpointing"] == AUTO:
-                best = self.climb(replace(choices, **kept), unchecked, best, rejected)
+        for kept in space.recomputations(problem, settings):
+            if kept["train.checkpointing"] == AUTO:
+                best = self.climb(settings.having(kept), unchecked, best, rejected)
                 continue
             for number, (batch, accumulate) in enumerate(space.splits(problem)):
-                tried = replace(choices, **kept, accumulate=accumulate)
+                tried = settings.having({**kept, "train.gradient_accumulation": accumulate})
                 if best is not None and not _may_be_faster(best, unchecked, tried, batch):
                     break
                 reasons = refusals(problem.request, tried)
@@ -155,12 +155,12 @@ class _Search:
         return self.keep(best, rejected)
 
     def climb(
-        self, choices: Choices, unchecked: Option | None, best: Option | None, rejected: list[Rejected]
+        self, settings: Settings, unchecked: Option | None, best: Option | None, rejected: list[Rejected]
     ) -> Option | None:
         """Let `auto` choose for larger and larger micro-batches than that of `best`, until one is not faster."""
         problem = self.problem
         for batch, accumulate in reversed(space.splits(problem)):
-            tried = replace(choices, accumulate=accumulate)
+            tried = settings.having({"train.gradient_accumulation": accumulate})
             if best is not None and not _may_be_faster(best, unchecked, tried, batch):
                 continue
             reasons = refusals(problem.request, tried)
@@ -182,7 +182,7 @@ class _Search:
     def too_large(self, option: Option) -> Rejected:
         request = option.request
         return Rejected(
-            choices=request.choices, batch=request.batch, device_bytes=option.estimate.device_bytes,
+            settings=request.settings, batch=request.batch, device_bytes=option.estimate.device_bytes,
             reason=why_not(option, self.problem.gpu, self.problem.host_bytes),
         )  # fmt: skip
 
@@ -190,55 +190,59 @@ class _Search:
         if best is not None:
             self.fitting.append(Recommendation(option=best, cheaper=tuple(rejected)))
 
-    def consider(self, choices: Choices, batch: int, unchecked: Option | None) -> Option | Rejected:
+    def consider(self, settings: Settings, batch: int, unchecked: Option | None) -> Option | Rejected:
         """Estimate a configuration, unless a cheaper bound shows that it cannot fit."""
         try:
-            return self._consider(choices, batch, unchecked)
+            return self._consider(settings, batch, unchecked)
         except RecipeError as error:  # the model lacks the part that a technique works on
-            return Rejected(choices=choices, batch=batch, device_bytes=0, reason=str(error))
+            return Rejected(settings=settings, batch=batch, device_bytes=0, reason=str(error))
 
-    def _consider(self, choices: Choices, batch: int, unchecked: Option | None) -> Option | Rejected:
+    def _consider(self, settings: Settings, batch: int, unchecked: Option | None) -> Option | Rejected:
         gpu = self.problem.gpu
 
         def too_much(needs: int) -> Rejected | None:
-            needs += non_allocator_bytes(gpu, choices)
+            needs += non_allocator_bytes(gpu, settings)
             if needs <= gpu.memory_bytes:
                 return None
             reason = f"needs more than {needs / GIB:.2f} of {gpu.memory_bytes / GIB:.2f} GiB"
-            smallest = replace(choices, checkpointing="full") if choices.checkpointing == AUTO else choices
-            return Rejected(choices=smallest, batch=batch, device_bytes=needs, reason=reason)
+            smallest = (
+                settings.having({"train.checkpointing": "full"}) if settings.train.checkpointing == AUTO else settings
+            )
+            return Rejected(settings=smallest, batch=batch, device_bytes=needs, reason=reason)
 
-        rejected = too_much(_at_least(unchecked, choices, batch)) if unchecked is not None else None
-        if rejected is None and choices.checkpointing == AUTO:
-            return fastest(space.as_request(self.problem.request, choices, batch), gpu)
-        if rejected is None and choices.accumulate > 1:
+        rejected = too_much(_at_least(unchecked, settings, batch)) if unchecked is not None else None
+        if rejected is None and settings.train.checkpointing == AUTO:
+            return fastest(space.as_request(self.problem.request, settings, batch), gpu)
+        if rejected is None and settings.train.gradient_accumulation > 1:
             # Later micro-batches need a second trace, so the first one is estimated alone before.
-            alone = estimate_option(space.as_request(self.problem.request, replace(choices, accumulate=1), batch), gpu)
+            alone = estimate_option(
+                space.as_request(self.problem.request, settings.having({"train.gradient_accumulation": 1}), batch), gpu
+            )
             parts = alone.estimate.components
             # Gradients of earlier micro-batches add to the peak, except in an evaluation.
-            accumulated = _whole_gradients(choices) and alone.estimate.peak_phase != "eval"
+            accumulated = _whole_gradients(settings) and alone.estimate.peak_phase != "eval"
             added = _trained_bytes(alone) - parts["gradients"] if accumulated else 0
             rejected = too_much(alone.estimate.peak_allocated_bytes + max(0, added))
-        return rejected or estimate_option(space.as_request(self.problem.request, choices, batch), gpu)
+        return rejected or estimate_option(space.as_request(self.problem.request, settings, batch), gpu)
 
     def beaten(self, option: Option) -> bool:
         """Whether a recipe that was already kept is better."""
         return any(_beats(kept.option, option) for kept in self.fitting)
 
 
-def _may_be_faster(best: Option, unchecked: Option | None, choices: Choices, batch: int) -> bool:
+def _may_be_faster(best: Option, unchecked: Option | None, settings: Settings, batch: int) -> bool:
     """Whether more recomputation can beat `best`: only with larger micro-batches, if a step is CPU-bound."""
     if unchecked is None or batch <= best.request.batch:
         return False
-    return _speed(unchecked) / space.least_cost(choices) > _speed(best)
+    return _speed(unchecked) / space.least_cost(settings) > _speed(best)
 
 
-def _at_least(unchecked: Option, choices: Choices, batch: int) -> int:
+def _at_least(unchecked: Option, settings: Settings, batch: int) -> int:
     """A lower bound of a configuration's bytes, from the estimate of the whole batch without checkpointing."""
     parts = unchecked.estimate.components
-    kept = space.kept_share(choices) * batch / unchecked.request.batch
+    kept = space.kept_share(settings) * batch / unchecked.request.batch
     lower = parts["weights"] + parts["optimizer"] + kept * parts["activations"]
-    if choices.accumulate > 1 and _whole_gradients(choices):
+    if settings.train.gradient_accumulation > 1 and _whole_gradients(settings):
         lower += _trained_bytes(unchecked)  # gradients of earlier micro-batches
     return int(lower)
 
@@ -249,22 +253,22 @@ def _trained_bytes(option: Option) -> int:
     return option.estimate.components["weights"] - frozen
 
 
-def _whole_gradients(choices: Choices) -> bool:
+def _whole_gradients(settings: Settings) -> bool:
     """Whether gradients as large as the weights are held until the step."""
-    return choices.lora_rank is None and not (choices.zero or choices.fsdp)
+    return settings.lora.rank is None and not (settings.sharding.zero or settings.sharding.fsdp)
 
 
 def search(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...]]:
     """Returns (recommendations, fastest first; the reasons why combinations were not tried)."""
     outcome = _Search(problem, [], {})
-    for choices in space.walks(problem):
-        if outcome.fitting and space.is_last_resort(problem, choices):
+    for settings in space.walks(problem):
+        if outcome.fitting and space.is_last_resort(problem, settings):
             continue
-        reasons = refusals(problem.request, choices) or (_missing_here(choices) if problem.runnable_here else ())
+        reasons = refusals(problem.request, settings) or (_missing_here(settings) if problem.runnable_here else ())
         if reasons:
             outcome.refused |= dict.fromkeys(reasons)
         else:
-            outcome.walk(choices)
+            outcome.walk(settings)
     best = [
         one
         for one in outcome.fitting
@@ -284,7 +288,7 @@ def recommendations(problem: SearchProblem) -> tuple[list[Recommendation], tuple
         if used or any(not _needs_host(one, problem) for one in found):
             break
         request = fallback.applied(problem.request)
-        if not refusals(request, request.choices):
+        if not refusals(request, request.settings):
             more, reasons = search(replace(problem, request=request))
             if found:  # a fallback that needs the host too is no help
                 more = [one for one in more if not _needs_host(one, problem)]
@@ -313,9 +317,9 @@ def _across_documents(option: Option, problem: SearchProblem) -> list[Recommenda
     return [Recommendation(option=joined, cheaper=())]
 
 
-def _missing_here(choices: Choices) -> tuple[str, ...]:
+def _missing_here(settings: Settings) -> tuple[str, ...]:
     try:
-        matrix.check(choices, device="cuda")
+        matrix.check(settings, device="cuda")
     except RecipeError as error:
         return (str(error),)
     return ()
@@ -330,7 +334,7 @@ def _beats(a: Option, b: Option) -> bool:
 
     If `a` changes the numbers less, it may be slower by up to `WORTH`.
     """
-    ranks = space.change_rank(a.request.choices), space.change_rank(b.request.choices)
+    ranks = space.change_rank(a.request.settings), space.change_rank(b.request.settings)
     return ranks[0] <= ranks[1] and _speed(a) * (WORTH if ranks[0] < ranks[1] else 1.0) > _speed(b)
 
 
@@ -347,21 +351,20 @@ def why_not(option: Option, gpu: Gpu, host_bytes: int | None) -> str:
     )
 
 
-def varied_label(choices: Choices, batch: int) -> str:
+def varied_label(settings: Settings, batch: int) -> str:
     """The settings that the search varies within a class, in a few words."""
-    kept = [setting.label(choices) for setting in SETTINGS.values() if setting.search == "recomputation"]
-    return f"{', '.join(filter(None, kept))}, {batch} x {choices.accumulate} samples"
+    kept = [LABELS[search.key](settings) for search in SEARCHES.values() if search.how == "recomputation"]
+    return f"{', '.join(filter(None, kept))}, {batch} x {settings.train.gradient_accumulation} samples"
 
 
-def against(choices: Choices, other: Choices, batch: int) -> str:
-    """`other` in a few words: the settings that differ within the class of `choices`, or all settings otherwise."""
-    within = [s.field for s in SETTINGS.values() if s.search in ("recomputation", "long samples", "split")]
-    varied = {name: getattr(choices, name) for name in within}
-    if choices == replace(other, **varied):
+def against(settings: Settings, other: Settings, batch: int) -> str:
+    """`other` in a few words: the settings that differ within the class of `settings`, or all settings otherwise."""
+    within = [s.key for s in SEARCHES.values() if s.how in ("recomputation", "long samples", "split")]
+    if settings == other.having({key: settings.value(key) for key in within}):
         return varied_label(other, batch)
-    return f"{label(other)}, {batch} x {other.accumulate} samples"
+    return f"{label(other)}, {batch} x {other.train.gradient_accumulation} samples"
 
 
-def label(choices: Choices) -> str:
+def label(settings: Settings) -> str:
     """A configuration in a few words."""
-    return ", ".join(filter(None, (setting.label(choices) for setting in SETTINGS.values())))
+    return ", ".join(filter(None, (words(settings) for words in LABELS.values())))

@@ -19,16 +19,16 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
     generation = request.objective.generation(request.seq)
     if generation is None:
         return
-    samples = request.batch * request.choices.accumulate
+    samples = request.batch * request.settings.train.gradient_accumulation
     tokens = generation.prompt_tokens + generation.new_tokens
-    itemsize = FP32 if request.choices.precision == "fp32" else HALF
+    itemsize = FP32 if request.settings.train.precision == "fp32" else HALF
     cache = [
         samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths
     ]  # fmt: skip
     copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2]
     ledger.enter("forward")
     held = [ledger.alloc(nbytes, "activations") for nbytes in cache]
-    if request.choices.precision.startswith("amp"):
+    if request.settings.train.precision.startswith("amp"):
         held += [ledger.alloc(nbytes, "activations") for nbytes in copies]
     # A layer's cache grows by concatenation, so its old and new tensors exist together. With a mask, attention repeats
     # keys and values for the queries that share them.

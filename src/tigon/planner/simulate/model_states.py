@@ -14,8 +14,8 @@ from tigon.planner.trace import adapters, disk_cache
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.trace import weight_dtype
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
-from tigon.techniques.records.choices import Choices
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
@@ -91,11 +91,11 @@ def model_weights(request: Request) -> ModelWeights:
     The result is cached. Its key is a `TraceKey` in which batch, sequence length, block mask, kernels, attention,
     checkpointing, MLP tiles and accumulation fusion have fixed values, because the weights do not depend on them.
     """
-    choices = replace(
-        request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa",
-        attention_sinks=False, accumulation_fusion=False, loss_memory_mib=0,
-    )  # fmt: skip
-    return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, choices=choices)))
+    settings = request.settings.having({"train.checkpointing": "none", "train.mlp_tile_tokens": 0,
+    "model.kernels": "none", "model.attention": "sdpa",
+        "model.attention_sinks": False, "train.gradient_accumulation_fusion": False, "train.loss_memory_mib": 0,
+    })  # fmt: skip
+    return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, settings=settings)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,20 +119,20 @@ def _of_json(stored: Any) -> ModelWeights:
 
 
 def _built_weights(key: TraceKey) -> ModelWeights:
-    request, choices = key.request, key.request.choices
+    request, settings = key.request, key.request.settings
     model: Any = build(request.model, request.config)
-    if choices.quantized:
-        adapters.quantize(model, choices)
-    if choices.lora_rank is not None:
-        adapters.attach(model, choices, fused=False)
+    if settings.lora.quantize:
+        adapters.quantize(model, settings)
+    if settings.lora.rank is not None:
+        adapters.attach(model, settings, fused=False)
     head = model.get_output_embeddings()
     model = request.objective.attach(model)
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
-    weights = _weights(model, choices, request.objective.own_parameters)
+    weights = _weights(model, settings, request.objective.own_parameters)
     return ModelWeights(weights, buffer_bytes, (head.out_features, head.in_features))
 
 
-def _weights(model: Any, choices: Choices, own_parameters: str | None) -> tuple[Weight, ...]:
+def _weights(model: Any, settings: Settings, own_parameters: str | None) -> tuple[Weight, ...]:
     formats = adapters.quantized_formats(model)
     layers = {
         id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
@@ -140,7 +140,7 @@ def _weights(model: Any, choices: Choices, own_parameters: str | None) -> tuple[
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     weights = []
     for name, p in model.named_parameters():
-        held = weight_dtype(choices, trained=p.requires_grad)
+        held = weight_dtype(settings, trained=p.requires_grad)
         bytes_each = held.itemsize if p.is_floating_point() else p.itemsize
         weights.append(
             Weight(
@@ -166,10 +166,10 @@ def optimizer_parameters(weights: tuple[Weight, ...]) -> list[Parameter]:
 
 def state_tensor_bytes(request: Request, weights: tuple[Weight, ...]) -> list[int]:
     """Bytes of each tensor of optimizer state on the GPU, in the order in which the first step allocates them."""
-    optimizer = OPTIMIZERS[request.choices.optimizer]
+    optimizer = OPTIMIZERS[request.settings.train.optimizer]
     tensors = [optimizer.shared_bytes] if optimizer.shared_bytes else []
     for parameter in optimizer_parameters(weights):
-        states = optimizer.state_tensors(parameter, rank=request.choices.galore_rank)
+        states = optimizer.state_tensors(parameter, rank=request.settings.train.galore_rank)
         tensors += [state.nbytes for state in states if state.place == "device"]
     return tensors
 
@@ -188,7 +188,7 @@ class UpdateWork:
 
 def update_work(request: Request, weights: tuple[Weight, ...]) -> UpdateWork:
     """The work of one optimizer step on all `weights`."""
-    optimizer, rank = OPTIMIZERS[request.choices.optimizer], request.choices.galore_rank
+    optimizer, rank = OPTIMIZERS[request.settings.train.optimizer], request.settings.train.galore_rank
     parameters = optimizer_parameters(weights)
     if optimizer.step_moves is None:
         states = sum(state_tensor_bytes(request, weights)) + managed_bytes(request, weights)
@@ -200,14 +200,14 @@ def update_work(request: Request, weights: tuple[Weight, ...]) -> UpdateWork:
 
 def managed_bytes(request: Request, weights: tuple[Weight, ...]) -> int:
     """Optimizer state in unified memory, which PyTorch does not count and which moves to the host."""
-    optimizer = OPTIMIZERS[request.choices.optimizer]
+    optimizer = OPTIMIZERS[request.settings.train.optimizer]
     parameters = optimizer_parameters(weights)
-    return optimizer.state_bytes(parameters, rank=request.choices.galore_rank, place="managed")
+    return optimizer.state_bytes(parameters, rank=request.settings.train.galore_rank, place="managed")
 
 
 def step_tensor_bytes(request: Request, weights: tuple[Weight, ...]) -> list[int]:
     """Bytes of each temporary tensor at the moment when the optimizer's step holds the most of them."""
-    optimizer, rank = OPTIMIZERS[request.choices.optimizer], request.choices.galore_rank
+    optimizer, rank = OPTIMIZERS[request.settings.train.optimizer], request.settings.train.galore_rank
     parameters = optimizer_parameters(weights)
     if optimizer.step_holds_all:
         return [optimizer.step_bytes(parameter, rank) for parameter in parameters]

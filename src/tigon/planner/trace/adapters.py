@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,9 @@ from tigon.errors import UsageError
 from tigon.models.seams import lora
 from tigon.ops.linear.mxfp4 import BLOCK as MXFP4_BLOCK
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import keeps_mxfp4
 from tigon.techniques.mechanisms.adapter_targets import expert_parameters
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 
 # bitsandbytes 0.50.2 with double quantisation: half a byte per weight, an 8-bit scale per 64 weights, and an fp32 scale
@@ -111,13 +110,13 @@ def quantized_formats(model: nn.Module) -> dict[int, str]:
 
 
 def quantize(
-    model: Any, choices: Choices, watch: Watch = lambda moved_bytes: None, compute_dtype: torch.dtype = torch.bfloat16
+    model: Any, settings: Settings, watch: Watch = lambda moved_bytes: None, compute_dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Convert experts to 4 bits as a run does, and with NF4 all linear modules except the head. Products call `watch`.
 
     compute_dtype: the dtype of the experts' dequantised weights.
     """
-    kept = keeps_mxfp4(choices)
+    kept = keeps_mxfp4(settings)
     for path in list(expert_parameters(model)):
         module_path, _, name = path.rpartition(".")
         module = model.get_submodule(module_path)
@@ -163,22 +162,24 @@ def _fused(layer: Any, x: Tensor) -> Tensor:
     return (lora.adapted(layer, x, name, weight(layer)) if together is None else together).to(x.dtype)
 
 
-def attach(model: Any, choices: Choices, fused: bool) -> None:
+def attach(model: Any, settings: Settings, fused: bool) -> None:
     """Add adapters to `model` in place and freeze its other weights, as the run does, before it is patched.
 
     fused: whether the run's kernels are tigon's.
 
     Raises UsageError if PEFT is missing, or if the trace lacks what the run computes.
     """
-    if choices.quantized and (choices.lora_dora or choices.quantize_to not in STORED):
-        what = "lora.dora with lora.quantize" if choices.lora_dora else f"lora.quantize_to: {choices.quantize_to}"
+    if settings.lora.quantize and (settings.lora.dora or settings.lora.quantize_to not in STORED):
+        what = (
+            "lora.dora with lora.quantize" if settings.lora.dora else f"lora.quantize_to: {settings.lora.quantize_to}"
+        )
         raise UsageError(f"{what} cannot be planned: the memory of its products was never measured.")
     technique = TECHNIQUES["lora"]
     # The frozen weights have no values to initialise adapters from, and no memory depends on the initial values.
-    choices = replace(choices, lora_init="default")
+    settings = settings.having({"lora.init": "default"})
     try:
         with torch.device("meta"):  # on the CPU, PEFT would initialise adapters of a large rank for seconds
-            technique.model(model, choices, RunInfo())
+            technique.model(model, settings, RunInfo())
     except ImportError as error:
         raise UsageError(f"LoRA cannot be traced: {error}; {install_command('train')}.") from None
     for module in list(model.modules()):

@@ -45,12 +45,14 @@ class StepTapes:
 
 def step_tapes(request: Request, gpu: Gpu, *, evaluating: bool) -> StepTapes:
     """Trace the micro-batches of one step and, if `evaluating`, an evaluation batch."""
-    choices = request.choices
+    settings = request.settings
     # With one micro-batch the trace is the same, so it is not made twice.
-    choices = dataclasses.replace(choices, accumulation_fusion=accumulation.fuses(choices))
-    key = TraceKey(dataclasses.replace(request, choices=choices))
+    settings = settings.having({"train.gradient_accumulation_fusion": accumulation.fuses(settings)})
+    key = TraceKey(dataclasses.replace(request, settings=settings))
     first = _cached_trace(key, gpu, evaluating=evaluating)
-    later = (_cached_trace(key, gpu, accumulating=True).tape,) if request.choices.accumulate > 1 else ()
+    later = (
+        (_cached_trace(key, gpu, accumulating=True).tape,) if request.settings.train.gradient_accumulation > 1 else ()
+    )
     return StepTapes((first.tape, *later), first.eval_tape if evaluating else None)
 
 
@@ -95,7 +97,7 @@ def _shared(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluat
     evaluation depends neither on gradients of an earlier micro-batch nor on checkpointing. Checkpointing by layer is an
     exception: it replaces the forward of modules, so adapters that share an input run one by one.
     """
-    kind = request.choices.checkpointing
+    kind = request.settings.train.checkpointing
     unchecked = kind if layer_checkpointing.is_by_layer(kind) else "none"
     step: Hashable = (TraceKey(request), gpu, layers, accumulating)
     evaluation: Hashable = (TraceKey(request, checkpointing=unchecked), gpu, layers)

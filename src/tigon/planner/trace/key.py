@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 from tigon.planner.request import Request
-from tigon.techniques import SETTINGS
+from tigon.techniques.keys.settings import KEYS
 
-_TRACE_FIELDS = tuple(name for name, setting in SETTINGS.items() if setting.traced)
+_TRACED = tuple(key for key, declared in KEYS.items() if declared["traced"])
 # Python's default text of an object holds its address, which another process does not know.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -23,10 +22,11 @@ class TraceKey:
 
     def __init__(self, request: Request, *, checkpointing: str | None = None) -> None:
         self.request = request
-        chosen = request.choices if checkpointing is None else replace(request.choices, checkpointing=checkpointing)
-        choices = tuple(getattr(chosen, name) for name in _TRACE_FIELDS)
+        changed = {} if checkpointing is None else {"train.checkpointing": checkpointing}
+        chosen = request.settings.having(changed)
+        settings = tuple(chosen.value(key) for key in _TRACED)
         shape = (request.batch, request.seq, request.masked, request.adapters_fused, request.objective)
-        self._parts: Hashable = (request.model, request.config.to_json_string(use_diff=False), shape, choices)
+        self._parts: Hashable = (request.model, request.config.to_json_string(use_diff=False), shape, settings)
 
     def __hash__(self) -> int:
         return hash(self._parts)

@@ -42,21 +42,11 @@ from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import (
-    checkpointing,
-    head_groups,
-    layer_checkpointing,
-    loss_memory,
-    model_attention,
-    model_kernels,
-    tiling,
-)
+from tigon.techniques import TECHNIQUES, checkpointing, layer_checkpointing, model_attention, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
-from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES
-from tigon.techniques.records.choices import Choices
 
 # Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
 # that write in place like Liger's. liger.py has Liger's loss.
@@ -94,9 +84,9 @@ def weight_itemsize(precision: str) -> int:
     return getattr(torch, WEIGHT_DTYPES[precision]).itemsize  # type: ignore[no-any-return]
 
 
-def weight_dtype(choices: Choices, *, trained: bool) -> torch.dtype:
+def weight_dtype(settings: Settings, *, trained: bool) -> torch.dtype:
     """The dtype in which the run holds a weight. Beside adapters, frozen weights may have another than trained ones."""
-    name = WEIGHT_DTYPES[choices.precision] if trained else frozen_dtype(choices)
+    name = WEIGHT_DTYPES[settings.train.precision] if trained else frozen_dtype(settings)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -118,15 +108,15 @@ def trace(
     """
     record = record or recorded
     layers = int(text_config(request.config).num_hidden_layers)
-    bf16_layers = request.choices.fp8_bf16_layers if request.choices.precision == "fp8" else 0
-    if layer_checkpointing.is_by_layer(request.choices.checkpointing) and not whole:
+    bf16_layers = request.settings.train.fp8_bf16_layers if request.settings.train.precision == "fp8" else 0
+    if layer_checkpointing.is_by_layer(request.settings.train.checkpointing) and not whole:
         if bf16_layers:  # the groups' layers are not all of one kind
             return record(request, gpu, layers, accumulating, evaluating)
         return _trace_groups(request, gpu, accumulating, evaluating, record)
-    every = every_n_layers(request.choices.checkpointing) or 1
+    every = every_n_layers(request.settings.train.checkpointing) or 1
     pattern = layer_pattern(request.model, request.config, every=every).between(bf16_layers)
     depth = pattern.depth(layers)
-    if request.choices.checkpointing == checkpointing.KEPT_ON_HOST:
+    if request.settings.train.checkpointing == checkpointing.KEPT_ON_HOST:
         depth += pattern.period  # the last layer fetches its own input, the others were fetched a layer earlier
     if whole or depth >= layers:
         return record(request, gpu, layers, accumulating, evaluating)
@@ -142,7 +132,7 @@ def trace(
 def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bool, record: Record) -> Trace:
     """Trace a model whose layers recompute differently: a few layers of each group, which are then repeated."""
     layers = int(text_config(request.config).num_hidden_layers)
-    groups = layer_checkpointing.groups_of(request.choices.checkpointing)
+    groups = layer_checkpointing.groups_of(request.settings.train.checkpointing)
     pattern = layer_pattern(request.model, request.config)
     # The layers before the pattern are traced with the first group.
     before = [pattern.start if number == 0 else 0 for number in range(len(groups))]
@@ -153,8 +143,8 @@ def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bo
         for (_, count), alone in zip(groups, before, strict=True)
     ]
     shallow = ",".join(f"{state}:{count}" for (state, _), count in zip(groups, traced, strict=True))
-    choices = dataclasses.replace(request.choices, checkpointing=shallow)
-    few = record(dataclasses.replace(request, choices=choices), gpu, sum(traced), accumulating, evaluating)
+    settings = request.settings.having({"train.checkpointing": shallow})
+    few = record(dataclasses.replace(request, settings=settings), gpu, sum(traced), accumulating, evaluating)
     depth = sum(traced)
     try:
         for number in reversed(range(len(groups))):
@@ -185,8 +175,8 @@ def recorded(
     request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluating: bool, *, training: bool = True
 ) -> Trace:
     """The tapes of the first `layers` layers. training: whether to record the micro-batch too."""
-    choices = request.choices
-    inplace, host_calls = (liger.INPLACE, liger.HOST_CALLS) if choices.kernels == "liger" else ({}, HOST_CALLS)
+    settings = request.settings
+    inplace, host_calls = (liger.INPLACE, liger.HOST_CALLS) if settings.model.kernels == "liger" else ({}, HOST_CALLS)
     recorder = TraceRecorder(cuda_scratch.scratch_bytes(gpu.sm_count), inplace, host_calls)
     model = request.objective.attach(_model(request, layers, recorder))
     frozen = tuple(_Frozen.of(one, recorder) for one in request.frozen())
@@ -196,14 +186,14 @@ def recorded(
         stack.enter_context(collector_off())
         stack.enter_context(fake)
         run.fill()
-        if choices.attention != "eager":
-            mask = attention.mask_maker(masked=request.masked, dense=choices.attention == "sdpa")
-            attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
+        if settings.model.attention != "eager":
+            mask = attention.mask_maker(masked=request.masked, dense=settings.model.attention == "sdpa")
+            attend = attention.attention(recorder, gpu.arch, settings.train.attention_groups)
             for each in (model, *(one.model for one in frozen)):
                 stack.enter_context(attention_replaced(each, attend, mask))
         ignored = request.objective.ignored_labels(request.batch)
         stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
-        if choices.precision in AUTOCAST:
+        if settings.train.precision in AUTOCAST:
             stack.enter_context(cuda_autocast.cuda_autocast())
         stack.enter_context(_foreign_code(request.model))
         if training:
@@ -214,31 +204,25 @@ def recorded(
 
 def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     """The model of a request with the first `layers` layers, without weights, with its kernels and techniques."""
-    choices = request.choices
+    settings = request.settings
     config = shallow_config(request.config, layers)
-    if choices.attention == "eager":
+    if settings.model.attention == "eager":
         config._attn_implementation = "eager"  # of a vision tower too
     model: Any = build(request.model, config)
-    if choices.quantized:
-        watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(choices))
-        adapters.quantize(model, choices, watch, compute_dtype(choices))
-    fused_lora = choices.kernels in model_kernels.OF_TIGON and request.adapters_fused
+    if settings.lora.quantize:
+        watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
+        adapters.quantize(model, settings, watch, compute_dtype(settings))
+    fused_lora = settings.model.kernels in model_kernels.OF_TIGON and request.adapters_fused
     if not request.adapters_fused:
         _patch(model, request, layers, recorder, lora=False)
-    if choices.lora_rank is not None:
-        adapters.attach(model, choices, fused=fused_lora)
+    if settings.lora.rank is not None:
+        adapters.attach(model, settings, fused=fused_lora)
     if request.adapters_fused:
         _patch(model, request, layers, recorder, lora=fused_lora)
-    if choices.precision == "fp8":
-        patch_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
-    head_groups.check_groups(config, choices.attention_groups)
-    if choices.mlp_tile_tokens:
-        tiling.tile(model, choices.mlp_tile_tokens, functools.partial(_few_tiles, recorder))
-    if choices.accumulation_fusion:
-        fuse_linears(model)
-        fuse_embeddings(model)
-    if choices.loss_memory_mib:
-        loss_memory.limit_loss_memory(model, choices.loss_memory_mib)
+    if settings.train.precision == "fp8":
+        patch_fp8(model, scaling=settings.train.fp8_scaling, bf16_layers=settings.train.fp8_bf16_layers)
+    for technique in TECHNIQUES.values():
+        technique.trace(model, settings, functools.partial(_few_tiles, recorder))
     return model
 
 
@@ -339,7 +323,7 @@ _seams: dict[Hashable, SeamsByPath] = {}
 
 
 def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, lora: bool) -> None:
-    kernels = request.choices.kernels
+    kernels = request.settings.model.kernels
     flags = PATCH_FLAGS[kernels]
     if flags is None:
         return
@@ -351,7 +335,7 @@ def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, l
     else:
         while len(_seams) >= _MAX_MODELS:
             del _seams[next(iter(_seams))]
-        sinks = model_attention.sinks_flag(request.choices)
+        sinks = model_attention.sinks_flag(request.settings)
         _seams[key] = patch(model, **flags, lora=None if lora else False, attention_sinks=sinks).seams
     if kernels == "no-flce":
         model.loss_function = causal_lm_loss
@@ -369,10 +353,10 @@ class _Run:
 
     def fill(self) -> None:
         """Replace meta tensors of the models with fake CPU tensors of the run's dtypes."""
-        choices = self.request.choices
-        _fill(self.model, lambda weight: weight_dtype(choices, trained=weight.requires_grad))
+        settings = self.request.settings
+        _fill(self.model, lambda weight: weight_dtype(settings, trained=weight.requires_grad))
         for frozen in self._models[1:]:  # a reference or a teacher is loaded in the dtype of a trained model
-            _fill(frozen, lambda _: weight_dtype(choices, trained=True))
+            _fill(frozen, lambda _: weight_dtype(settings, trained=True))
         if self.accumulating:
             for weight in self.model.parameters():
                 weight.grad = torch.empty_like(weight) if weight.requires_grad else None
@@ -395,7 +379,7 @@ class _Run:
         model.train()
         self._checkpoint()
         handles = self._watch()
-        fused = self.request.choices.accumulation_fusion
+        fused = self.request.settings.train.gradient_accumulation_fusion
         try:
             with recorder, self._known(recorder), accumulation_fusion() if fused else contextlib.nullcontext():
                 inputs = self._inputs()
@@ -447,7 +431,7 @@ class _Run:
         """A model's call as Accelerate wraps it."""
         if recorder.where != Where("forward"):
             recorder.mark(Where("forward"), "activations")
-        dtype = AUTOCAST.get(self.request.choices.precision)
+        dtype = AUTOCAST.get(self.request.settings.train.precision)
         with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
             outputs = forward()
         logits = getattr(outputs, "logits", None)
@@ -456,7 +440,7 @@ class _Run:
         return outputs
 
     def _checkpoint(self) -> None:
-        kind = self.request.choices.checkpointing
+        kind = self.request.settings.train.checkpointing
         if kind == "none":
             return
         contexts = functools.partial(self._contexts, selective=kind == "selective")
@@ -498,7 +482,7 @@ class _Run:
     def _watch(self) -> list[Any]:
         """Hooks that mark where each layer, and the head, begins in both directions."""
         recorder, handles = self.recorder, []
-        checkpointed = self.request.choices.checkpointing != "none"
+        checkpointed = self.request.settings.train.checkpointing != "none"
         stack = decoder_layers(self.model)
         for number, layer in enumerate(stack):
             inputs = functools.partial(self._enter_layer, number, checkpointed and _is_checkpointed(layer))

@@ -7,7 +7,7 @@ import torch
 from tigon.errors import UsageError
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import Gpu, find_gpu
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 
 def gpu_row(name: str, total_bytes: int) -> Gpu:
@@ -18,11 +18,11 @@ def gpu_row(name: str, total_bytes: int) -> Gpu:
         return find_gpu(f"{total_bytes / 2**30:.2f}GiB")
 
 
-def cap(device: torch.device, limit_bytes: int | None, choices: Choices) -> None:
+def cap(device: torch.device, limit_bytes: int | None, settings: Settings) -> None:
     """Limit this process to `limit_bytes`.
 
     GPU: PyTorch's allocator may reserve the limit minus the memory outside the allocator that the planner expects for
-    these choices (planner/engines/non_allocator_memory.py). CPU (Linux): the limit is on the data segment, which is
+    these settings (planner/engines/non_allocator_memory.py). CPU (Linux): the limit is on the data segment, which is
     heap plus private mappings. Linux counts that memory when it is requested, not when it is first used.
     """
     if limit_bytes is None:
@@ -30,7 +30,7 @@ def cap(device: torch.device, limit_bytes: int | None, choices: Choices) -> None
     if device.type == "cuda":
         _, total_bytes = torch.cuda.mem_get_info(device)
         row = gpu_row(torch.cuda.get_device_name(device), total_bytes)
-        allowed = limit_bytes - non_allocator_bytes(row, choices)
+        allowed = limit_bytes - non_allocator_bytes(row, settings)
         torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, allowed / total_bytes)), device)
         return
     import resource

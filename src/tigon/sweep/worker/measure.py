@@ -23,7 +23,7 @@ from tigon.profiler.recording.device import used_bytes
 from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.recipe.keys import Recipe
 from tigon.sweep.worker import limit, samples
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
@@ -94,8 +94,8 @@ def measure(
     """
     begin_s = time.perf_counter()
     device = preflight.check_device(recipe)
-    choices = _choices(recipe, device, unchecked=unchecked)
-    limit.cap(device, limit_bytes, choices)
+    settings = _settings(recipe, device, unchecked=unchecked)
+    limit.cap(device, limit_bytes, settings)
     if recipe.sharding.zero and launch.is_first_of_node():
         extension_lock.wait_for_compilers()
     launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
@@ -115,7 +115,7 @@ def measure(
     meter = StepMeter(device)
     load_s = time.perf_counter()
     built, _ = engine.build(
-        recipe.model, config, choices, run_info, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
+        recipe.model, config, settings, run_info, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
         base=folder / "base", ops=self_test.without(wrong_ops),
         reads_whole_weights=objective.planned().reads_whole_weights,
     )  # fmt: skip
@@ -123,9 +123,9 @@ def measure(
     built = objective.attach(built)
     meter.mark("load")
     args = trainers.arguments(
-        recipe.train, choices, run_info, folder=folder / "checkpoints", device=device, evaluate=False
+        recipe.train, settings, run_info, folder=folder / "checkpoints", device=device, evaluate=False
     )
-    make_optimizer = engine.make_optimizer(recipe.train, choices)
+    make_optimizer = engine.make_optimizer(recipe.train, settings)
     trainer = trainers.make(built, args, collator, data, None, make_optimizer, objective=objective)
     steps = _Steps(meter, trainer, metered_step)
     trainer.add_callback(steps)
@@ -150,18 +150,18 @@ def measure(
         "positions": steps.positions,
         "losses": steps.losses,
         "parameters": sum(shape.numel() for shape in map(torch.Size, shapes.values())),
-        "precision": choices.precision,
+        "precision": settings.train.precision,
         "prepare_s": load_s - begin_s,
         "train_s": end_s - load_s,
     }
 
 
-def _choices(recipe: Recipe, device: torch.device, *, unchecked: bool) -> Choices:
+def _settings(recipe: Recipe, device: torch.device, *, unchecked: bool) -> Settings:
     if not unchecked:
         return preflight.check_techniques(recipe, device)
     precision = preflight.resolve_precision(recipe.train.precision, device)
     gpus = max(recipe.sharding.gpus, launch.world_size())
-    return dataclasses.replace(recipe.choices(precision=precision), gpus=gpus)
+    return recipe.settings(precision=precision).having({"sharding.gpus": gpus})
 
 
 def _outside_bytes(device: torch.device) -> int | None:

@@ -1,4 +1,4 @@
-"""Conditions on choices, and choices that exclude each other, as data: the checks and the documents read them alike."""
+"""What excludes what, and what has no effect without what, as data: the checks and the documents read them alike."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from tigon.techniques.records.choices import Choices
+from typing import Any, Protocol
 
 # Text that YAML reads as it stands, also inside a list.
 _PLAIN = re.compile(r"[\w./~+-]([\w./~+ =:-]*[\w./~+-])?")
@@ -24,29 +22,37 @@ _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 
+class Values(Protocol):
+    """The values of recipe keys: a recipe, or the settings of a plan."""
+
+    def knows(self, key: str) -> bool:
+        """Whether it decides the key."""
+        ...
+
+    def value(self, key: str) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Condition:
-    """Compares a field of Choices with `wanted`. `test` is a key of `_TESTS`."""
+    """Compares the value of a recipe key with `wanted`. `test` is a key of `_TESTS`."""
 
-    field: str
+    key: str
     test: str
     wanted: Any
 
-    def holds(self, choices: Choices) -> bool:
-        return _TESTS[self.test](getattr(choices, self.field), self.wanted)
-
-    def text(self, name: str) -> str:
-        """The condition as Markdown, with the field called `name`."""
-        wanted = self.wanted if isinstance(self.wanted, tuple) else (self.wanted,)
-        return f"`{name}` {self.test} {', '.join(f'`{yaml_word(value)}`' for value in wanted)}"
+    def holds(self, settings: Values) -> bool:
+        """False for a key that these settings do not decide: a plan has no `train.max_grad_norm`."""
+        return settings.knows(self.key) and _TESTS[self.test](settings.value(self.key), self.wanted)
 
     def __str__(self) -> str:
-        return self.text(self.field)
+        """The condition as Markdown."""
+        wanted = self.wanted if isinstance(self.wanted, tuple) else (self.wanted,)
+        return f"`{self.key}` {self.test} {', '.join(f'`{yaml_word(value)}`' for value in wanted)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion:
-    """Refuses choices for which every condition in `when` holds."""
+    """Refuses settings for which every condition in `when` holds."""
 
     when: tuple[Condition, ...]
     reason: str
@@ -58,37 +64,21 @@ class Exclusion:
     untraceable: bool = False
     """The planner cannot predict such a run either, because there would be nothing to train."""
 
-    def applies(self, choices: Choices) -> bool:
-        return all(condition.holds(choices) for condition in self.when)
+    def applies(self, settings: Values) -> bool:
+        return all(condition.holds(settings) for condition in self.when)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeyExclusion:
-    """Refuses a recipe in which `when` holds and the value of `key` passes the test.
-
-    For keys that `Choices` lacks.
-    """
-
-    when: Condition
-    key: str
-    test: str
-    wanted: Any
-    reason: str
-    """The whole message, with what to do instead."""
-
-    def applies(self, choices: Choices, value: Any) -> bool:
-        """value: the value of the key."""
-        return self.when.holds(choices) and _TESTS[self.test](value, self.wanted)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeySwitch:
-    """Recipe keys that have no effect unless the condition `on` holds. A recipe that sets one without it is refused."""
+@dataclass(frozen=True)
+class Switch:
+    """Recipe keys that have no effect unless `on` returns True. A recipe that sets one without it is refused."""
 
     keys: tuple[str, ...]
-    on: Condition
+    key: str
+    """The key that turns their technique on."""
+    on: Callable[[Any], bool]
+    """(the recipe with values in place of `auto`) -> whether they have an effect."""
     instead: str
-    """The recipe line that makes the condition hold."""
+    """The recipe line that makes the keys take effect."""
 
 
 def yaml_word(value: Any) -> str:

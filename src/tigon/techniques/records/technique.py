@@ -1,16 +1,15 @@
-"""The records that a technique's file declares: its effects on memory, time and result, and its settings."""
+"""The records that a technique's file declares: its effects on memory, time and result, and on the search."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from tigon.techniques.records.choices import Choices
-from tigon.techniques.records.condition import Condition, Exclusion, KeyExclusion, KeySwitch
-from tigon.techniques.records.setting import Setting
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.records.condition import Condition, Exclusion, Switch
 
 # The extra of tigon that installs a package.
 PACKAGE_EXTRAS: Mapping[str, str] = {
@@ -21,16 +20,13 @@ SAME = "None: the run computes the same numbers, except for rounding."
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """Properties of a run, besides its choices, that techniques use."""
+    """Properties of a run, besides its settings, that techniques use."""
 
     device: str = "cuda"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter name -> shape. A tied weight is listed once."""
     hidden_size: int = 0
     processes: int = 1
-    tf32: bool = False
-    lora_alpha: float | None = None
-    nvme_folder: str | None = None
     runs_layers_once: bool = False
     """Whether a micro-batch runs each layer once forward and once backward, and trains all weights."""
 
@@ -51,12 +47,24 @@ class RunInfo:
         return max((sum(sizes) for layer, sizes in self.by_layer().items() if layer), default=0)
 
 
-def _no_arguments(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
+def _no_arguments(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     return {}
 
 
-def _same_model(model: Any, choices: Choices, run_info: RunInfo) -> Any:
+def _same_model(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     return model
+
+
+def _fits_every_model(config: Any, settings: Settings) -> None:
+    return
+
+
+Spans = Callable[[int, int], Iterator[slice]]
+"""(tokens, tokens of a tile) -> the tiles to compute."""
+
+
+def _traced_as_it_is(model: Any, settings: Settings, spans: Spans) -> None:
+    return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +91,17 @@ class Technique:
     """The recipe lines that switch it on, as dotted keys."""
     chosen: tuple[Condition, ...]
     """A run uses it when all of these hold."""
-    arguments: Callable[[Choices, RunInfo], Mapping[str, Any]] = _no_arguments
+    arguments: Callable[[Settings, RunInfo], Mapping[str, Any]] = _no_arguments
     """Values for transformers' TrainingArguments."""
-    loading: Callable[[Choices, RunInfo], Mapping[str, Any]] = _no_arguments
+    loading: Callable[[Settings, RunInfo], Mapping[str, Any]] = _no_arguments
     """Options for from_pretrained."""
-    model: Callable[[Any, Choices, RunInfo], Any] = _same_model
+    model: Callable[[Any, Settings, RunInfo], Any] = _same_model
     """Changes the model after it is loaded and patched."""
+    fits: Callable[[Any, Settings], None] = _fits_every_model
+    """(transformers config, settings): raises RecipeError if the model cannot run with it. Called for every run."""
+    trace: Callable[[Any, Settings, Spans], None] = _traced_as_it_is
+    """Changes the planner's model, which has no data. Called for every trace, whose `Spans` leave out equal tiles. It
+    reads only keys that say `traced`."""
     source: str
 
     change_rank: int = 0
@@ -107,22 +120,48 @@ class Technique:
     """With it, at least this share of the layers' activations stays in memory. It rules out runs without a trace, so it
     may be too low, but never too high."""
 
-    def used_by(self, choices: Choices) -> bool:
-        return all(condition.holds(choices) for condition in self.chosen)
+    def used_by(self, settings: Settings) -> bool:
+        return all(condition.holds(settings) for condition in self.chosen)
 
-    def packages(self, choices: Choices) -> tuple[str, ...]:
-        """The packages that a run with these choices needs."""
-        return tuple(name for name in self.needs if name not in self.spared or not self.spared[name].holds(choices))
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """The packages that a run with these settings needs."""
+        return tuple(name for name in self.needs if name not in self.spared or not self.spared[name].holds(settings))
+
+
+How = Literal["run", "placement", "recomputation", "long samples", "split"]
+"""How the planner treats a key that was left free.
+
+run             tries every candidate with every candidate of the other `run` keys
+placement       tries the rows of `sharding.PLACEMENTS`, which set several such keys together
+recomputation   tries the candidates within one run, fastest first, until a batch fits
+long samples    takes the first candidate after the last recomputation, if samples are long
+split           divides the batch into micro-batches
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """A key that the planner may choose if the user has not given it."""
+
+    key: str
+    how: How
+    candidates: Callable[[Any], tuple[Any, ...]] = lambda config: ()
+    """(transformers config) -> the values that the search tries, best first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
     """All that one file of this folder declares. A module offers it under the name `DECLARATION`."""
 
-    settings: tuple[Setting, ...] = ()
+    keys: tuple[str, ...] = ()
+    """The recipe keys of these techniques."""
     techniques: tuple[Technique, ...] = ()
+    searches: tuple[Search, ...] = ()
+    labels: Mapping[str, Callable[[Settings], str]] = field(default_factory=dict)
+    """Key -> its part of the few words that describe a run; empty if it changes nothing."""
     exclusions: tuple[Exclusion, ...] = ()
-    key_exclusions: tuple[KeyExclusion, ...] = ()
-    key_switches: tuple[KeySwitch, ...] = ()
+    switches: tuple[Switch, ...] = ()
+    last: bool = False
+    """It comes after the others in lists and in descriptions of a run."""
     pages: Mapping[str, str] = field(default_factory=dict)
     """Pages of docs/techniques -> their titles."""

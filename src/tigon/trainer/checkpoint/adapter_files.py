@@ -22,8 +22,8 @@ from tigon.models.kv_cache import cache_as_in
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import AGAIN, DTYPES, Header, listed, one_line, read_headers, read_json
 from tigon.recipe.keys import ModelConfig
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import is_saved_as_difference
-from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
@@ -67,22 +67,22 @@ def name_base(wrapped: Any, model: ModelConfig, base: Path) -> None:
         config.base_model_name_or_path = str(folder.resolve())
 
 
-def keep_initial(wrapped: Any, choices: Choices, folder: Path) -> None:
+def keep_initial(wrapped: Any, settings: Settings, folder: Path) -> None:
     """Save the adapters before training if the trained ones are saved as the difference from them.
 
     The difference belongs to the weights of the checkpoint.
     """
-    if is_saved_as_difference(choices) and launch.rank() == 0:
+    if is_saved_as_difference(settings) and launch.rank() == 0:
         wrapped.save_pretrained(folder, save_embedding_layers=False)
 
 
-def save(wrapped: Any, trainer: Any, choices: Choices, folder: Path) -> None:
+def save(wrapped: Any, trainer: Any, settings: Settings, folder: Path) -> None:
     """Save the adapters in `folder`. Every process calls it."""
-    if weights_are_sharded(choices):  # gathered by all processes, written by the first
+    if weights_are_sharded(settings):  # gathered by all processes, written by the first
         trainer.save_model(str(folder))
     elif trainer.is_world_process_zero():
         initial = folder.with_name(INITIAL)
-        converts = is_saved_as_difference(choices)
+        converts = is_saved_as_difference(settings)
         with quiet_peft():
             wrapped.save_pretrained(
                 folder, save_embedding_layers=False,

@@ -12,7 +12,7 @@ import torch
 
 from tigon.models.kv_cache import cache_as_in
 from tigon.recipe.keys import ModelConfig, OutputConfig
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
@@ -27,9 +27,9 @@ def folders_in(run: Path) -> list[Path]:
     return [folder for name in (adapter_files.ADAPTERS, MODEL) if (folder := run / name).is_dir()]
 
 
-def save_as_trained(built: Any, trainer: Any, choices: Choices, folder: Path) -> None:
+def save_as_trained(built: Any, trainer: Any, settings: Settings, folder: Path) -> None:
     """Save a model without adapters in `folder`, with the dtypes of training. Every process calls it."""
-    if weights_are_sharded(choices):  # gathered by all processes, written by the first
+    if weights_are_sharded(settings):  # gathered by all processes, written by the first
         trainer.save_model(str(folder))
         (folder / "training_args.bin").unlink(missing_ok=True)
     elif trainer.is_world_process_zero():
@@ -46,7 +46,7 @@ class FinalModel:
     """The `model` section of the model that was loaded."""
     config: Any
     """Its transformers config."""
-    choices: Choices
+    settings: Settings
     output: OutputConfig
 
     def save(self, built: Any, trainer: Any, *, merges: bool = False) -> None:
@@ -57,11 +57,11 @@ class FinalModel:
             trainer: Its trainer.
             merges: Whether to merge adapters even if `output.merge` is not set.
         """
-        if self.choices.lora_rank is None:
+        if self.settings.lora.rank is None:
             self._save_whole(built, trainer)
             return
         adapters = self.run / adapter_files.ADAPTERS
-        adapter_files.save(built, trainer, self.choices, adapters)
+        adapter_files.save(built, trainer, self.settings, adapters)
         if (merges or self.output.merge) and trainer.is_world_process_zero():
             base = self._base_checkpoint()
             merged = adapter_files.merged_with_base(adapters, base, dtype=self._dtypes({}).widest())
@@ -76,7 +76,7 @@ class FinalModel:
         _declare_dtype(self.run / MODEL / "config.json", dtype)
 
     def _save_whole(self, built: Any, trainer: Any) -> None:
-        if weights_are_sharded(self.choices):
+        if weights_are_sharded(self.settings):
             state = trainer.gathered_state()
             if trainer.is_world_process_zero():
                 self.save_state(built, state)
@@ -105,7 +105,7 @@ class FinalModel:
 
     def _base_checkpoint(self) -> ModelConfig:
         """The `model` section of the base checkpoint: the run's `base/` for adapters on a preset, else the recipe's."""
-        if self.choices.lora_rank is None or not models.is_preset(self.model.name):
+        if self.settings.lora.rank is None or not models.is_preset(self.model.name):
             return self.model
         return ModelConfig(name=str(self.run / "base"), attention=self.model.attention)
 

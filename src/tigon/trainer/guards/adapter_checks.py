@@ -11,18 +11,18 @@ from tigon.models.seams.base import PatchedModule
 from tigon.models.seams.experts_lora import is_wrapper
 from tigon.objectives.base import Objective
 from tigon.techniques import lora
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.mechanisms import adapter_targets
-from tigon.techniques.records.choices import Choices
 from tigon.trainer import model as models
 
 
-def check(objective: Objective, config: Any, choices: Choices) -> tuple[str, ...]:
+def check(objective: Objective, config: Any, settings: Settings) -> tuple[str, ...]:
     """Refuse adapters that cannot be made, and warn of experts that a run with adapters does not train.
 
     Args:
         objective: The objective of the run.
         config: The model's transformers config.
-        choices: The techniques in use.
+        settings: The techniques' keys.
 
     Returns:
         The warnings, one sentence each.
@@ -30,35 +30,35 @@ def check(objective: Objective, config: Any, choices: Choices) -> tuple[str, ...
     Raises:
         RecipeError: The message names the recipe key.
     """
-    if choices.lora_rank is None:
+    if settings.lora.rank is None:
         return ()
-    if choices.lora_init == adapter_targets.LOFTQ and getattr(config, "quantization_config", None):
+    if settings.lora.init == adapter_targets.LOFTQ and getattr(config, "quantization_config", None):
         raise RecipeError(
             "lora.init: loftq compares the 4-bit weights with whole ones, and this checkpoint's weights are quantised; "
             "name the checkpoint in 16 bits, or set lora.init: default"
         )
     built = models.without_data(config)
-    lora.check(built, choices)
+    lora.check(built, settings)
     if objective.trl is not None or objective.added is not None:  # their losses multiply with lm_head's weight itself
-        _check_head(objective, built, choices)
-    told = _frozen_experts(built, choices) + _left_out(built, choices)
-    lora.check_with_peft(built, choices)
+        _check_head(objective, built, settings)
+    told = _frozen_experts(built, settings) + _left_out(built, settings)
+    lora.check_with_peft(built, settings)
     return told
 
 
-def check_fused_experts(built: Any, choices: Choices) -> None:
+def check_fused_experts(built: Any, settings: Settings) -> None:
     """Refuse adapters of 4-bit experts that tigon's op does not compute.
 
     PEFT 0.21.2 leaves such an adapter on the weight after each forward, so that the next forward adds it again.
 
     Args:
         built: The model with its adapters, after it was patched.
-        choices: The techniques in use.
+        settings: The techniques' keys.
 
     Raises:
         RecipeError: The message names the module.
     """
-    if not choices.quantized:
+    if not settings.lora.quantize:
         return
     for path, module in built.named_modules():
         if is_wrapper(module) and not isinstance(module, PatchedModule):
@@ -69,23 +69,23 @@ def check_fused_experts(built: Any, choices: Choices) -> None:
             )
 
 
-def _check_head(objective: Objective, built: Any, choices: Choices) -> None:
+def _check_head(objective: Objective, built: Any, settings: Settings) -> None:
     """Refuse a pattern that matches the head. `lora.targets: head` is refused earlier, by name."""
-    targets = adapter_targets.targets_of(built, choices.lora_targets).modules
+    targets = adapter_targets.targets_of(built, settings.lora.targets).modules
     head = next(path for path, module in built.named_modules() if module is built.get_output_embeddings())
     if head in targets:
         raise RecipeError(
-            f"lora.targets: {', '.join(choices.lora_targets)} includes {head}, but the losses of {objective.name} "
+            f"lora.targets: {', '.join(settings.lora.targets)} includes {head}, but the losses of {objective.name} "
             "use its weight without an adapter; use a narrower pattern"
         )
 
 
-def _frozen_experts(built: Any, choices: Choices) -> tuple[str, ...]:
+def _frozen_experts(built: Any, settings: Settings) -> tuple[str, ...]:
     parameters = dict(built.named_parameters())
     experts = [parameters[path].shape for path in adapter_targets.expert_parameters(built) if path in parameters]
-    if not experts or adapter_targets.EXPERTS in choices.lora_targets:
+    if not experts or adapter_targets.EXPERTS in settings.lora.targets:
         return ()
-    saved = adapter_targets.modules_to_save(built, choices.lora_modules_to_save)
+    saved = adapter_targets.modules_to_save(built, settings.lora.modules_to_save)
     if any("expert" in path for paths in saved.values() for path in paths):
         return ()
     n_experts = sum(math.prod(shape) for shape in experts)
@@ -96,9 +96,9 @@ def _frozen_experts(built: Any, choices: Choices) -> tuple[str, ...]:
     )
 
 
-def _left_out(built: Any, choices: Choices) -> tuple[str, ...]:
+def _left_out(built: Any, settings: Settings) -> tuple[str, ...]:
     """A warning of the linear modules that `all-linear` leaves out because PEFT's adapters do not fit them."""
-    if not {adapter_targets.LINEAR, "linear"} & set(choices.lora_targets):
+    if not {adapter_targets.LINEAR, "linear"} & set(settings.lora.targets):
         return ()
     of_text, left_out = set(language_model(built).modules()), adapter_targets.left_out(built)
     reasons = [(path.rpartition(".")[2], why) for path, why in left_out.items() if built.get_submodule(path) in of_text]

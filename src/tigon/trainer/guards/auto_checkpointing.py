@@ -15,7 +15,7 @@ from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.checkpointing import choose
 from tigon.recipe.keys import Recipe
-from tigon.techniques.layer_checkpointing import AUTO
+from tigon.techniques.keys.train import AUTO
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction, preflight
@@ -39,10 +39,10 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
     try:
         config = models.load_config(recipe.model)
         preflight.check_lengths(recipe, config)
-        choices = preflight.check_techniques(recipe, device)
+        settings = preflight.check_techniques(recipe, device)
         evaluated = recipe.data.has_eval
-        request = prediction.request_of(recipe, config, choices, evaluated=evaluated)
-        chosen, line = chosen_for(recipe, request, prediction.gpu_here(device, choices))
+        request = prediction.request_of(recipe, config, settings, evaluated=evaluated)
+        chosen, line = chosen_for(recipe, request, prediction.gpu_here(device, settings))
     except TigonError as error:  # the checks that follow refuse the recipe, or the planner cannot trace the model
         chosen = _with(recipe, "none", recipe.train.batch_size, recipe.train.gradient_accumulation)
         line = f"nothing is recomputed, because the planner has no prediction: {error}"
@@ -63,18 +63,19 @@ def chosen_for(recipe: Recipe, request: Request, gpu: Gpu) -> tuple[Recipe, str]
     """
     gpu = space.with_headroom(gpu)
     option = choose(request, gpu, _splits(recipe, request), offloads=True).option
-    choices, estimate = option.request.choices, option.estimate
-    chosen = _with(recipe, choices.checkpointing, option.request.batch, choices.accumulate)
-    words = f"train.checkpointing={choices.checkpointing}"
+    settings, estimate = option.request.settings, option.estimate
+    chosen = _with(recipe, settings.train.checkpointing, option.request.batch, settings.train.gradient_accumulation)
+    words = f"train.checkpointing={settings.train.checkpointing}"
     if option.request.batch != recipe.train.batch_size:
-        words += f", train.batch_size={option.request.batch}, train.gradient_accumulation={choices.accumulate}"
+        words += f", train.batch_size={option.request.batch}"
+        words += f", train.gradient_accumulation={settings.train.gradient_accumulation}"
     words += f"; {gib(estimate.device_bytes)} of {gib(gpu.memory_bytes)}, {seconds(estimate.step_s)} per step"
     return chosen, words if option.fits(gpu) else f"{words}: no recomputation of layers makes it fit"
 
 
 def _splits(recipe: Recipe, request: Request) -> Sequence[tuple[int, int]]:
     """The micro-batches to choose from."""
-    one = [(request.batch, request.choices.accumulate)]
+    one = [(request.batch, request.settings.train.gradient_accumulation)]
     if not auto_divides_batch(recipe):
         return one
     samples, refused = request.batch, request.objective.batch_refusal

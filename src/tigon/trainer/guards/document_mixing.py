@@ -24,7 +24,7 @@ from tigon._trunk import decoder_layers
 from tigon.data.packing import Sample
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.trainer.distributed import launch
 
 if TYPE_CHECKING:
@@ -40,18 +40,18 @@ _TF32, _INT8 = 2**-10, 2**-7
 class DocumentMixing(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
     """Before the first step: raises RecipeError if packing changes the loss of a document."""
 
-    def __init__(self, trainer: GuardedTrainer, samples: Sequence[Sample], name: str, choices: Choices) -> None:
+    def __init__(self, trainer: GuardedTrainer, samples: Sequence[Sample], name: str, settings: Settings) -> None:
         """Set up the check.
 
         Args:
             trainer: The trainer of the run.
             samples: Its samples.
             name: `model.name`, for the message.
-            choices: The techniques in use.
+            settings: The techniques' keys.
         """
         self.trainer, self.name = trainer, name
         self.documents = two_documents(samples)
-        self.eps = eps_of(choices, tf32=bool(trainer.args.tf32))
+        self.eps = eps_of(settings, tf32=bool(trainer.args.tf32))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.documents is None:
@@ -103,10 +103,10 @@ def joined(before: Sample, document: Sample) -> Sample:
     )  # fmt: skip
 
 
-def eps_of(choices: Choices, *, tf32: bool) -> float:
+def eps_of(settings: Settings, *, tf32: bool) -> float:
     """The rounding of a product's factors in this run."""
-    eps = _TF32 if tf32 and choices.precision == "fp32" else _EPS[choices.precision]
-    if choices.quantized and choices.quantize_to == "int8":  # which also rounds the other factor
+    eps = _TF32 if tf32 and settings.train.precision == "fp32" else _EPS[settings.train.precision]
+    if settings.lora.quantize and settings.lora.quantize_to == "int8":  # which also rounds the other factor
         return max(eps, _INT8)
     return eps
 

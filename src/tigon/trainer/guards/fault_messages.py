@@ -245,7 +245,8 @@ def checkpoint_metadata(prepared: Prepared) -> dict[str, Any]:
     """The settings and versions of a run that its checkpoints store, for `check_same_run`."""
     versions = preflight.environment(prepared.device)["versions"]
     return {
-        "processes": launch.world_size(), "precision": prepared.choices.precision, "device": prepared.device.type,
+        "processes": launch.world_size(), "precision": prepared.settings.train.precision,
+        "device": prepared.device.type,
         resume_rules.SAMPLES: resume_rules.samples_per_step(prepared.recipe, launch.world_size()),
         "versions": {name: versions[name] for name in ("torch", "transformers", "accelerate", "tigon")},
     }  # fmt: skip

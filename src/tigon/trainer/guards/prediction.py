@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tigon.errors import RecipeError, TigonError, UsageError
+from tigon.errors import RecipeError, TigonError
 from tigon.objectives.choose import objective_of
+from tigon.planner import request as planner_request
 from tigon.planner.engines.non_allocator_memory import group_bytes, non_allocator_bytes
 from tigon.planner.gpus import Gpu, row_of, size_bytes
 from tigon.planner.render import as_recipe
@@ -30,8 +31,8 @@ from tigon.planner.search.space import SearchProblem
 from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS, has_expandable_segments
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
-from tigon.techniques import SEARCHED, SETTINGS
-from tigon.techniques.records.choices import Choices
+from tigon.techniques import SEARCHES
+from tigon.techniques.keys.settings import Settings
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import preflight
@@ -82,7 +83,7 @@ class Prediction:
 # --- before a run ----------------------------------------------------------------------------------------------------
 
 
-def gpu_here(device: torch.device, choices: Choices) -> Gpu:
+def gpu_here(device: torch.device, settings: Settings) -> Gpu:
     """The planner's row for this GPU, with the memory that this process can use.
 
     Raises:
@@ -101,42 +102,34 @@ def gpu_here(device: torch.device, choices: Choices) -> Gpu:
         ) from error
     own_bytes = torch.cuda.memory_reserved(device) + row.context_bytes
     if launch.world_size() > 1 and distributed.is_initialized():  # NCCL's buffers are already allocated
-        own_bytes += group_bytes(row, choices)
+        own_bytes += group_bytes(row, settings)
     return replace(row, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
 
 
-def predict(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu, *, evaluated: bool) -> Prediction:
+def predict(recipe: Recipe, config: Any, settings: Settings, gpu: Gpu, *, evaluated: bool) -> Prediction:
     """The prediction for a recipe on `gpu`.
 
     Raises:
-        UsageError: The objective cannot be planned with these choices, or the model cannot be traced.
+        UsageError: The objective cannot be planned with these settings, or the model cannot be traced.
     """
-    request = request_of(recipe, config, choices, evaluated=evaluated)
+    request = request_of(recipe, config, settings, evaluated=evaluated)
     return Prediction(option=estimate_option(request, gpu), gpu=gpu, free=free_in(recipe))
 
 
-def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool) -> Request:
+def request_of(recipe: Recipe, config: Any, settings: Settings, *, evaluated: bool) -> Request:
     """The plan request for a recipe.
 
     Raises:
-        UsageError: The planner cannot predict the objective with these choices, although a run can train it.
+        UsageError: The planner cannot predict the objective with these settings, although a run can train it.
     """
-    data, train = recipe.data, recipe.train
     objective = objective_of(recipe, config, partial(models.parameter_shapes, config))
-    planned, flash = objective.planned(), recipe.model.attention.startswith("flash")
-    for reason in planned.refusals(choices):
-        raise UsageError(f"{reason}.")
-    needs_mask = planned.pads or not (data.packs and data.cross_document_attention)
-    return Request(
-        model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, choices=choices,
-        masked=not flash and needs_mask, clipped=train.max_grad_norm > 0, evaluated=evaluated, objective=planned,
-    )  # fmt: skip
+    return planner_request.request_of(recipe, config, settings, objective.planned(), evaluated=evaluated)
 
 
 def free_in(recipe: Recipe) -> frozenset[str]:
     """The settings that a recipe leaves at their defaults, so that --auto and recommendations may change them."""
     default = Recipe()
-    return frozenset(name for name in SEARCHED if recipe.value_of(SETTINGS[name]) == default.value_of(SETTINGS[name]))
+    return frozenset(key for key in SEARCHES if recipe.value(key) == default.value(key))
 
 
 # --- what to do instead ----------------------------------------------------------------------------------------------
@@ -149,8 +142,8 @@ def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | No
     )
     if not recommendations:
         return None
-    least = min(space.change_rank(one.option.request.choices) for one in recommendations)
-    return next(one.option for one in recommendations if space.change_rank(one.option.request.choices) == least)
+    least = min(space.change_rank(one.option.request.settings) for one in recommendations)
+    return next(one.option for one in recommendations if space.change_rank(one.option.request.settings) == least)
 
 
 def what_fits(prediction: Prediction, command: str, *, failed: bool = False) -> str:
@@ -163,7 +156,7 @@ def what_fits(prediction: Prediction, command: str, *, failed: bool = False) -> 
     """
     gpu, own = prediction.gpu, prediction.option.estimate
     if failed:
-        context_bytes = non_allocator_bytes(gpu, prediction.option.request.choices)
+        context_bytes = non_allocator_bytes(gpu, prediction.option.request.settings)
         gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, own.peak_allocated_bytes + context_bytes - 1))
     best = alternative(prediction.option.request, gpu, prediction.free)
     if best is None:
@@ -173,11 +166,11 @@ def what_fits(prediction: Prediction, command: str, *, failed: bool = False) -> 
         )
     changed = as_recipe.changed_keys(prediction.option.request, best.request)
     words = shlex.join(part for key, value in changed.items() for part in ("--set", f"{key}={as_recipe.word(value)}"))
-    costs = "".join(f" ({name}: {cost})" for name, cost in space.changes(best.request.choices).items())
-    return f"This fits: {label(best.request.choices)}, {gib(best.estimate.device_bytes)}{costs}: {command} {words}"
+    costs = "".join(f" ({name}: {cost})" for name, cost in space.changes(best.request.settings).items())
+    return f"This fits: {label(best.request.settings)}, {gib(best.estimate.device_bytes)}{costs}: {command} {words}"
 
 
-def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[list[str], str]:
+def choose(recipe: Recipe, config: Any, settings: Settings, gpu: Gpu) -> tuple[list[str], str]:
     """Choose the settings of --auto: the fastest recommendation that fits the GPU.
 
     Returns:
@@ -186,7 +179,7 @@ def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[lis
     Raises:
         RecipeError: Nothing fits.
     """
-    request = request_of(recipe, config, choices, evaluated=recipe.data.has_eval)
+    request = request_of(recipe, config, settings, evaluated=recipe.data.has_eval)
     recommendation = alternative(request, gpu, free_in(recipe))
     if recommendation is None:
         needs = estimate_option(request, gpu).estimate.device_bytes
@@ -221,8 +214,8 @@ def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *,
         raise RecipeError("--auto chooses for a GPU, but this run is on the CPU; leave --auto out, or use `tigon plan`")
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
-    choices = preflight.check_techniques(recipe, device)
-    assignments, description = choose(recipe, config, choices, gpu_here(device, choices))
+    settings = preflight.check_techniques(recipe, device)
+    assignments, description = choose(recipe, config, settings, gpu_here(device, settings))
     Console(highlight=False).print(f"auto     {description}", markup=False, soft_wrap=True)
     return [*overrides, *assignments]
 
@@ -230,13 +223,13 @@ def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *,
 # --- beside and after a run ------------------------------------------------------------------------------------------
 
 
-def announce(recipe: Recipe, config: Any, choices: Choices, device: torch.device, *, evaluated: bool,
+def announce(recipe: Recipe, config: Any, settings: Settings, device: torch.device, *, evaluated: bool,
              command: str) -> tuple[Prediction | None, list[str]]:  # fmt: skip
     """(the prediction or None, console lines). If the planner cannot trace the model, a line gives the reason."""
     if device.type != "cuda":
         return None, []
     try:
-        estimated = predict(recipe, config, choices, gpu_here(device, choices), evaluated=evaluated)
+        estimated = predict(recipe, config, settings, gpu_here(device, settings), evaluated=evaluated)
         return estimated, estimated.lines(command)
     except TigonError as error:
         return None, [f"plan     no prediction: {error}"]

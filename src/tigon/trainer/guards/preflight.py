@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from tigon.ops.linear.fp8 import has_fp8
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
 from tigon.techniques import matrix, sharding
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import frozen_dtype, keeps_mxfp4
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
-from tigon.techniques.records.choices import Choices
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.distributed import launch, launcher_variables
 from tigon.trainer.guards import system_limits
@@ -110,29 +110,35 @@ def check_device(recipe: Recipe) -> torch.device:
     return device
 
 
-def check_techniques(recipe: Recipe, device: torch.device) -> Choices:
+def check_techniques(recipe: Recipe, device: torch.device) -> Settings:
     """The techniques of this run.
 
     Raises:
         RecipeError: They exclude one another, or this machine lacks the device or package for one of them.
     """
     precision = resolve_precision(recipe.train.precision, device)
-    choices = replace(recipe.choices(precision=precision), gpus=max(recipe.sharding.gpus, launch.world_size()))
-    matrix.check(choices, device=device.type)
-    sharding.check_sizes(choices)
-    if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):
+    settings = recipe.settings(precision=precision).having(
+        {"sharding.gpus": max(recipe.sharding.gpus, launch.world_size())}
+    )
+    matrix.check(settings, device=device.type)
+    sharding.check_sizes(settings)
+    if (
+        device.type == "cpu"
+        and settings.sharding.zero
+        and (settings.sharding.gpus > CPU_ZERO_PROCESSES or settings.train.precision != "fp32")
+    ):
         raise RecipeError(
             "sharding.zero on the CPU supports one process in fp32 only, because of Accelerate; use GPUs, or leave "
             "sharding.zero out"
         )
     compared = recipe.comparison.kernels if recipe.comparison.steps else ()
-    for key, kernels in (("model.kernels", (choices.kernels,)), ("comparison.kernels", compared)):
+    for key, kernels in (("model.kernels", (settings.model.kernels,)), ("comparison.kernels", compared)):
         if "liger" in kernels:
             if importlib.util.find_spec("liger_kernel") is None:
                 raise RecipeError(f"{key} is liger, but liger-kernel is not installed: pip install liger-kernel")
             if device.type == "cpu":
                 raise RecipeError(f"{key} is liger, whose kernels need a GPU; on the CPU use tigon")
-    return choices
+    return settings
 
 
 def _check_flash(attention: str, device: torch.device, precision: str) -> None:
@@ -220,39 +226,41 @@ class Sizes:
     states: int
 
 
-def sizes(choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
+def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
     """The sizes of the model states in bytes, without sharding and without adapters, which are small."""
-    row = OPTIMIZERS[choices.optimizer]
-    itemsize = int(getattr(torch, frozen_dtype(choices)).itemsize)
+    row = OPTIMIZERS[settings.train.optimizer]
+    itemsize = int(getattr(torch, frozen_dtype(settings)).itemsize)
     numel = sum(math.prod(shape) for shape in shapes.values())
-    if choices.lora_rank is not None:
-        if keeps_mxfp4(choices):
+    if settings.lora.rank is not None:
+        if keeps_mxfp4(settings):
             of_experts = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 3)
             return Sizes(of_experts // 2 + (numel - of_experts) * itemsize, 0, 0)
-        quantized = numel // 2 if choices.quantize_to == "nf4" else numel
-        return Sizes(quantized if choices.quantized else numel * itemsize, 0, 0)
+        quantized = numel // 2 if settings.lora.quantize_to == "nf4" else numel
+        return Sizes(quantized if settings.lora.quantize else numel * itemsize, 0, 0)
     vocabulary = max(max(shape, default=0) for shape in shapes.values())
     parameters = [Parameter(s, itemsize, projected=len(s) == 2 and vocabulary not in s) for s in shapes.values()]
-    states = row.state_bytes(parameters, rank=choices.galore_rank)
+    states = row.state_bytes(parameters, rank=settings.train.galore_rank)
     return Sizes(numel * itemsize, 0 if row.in_backward else numel * itemsize, states)
 
 
-def check_memory(recipe: Recipe, choices: Choices, device: torch.device, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_memory(
+    recipe: Recipe, settings: Settings, device: torch.device, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     """Raise RecipeError if weights, gradients and optimizer states together exceed the device's memory."""
-    if choices.zero or choices.fsdp:
+    if settings.sharding.zero or settings.sharding.fsdp:
         return  # their place depends on stage and offload, which `tigon plan` takes into account
-    model_sizes, has_bytes = sizes(choices, shapes), total_bytes(device)
+    model_sizes, has_bytes = sizes(settings, shapes), total_bytes(device)
     needed_bytes = model_sizes.weights + model_sizes.gradients + model_sizes.states
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     if needed_bytes > has_bytes:
         raise RecipeError(
             f"{recipe.model.name} has {n_parameters / 1e9:.1f} G parameters: weights, gradients and "
-            f"{choices.optimizer} states take {needed_bytes / 2**30:.0f} GiB, but {device} has "
+            f"{settings.train.optimizer} states take {needed_bytes / 2**30:.0f} GiB, but {device} has "
             f"{has_bytes / 2**30:.0f} GiB; choose a smaller model"
         )
 
 
-def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_disk(recipe: Recipe, settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check the disk space for the kept checkpoints, the one being written, the final model, and the NVMe swap.
 
     DeepSpeed does not notice if a write to its swap files fails on a full disk.
@@ -260,13 +268,13 @@ def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int,
     Raises:
         RunFolderError: The space is too small.
     """
-    model_sizes = sizes(choices, shapes)
+    model_sizes = sizes(settings, shapes)
     needed_bytes = 32 * 2**20  # reports, charts, logs
     train = recipe.train
-    if (train.save_steps is not None or train.load_best or recipe.eval.lm_eval) and choices.lora_rank is None:
+    if (train.save_steps is not None or train.load_best or recipe.eval.lm_eval) and settings.lora.rank is None:
         n_checkpoints = train.keep_checkpoints + 1 + train.load_best
         needed_bytes += n_checkpoints * (model_sizes.weights + model_sizes.states)
-    writes_weights = choices.lora_rank is None or recipe.output.merge or is_preset(recipe.model.name)
+    writes_weights = settings.lora.rank is None or recipe.output.merge or is_preset(recipe.model.name)
     if recipe.output.save_model and writes_weights:
         needed_bytes += model_sizes.weights
     fix = "set another output.folder, or lower train.keep_checkpoints"
@@ -275,10 +283,10 @@ def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int,
     if path is not None:
         same_disk = _disk(path).stat().st_dev == _disk(recipe.output.folder).stat().st_dev
         output_bytes = needed_bytes if same_disk else 0
-        needed_bytes = model_sizes.weights if choices.precision == "fp32" else model_sizes.weights // 2
-        if choices.lora_rank is None:  # adapters are too small to count
+        needed_bytes = model_sizes.weights if settings.train.precision == "fp32" else model_sizes.weights // 2
+        if settings.lora.rank is None:  # adapters are too small to count
             needed_bytes += model_sizes.weights + model_sizes.gradients + model_sizes.states
-        local_share = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.sharding.gpus)) / choices.gpus
+        local_share = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.sharding.gpus)) / settings.sharding.gpus
         what = "weights and states in files" + (", and for checkpoints and model" if output_bytes else "")
         fix = "set another sharding.nvme_folder, or sharding.offload: cpu"
         _check_room(path, int(needed_bytes * local_share) + output_bytes, nvme_swap.left_bytes(path), what, fix)

@@ -125,7 +125,7 @@ def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tup
             "other",
         ),
         (
-            recipe.choices().zero_int4_gradients and not launch.has_several_nodes(),
+            recipe.settings().sharding.zero_int4_gradients and not launch.has_several_nodes(),
             "sharding.zero_int4_gradients has no effect on one machine: DeepSpeed sends gradients as 4-bit integers "
             "between machines only",
         ),

@@ -17,7 +17,7 @@ from tigon.ops import OPS, dispatch
 from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
 from tigon.techniques import model_kernels
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 
 # The flag of `tigon.patch` for each op that a patch uses.
 FLAGS: Mapping[str, str] = {
@@ -28,19 +28,19 @@ FLAGS: Mapping[str, str] = {
 DTYPES = {"fp32": "fp32", "amp-bf16": "bf16", "bf16": "bf16", "fp8": "bf16", "amp-fp16": "fp16"}
 
 
-def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[str, str]:
+def wrong_ops(recipe: Recipe, settings: Settings, device: torch.device) -> dict[str, str]:
     """Test the ops that this run uses. Returns the reason for each op that fails.
 
     Raises:
         KernelError: An op fails and the recipe sets `model.self_test: strict`.
     """
-    patched = choices.kernels in model_kernels.OF_TIGON
+    patched = settings.model.kernels in model_kernels.OF_TIGON
     if recipe.model.self_test == "off" or not patched or not dispatch.uses_kernel(torch.empty(1, device=device)):
         return {}
     failures = {}
     for name in OPS:
-        used = name in FLAGS and (FLAGS[name] != SINKS_FLAG or choices.attention_sinks)
-        if used and not (check := check_op(name, DTYPES[choices.precision])).passed:
+        used = name in FLAGS and (FLAGS[name] != SINKS_FLAG or settings.model.attention_sinks)
+        if used and not (check := check_op(name, DTYPES[settings.train.precision])).passed:
             failures[name] = check.error or f"{check.worst} is off by {check.share:.3g} times what rounding allows"
     if failures and recipe.model.self_test == "strict":
         reasons = "; ".join(f"{name}: {why}" for name, why in failures.items())

@@ -1,6 +1,6 @@
 """Repeats a few training steps with different kernels, and measures loss, peak memory and tokens/s.
 
-Seed, weights and samples are the same. Each repeat is a whole Trainer run, as a user runs it. The choices of kernels
+Seed, weights and samples are the same. Each repeat is a whole Trainer run, as a user runs it. The kernels
 take turns, the second turn in reverse order, so that another program's load on the machine meets all of them. Single
 steps in turns would be fairer still, but would hold all models in memory at once.
 
@@ -25,7 +25,7 @@ from tigon.data.packing import Collator, SampleDataset
 from tigon.objectives.base import Objective
 from tigon.profiler.recording.peak import Peak, PeakMeter, training_state
 from tigon.recipe.keys import TrainConfig
-from tigon.techniques.records.choices import Choices
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.records.technique import RunInfo
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed.signals import StopRequest
@@ -115,7 +115,7 @@ def compare(
     *,
     train: TrainConfig,
     steps: int,
-    choices: Choices,
+    settings: Settings,
     run_info: RunInfo,
     folder: Path,
     device: torch.device,
@@ -135,7 +135,7 @@ def compare(
         build: Makes the model for one of `kernels`.
         train: The run's training settings.
         steps: The number of steps.
-        choices: The techniques in use.
+        settings: The techniques' keys.
         run_info: What the techniques need to know about the run.
         folder: The folder of the Trainer.
         device: The device to train on.
@@ -162,9 +162,9 @@ def compare(
             if stop.number:
                 break
             try:
-                args = trainers.arguments(short, choices, run_info, folder=folder, device=device, evaluate=False)
+                args = trainers.arguments(short, settings, run_info, folder=folder, device=device, evaluate=False)
                 observer = _Observer(device, steps, stop, measures_memory=turn == 0)
-                optimizer = make_optimizer(short, choices)
+                optimizer = make_optimizer(short, settings)
                 _train(
                     build(choice), args, optimizer, observer, collator=collator, samples=samples, objective=objective
                 )
