@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tigon._files import open_regular, read_text
-from tigon.bench import record
+from tigon.bench import report
 from tigon.data import sources
 from tigon.errors import TigonError
 from tigon.models.loading.config import load_config
@@ -17,7 +17,6 @@ from tigon.objectives import recipe_checks
 from tigon.profiler.render import result
 from tigon.recipe import recipe_file
 from tigon.sweep import definition
-from tigon.sweep.results import import_results
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "mkfifo") or not Path("/proc").exists(), reason="special files of Linux"
@@ -56,8 +55,7 @@ def test_special_file_is_refused_with_its_kind_and_without_waiting(special):
 READERS = {
     "a recipe": lambda path: recipe_checks.load(path, gpu_present=lambda: False),
     "a sweep": definition.load,
-    "--from": import_results.read,
-    "a bench record": record.load,
+    "a bench record": report.load,
     "a profile": result.read,
     "a config.json": lambda path: load_config(str(path)),
     "data.source": lambda path: sources.check([sources.Source(str(path))]),

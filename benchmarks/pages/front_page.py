@@ -7,7 +7,6 @@ The picture has colours for light and for dark pages.
 from __future__ import annotations
 
 import json
-import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -183,34 +182,35 @@ def fits() -> str:
 
 def gains() -> str:
     """How much faster steps in TRL and LoRA layers are, from the records of both."""
-    full = _gains(H100 / "post-training" / "trl-steps.json", ("trainer", "weights"), "head", "trl")
-    adapters = _gains(H200 / "post-training" / "trl-steps-autocast.json", ("trainer", "weights"), "head", "trl")
-    bf16 = _gains(H200 / "lora" / "steps.json", ("weights", "checkpointing"), "layers", "peft")
-    four_bit = _gains(H100 / "lora" / "steps-4-bit.json", ("weights", "checkpointing"), "layers", "peft")
+    full = _gains_in_trl(H100 / "post-training" / "trl-steps.json")
+    adapters = _gains_in_trl(H200 / "post-training" / "trl-steps-autocast.json")
+    lora = _gains_of_lora(H200 / "lora" / "steps.json") | _gains_of_lora(H100 / "lora" / "steps-4-bit.json")
+    bf16, four_bit = "llama-3.1-8b", "llama-3.1-8b-4-bit"
     sentences = (
         f"`fuse` and `patch` make a DPO step of a 1B {full['dpo', 'full']:.2f} times as fast as in TRL, and a GRPO "
         f"step {full['grpo', 'full']:.2f} times (all weights, H100, before the head's logits were fp32).",
         f"With LoRA on an H200 it is {adapters['dpo', 'lora']:.2f} and {adapters['grpo', 'lora']:.2f} times "
         "([post-training](docs/post-training.md#measured)).",
-        f"tigon's LoRA layers train an 8B in bf16 {bf16['bf16', False]:.2f} times as fast as PEFT's on an H200, and "
-        f"{bf16['bf16', True]:.2f} times if layers are recomputed.",
-        f"With 4-bit weights it is {four_bit['4-bit', False]:.2f} and {four_bit['4-bit', True]:.2f} times, on an H100 "
+        f"tigon's LoRA layers train an 8B in bf16 {lora[bf16, 'none']:.2f} times as fast as PEFT's on an H200, and "
+        f"{lora[bf16, 'full']:.2f} times if layers are recomputed.",
+        f"With 4-bit weights it is {lora[four_bit, 'none']:.2f} and {lora[four_bit, 'full']:.2f} times, on an H100 "
         "([LoRA](docs/techniques/lora.md#speed)).",
     )
     return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
 
 
-def _gains(path: Path, case: tuple[str, str], version: str, before: str) -> Mapping[tuple[Any, Any], float]:
-    """Case -> tokens/s of tigon as a multiple of those of the version `before`, each the mean of its turns."""
-    turns: dict[tuple[Any, Any, str], list[float]] = {}
-    for one in json.loads(path.read_text(encoding="utf-8"))["measurements"]:
-        if "tokens_per_s" in one:
-            turns.setdefault((*(one[key] for key in case), one[version]), []).append(one["tokens_per_s"])
-    return {
-        (a, b): statistics.mean(speeds) / statistics.mean(turns[a, b, before])
-        for (a, b, which), speeds in turns.items()
-        if which == "tigon"
-    }
+def _gains_in_trl(path: Path) -> dict[tuple[str, str], float]:
+    """(trainer, weights) -> tokens/s of tigon as a multiple of TRL's."""
+    lines = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+    speeds = {(one["trainer"], one["weights"], one["head"]): one.get("tokens_per_s") for one in lines}
+    return {(a, b): speed / speeds[a, b, "trl"] for (a, b, head), speed in speeds.items() if head == "tigon"}
+
+
+def _gains_of_lora(path: Path) -> dict[tuple[str, str], float]:
+    """(run, checkpointing) -> tokens/s of tigon's layers as a multiple of those of PEFT's."""
+    lines = json.loads(path.read_text(encoding="utf-8"))["steps"]
+    speeds = {(one["run"], one["checkpointing"]): one["versions"] for one in lines}
+    return {case: of["tigon"]["tokens_per_s"] / of["peft"]["tokens_per_s"] for case, of in speeds.items()}
 
 
 def written(text: str, record: duel.Record | None) -> str:

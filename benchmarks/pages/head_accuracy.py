@@ -3,7 +3,7 @@ docs/post-training.md.
 
     python -m benchmarks.pages.head_accuracy
 
-The record is one of `python -m benchmarks.measure_head_accuracy`.
+The record is one of `python -m benchmarks head-accuracy`.
 """
 
 from __future__ import annotations

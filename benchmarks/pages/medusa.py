@@ -8,12 +8,12 @@ without a record it says that nothing was measured.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import regions
 from benchmarks.pages.study import predicted_anew
 from benchmarks.pages.sweep_accuracy import predictions_path
 from tigon.report.chart import new_figure, svg
@@ -164,17 +164,8 @@ def page(text: str, records: Mapping[str, Mapping[str, Record]]) -> tuple[str, d
     """(the document with its blocks written again, charts by their path beside the document)"""
     drawn: dict[Path, str] = {}
     for name in NAMES:
-        text = between(text, name, block(name, records, drawn))
+        text = regions.put(text, *markers(name), block(name, records, drawn))
     return text, drawn
-
-
-def between(text: str, name: str, inside: str) -> str:
-    """The document with `inside` between the markers of `name`."""
-    begin, end = markers(name)
-    pattern = re.compile(rf"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"{DOCUMENT} has no lines {begin} ... {end}")
-    return pattern.sub(lambda match: f"{begin}\n{inside}\n{end}", text, count=1)
 
 
 def counted() -> str:
@@ -216,7 +207,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments:
         raise SystemExit("benchmarks.pages.medusa takes no arguments")
     text, drawn = page(DOCUMENT.read_text(encoding="utf-8"), load(RECORDS))
-    text = between(text, "counted", counted())
+    text = regions.put(text, *markers("counted"), counted())
     for path, chart_svg in drawn.items():
         target = DOCUMENT.parent / path
         target.parent.mkdir(parents=True, exist_ok=True)

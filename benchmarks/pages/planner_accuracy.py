@@ -2,7 +2,7 @@
 
     python -m benchmarks.pages.planner_accuracy [--into docs/planner.md]
 
-The measurements are those of benchmarks/measure_plans.py. Prints the errors of every case, and the peaks of each phase
+The measurements are those of `python -m benchmarks plans`. Prints the errors of every case, and the peaks of each phase
 for cases whose memory is beyond a limit. With `--into`, the predictions are written beside the measurements, the table
 between the document's markers, and the chart into img/ beside the document.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import regions
 from tigon.errors import TigonError, UsageError
 from tigon.models.loading.config import load_config
 from tigon.models.loading.presets import PRESETS
@@ -65,7 +65,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """A file of benchmarks/measure_plans.py."""
+    """A file of `python -m benchmarks plans`."""
 
     environment: Mapping[str, Any]
     memory_bytes: int
@@ -97,8 +97,8 @@ class Comparison:
 
 
 def load(path: Path) -> Measurements:
-    """The measurements in `path`. Raises UsageError if the file is not one of benchmarks/measure_plans.py on a GPU."""
-    measurements = _read(path, hint="benchmarks/measure_plans.py makes it, on a GPU")
+    """The measurements in `path`. Raises UsageError if the file is not one of `python -m benchmarks plans` on a GPU."""
+    measurements = _read(path, hint="`python -m benchmarks plans` makes it, on a GPU")
     try:
         if measurements["tiny"]:
             raise UsageError(f"{path} holds runs of small models on a CPU, whose peaks nobody measured.")
@@ -108,7 +108,7 @@ def load(path: Path) -> Measurements:
             others=tuple(case for case in measurements["cases"] if case["status"] != "ok"),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise UsageError(f"{path} was not written by benchmarks/measure_plans.py: {error} is missing.") from None
+        raise UsageError(f"{path} was not written by `python -m benchmarks plans`: {error} is missing.") from None
 
 
 def _read(path: Path, *, hint: str) -> Any:
@@ -351,37 +351,15 @@ def _plain_ticks(axes: Any, ends: Sequence[float]) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def read_document(document: Path, *, begin: str = BEGIN, end: str = END) -> str:
-    """The document's text. Raises UsageError if it cannot be read or lacks the markers."""
-    try:
-        text = document.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{document} cannot be read: {error.strerror}.") from None
-    if not _between(begin, end).search(text):
-        raise UsageError(f"{document} has no lines {begin} ... {end}; add them where the table should go.")
-    return text
-
-
-def write_between(inside: str, document: Path, *, begin: str = BEGIN, end: str = END) -> None:
-    """Write the text between the document's markers. Raises UsageError without the markers."""
-    text = read_document(document, begin=begin, end=end)
-    new = _between(begin, end).sub(lambda match: f"{match[1]}{inside}\n{end}", text, count=1)
-    document.write_text(new, encoding="utf-8")
-
-
-def _between(begin: str, end: str) -> re.Pattern[str]:
-    return re.compile(rf"({re.escape(begin)}\n).*?(\n?{re.escape(end)})", re.DOTALL)
-
-
 def into_document(measurements: Measurements, comparisons: Sequence[Comparison], document: Path) -> None:
     """Write the table between the document's markers and the chart beside the document. Raises UsageError without the
     markers."""
     inside, drawing = section(measurements, comparisons), chart(comparisons)
-    read_document(document)
+    regions.read_document(document, begin=BEGIN, end=END)
     drawn = document.parent / CHART
     drawn.parent.mkdir(parents=True, exist_ok=True)
     drawn.write_text(drawing + "\n", encoding="utf-8")
-    write_between(inside, document)
+    regions.write_between(inside, document, begin=BEGIN, end=END)
 
 
 def _print(measurements: Measurements, comparisons: Sequence[Comparison]) -> None:
@@ -417,7 +395,9 @@ def main() -> None:
         if not measurements.measured:
             raise UsageError(f"{options.measurements} holds no case that ran to its end.")
         if options.into is not None:
-            read_document(options.into)  # checked first, because the predictions take half a minute
+            regions.read_document(
+                options.into, begin=BEGIN, end=END
+            )  # checked first, because the predictions take half a minute
         comparisons = compare(measurements)
         _print(measurements, comparisons)
         if options.into is not None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pages.small_data
 
-The record is one of `python -m benchmarks.measure_small_data`.
+The record is one of `python -m benchmarks small-data`.
 """
 
 from __future__ import annotations

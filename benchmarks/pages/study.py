@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import blocks
+from benchmarks.pages import blocks, regions
 from benchmarks.pages.sweep_accuracy import REMAKE, predictions_path
 from tigon._files import read_text
 from tigon.errors import TigonError, UsageError
@@ -89,12 +88,7 @@ def _with_new_prediction(point: Mapping[str, Any], allocated_bytes: int | None) 
 def page(text: str, records: Mapping[str, Mapping[str, Results]]) -> str:
     """The document with every block written again. Raises UsageError if the document lacks a marker."""
     for name in (*BLOCKS, *WHOLE):
-        begin, end = markers(name)
-        between = re.compile(rf"({re.escape(begin)}\n).*?(\n?{re.escape(end)})", re.DOTALL)
-        if not between.search(text):
-            raise UsageError(f"the document has no lines {begin} ... {end}; add them where {name} should go.")
-        inside = block(name, records)
-        text = between.sub(lambda match, inside=inside, end=end: f"{match[1]}{inside}\n{end}", text, count=1)  # type: ignore[misc]
+        text = regions.put(text, *markers(name), block(name, records))
     return text
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import regions
 from benchmarks.pages.planner_accuracy import (
     QUANTITIES,
     Comparison,
@@ -24,10 +25,8 @@ from benchmarks.pages.planner_accuracy import (
     cells,
     median_error,
     percent,
-    read_document,
     save_predictions,
     worst_first,
-    write_between,
 )
 from tigon.errors import TigonError, UsageError
 from tigon.objectives import recipe_checks
@@ -248,11 +247,11 @@ def main() -> None:
         if not cases:
             raise UsageError(f"{options.results} holds no sweep with a point that ran on a GPU that the planner knows.")
         if options.into is not None:
-            read_document(options.into, begin=BEGIN, end=END)
+            regions.read_document(options.into, begin=BEGIN, end=END)
         comparisons = compare(cases)
         _print(comparisons)
         if options.into is not None:
-            write_between(section(comparisons), options.into, begin=BEGIN, end=END)
+            regions.write_between(section(comparisons), options.into, begin=BEGIN, end=END)
             save_predictions(comparisons, predictions_path(options.results))
     except (TigonError, OSError) as error:
         print(error, file=sys.stderr)

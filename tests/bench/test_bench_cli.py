@@ -14,8 +14,9 @@ pytest.importorskip("typer")
 
 from bench_records import run as invented
 
+from benchmarks.pages import bench as bench_page
 from tigon.bench import record, timing
-from tigon.bench.record import load
+from tigon.bench.report import load
 from tigon.bench.table import provenance
 from tigon.cli import app
 from tigon.ops import OPS
@@ -68,7 +69,8 @@ def test_report_draws_the_charts_and_updates_the_page_from_a_record(bench, tmp_p
     bench(*QUICK, "--op", "rms_norm", "--shape", "8x16", "--shape", "8x32", "--shape", "8x64", "--json", path)
     document = tmp_path / "page.md"
     document.write_text("before\n<!-- record card/x -->\nold\n<!-- end -->\nafter\n")
-    code, out, _ = bench("report", path, "--plot", plots, "--into", document)
+    code, out, _ = bench("report", path, "--plot", plots)
+    bench_page.main([str(path), "--into", str(document)])
     assert code == 0 and "| rms_norm 8x32 |" in out
     assert {p.name for p in plots.iterdir()} == {"table.md", "speed-rms_norm.svg", "memory-rms_norm.svg"}
     page = document.read_text()

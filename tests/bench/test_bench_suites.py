@@ -54,8 +54,8 @@ def test_every_implementation_that_a_row_names_exists():
 
 def test_suites_cover_their_ops_and_sizes():
     assert {row.op for row in SMALL} == set(OPS)
-    # `benchmarks.measure_experts` times experts beside transformers' implementations, and `measure_lora_step` a step
-    # with layers that share an input. `measure_router` times a router's ops, `measure_mxfp4` attention with sinks.
+    # `python -m benchmarks experts` times experts beside transformers' implementations, and a router's ops; `lora` a
+    # step with layers that share an input, and attention with sinks.
     elsewhere = {"multi_head_linear_cross_entropy", "logprobs", "experts", "lora_linears"}
     elsewhere |= {"topk_softmax", "load_balancing_loss", "attention_with_sinks"}
     assert {row.op for row in TARGETS} == set(OPS) - elsewhere

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from bench_records import measured, row, run, target
 
+from benchmarks.pages import regions
+from benchmarks.pages.bench import MEANINGS, implementations, overview, record_name, records_of, section
 from tigon.bench import table
-from tigon.bench.impls import MEANINGS, impl_names
-from tigon.bench.record import Measurement, load
-from tigon.bench.report import record_name, records_of, section
-from tigon.errors import BenchError
+from tigon.bench.impls import impl_names
+from tigon.bench.record import Measurement
+from tigon.bench.report import load
+from tigon.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -107,11 +109,11 @@ def test_provenance_names_card_driver_versions_commit_and_date():
 
 def test_section_replaces_only_the_region_of_its_record():
     document = "a\n<!-- record x/one -->\nold\n<!-- end -->\nb\n<!-- record x/two -->\nkept\n<!-- end -->\n"
-    changed = table.replace_section(document, "record x/one", r"new \1")
+    changed = regions.put(document, "<!-- record x/one -->", "<!-- end -->", r"new \1")
     assert changed == document.replace("old", r"new \1")
-    assert table.replace_section(changed, "record x/one", "old") == document
-    with pytest.raises(BenchError, match="x/three"):
-        table.replace_section(document, "record x/three", "new")
+    assert regions.put(changed, "<!-- record x/one -->", "<!-- end -->", "old") == document
+    with pytest.raises(UsageError, match="x/three"):
+        regions.put(document, "<!-- record x/three -->", "<!-- end -->", "new")
 
 
 def test_bound_is_the_measured_products_if_there_are_any():
@@ -126,7 +128,7 @@ def test_bound_is_the_measured_products_if_there_are_any():
 def test_overview_counts_rows_without_a_faster_peer_and_targets_that_are_reached():
     slower = row(shape=(4, 8), measurements=[measured("tigon", "ours", 0.3), measured("compile", "peer", 0.2)])
     slower.reach = [target("ratio", 1.05, vs="compile"), target("ms", 0.3)]
-    shown = cells(table.overview({"x/one": run(row(), slower)}))
+    shown = cells(overview({"x/one": run(row(), slower)}))
     assert shown == ["x/one", "2", "1 of 2", "rms_norm 4x8: 1.50 x compile", "1 of 2"]
 
 
@@ -140,7 +142,7 @@ def _shown_records() -> dict[str, str]:
 
 
 def test_docs_show_the_figures_of_the_records():
-    """`tigon bench report RECORD.json --into docs/benchmarks.md` mends it."""
+    """`python -m benchmarks.pages.bench RECORD.json --into docs/benchmarks.md` mends it."""
     measured_names = {record_name(path) for path in RECORDS}
     shown = _shown_records()
     assert shown and measured_names <= set(shown)
@@ -153,5 +155,5 @@ def test_docs_show_the_figures_of_the_records():
         assert shown[name] == NOT_MEASURED, name
     text = DOCUMENT.read_text(encoding="utf-8")
     runs = records_of(text, ROOT / "benchmarks" / "results")
-    assert table.replace_section(text, "overview", table.overview(runs)) == text
-    assert table.replace_section(text, "implementations", table.implementations(runs)) == text
+    for marker, made in (("overview", overview), ("implementations", implementations)):
+        assert regions.put(text, f"<!-- {marker} -->", "<!-- end -->", made(runs)) == text

@@ -18,18 +18,20 @@ pytest.importorskip("typer")
 import transformers
 from transformers.models.llama import modeling_llama
 
-from benchmarks.eager_capture import eager_capture
+from benchmarks.pages import bench as bench_page
+from benchmarks.pages.bench import section
+from eager_capture import eager_capture
 from tigon.bench import timing
+from tigon.bench.report import load
 from tigon.bench.training import table, variants
 from tigon.bench.training.cases import Case
 from tigon.bench.training.measure import CaseRun
-from tigon.bench.training.record import CaseRecord, StepMeasurement, load
-from tigon.bench.training.report import section
+from tigon.bench.training.record import CaseRecord, StepMeasurement
 from tigon.bench.training.time_by_kind import KINDS, kind_of, time_by_kind
 from tigon.bench.training.trainee import Trainee
 from tigon.bench.training.variants import CODES, parse
 from tigon.cli import app
-from tigon.ops import lm_head
+from tigon.ops import products
 from tigon.techniques import cuda_graphs
 from tigon.techniques.mechanisms import fused_linear
 
@@ -199,21 +201,38 @@ def test_variants_in_graphs_learn_the_same_and_the_fused_one_adds_in_the_product
 
     def watched(a, b, out, accumulate):
         added.append(accumulate)
-        lm_head.product_into(a, b, out, accumulate)
+        products.product_into(a, b, out, accumulate)
 
     monkeypatch.setattr(variants, "_graphs_of", eager_graphs)
     monkeypatch.setattr(fused_linear, "product_into", watched)
     case = Case(model=str(model), batch=4, seq=8, precision="fp32", memory=None)
     trainee, losses = Trainee(case, CPU, 2), {}
-    for name in ("tigon", "tigon-graphs", "tigon-graphs-fused"):
+    for name in ("tigon", "tigon-graphs", "tigon-graphs-fused", "tigon-fused"):
         ready = parse(f"{name}:{recomputed}").prepare(trainee.model, recomputed)
         trainee.restore()
-        assert not added
+        if "fused" not in name:
+            assert not added
         with ready.active():
             losses[name] = torch.stack([trainee.step(ready.loss, number, 2) for number in range(2)])
     assert added.count(True) > 0 and added.count(False) > 0
-    for name in ("tigon-graphs", "tigon-graphs-fused"):
+    for name in ("tigon-graphs", "tigon-graphs-fused", "tigon-fused"):
         torch.testing.assert_close(losses[name], losses["tigon"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_variant_in_fp8_computes_nearly_the_same_loss(model, recomputed, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.num_hidden_layers = 3  # the first and the last keep their products
+    config.save_pretrained(tmp_path)
+    case = Case(model=str(tmp_path), batch=2, seq=8, precision="bf16", memory=None)
+    trainee, losses = Trainee(case, CPU, 2), {}
+    for name in ("tigon", "tigon-fp8-tensorwise", "tigon-fp8-rowwise"):
+        ready = parse(f"{name}:{recomputed}").prepare(trainee.model, recomputed)
+        trainee.restore()
+        with ready.active():
+            losses[name] = trainee.step(ready.loss, 0, 2)
+    for name in ("tigon-fp8-tensorwise", "tigon-fp8-rowwise"):
+        torch.testing.assert_close(losses[name], losses["tigon"], rtol=0.02, atol=0)
 
 
 def test_fits_is_the_largest_micro_batch_within_the_limit(bench, model, tmp_path, monkeypatch):
@@ -315,7 +334,8 @@ def test_report_writes_tables_and_charts_and_the_section_of_a_page(bench, measur
     pytest.importorskip("matplotlib")
     plots, document = tmp_path / "plots", tmp_path / "page.md"
     document.write_text("before\n<!-- training card/x -->\nEARLIER TEXT\n<!-- end -->\nafter\n")
-    code, out, err = bench("report", measured, "--plot", plots, "--into", document)
+    code, out, err = bench("report", measured, "--plot", plots)
+    bench_page.main([str(measured), "--into", str(document)])
     assert code == 0, err
     assert "x hf:full" in out and "| tigon:full@2 | 2 x 2 | full |" in out
     names = {p.name for p in plots.iterdir()}
@@ -327,13 +347,13 @@ def test_report_writes_tables_and_charts_and_the_section_of_a_page(bench, measur
 
 
 def test_docs_show_the_figures_of_the_records():
-    """`tigon bench report RECORD.json --into docs/training-benchmarks.md` mends it."""
+    """`python -m benchmarks.pages.bench RECORD.json --into docs/training-benchmarks.md` mends it."""
     document = (ROOT / "docs" / "training-benchmarks.md").read_text(encoding="utf-8")
     results = ROOT / "benchmarks" / "results"
     for path in sorted(results.glob("*/training/*.json")):
         name = f"training/{path.stem}"
         expected = f"<!-- training {name} -->\n{section(load(path), name)}\n<!-- end -->"
-        assert expected in document, f"run tigon bench report {path} --into docs/training-benchmarks.md"
+        assert expected in document, f"run python -m benchmarks.pages.bench {path} --into docs/training-benchmarks.md"
     codes = f"<!-- codes -->\n{table.codes()}\n<!-- end -->"
     assert codes in document
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.process_stacks import descendants, end_with_stacks
+from process_stacks import descendants, end_with_stacks
 
 CHILD = "import time\ndef waits_here():\n    open({path!r}, 'w').close(); time.sleep(60)\nwaits_here()"
 PARENT = (

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tigon.errors import UsageError
+
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +57,7 @@ def test_block_shows_the_figures_of_the_record(tool: Any) -> None:
 
 def test_block_without_a_record_says_not_measured(tool: Any) -> None:
     assert tool.block("medusa", {}, {}) == "Not measured yet."
-    with pytest.raises(SystemExit, match="no lines <!-- medusa -->"):
+    with pytest.raises(UsageError, match="no lines <!-- medusa -->"):
         tool.page("nothing", {})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -61,38 +60,37 @@ def test_steps_of_trl(header: str, path: str, words: dict[str, str]) -> None:
 
 
 def test_lora_steps_with_4_bit_weights() -> None:
-    measured = record("nvidia-h100/lora/steps-4-bit.json")["measurements"]
     expected = []
-    for checkpointing, words in ((False, "4-bit, none"), (True, "4-bit, full")):
-        cells, speeds = [], []
-        for layers in ("peft", "tigon"):
-            turns = [m for m in measured if (m["checkpointing"], m["layers"]) == (checkpointing, layers)]
-            speeds.append(mean(m["tokens_per_s"] for m in turns))
-            cells.append(f"{speeds[-1]:,.0f}, {turns[0]['peak_gib']:.2f}")
-        expected.append([words, *cells, f"{speeds[1] / speeds[0]:.2f}"])
+    for one in record("nvidia-h100/lora/steps-4-bit.json")["steps"]:
+        peft, tigon = (one["versions"][name] for name in ("peft", "tigon"))
+        cells = [f"{of['tokens_per_s']:,.0f}, {of['peak_bytes'] / GIB:.2f}" for of in (peft, tigon)]
+        gain = tigon["tokens_per_s"] / peft["tokens_per_s"]
+        expected.append([f"4-bit, {one['checkpointing']}", *cells, f"{gain:.2f}"])
     assert table("docs/techniques/lora.md", "| frozen weights, checkpointing | PEFT's")[-2:] == expected
 
 
 def test_experts_in_mxfp4() -> None:
     rows = table("docs/techniques/lora.md", "| adapters on | attention | tokens/s")
-    for shown, one in zip(rows, record("nvidia-h100/experts/mxfp4.json")["rows"], strict=True):
-        planned = one["predicted"]
+    steps = record("nvidia-h100/experts/mxfp4.json")["steps"]
+    measured = [(version, of) for one in steps for version, of in one["versions"].items()]
+    for shown, (version, of) in zip(rows, measured, strict=True):
+        planned = of["predicted"]
         assert shown[2:] == [
-            f"{one['tokens_per_s']:,.0f}", f"{one['peak_bytes'] / GIB:.2f}", f"{planned['peak_bytes'] / GIB:.2f}",
-            f"{one['ms']:.0f}", f"{planned['ms']:.0f}",
+            f"{of['tokens_per_s']:,.0f}", f"{of['peak_bytes'] / GIB:.2f}", f"{planned['peak_bytes'] / GIB:.2f}",
+            f"{of['ms']:.0f}", f"{planned['ms']:.0f}",
         ]  # fmt: skip
-        assert ("attention_sinks" in shown[1]) == one["attention_sinks"]
+        assert ("attention_sinks" in shown[1]) == (version == "sinks")
 
 
 def test_routers() -> None:
-    keys = ("router_ms", "router_by_tigon_ms", "router_host_ms", "router_by_tigon_host_ms")
-    loss = ("balance_ms_per_layer", "balance_by_tigon_ms_per_layer")
+    router, loss = ("router", "router by tigon"), ("balance of 48 layers", "balance of 48 layers by tigon")
     expected = [
         [
-            f"{one['tokens']:,}", *(f"{one[k]:.2f}" for k in keys), *(f"{one[k]:.3f}" for k in loss),
-            digits(one["experts_ms"]),
+            f"{one['tokens']:,}", *(f"{one['median_ms'][name]:.2f}" for name in router),
+            *(f"{one['host_us'][name] / 1000:.2f}" for name in router),
+            *(f"{one['median_ms'][name] / 48:.3f}" for name in loss), digits(one["median_ms"]["experts"]),
         ]
-        for one in record("nvidia-h200/experts/router.json")["rows"]
+        for one in record("nvidia-h200/experts/router.json")["router"]
     ]  # fmt: skip
     assert [row[1:] for row in table("docs/patching.md", "| layer | tokens | router, ms")] == expected
 

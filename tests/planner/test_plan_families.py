@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from planner_helpers import H200
 from transformers import AutoModelForCausalLM
 
+from benchmarks.__main__ import main
 from tigon.models import MODELS
 from tigon.models.verification.tiny import SIZES, tiny_config
 from tigon.planner.request import Request, text_config
@@ -30,7 +30,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    return importlib.import_module("benchmarks.measure_families")
+    return importlib.import_module("benchmarks.cases.families")
 
 
 # One for each kind of layer: capped logits, packed MLP, experts, no gate, sinks. Each takes a second.
@@ -81,9 +81,8 @@ def test_command_without_a_gpu_measures_nothing(
 ) -> None:
     record = tmp_path / "families.json"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["measure_families.py", "--measure", "--json", str(record)])
     with pytest.raises(SystemExit) as refused:
-        tool.main()
+        main(["families", "--measure", "--json", str(record)])
     assert refused.value.code == 2 and "--measure requires a GPU" in capsys.readouterr().err
     assert not record.exists()
 

@@ -112,12 +112,15 @@ def test_key_of_a_point_changes_with_what_it_trains_and_not_with_the_title(write
     assert _expand(write_sweep(steps=5), here)[0].key != before.key
 
 
-@pytest.mark.parametrize("path", sorted((RECIPES / "study").glob("*.yaml")), ids=lambda path: path.stem)
+SWEEPS = [*sorted((RECIPES / "study").glob("*.yaml")), RECIPES / "two-gpus.sweep.yaml"]
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_committed_sweep_has_no_refused_point(path, tmp_path):
     if path.stem == "base":
         pytest.skip("a recipe, not a sweep")
     read = definition.load(path)
-    assert read.name == path.stem
+    assert read.name == path.stem.removesuffix(".sweep")
     found = points.expand(read, (), memory_limit_bytes=None, gpu_present=lambda: True, scratch=tmp_path)
     assert not [f"{p.id}: {p.refused}" for p in found if p.refused]
 

@@ -81,7 +81,7 @@ def test_report_of_right_kernels_mentions_no_wrong_results(both, fake_workers, c
 
 
 def test_probe_of_a_kernel_that_never_ends_is_stopped(both, fake_workers, monkeypatch, tigon):
-    monkeypatch.setattr("tigon.sweep.run.PROBE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("tigon.sweep.one_point.PROBE_TIMEOUT_S", 0.0)
     outcome = tigon("sweep", both)
     assert "its kernels took longer than 0 s" in outcome.error_line() and "probe.log" in outcome.err
     assert not fake_workers()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.eager_capture import eager_capture
+from eager_capture import eager_capture
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.techniques import cuda_graphs
 from tigon.techniques.checkpointing import enable, replace_function

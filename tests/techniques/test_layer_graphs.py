@@ -12,7 +12,7 @@ from graphed_layers import graphed, ids_of, model_of, on_each_device, recomputed
 from torch import Tensor, nn
 
 import tigon
-from benchmarks.eager_capture import eager_capture
+from eager_capture import eager_capture
 from tigon.errors import RecipeError
 from tigon.techniques import cuda_graphs
 from tigon.techniques.mechanisms.layer_graphs import MOST_SHAPES, Capture, CudaCapture, _Held

@@ -21,7 +21,7 @@ import yaml
 from safetensors.torch import load_file
 from trainer_helpers import losses
 
-from benchmarks.process_stacks import end_with_stacks
+from process_stacks import end_with_stacks
 from tigon.techniques import TECHNIQUES
 
 pytestmark = pytest.mark.gpu

@@ -8,5 +8,7 @@
 - `measure.py`: measures one row.
 - `record.py`: the JSON record with its environment.
 - `kernels.py`: the command `tigon bench kernels`.
+- `session.py`: places to write, time limit and end, for both commands.
+- `report.py`: the command `tigon bench report`.
 - `table.py`, `charts.py`: a record as Markdown and as charts.
 """

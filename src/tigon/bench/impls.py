@@ -31,49 +31,6 @@ from tigon.ops import OPS, Op
 Role = Literal["ours", "variant", "baseline", "peer", "limit"]
 GIB = 1 << 30
 
-MEANINGS: Mapping[str, str] = {
-    "tigon": "tigon's op with default options. Its cross entropy writes the gradient into the logits",
-    "tigon new gradient": "cross entropy that allocates a new tensor for the gradient",
-    "tigon one chunk": "linear cross entropy with all logits at once",
-    "tigon 16-bit sums": "linear cross entropy in chunks of 1 GiB of logits; chunks' weight gradients are summed in 16 "
-    "bits if there are few chunks",
-    "tigon small chunks": "as tigon 16-bit sums, in chunks of 5/16 GiB",
-    "tigon half ignored": "every second label is ignored: less work than the row's problem",
-    "tigon frozen head": "no gradient of the head's weight: less work than the row's problem",
-    "tigon eval": "the loss without gradients: less work than the row's problem",
-    "tigon kept logits": "linear_logprobs that keeps up to 4 GiB of logits for backward, which saves a product",
-    "tigon recomputed logits": "linear_logprobs in blocks of 512 MiB of logits, which the backward computes again",
-    "tigon with entropy": "log-probabilities and entropies, both with a gradient: more work than the row's problem",
-    "tigon half masked": "every second token is masked: less work than the row's problem",
-    "tigon frozen weight": "no gradient of the layer's weight: less work than the row's problem",
-    "eager frozen weight": "the unfused formula without the weight's gradient",
-    "eager": "the unfused formula in PyTorch, as transformers writes it; the baseline of errors",
-    "compile": "the unfused formula under `torch.compile`",
-    "torch": "PyTorch's own op in `torch.nn.functional`",
-    "liger": "liger-kernel's Triton kernels",
-    "liger fp32": "liger-kernel's fused linear cross entropy with `accum_dtype=torch.float32`",
-    "liger cute": "liger-kernel's CuTe kernels, which need nvidia-cutlass-dsl and a Hopper GPU or newer",
-    "liger scaled": "liger-kernel's fused linear scaled cross entropy, whose loss per token is a log-probability",
-    "liger portable": "the same function on other GPUs: PyTorch's own kernels, 512 tokens at a time",
-    "liger jsd": "liger-kernel's fused linear Jensen-Shannon divergence: the mean over the tokens, frozen teacher",
-    "quack": "quack-kernels",
-    "quack base": "quack-kernels' chunked linear cross entropy with `use_scaled_exp=False`",
-    "cce": "cut-cross-entropy, which skips small probabilities in the gradient",
-    "cce exact": "cut-cross-entropy with `filter_eps=None`, which skips nothing",
-    "trl": "TRL's chunked log-probability and divergence functions, which its trainers call",
-    "products": "the three matrix products of an lm_head alone (logits and both gradients), by `torch.mm`; the "
-    "bound of the rows of linear_cross_entropy and linear_logprobs",
-    "two products": "a linear layer's output and the gradient of its input by `torch.mm`; the bound of the rows of "
-    "lora_linear",
-    "four products": "the same with the logits computed twice, for implementations that do not keep them",
-    "six products": "logits of student and teacher, each computed twice, and the student's two gradients",
-    "eight products": "the six products and the teacher's two gradients",
-    "products once": "logits of student and teacher, each computed once, and the student's two gradients: enough for a "
-    "loss that computes its gradient in the forward",
-    "16-bit products": "a linear layer's output and both gradients by `torch.mm`, which fp8_linear is to beat",
-}
-"""What each implementation is, for the docs."""
-
 
 class NoSuchOp(Exception):
     """An installed package lacks the op."""

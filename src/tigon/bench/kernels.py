@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -15,18 +13,16 @@ from tigon.bench.measure import implementations, measure_row
 from tigon.bench.numerical_errors import DTYPE_NAMES
 from tigon.bench.record import Measurement, RowRecord, RunRecord
 from tigon.bench.report import report
+from tigon.bench.session import Session
 from tigon.bench.suites import Row, select
 from tigon.errors import BenchError, OptionError
 
-_TIME_LIMIT = "time limit"
-_MOST_REASONS = 5
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def bench_kernels(
     *, suite: str | None = None, ops: Sequence[str] = (), impls: Sequence[str] = (), without: Sequence[str] = (),
-    shapes: Sequence[str] = (), dtype: str | None = None, repetitions: int = 20, time_limit_s: float | None = None,
-    json_path: Path | None = None, resume: bool = False, plot_dir: Path | None = None,
+    shapes: Sequence[str] = (), dtype: str | None = None, repetitions: int = 20, session: Session,
 ) -> RunRecord:  # fmt: skip
     """Measure a suite on the GPU if there is one, else on the CPU.
 
@@ -37,10 +33,8 @@ def bench_kernels(
         shapes: shapes to use instead of the suite's, such as "16384x4096". Requires exactly one op.
         dtype: "bf16", "fp16" or "fp32"; bf16 on a GPU and fp32 on a CPU if left out.
         repetitions: number of rounds. Every implementation runs once per round. Below 10 the quantiles mean little.
-        time_limit_s: start no row after this many seconds. The record names the rows that were left out.
-        json_path: file of the record, which is written again after every row.
-        resume: keep the rows of the record at `json_path`. Measure missing rows, and rows that lack an implementation.
-        plot_dir: folder for charts and the table, see `charts.draw`.
+        session: the files to write, and the time limit. A resumed run measures missing rows, and rows that lack an
+            implementation.
 
     Raises:
         OptionError: an option's value is unknown, or `repetitions` is below 1.
@@ -55,26 +49,17 @@ def bench_kernels(
     chosen = [name for name in impls or impl_names() if name not in without]
     rows = select(suite, tuple(ops), tuple(shapes))
     torch_dtype = _DTYPES[dtype or ("bf16" if gpu else "fp32")]
-    if resume and json_path is None:
-        raise OptionError("--resume requires --json FILE, the record to continue.")
-    if json_path is not None:
-        records.check_place(json_path)
-        records.check_written_over(json_path)
-    if plot_dir is not None:
-        records.check_place(plot_dir / "table.md", flag="--plot")
-    start_s = time.monotonic()
+    session.check(RunRecord)
     run = RunRecord(
         environment=records.environment(device, ("trl",)), suite="shapes given" if shapes else suite,
         repetitions=repetitions, ceilings=timing.ceilings(device, repetitions),
     )  # fmt: skip
     _print_header(run)
-    if resume and json_path is not None:
-        run.rows = records.resumed(run, json_path, DTYPE_NAMES[torch_dtype])
+    _resume(run, session, DTYPE_NAMES[torch_dtype])
     known = {row.id: {m.impl for m in row.measurements} for row in run.rows}
     missing = [row for row in rows if not implementations(row, chosen) <= known.get(row.id, set())]
     for position, row in enumerate(missing):
-        if time_limit_s is not None and time.monotonic() - start_s > time_limit_s:
-            run.not_run += [f"{r.id} ({_TIME_LIMIT})" for r in missing[position:]]
+        if session.is_over(run, [left.id for left in missing[position:]]):
             break
         try:
             measured = measure_row(
@@ -87,13 +72,24 @@ def bench_kernels(
             timing.release(device)
         measured.tigon_commit, measured.date = run.environment["tigon_commit"], run.environment["date"]
         run.rows = [*(earlier for earlier in run.rows if earlier.id != row.id), measured]
-        run.seconds = round(time.monotonic() - start_s, 1)
+        session.save(run, has_figures=_has_figures(run, chosen))
         _print_row(measured, run.seconds)
-        if json_path is not None and _has_figures(run, chosen):
-            records.save(run, json_path)
-    _refuse_nothing(run, rows, chosen)
-    _finish(run, json_path, plot_dir)
+    _finish(run, session, rows, chosen)
     return run
+
+
+def _resume(run: RunRecord, session: Session, dtype: str) -> None:
+    """Take over the rows of the record that `--resume` continues, each with its commit and date."""
+    earlier = session.continued(run)
+    was = ", ".join(sorted({row.dtype for row in earlier.rows} - {dtype}))
+    if was:
+        raise BenchError(
+            f"{session.json_path} has dtype {was}, this run {dtype}; leave out --resume, or write another file."
+        )
+    for row in earlier.rows:
+        row.tigon_commit = row.tigon_commit or earlier.environment["tigon_commit"]
+        row.date = row.date or earlier.environment["date"]
+    run.rows = earlier.rows
 
 
 def _check(impls: Sequence[str], dtype: str | None, repetitions: int) -> None:
@@ -116,29 +112,13 @@ def _has_figures(run: RunRecord, chosen: Sequence[str]) -> bool:
     )
 
 
-def _refuse_nothing(run: RunRecord, rows: Sequence[Row], chosen: Sequence[str]) -> None:
-    """Raise BenchError if nothing was measured, unless only the time limit was the reason. An empty record misleads."""
-    if _has_figures(run, chosen):
-        return
+def _finish(run: RunRecord, session: Session, rows: Sequence[Row], chosen: Sequence[str]) -> None:
+    if run.rows and _has_figures(run, chosen):
+        print(f"\n{table.summary(run)}\n")
     reasons = [f"{m.impl} on {row.id}: {m.status}: {m.detail}" for row in run.rows for m in row.measurements]
     reasons += [f"{row.id}: {row.op} has no {' or '.join(chosen) or 'limit'}" for row in rows
                 if not implementations(row, chosen)]  # fmt: skip
-    reasons += [row for row in run.not_run if not row.endswith(f"({_TIME_LIMIT})")]
-    if reasons:
-        more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
-        raise BenchError(f"nothing was measured, and nothing is written: {'; '.join(reasons[:_MOST_REASONS])}{more}")
-
-
-def _finish(run: RunRecord, json_path: Path | None, plot_dir: Path | None) -> None:
-    if run.rows:
-        print(f"\n{table.summary(run)}\n")
-    if run.not_run:
-        print(f"not measured: {', '.join(run.not_run)}")
-    if json_path is not None:
-        records.save(run, json_path)
-        print(f"wrote {json_path}")
-    if plot_dir is not None:
-        report(run, plot_dir)
+    session.finish(run, has_figures=_has_figures(run, chosen), reasons=reasons, draw=report)
     refused = [
         f"{m.impl} on {row.id}: {m.detail}" for row in run.rows for m in row.measurements if m.status == "refused"
     ]

@@ -1,4 +1,4 @@
-"""The record of a run: JSON with the machine, the versions, the ceilings and one entry per row.
+"""The records of `tigon bench`: JSON with the machine, the versions, the ceilings and one entry per row or case.
 
 Tables and charts are made from the record, on this or another machine. Times are in milliseconds, memory in bytes and
 host times in microseconds. `null` means "not measured", and the entry says why.
@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from tigon._files import read_text
-from tigon.bench.timing import Spread
+from tigon.bench.timing import Spread  # pydantic reads the annotations
 from tigon.errors import BenchError
 
 SCHEMA = 1
@@ -101,20 +102,36 @@ class RowRecord:
 
 
 @dataclass(kw_only=True)
-class RunRecord:
-    """One run of the command, with the runs that resumed it."""
+class Record:
+    """One run of a command, with the runs that resumed it."""
 
+    kind: str
     environment: dict[str, Any]
     """Environment of the last run."""
+    ceilings: dict[str, float]
+    not_run: list[str] = field(default_factory=list)
+    """What was left out, and why."""
+    seconds: float = 0.0
+    schema: int = SCHEMA
+
+    SAME: ClassVar[tuple[str, ...]] = ()
+    """Fields that a run has to share with the record that it continues."""
+
+
+@dataclass(kw_only=True)
+class RunRecord(Record):
+    """The record of `tigon bench kernels`."""
+
+    kind: str = "kernels"
     suite: str
     repetitions: int
     """The most repetitions of any row. Long rows made at least ten."""
-    ceilings: dict[str, float]
     rows: list[RowRecord] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=list)
-    """Rows that were left out, and why."""
-    seconds: float = 0.0
-    schema: int = SCHEMA
+
+    SAME: ClassVar = ("suite", "repetitions")
+
+
+R = TypeVar("R", bound=Record)
 
 
 def environment(device: torch.device, more_packages: Sequence[str] = ()) -> dict[str, Any]:
@@ -182,68 +199,70 @@ def check_place(path: Path, flag: str = "--json") -> None:
         raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for {flag}.") from None
 
 
-def check_written_over(path: Path, reader: Callable[[Path], object] | None = None) -> None:
-    """Raise BenchError if `save` would overwrite a file that `reader` does not read; `load` if it is left out.
+def check_written_over(path: Path, form: type[Record]) -> None:
+    """Raise BenchError if `save` would overwrite a file that is no record of this form.
 
     An empty file may be overwritten.
     """
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return
     try:
-        (reader or load)(path)
+        load(path, form)
     except BenchError as error:
         raise BenchError(f"--json would write over another file: {error} Choose another place, or remove it.") from None
 
 
-def load(path: Path) -> RunRecord:
-    """Read a record. Raises BenchError if it is not one."""
+@functools.cache
+def _reader(form: type[Record]) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(form)
+
+
+def kind_of(path: Path) -> str:
+    """The kind of the record in a file; "" if it is none."""
     try:
         raw = json.loads(read_text(path))
-        if raw["schema"] != SCHEMA:
-            raise BenchError(f"{path} has schema {raw['schema']}, this tigon reads {SCHEMA}; measure again.")
-        rows = [_row(r) for r in raw.pop("rows")]
-        return RunRecord(**raw, rows=rows)
+    except (OSError, ValueError, RecursionError):
+        return ""
+    return str(raw.get("kind", "kernels")) if isinstance(raw, dict) else ""
+
+
+def load(path: Path, form: type[R]) -> R:
+    """Read a record of this form. Raises BenchError if the file has none."""
+    wanted = form.__dataclass_fields__["kind"].default
+    try:
+        raw = json.loads(read_text(path))
+        kind = raw.get("kind", "kernels")
+        if kind != wanted or raw["schema"] != SCHEMA:
+            found = f"kind {kind}, schema {raw['schema']}"
+            raise BenchError(f"{path} has {found}; this command reads {wanted}, {SCHEMA}. Measure again.")
+        return _reader(form).validate_python(raw)  # type: ignore[arg-type,no-any-return]
     except OSError as error:
         raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BenchError(f"{path} is not a record of `tigon bench kernels --json`: {error}.") from None
+        why = " ".join(str(error).split())[:200]
+        raise BenchError(f"{path} is not a record of `tigon bench` with {wanted}: {why}.") from None
 
 
-def resumed(run: RunRecord, path: Path, dtype: str) -> list[RowRecord]:
-    """The rows of the record at `path`, each with its commit and date. Empty if the file does not exist.
+def continued(run: R, path: Path) -> R:
+    """The record at `path`, or `run` if there is none.
 
-    Raises BenchError if the record has another card, other versions, dtypes or numbers of repetitions.
+    Raises BenchError if the record has another card, other versions or another number of repetitions.
     """
     if not path.exists():
-        return []
-    earlier = load(path)
+        return run
+    earlier = load(path, type(run))
     there, here = earlier.environment, run.environment
     # Older records lack the versions of packages that were added later.
     there = {**there, "versions": {**here["versions"], **there["versions"]}}
-    dtypes = {row.dtype for row in earlier.rows} or {dtype}
-    for what, was, now in (
-        ("suite", earlier.suite, run.suite),
-        *((name, there[name], here[name]) for name in ("device", "driver", "threads", "versions")),
-        ("repetitions", earlier.repetitions, run.repetitions),
-        ("dtype", ", ".join(sorted(dtypes)), dtype),
+    for name, was, now in (
+        *((name, there.get(name), here[name]) for name in ("device", "driver", "threads", "versions")),
+        *((name, getattr(earlier, name), getattr(run, name)) for name in run.SAME),
     ):
         if was != now:
-            raise BenchError(f"{path} has {what} {was}, this run {now}; leave out --resume, or write another file.")
-    for row in earlier.rows:
-        row.tigon_commit, row.date = row.tigon_commit or there["tigon_commit"], row.date or there["date"]
-    return earlier.rows
-
-
-def _row(raw: dict[str, Any]) -> RowRecord:
-    measurements = [_measurement(m) for m in raw.pop("measurements")]
-    return RowRecord(**raw, measurements=measurements)
-
-
-def _measurement(raw: dict[str, Any]) -> Measurement:
-    for kind in ("graph_ms", "eager_ms"):
-        if raw[kind] is not None:
-            raw[kind] = {phase: Spread(**spread) for phase, spread in raw[kind].items()}
-    return Measurement(**raw)
+            raise BenchError(f"{path} has {name} {was}, this run {now}; leave out --resume, or write another file.")
+    return earlier
 
 
 def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:

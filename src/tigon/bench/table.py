@@ -5,18 +5,13 @@ The best peer is the fastest one whose error is allowed. A faster peer with a la
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tigon.bench.impls import MEANINGS
 from tigon.bench.record import PHASES, Measurement, RowRecord, RunRecord
-from tigon.errors import BenchError
 from tigon.report.table import markdown_table
 
 WRONG = "†"
-NO_SLOWER = 1.01
-"""tigon counts as no slower than its best peer up to this ratio of their times."""
 _SUMMARY = (
     "op, shape",
     "tigon, ms",
@@ -72,38 +67,6 @@ def bound(row: RowRecord) -> tuple[float, str]:
     if products is not None:
         return _ms(products, row), products.impl
     return row.limit_ms, "FLOPs" if row.flops else "copy"
-
-
-def overview(runs: Mapping[str, RunRecord]) -> str:
-    """The table at the top of the docs: how tigon compares with its best peers in each record, by the record's name."""
-    names = ("record", "rows", "no slower than the best peer", "slowest against the best peer", "targets reached")
-    rows = []
-    for name, run in runs.items():
-        ratios = {}
-        for row in run.rows:
-            own = next((m for m in row.measurements if m.impl == "tigon"), None)
-            peer = best_of(row, ("peer", "baseline"))
-            if own and own.judged_ms(row.graph) and peer:
-                ratios[row.id] = (_ms(own, row) / _ms(peer, row), peer.impl)
-        verdicts = [target_result(row, target)[1] for row in run.rows for target in row.reach]
-        slowest = max(ratios, key=lambda id_: ratios[id_][0], default=None)
-        rows.append(
-            [
-                name,
-                str(len(run.rows)),
-                f"{sum(ratio <= NO_SLOWER for ratio, _ in ratios.values())} of {len(ratios)}",
-                f"{slowest}: {ratios[slowest][0]:.2f} x {ratios[slowest][1]}" if slowest else "-",
-                f"{sum(ok is True for ok in verdicts)} of {len(verdicts)}" if verdicts else "no targets",
-            ]
-        )
-    return markdown_table(names, rows)
-
-
-def implementations(runs: Mapping[str, RunRecord]) -> str:
-    """The table of the implementations that the records measure, with their meaning."""
-    measured = {m.impl for run in runs.values() for row in run.rows for m in row.measurements}
-    rows = [(f"**{name}**", text) for name, text in MEANINGS.items() if name in measured]
-    return markdown_table(("implementation", "meaning"), rows)
 
 
 def best_of(row: RowRecord, roles: Sequence[str], memory_gib: float | None = None) -> Measurement | None:
@@ -244,23 +207,6 @@ def section(run: RunRecord) -> str:
 def folded(title: str, text: str) -> str:
     """Markdown that is folded until it is clicked."""
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
-
-
-def replace_section(document: str, marker: str, text: str) -> str:
-    """The document with `text` between `<!-- MARKER -->` and `<!-- end -->`.
-
-    Raises BenchError if the document lacks these markers.
-    """
-    begin = f"<!-- {marker} -->"
-    pattern = re.compile(rf"({re.escape(begin)}\n)(?:.*?\n)?(<!-- end -->)", re.DOTALL)
-    if not pattern.search(document):
-        raise BenchError(f"the document has no lines {begin} ... <!-- end -->; add them where the table should go.")
-    return pattern.sub(lambda match: match[1] + text + "\n" + match[2], document, count=1)
-
-
-def records_in(document: str) -> list[str]:
-    """The names of the records that the document has markers for, in its order."""
-    return re.findall(r"^<!-- record (\S+) -->$", document, re.MULTILINE)
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
-"""Measures eager and CUDA-graph times. Implementations take turns, with one run each per repetition, so that clock
-drift and power limits affect all of them equally.
+"""Times calls, eager and by CUDA graph, and training steps.
+
+Implementations take turns, with one run each per repetition, so that clock drift and power limits affect all of them
+equally.
 
 On a GPU every run starts with a cold L2, because a buffer of four times its size is read first. The buffer is not
 written, because writing back dirty lines would fall into the measured run (60 MB, 14 us on an H200). Times come from
@@ -15,7 +17,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,28 @@ class Run:
     call: Callable[[], Any]
     before: Callable[[], None]
     idle: bool
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Training steps after the warm-up."""
+
+    ms: list[float]
+    losses: list[float]
+    """Of every step, the warm-up included."""
+    peak_bytes: int | None
+    """The most that PyTorch's allocator had allocated in the timed steps; None on a CPU."""
+
+    @classmethod
+    def joined(cls, turns: Sequence[Steps]) -> Steps:
+        """The steps of several turns."""
+        peaks = [turn.peak_bytes for turn in turns if turn.peak_bytes is not None]
+        ms, losses = ([value for turn in turns for value in getattr(turn, name)] for name in ("ms", "losses"))
+        return cls(ms, losses, max(peaks, default=None))
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.ms)
 
 
 @functools.cache
@@ -109,6 +133,27 @@ def _timed(run: Run, device: torch.device) -> Callable[[], float]:
     run.call()
     end.record()
     return lambda: float(start.elapsed_time(end))
+
+
+def time_steps(
+    step: Callable[[int], torch.Tensor], device: torch.device, *, steps: int, warm_ups: int = 1
+) -> Steps:  # fmt: skip
+    """Run training steps one after the other, each between synchronisations.
+
+    step: runs the optimizer step of this number, counted from 0, and returns its loss.
+    """
+    gpu, times_ms, losses = device.type == "cuda", list[float](), list[torch.Tensor]()
+    for number in range(warm_ups + steps):
+        if number == warm_ups and gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        synchronize(device)
+        start_s = time.perf_counter()
+        losses.append(step(number).detach())
+        synchronize(device)
+        if number >= warm_ups:
+            times_ms.append(1000 * (time.perf_counter() - start_s))
+    peak_bytes = torch.cuda.max_memory_allocated(device) if gpu else None
+    return Steps(times_ms, torch.stack(losses).tolist(), peak_bytes)
 
 
 class Graphs:

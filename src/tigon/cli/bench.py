@@ -42,27 +42,23 @@ def kernels_command(
 ) -> None:
     """Measure time, memory and error of every op, and compare with the other libraries installed here."""
     from tigon.bench.kernels import bench_kernels  # not for --help
+    from tigon.bench.session import Session  # not for --help
 
     bench_kernels(
         suite=suite, ops=ops or (), impls=impls or (), without=without or (), shapes=shapes or (), dtype=dtype,
-        repetitions=repetitions, time_limit_s=time_limit, json_path=json, resume=resume, plot_dir=plot,
+        repetitions=repetitions,
+        session=Session(time_limit_s=time_limit, json_path=json, resume=resume, plot_dir=plot),
     )  # fmt: skip
 
 
 def report_command(
     record: Annotated[Path, typer.Argument(metavar="FILE.json", help="A record that `--json` wrote.")],
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
-    into: Annotated[
-        Path | None, typer.Option(metavar="FILE.md", help="Write the table between the record's markers in this file.")
-    ] = None,
 ) -> None:
     """Print the table of a record and draw its charts, on any machine."""
-    from tigon.bench import report  # not for --help
-    from tigon.bench.training import report as training_report  # not for --help
-    from tigon.bench.training.record import is_train_record  # not for --help
+    from tigon.bench.report import report_file  # not for --help
 
-    made = training_report if is_train_record(record) else report
-    made.report_file(record, plot, into)
+    report_file(record, plot)
 
 
 def train_command(
@@ -102,12 +98,13 @@ def train_command(
 
     Options of a case may be repeated; every combination is measured.
     """
+    from tigon.bench.session import Session  # not for --help
     from tigon.bench.training.command import TrainOptions, bench_train  # not for --help
 
     bench_train(TrainOptions(
         models=models or (), batches=batches or (), seqs=seqs or (), precisions=precisions or (),
         memories=memories or (), variants=variants or (), without=without or (), rounds=rounds, steps=steps,
-        time_limit_s=time_limit, json_path=json, resume=resume, plot_dir=plot,
+        session=Session(time_limit_s=time_limit, json_path=json, resume=resume, plot_dir=plot),
         command=shlex.join(["tigon", *sys.argv[1:]]),
     ))  # fmt: skip
 

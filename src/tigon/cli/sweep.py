@@ -28,9 +28,6 @@ def command(
     only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only points in whose name REGEX is found.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Measure failed points again.")] = False,
     draw: Annotated[bool, typer.Option("--draw", help="Only write the report; measure nothing.")] = False,
-    earlier: Annotated[
-        Path | None, typer.Option("--from", metavar="RESULTS.json", help="Import the finished points of this file.")
-    ] = None,
 ) -> None:
     """Measure memory and speed of a recipe at each point of a grid, a combination of values of its keys.
 
@@ -41,7 +38,7 @@ def command(
     with console.survive_broken_streams():
         sweep(
             file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only,
-            retry=retry, draw=draw, earlier=earlier,
+            retry=retry, draw=draw,
         )  # fmt: skip
 
 

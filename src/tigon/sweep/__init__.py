@@ -3,6 +3,7 @@
 - `definition.py`: reads the sweep file (base recipe, grid, variants, what is measured).
 - `points.py`: expands it into points. A point has a resolved recipe, or the reason why the recipe is refused.
 - `run.py`: the loop over the points, with order, time limit, resuming and progress.
+- `one_point.py`: runs one point, and makes its record.
 - `self_test.py`: tests the kernels once for all points.
 - `prediction.py`: the planner's prediction for a point.
 - `processes.py`: starts and ends the points' processes.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
@@ -83,6 +84,26 @@ def status_of_kill(code: int, kills_before: int | None) -> tuple[str, str] | Non
     if kills > kills_before:
         return OUT_OF_MEMORY, "killed by Linux: the host's memory was full"
     return FAILED, "killed by SIGKILL, but not by Linux for lack of host memory"
+
+
+def status_of_processes(
+    outputs: Sequence[Mapping[str, Any]], code: int | None, log: Path, kills_before: int | None, timeout_s: float
+) -> tuple[str, str]:
+    """(status, reason) of a point of which a process left no result. code: None after the timeout."""
+    reported = _reported(outputs, FAILED)
+    if code is None:
+        return reported or (TIMED_OUT, f"longer than {timeout_s:g} s")
+    # a kill first: the other processes then fail too, because they lose the connection to the killed one
+    return status_of_kill(code, kills_before) or reported or status_of_exit(code, log, kills_before)
+
+
+def worst(outputs: Sequence[Mapping[str, Any]], ended: tuple[str, str] | None) -> tuple[str, str]:
+    """(status, reason) of a point, from its processes' results and from how they ended if one left none."""
+    return _reported(outputs, OUT_OF_MEMORY, REFUSED) or ended or _reported(outputs, FAILED) or (OK, "")
+
+
+def _reported(outputs: Sequence[Mapping[str, Any]], *statuses: str) -> tuple[str, str] | None:
+    return next(((s, str(one["detail"])) for s in statuses for one in outputs if one["status"] == s), None)
 
 
 def _tail(log: Path) -> str:

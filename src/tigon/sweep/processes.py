@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tigon.sweep.results.folder import LOGS, SweepFolder
 from tigon.trainer.distributed import launch
 
 WORKER = ("-m", "tigon.sweep.worker.worker")
@@ -73,8 +73,8 @@ class Workers:
     Each process ends when its standard input closes, so that a killed sweep leaves no process behind.
     """
 
-    def __init__(self, folder: SweepFolder) -> None:
-        self._folder = folder
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
         self._ready: list[Member] = []
         self._number = 0
 
@@ -82,22 +82,24 @@ class Workers:
         """Start `count` processes, and return when all have imported what a point needs."""
         waiting = []
         for _ in range(count):
-            sign = self._folder.path / LOGS / f".ready-{os.getpid()}-{self._number + 1}"
-            self._ready.append(self._start({"TIGON_SWEEP_READY": str(sign)}))
-            waiting.append((self._ready[-1][0], sign))
+            ready, told = os.pipe()
+            self._ready.append(self._start(told))
+            os.close(told)
+            waiting.append(ready)
         until_s = time.perf_counter() + _IMPORT_TIMEOUT_S
-        for process, sign in waiting:
-            while not sign.exists() and process.poll() is None and time.perf_counter() < until_s:
-                time.sleep(0.05)
-            sign.unlink(missing_ok=True)
+        for ready in waiting:  # it can be read when the process has written there, or has ended
+            select.select([ready], [], [], max(0.0, until_s - time.perf_counter()))
+            os.close(ready)
 
-    def _start(self, environment: Mapping[str, str]) -> Member:
+    def _start(self, told: int | None = None) -> Member:
+        """told: the file descriptor on which the process says that it has imported what it needs."""
         self._number += 1
-        log = self._folder.path / LOGS / f".worker-{os.getpid()}-{self._number}.log"
+        log = self._logs / f".worker-{os.getpid()}-{self._number}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *WORKER], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**os.environ, **environment},
+                [sys.executable, *WORKER, *([] if told is None else [str(told)])], stdin=subprocess.PIPE,
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                pass_fds=() if told is None else (told,),
             )  # fmt: skip
         return process, log
 
@@ -108,16 +110,14 @@ class Workers:
     @contextlib.contextmanager
     def carry_out(self, order: Mapping[str, Any], log: Path, *, processes: int = 1) -> Iterator[Group]:
         """Run `order` in this many processes, which are killed at the end of the block."""
-        file = self._folder.scratch / "order.json"
-        file.write_text(json.dumps(order), encoding="utf-8")
-        members = [self._ready.pop(0) if self._ready else self._start({}) for _ in range(processes)]
+        members = [self._ready.pop(0) if self._ready else self._start() for _ in range(processes)]
         members[0][1].replace(log)
         with launch.reserved_address() as meeting:
             ranks = _environments(processes, meeting) if processes > 1 else [{}]
             for (process, _), environment in zip(members, ranks, strict=True):
                 with contextlib.suppress(BrokenPipeError):
                     assert process.stdin is not None
-                    process.stdin.write(json.dumps({"order": str(file), "environment": environment}).encode() + b"\n")
+                    process.stdin.write(json.dumps({"order": order, "environment": environment}).encode() + b"\n")
                     process.stdin.flush()
             group = Group(members)
             try:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from tigon.bench import record as records
 from tigon.bench import timing
+from tigon.bench.record import environment
+from tigon.bench.report import report
+from tigon.bench.session import Session
 from tigon.bench.training import table
 from tigon.bench.training.cases import Case, select
 from tigon.bench.training.measure import CaseRun
-from tigon.bench.training.record import CaseRecord, TrainRecord, environment, load, resumed
-from tigon.bench.training.report import report
+from tigon.bench.training.record import CaseRecord, TrainRecord
 from tigon.bench.training.variants import DEFAULT, FITS, WHOLE, Variant, parse
-from tigon.errors import BenchError, OptionError
+from tigon.errors import OptionError
 from tigon.models.loading.config import load_config
 
-_TIME_LIMIT = "time limit"
 _CEILING_REPETITIONS = 10
-_MOST_REASONS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +35,7 @@ class TrainOptions:
     without: Sequence[str] = ()
     rounds: int = 3
     steps: int = 2
-    time_limit_s: float | None = None
-    json_path: Path | None = None
-    resume: bool = False
-    plot_dir: Path | None = None
+    session: Session
     command: str = ""
     """The command as it was typed, for the record."""
 
@@ -59,26 +53,23 @@ def bench_train(options: TrainOptions) -> TrainRecord:
     cases = select(
         options.models, options.batches, options.seqs, options.precisions, options.memories, gpu=device.type == "cuda"
     )
-    variants = _variants(options, cases)
-    _check_places(options)
+    variants, session = _variants(options, cases), options.session
+    session.check(TrainRecord)
     for model in dict.fromkeys(case.model for case in cases):
         load_config(model)
-    start_s = time.monotonic()
     run = TrainRecord(
-        environment=environment(device), ceilings=timing.ceilings(device, _CEILING_REPETITIONS), rounds=options.rounds,
-        steps=options.steps,
+        environment=environment(device, ("trl", "accelerate")), rounds=options.rounds, steps=options.steps,
+        ceilings=timing.ceilings(device, _CEILING_REPETITIONS),
     )  # fmt: skip
     timing.free_flush_buffer()
     timing.release(device)
     print(table.provenance(run), flush=True)
-    if options.resume and options.json_path is not None:
-        run.cases = resumed(run, options.json_path)
+    run.cases = session.continued(run).cases
     for position, case in enumerate(cases):
         known = [m.variant for earlier in run.cases if earlier.id == case.id for m in earlier.measurements]
         if {variant.name for variant in variants} <= set(known):
             continue
-        if options.time_limit_s is not None and time.monotonic() - start_s > options.time_limit_s:
-            run.not_run += [f"{left.id} ({_TIME_LIMIT})" for left in cases[position:]]
+        if session.is_over(run, [left.id for left in cases[position:]]):
             break
         wanted = [*variants, *(parse(name) for name in known if name not in {v.name for v in variants})]
         print(f"\n{case.id}", flush=True)
@@ -86,10 +77,9 @@ def bench_train(options: TrainOptions) -> TrainRecord:
         if measured is not None:
             run.cases = [*(earlier for earlier in run.cases if earlier.id != case.id), measured]
             print(table.case_table(measured), flush=True)
-        run.seconds = round(time.monotonic() - start_s, 1)
-        if options.json_path is not None and _has_figures(run):
-            records.save(run, options.json_path)
-    _finish(run, options)
+        session.save(run, has_figures=_has_figures(run))
+    reasons = [f"{m.variant}: {m.status}: {m.detail}" for case in run.cases for m in case.measurements]
+    session.finish(run, has_figures=_has_figures(run), reasons=reasons, draw=report)
     return run
 
 
@@ -108,16 +98,6 @@ def _variants(options: TrainOptions, cases: Sequence[Case]) -> list[Variant]:
                     f"--variant {variant.name}: a micro-batch of {variant.micro} does not divide --batch {case.batch}."
                 )
     return list({variant.name: variant for variant in variants}.values())
-
-
-def _check_places(options: TrainOptions) -> None:
-    if options.resume and options.json_path is None:
-        raise OptionError("--resume requires --json FILE, the record to continue.")
-    if options.json_path is not None:
-        records.check_place(options.json_path)
-        records.check_written_over(options.json_path, load)
-    if options.plot_dir is not None:
-        records.check_place(options.plot_dir / "table.md", flag="--plot")
 
 
 def _measure(
@@ -141,21 +121,3 @@ def _measure(
 
 def _has_figures(run: TrainRecord) -> bool:
     return any(m.step_ms is not None for case in run.cases for m in case.measurements)
-
-
-def _finish(run: TrainRecord, options: TrainOptions) -> None:
-    if run.not_run:
-        print(f"\nnot measured: {', '.join(run.not_run)}")
-    if not _has_figures(run):
-        reasons = [f"{m.variant}: {m.status}: {m.detail}" for case in run.cases for m in case.measurements]
-        reasons += [reason for reason in run.not_run if not reason.endswith(f"({_TIME_LIMIT})")]
-        if reasons:
-            more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
-            raise BenchError(
-                f"nothing was measured, and nothing is written: {'; '.join(reasons[:_MOST_REASONS])}{more}"
-            )
-    if options.json_path is not None:
-        records.save(run, options.json_path)
-        print(f"\nwrote {options.json_path}")
-    if options.plot_dir is not None:
-        report(run, options.plot_dir)

@@ -182,21 +182,15 @@ class CaseRun:
         if self.device.type == "cuda":
             timing.release(self.device)
         trainee.restore()
-        losses: list[torch.Tensor] = []
         with ready.active():
-            for number in range(WARM_UP_STEPS + self.steps):
-                if number == WARM_UP_STEPS and self.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(self.device)
-                timing.synchronize(self.device)
-                start_s = time.perf_counter()
-                losses.append(trainee.step(ready.loss, number, entry.micro))
-                timing.synchronize(self.device)
-                if number >= WARM_UP_STEPS:
-                    times_ms.append(1000 * (time.perf_counter() - start_s))
-        entry.measurement.losses.append(torch.stack(losses).tolist())
-        if self.device.type == "cuda":
-            peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            entry.measurement.peak_bytes = max(peak_bytes, entry.measurement.peak_bytes or 0)
+            timed = timing.time_steps(
+                lambda number: trainee.step(ready.loss, number, entry.micro), self.device, steps=self.steps,
+                warm_ups=WARM_UP_STEPS,
+            )  # fmt: skip
+        times_ms += timed.ms
+        entry.measurement.losses.append(timed.losses)
+        if timed.peak_bytes is not None:
+            entry.measurement.peak_bytes = max(timed.peak_bytes, entry.measurement.peak_bytes or 0)
 
     # --- after the turns --------------------------------------------------------------------------------------------
 

@@ -5,23 +5,13 @@ Times are in milliseconds and memory in bytes. `null` means "not measured", and 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-import torch
-
-from tigon._files import read_text
-from tigon.bench import record as records
+from tigon.bench.record import Record
 from tigon.bench.timing import Spread
-from tigon.errors import BenchError
 
-KIND, SCHEMA = "training steps", 1
 OVER = "over the limit"
-_PACKAGES = ("trl", "accelerate")
-
-
 MOST_OF_A_STEP = 1.05
 """The kernels of a profiled step may take this much of a step without the profiler. Steps differ by 1 or 2 %."""
 
@@ -88,76 +78,13 @@ class CaseRecord:
 
 
 @dataclass(kw_only=True)
-class TrainRecord:
-    """One run of the command, with the runs that resumed it."""
+class TrainRecord(Record):
+    """The record of `tigon bench train`."""
 
-    environment: dict[str, Any]
-    """Environment of the last run."""
-    ceilings: dict[str, float]
+    kind: str = "training steps"
     rounds: int
     steps: int
     """Timed steps of each variant in a round."""
     cases: list[CaseRecord] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    kind: str = KIND
-    schema: int = SCHEMA
 
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """That of the kernel benchmark, with the versions of the packages that only training steps use."""
-    return records.environment(device, _PACKAGES)
-
-
-def is_train_record(path: Path) -> bool:
-    """Whether the file is a record of training steps, of any schema."""
-    try:
-        raw = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(raw, dict) and raw.get("kind") == KIND
-
-
-def load(path: Path) -> TrainRecord:
-    """Read a record. Raises BenchError if it is not one."""
-    try:
-        raw = json.loads(read_text(path))
-        if raw["kind"] != KIND or raw["schema"] != SCHEMA:
-            raise BenchError(
-                f"{path} has kind {raw['kind']}, schema {raw['schema']}; this tigon reads {KIND}, {SCHEMA}."
-            )
-        cases = [_case(case) for case in raw.pop("cases")]
-        return TrainRecord(**raw, cases=cases)
-    except OSError as error:
-        raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BenchError(f"{path} is not a record of `tigon bench train --json`: {error}.") from None
-
-
-def resumed(run: TrainRecord, path: Path) -> list[CaseRecord]:
-    """The cases of the record at `path`; empty if the file does not exist.
-
-    Raises BenchError if the record has another card, other versions or numbers of rounds and steps.
-    """
-    if not path.exists():
-        return []
-    earlier = load(path)
-    there, here = earlier.environment, run.environment
-    for what, was, now in (
-        *((name, there.get(name), here[name]) for name in ("device", "driver", "threads", "versions")),
-        ("rounds", earlier.rounds, run.rounds),
-        ("steps", earlier.steps, run.steps),
-    ):
-        if was != now:
-            raise BenchError(f"{path} has {what} {was}, this run {now}; leave out --resume, or write another file.")
-    return earlier.cases
-
-
-def _case(raw: dict[str, Any]) -> CaseRecord:
-    measurements = [_measurement(m) for m in raw.pop("measurements")]
-    return CaseRecord(**raw, measurements=measurements)
-
-
-def _measurement(raw: dict[str, Any]) -> StepMeasurement:
-    spread = raw.pop("step_ms")
-    return StepMeasurement(**raw, step_ms=None if spread is None else Spread(**spread))
+    SAME: ClassVar = ("rounds", "steps")

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from tigon.errors import OptionError
+from tigon.models.fp8 import patch_fp8
 from tigon.models.patch import patch
 from tigon.ops.accumulation_fusion import accumulation_fusion
+from tigon.ops.linear.fp8 import SCALINGS
 from tigon.planner import model_plan
 from tigon.techniques import checkpointing, cuda_graphs
 from tigon.techniques.keys.settings import complaint_about
@@ -158,6 +160,15 @@ def _tigon(model: Any) -> Ready:
     return Ready(_by_forward(model))
 
 
+def _tigon_fp8(scaling: str) -> Callable[[Any], Ready]:
+    def prepare(model: Any) -> Ready:
+        patch(model)
+        patch_fp8(model, scaling=scaling)
+        return Ready(_by_forward(model))
+
+    return prepare
+
+
 def _graphs_of(model: Any, recomputed: str) -> LayerGraphs:
     if next(model.parameters()).device.type != "cuda":
         raise NotImplementedError("CUDA graphs need a GPU")
@@ -177,10 +188,14 @@ def _in_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
     return Ready(ready.loss, active)
 
 
-def _in_fused_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
+def _fused(model: Any, ready: Ready, recomputed: str) -> Ready:
     fuse_linears(model)
     fuse_embeddings(model)
-    ready = _in_graphs(model, ready, recomputed)
+    return Ready(ready.loss, accumulation_fusion)
+
+
+def _in_fused_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
+    ready = _in_graphs(model, _fused(model, ready, recomputed), recomputed)
 
     @contextlib.contextmanager
     def active() -> Iterator[None]:
@@ -204,6 +219,14 @@ CODES: Mapping[str, Code] = {
         Code(name="tigon-graphs-fused", meaning="`tigon-graphs` with `train.gradient_accumulation_fusion`",
              prepare=_tigon, kernels="tigon", ours=True, finish=_in_fused_graphs,
              settings={"train.cuda_graphs": True, "train.gradient_accumulation_fusion": True}),
+        Code(name="tigon-fused", meaning="`tigon` with `train.gradient_accumulation_fusion`", prepare=_tigon,
+             kernels="tigon", ours=True, finish=_fused, settings={"train.gradient_accumulation_fusion": True}),
+        *(Code(name=f"tigon-fp8-{scaling}", meaning=f"`tigon` with `train.precision: fp8` and {scaling} scaling",
+               prepare=_tigon_fp8(scaling), kernels="tigon", ours=True,
+               settings={"train.precision": "fp8", "train.fp8_scaling": scaling}) for scaling in SCALINGS),
+        Code(name="tigon-fp8-graphs", meaning=f"`tigon-fp8-{SCALINGS[0]}` with `train.cuda_graphs`",
+             prepare=_tigon_fp8(SCALINGS[0]), kernels="tigon", ours=True, finish=_in_graphs,
+             settings={"train.precision": "fp8", "train.fp8_scaling": SCALINGS[0], "train.cuda_graphs": True}),
     )
 }  # fmt: skip
 
@@ -225,7 +248,7 @@ def parse(text: str, flag: str = "--variant") -> Variant:
     recomputed, at, micro = rest.partition("@")
     if name not in CODES:
         raise OptionError(f"{flag} {text}: {name!r} is not known; choose one of {', '.join(CODES)}.")
-    ours = CODES[name].ours and CODES[name].finish is None
+    ours = CODES[name].ours and not CODES[name].settings  # the planner chooses for tigon alone
     usual = ("none", "full", AUTO) if ours else ("none", "full")
     by_layer = ours and is_by_layer(recomputed) and complaint_about("train.checkpointing", recomputed) is None
     if recomputed not in usual and not by_layer:

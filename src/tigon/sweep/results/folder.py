@@ -1,8 +1,8 @@
 """The results folder of a sweep. Each measurement is one file, written atomically, so that a kill loses none of them.
 
 - points/ID.N.json: one measurement, repeat N of a point.
-- taken.json: rows imported from an earlier results.json (import_results.py).
 - logs/ID.N.log: the output of its processes.
+- predictions.json: the planner's estimates.
 - results.json: every point, with card, versions, commits, dates and the command. Each call writes it again.
 - results.csv: the points as a table.
 - report.html, report.md, charts/
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import glob
 import io
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ from tigon.sweep.worker import orders
 from tigon.trainer import run_folder as train_folder
 
 SCHEMA = 1
-RESULTS, TABLE, POINTS, LOGS = "results.json", "results.csv", "points", "logs"
-SCRATCH, LOCK = ".scratch", ".lock"
+RESULTS, TABLE, PREDICTIONS, POINTS, LOGS = "results.json", "results.csv", "predictions.json", "points", "logs"
+LOCK = ".lock"
 _SAME = ("device", "driver", "versions")
 
 
@@ -39,41 +39,19 @@ class SweepFolder:
 
     path: Path
 
-    def make(self) -> bool:
-        """Create the folder and its subfolders. Returns whether the folder is new.
-
-        Raises RunFolderError if the file system refuses.
-        """
+    def make(self) -> None:
+        """Create the folder and its subfolders. Raises RunFolderError if the file system refuses."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            new = _make_new(self.path)  # if two sweeps start at once, only one may count the folder as new
-            for part in (POINTS, LOGS, SCRATCH):
+            for part in (POINTS, LOGS):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
+            (self.path / LOCK).touch()
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be used: {error.strerror}; choose another with --out") from None
-        return new
-
-    def remove_if_empty(self) -> None:
-        """Remove the folder that `make` created, unless another sweep has written into it. Hold its lock."""
-        known = {POINTS, LOGS, SCRATCH, LOCK}
-        if {path.name for path in self.path.iterdir()} <= known and not self._files():
-            shutil.rmtree(self.path)
-
-    @property
-    def scratch(self) -> Path:
-        """For the workers' orders and unfinished results. It is empty when a sweep begins."""
-        return self.path / SCRATCH
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock this folder and empty its scratch folder. Raises RunFolderError if another sweep holds the lock."""
-        try:
-            (self.path / LOCK).touch()
-        except OSError as error:  # another sweep that was refused has removed the folder
-            raise RunFolderError(f"{self.path}: cannot be used: {error.strerror}; start the sweep again") from None
+        """Lock this folder. Raises RunFolderError if another sweep holds the lock."""
         with train_folder.locked(self.path, LOCK, "measuring into this sweep folder"):
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            self.scratch.mkdir()
             yield
 
     def machine(self) -> dict[str, Any] | None:
@@ -88,8 +66,19 @@ class SweepFolder:
     def _files(self) -> list[Path]:
         return sorted((self.path / POINTS).glob("*.json"))
 
-    def log(self, point: Point, repeat: int) -> Path:
-        return self.path / LOGS / f"{point.file}.{repeat}.log"
+    def log(self, name: str, repeat: int | None = None) -> Path:
+        return self.path / LOGS / (f"{name}.log" if repeat is None else f"{name}.{repeat}.log")
+
+    def predictions(self, points: Sequence[Point]) -> dict[str, dict[str, Any]]:
+        """Earlier predictions of the points whose settings have not changed."""
+        try:
+            stored: dict[str, dict[str, Any]] = json.loads((self.path / PREDICTIONS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        if schema.misfit(stored, schema.Predictions):
+            return {}
+        keys = {point.id: point.key for point in points}
+        return {name: predicted for name, predicted in stored.items() if predicted.get("key") == keys.get(name)}
 
     def records(self, points: Sequence[Point]) -> dict[str, list[dict[str, Any]]]:
         """Point id -> its measurements by repeat, without those of other settings."""
@@ -106,31 +95,19 @@ class SweepFolder:
 
     def _of(self, point: Point) -> Iterator[dict[str, Any]]:
         """Every record that has this point's name."""
-        for file in (self.path / POINTS).glob(f"{glob_escape(point.file)}.*.json"):
+        for file in (self.path / POINTS).glob(f"{glob.escape(point.file)}.*.json"):
             record, _ = _read(file)
             if record is not None and record["id"] == point.id:
                 yield record
 
-    def keep(self, point: Point, repeat: int, record: Mapping[str, Any]) -> None:
-        orders.write(self.path / POINTS / f"{point.file}.{repeat}.json", record)
+    def keep(self, point: Point, record: Mapping[str, Any]) -> None:
+        orders.write(self.path / POINTS / f"{point.file}.{record['repeat']}.json", record)
 
-    def write_results(self, results: Mapping[str, Any]) -> None:
+    def write_results(self, results: Mapping[str, Any], predictions: Mapping[str, Any]) -> None:
+        if predictions:
+            orders.write(self.path / PREDICTIONS, predictions)
         orders.write(self.path / RESULTS, results)
         write_text(self.path / TABLE, as_csv(results))
-
-
-def _make_new(path: Path) -> bool:
-    """Create the folder. Returns False if it exists."""
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-
-def glob_escape(text: str) -> str:
-    """Escape `[`, which opens a character class in a glob."""
-    return text.replace("[", "[[]")
 
 
 def _read(file: Path) -> tuple[dict[str, Any] | None, str]:

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from tigon.sweep import failures, self_test
 from tigon.sweep.definition import Sweep
 from tigon.sweep.points import Point, changed_keys
 from tigon.sweep.results import folder
-from tigon.sweep.results.import_results import ImportedPoint
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def collect(
     sweep: Sweep, points: Sequence[Point], records: Records, *, limit_bytes: int | None, command: str,
-    predictions: Mapping[str, Mapping[str, Any]], imported: Mapping[str, ImportedPoint] = MappingProxyType({}),
+    predictions: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
     """results.json: the settings, the machine, and every point, measured or not."""
-    rows = [
-        row_of(point, records.get(point.id, ()), sweep, predictions.get(point.id, {}), imported.get(point.id))
-        for point in points
-    ]
+    rows = [row_of(point, records.get(point.id, ()), sweep, predictions.get(point.id, {})) for point in points]
     environments = [environment_of_record(record) for own in records.values() for record in own]
-    rest = [point.id for point in points if point.id in imported and point.id not in records]
-    environments += [dict(imported[name].environment) for name in rest]
     return {
         "schema": folder.SCHEMA,
         "name": sweep.name,
@@ -68,12 +61,9 @@ def _origin(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def row_of(
-    point: Point, own: Sequence[Mapping[str, Any]], sweep: Sweep, predicted: Mapping[str, Any],
-    imported: ImportedPoint | None = None,
+    point: Point, own: Sequence[Mapping[str, Any]], sweep: Sweep, predicted: Mapping[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
-    """A point of results.json, from its measurements or, if there are none, from its imported row."""
-    if imported is not None and not own:
-        return dict(imported.row)
+    """A point of results.json, from its measurements."""
     row: dict[str, Any] = {
         "id": point.id, "variant": point.variant, "axes": dict(point.axes), "unchecked": point.unchecked,
         "keys": changed_keys(point.recipe) if point.recipe else {}, "status": failures.NOT_MEASURED, "detail": "",

@@ -1,4 +1,4 @@
-"""Checks the JSON that a sweep reads from results folders, which an edit or a full disk may have damaged.
+"""Checks the JSON that a sweep reads from its folder, which an edit or a full disk may have damaged.
 
 Each `TypedDict` names the keys that this tigon reads; files may have others. pydantic checks them strictly: it converts
 nothing, and does not take true for a number.
@@ -7,7 +7,6 @@ nothing, and does not take true for a number.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Python 3.10 and 3.11: pydantic cannot read typing's
@@ -26,16 +25,6 @@ class Environment(TypedDict):
     memory_bytes: int | None
     threads: int | None
     wrong_ops: NotRequired[dict[str, WrongOps]]
-
-
-class Machine(Environment):
-    """The environment of several records."""
-
-    tigon_commits: list[str]
-    dates: list[str]
-
-
-class RecordEnvironment(Environment):
     tigon_commit: str | None
     date: str
 
@@ -59,7 +48,7 @@ class Record(TypedDict):
     wall_s: float
     wrong_ops: NotRequired[WrongOps]
     recipe: RecordRecipe
-    environment: RecordEnvironment
+    environment: Environment
 
 
 class Measured(TypedDict):
@@ -81,65 +70,6 @@ class MeasuredRecord(TypedDict):
     measured: Measured
 
 
-class Results(TypedDict):
-    """A results.json. Its points are rows."""
-
-    name: str
-    steps: int
-    warmup: int
-    rows: str
-    memory_limit_bytes: int | None
-    points: list[dict[str, Any]]
-    environment: Machine | None
-
-
-class Row(TypedDict):
-    id: str
-    variant: str
-    axes: dict[str, Any]
-    unchecked: bool
-    keys: dict[str, Any]
-    status: str
-    detail: str
-    wrong_ops: NotRequired[WrongOps]
-    tigon_commits: NotRequired[list[str]]
-    dates: NotRequired[list[str]]
-
-
-class Done(TypedDict):
-    """Further keys of a row whose point was measured."""
-
-    repeats: int
-    wall_s: float
-    predicted_allocated_bytes: int | None
-    predicted_step_s: float | None
-
-
-class Figures(TypedDict):
-    """Further keys of a row whose point finished all steps."""
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int | None
-    step_s: float
-    step_s_low: float
-    step_s_high: float
-    tokens_per_s: float
-    last_loss: float | None
-
-
-class ImportedRow(TypedDict):
-    key: str
-    warmup: int
-    environment: Machine
-    row: Row
-
-
-class Imported(TypedDict):
-    """The file of imported rows."""
-
-    rows: dict[str, ImportedRow]
-
-
 class Prediction(TypedDict):
     key: str
     peak_allocated_bytes: NotRequired[int | None]
@@ -149,7 +79,7 @@ class Prediction(TypedDict):
 
 
 Predictions = dict[str, Prediction]
-_WORDS: Mapping[str, str] = {"missing": "is missing", "dict_type": "is not a mapping", "list_type": "is not a list"}
+_WORDS = {"missing": "is missing", "dict_type": "is not a mapping", "list_type": "is not a list"}
 
 
 @functools.cache
@@ -159,7 +89,7 @@ def _adapter(form: Any) -> Any:
     return TypeAdapter(form)
 
 
-def misfit(value: Any, form: Any, name: str = "") -> str | None:
+def misfit(value: Any, form: Any) -> str | None:
     """None if `value` has this form, else the dotted place of the first error and what is wrong there."""
     from pydantic import ValidationError
 
@@ -167,9 +97,8 @@ def misfit(value: Any, form: Any, name: str = "") -> str | None:
         _adapter(form).validate_python(value, strict=True)
     except ValidationError as errors:
         error = errors.errors(include_url=False)[0]
-        place = ".".join([*([name] if name else []), *map(str, error["loc"])])
         words = _WORDS.get(error["type"]) or f"is {failures.line(repr(error['input']), 60)}"
-        return f"{place or 'it'} {words}"
+        return f"{'.'.join(map(str, error['loc'])) or 'it'} {words}"
     return None
 
 
@@ -178,30 +107,14 @@ def misfit_of_record(value: Any) -> str | None:
     problem = misfit(value, Record)
     if problem is not None or value["status"] != failures.OK:
         return problem
-    return misfit(value, MeasuredRecord) or first(
-        f"measured.{name} has {len(value['measured'][name])} steps"
-        for name in ("step_s", "updated", "positions")
-        if len(value["measured"][name]) != value["recipe"]["train"]["steps"]
+    if problem := misfit(value, MeasuredRecord):
+        return problem
+    measured, steps = value["measured"], value["recipe"]["train"]["steps"]
+    return next(
+        (
+            f"measured.{name} has {len(measured[name])} steps"
+            for name in ("step_s", "updated", "positions")
+            if len(measured[name]) != steps
+        ),
+        None,
     )
-
-
-def misfit_of_results(value: Any) -> str | None:
-    """`misfit` for a results.json."""
-    return misfit(value, Results) or first(
-        misfit_of_row(row, f"points.{number}") for number, row in enumerate(value["points"])
-    )
-
-
-def misfit_of_row(row: Any, name: str) -> str | None:
-    """`misfit` for a point in a results.json."""
-    problem = misfit(row, Row, name)
-    if problem is None and row["status"] in failures.FINISHED:
-        problem = misfit(row, Done, name)
-    if problem is None and row["status"] == failures.OK:
-        problem = misfit(row, Figures, name)
-    return problem
-
-
-def first(problems: Iterable[str | None]) -> str | None:
-    """The first problem that is not None."""
-    return next((one for one in problems if one is not None), None)

@@ -1,8 +1,8 @@
-"""How a sweep tells a process which point to run, and how the process answers: with files.
+"""How a sweep tells a process which point to run, and how the process answers.
 
-The process creates the ready file if it was started ahead. It then reads one line from standard input, with the path of
-its order and its environment. It ends when the sweep ends or dies, because the sweep holds the other end of its
-standard input. Only Python's standard library is imported here.
+If the process was started ahead, its argument is a file descriptor on which it says that it is ready. It then reads one
+line from standard input, with its order and its environment, and answers with a file. It ends when the sweep ends or
+dies, because the sweep holds the other end of its standard input. Only Python's standard library is imported here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 
 
 def take_order() -> dict[str, Any]:
-    """Create the ready file if the environment names one, then wait for the order on standard input and return it."""
-    if ready_file := os.environ.get("TIGON_SWEEP_READY"):
-        Path(ready_file).touch()
+    """Say that this process is ready, then wait for the order on standard input and return it."""
+    for told in sys.argv[1:]:
+        os.write(int(told), b"ready")
+        os.close(int(told))
     message = json.loads(sys.stdin.readline() or sys.exit(1))
     _end_with_the_sweep()
     os.environ.update(message["environment"])
-    order: dict[str, Any] = json.loads(Path(message["order"]).read_text(encoding="utf-8"))
+    order: dict[str, Any] = message["order"]
     return order
 
 

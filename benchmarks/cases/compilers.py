@@ -1,7 +1,7 @@
 """Compare what two releases of Triton make of all kernels, without a GPU: registers and spills, chip by chip.
 
     python tests/kernels/aot.py > new.json              once with each release of Triton
-    python -m benchmarks.compare_compilers 3.6.0:old.json 3.9.0:new.json --commit COMMIT --date DATE --json RECORD
+    python -m benchmarks compilers 3.6.0:old.json 3.9.0:new.json --commit COMMIT --date DATE --json RECORD
 
 `docs/support.md` shows the record.
 """
@@ -13,6 +13,8 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import Bench, Case, write_json
 
 Binary = Mapping[str, Any]
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -47,22 +49,24 @@ def compared(old: Mapping[str, Binary], new: Mapping[str, Binary], chip: str) ->
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(bench: Bench) -> None:
+    given = bench.given
+    versions, files = zip(*(report.split(":", 1) for report in given.reports), strict=True)
+    old, new = (by_launch(Path(file)) for file in files)
+    record = {
+        "triton": versions, "tigon_commit": given.commit, "date": given.date,
+        "chips": {chip: compared(old, new, chip) for chip in CHIPS},
+    }  # fmt: skip
+    if given.json is None:
+        print(json.dumps(record, indent=1))
+    else:
+        write_json(given.json, record)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reports", nargs=2, metavar="VERSION:FILE", help="the older release first")
     parser.add_argument("--commit", required=True)
     parser.add_argument("--date", required=True)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    options = parser.parse_args()
-    versions, files = zip(*(report.split(":", 1) for report in options.reports), strict=True)
-    old, new = (by_launch(Path(file)) for file in files)
-    record = {
-        "triton": versions, "tigon_commit": options.commit, "date": options.date,
-        "chips": {chip: compared(old, new, chip) for chip in CHIPS},
-    }  # fmt: skip
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":
-    main()
+CASE = Case(measure=measure, options=options, needs_gpu=False)

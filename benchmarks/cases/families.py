@@ -1,8 +1,8 @@
 """Compare the planner's peak with the measured one for every model family, at one odd shape. The limit is 3 %.
 
-    python -m benchmarks.measure_families                                    # predictions, on any machine
-    python -m benchmarks.measure_families --measure --json RECORD            # and the peaks, on a GPU
-    python -m benchmarks.measure_families --json RECORD --into docs/planner.md   # the table, from the record
+    python -m benchmarks families                                    # predictions, on any machine
+    python -m benchmarks families --measure --json RECORD            # and the peaks, on a GPU
+    python -m benchmarks families --json RECORD --into docs/planner.md   # the table, from the record
 
 The models have two layers with random weights. Batches of 3 x 1111 tokens and a vocabulary of 50,257 words are not
 multiples of a kernel's block size. Each family takes three optimizer steps under autocast, in a
@@ -15,7 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.pages.planner_accuracy import cells, percent, write_between
-from tigon.bench.record import environment
+from benchmarks.harness import Bench, Case
+from benchmarks.pages.planner_accuracy import cells, percent
+from benchmarks.pages.regions import write_between
+from tigon.bench import timing
 from tigon.errors import TigonError
 from tigon.models import MODELS, patch
 from tigon.models.verification.tiny import SIZES, tiny_config
@@ -96,22 +98,25 @@ def measured(model_type: str, kernels: str) -> int:
         patch(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(1)
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(STEPS):
-        ids = torch.randint(3, 1000, (BATCH, SEQ), generator=generator).cuda()
-        _step(model, ids)
+    batches = [torch.randint(3, 1000, (BATCH, SEQ), generator=generator).cuda() for _ in range(STEPS)]
+
+    def step(number: int) -> torch.Tensor:
+        loss = _backward(model, batches[number])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return torch.cuda.max_memory_allocated()
+        return loss
+
+    return timing.time_steps(step, torch.device("cuda"), steps=STEPS, warm_ups=0).peak_bytes or 0
 
 
-def _step(model: Any, ids: torch.Tensor) -> None:
+def _backward(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Forward and backward. The output is dropped before the backward pass, as the Trainer does: it holds logits."""
     count = torch.tensor(ids.numel() - BATCH, device=ids.device)
     with torch.autocast("cuda", torch.bfloat16):
         loss = model(input_ids=ids, labels=ids, num_items_in_batch=count, use_cache=False).loss
     loss.backward()
+    return loss.detach()  # type: ignore[no-any-return]
 
 
 def row_of(model_type: str, kernels: str, gpu: Gpu, measure: bool) -> dict[str, Any]:
@@ -128,17 +133,8 @@ def row_of(model_type: str, kernels: str, gpu: Gpu, measure: bool) -> dict[str, 
 
 def _row_alone(model_type: str, kernels: str, gpu: Gpu) -> dict[str, Any]:
     """Predict and measure one family in a separate process."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.measure_families",
-        "--kernels",
-        kernels,
-        "--gpu",
-        gpu.name,
-        "--alone",
-        model_type,
-    ]
+    options = ["--kernels", kernels, "--gpu", gpu.name, "--alone", model_type]
+    command = [sys.executable, "-m", "benchmarks", "families", *options]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -175,51 +171,59 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def measure_one(bench: Bench) -> None:
+    """Print the line of one family, which this process predicts and measures."""
+    given, (kernels,) = bench.given, bench.given.kernels
+    peak_bytes = measured(given.alone, kernels)  # first, because planning allocates a few tensors on the GPU
+    row = row_of(given.alone, kernels, find_gpu(given.gpu), measure=False)
+    print(json.dumps(row | {"measured_bytes": peak_bytes}))
+
+
+def measure(bench: Bench) -> None:
+    given = bench.given
+    transformers.utils.logging.set_verbosity_error()
+    if given.alone:
+        return measure_one(bench)
+    if (given.into or given.measure) and given.json is None:
+        bench.refuse("--measure and --into require --json RECORD")
+    if given.measure and not bench.gpu:
+        bench.refuse("--measure requires a GPU; without it the predictions are printed")
+    if given.into:
+        record = json.loads(given.json.read_text(encoding="utf-8"))
+        write_between(table(record), given.into, begin=BEGIN, end=END)
+        return None
+    gpu = find_gpu(given.gpu)
+    pool = ThreadPoolExecutor(given.jobs if given.measure else 1)
+    cases = [(name, kernels) for name in given.only for kernels in given.kernels]
+    for row in pool.map(lambda case: row_of(case[0], case[1], gpu, given.measure), cases):
+        error = error_of(row)
+        sizes = {name: f"{row[name] / GIB:.3f}" for name in ("predicted_bytes", "measured_bytes") if name in row}
+        end = row["detail"] if error is None else percent(error)
+        bench.add("rows", row, f"{row['model_type']} {row['kernels']} {sizes} {end}")
+    _judge(bench.fields["rows"], given.measure)
+    return None
+
+
+def _judge(rows: Sequence[Mapping[str, Any]], measured_too: bool) -> None:
+    """Exit with 1 if a peak is beyond the limit, or was not compared."""
+    errors = {f"{row['model_type']} ({row['kernels']})": error_of(row) for row in rows}
+    beyond = [case for case, error in errors.items() if error is not None and abs(error) > LIMIT]
+    missing = [case for case, error in errors.items() if measured_too and error is None]
+    for words, names in ((f"beyond {LIMIT:.0%}", beyond), ("without a comparison", missing)):
+        if names:
+            print(f"{words}: {', '.join(names)}", file=sys.stderr)
+    if beyond or missing:
+        sys.exit(1)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", nargs="+", choices=("tigon", "none"), default=["tigon", "none"])
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="FAMILY")
     parser.add_argument("--gpu", default="h200", help="the GPU of the predictions (default: %(default)s)")
     parser.add_argument("--measure", action="store_true", help="train each family on this machine's GPU")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time; they share the GPU's memory")
-    parser.add_argument("--json", type=Path, help="the record: written with --measure, read with --into")
-    parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="write the record's table into this document")
+    parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="write the table of --json into this document")
     parser.add_argument("--alone", choices=list(MODELS), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    transformers.utils.logging.set_verbosity_error()
-    if options.alone:
-        (kernels,) = options.kernels
-        peak_bytes = measured(options.alone, kernels)  # first, because planning allocates a few tensors on the GPU
-        row = row_of(options.alone, kernels, find_gpu(options.gpu), measure=False)
-        print(json.dumps(row | {"measured_bytes": peak_bytes}))
-        return 0
-    if (options.into or options.measure) and options.json is None:
-        parser.error("--measure and --into require --json RECORD")
-    if options.measure and not torch.cuda.is_available():
-        parser.error("--measure requires a GPU; without it the predictions are printed")
-    if options.into:
-        record = json.loads(options.json.read_text(encoding="utf-8"))
-        write_between(table(record), options.into, begin=BEGIN, end=END)
-        return 0
-    rows, gpu = [], find_gpu(options.gpu)
-    pool = ThreadPoolExecutor(options.jobs if options.measure else 1)
-    cases = [(name, kernels) for name in options.only for kernels in options.kernels]
-    for row in pool.map(lambda case: row_of(case[0], case[1], gpu, options.measure), cases):
-        rows.append(row)
-        error = error_of(row)
-        sizes = {name: f"{row[name] / GIB:.3f}" for name in ("predicted_bytes", "measured_bytes") if name in row}
-        print(row["model_type"], row["kernels"], sizes, row["detail"] if error is None else percent(error), flush=True)
-        if options.measure:  # after every family, so that a lost machine loses no measurement
-            record = {"environment": environment(torch.device("cuda")), "rows": rows}
-            options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    errors = {f"{row['model_type']} ({row['kernels']})": error_of(row) for row in rows}
-    beyond = [case for case, error in errors.items() if error is not None and abs(error) > LIMIT]
-    missing = [case for case, error in errors.items() if options.measure and error is None]
-    for words, names in ((f"beyond {LIMIT:.0%}", beyond), ("without a comparison", missing)):
-        if names:
-            print(f"{words}: {', '.join(names)}", file=sys.stderr)
-    return int(bool(beyond or missing))
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+CASE = Case(measure=measure, options=options, needs_gpu=False)

@@ -1,9 +1,9 @@
 """Measure one training step of one long row, with memory limited, beside its plan.
 
     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-    python -m benchmarks.measure_long_rows --json RECORD                       # Llama-3.2-1B in 24 GiB; about 4 minutes
-    python -m benchmarks.measure_long_rows --model llama-3.1-8b --limit 79 --row 131072:offload-attention
-    python -m benchmarks.measure_long_rows --tiny                              # a small model, also on the CPU
+    python -m benchmarks long-rows --json RECORD                       # Llama-3.2-1B in 24 GiB; about 4 minutes
+    python -m benchmarks long-rows --model llama-3.1-8b --limit 79 --row 131072:offload-attention
+    python -m benchmarks long-rows --tiny                              # a small model, also on the CPU
 
 A row is TOKENS:KIND, the length of the sample and `train.checkpointing`. A step is the model's forward and backward
 pass, clipping and fused AdamW. Weights, gradients and AdamW's states are bf16 and stay on the GPU. MLPs are computed in
@@ -16,9 +16,8 @@ and it shows within seconds if a layer does not fit. Rows of up to 131,072 token
 
 from __future__ import annotations
 
-import gc
+import argparse
 import os
-import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -27,10 +26,12 @@ import torch
 import transformers
 
 import tigon
-from benchmarks import step_record
+from benchmarks.harness import Bench, Case
+from tigon.bench import timing
+from tigon.bench.training.planned import gpu_of
 from tigon.models.loading.config import load_config
 from tigon.planner.estimate import Estimate, estimate
-from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of
+from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS, has_expandable_segments
 from tigon.techniques import TECHNIQUES
@@ -43,13 +44,6 @@ TINY_ROWS = ("300:offload", "300:offload-attention")
 TILE_TOKENS = 4096
 REPEATED_TOKENS = 131072
 """A step of a longer row is measured once, because it takes minutes."""
-
-
-def gpu_here() -> Gpu:
-    if not torch.cuda.is_available():
-        return find_gpu("h100")
-    properties = torch.cuda.get_device_properties(0)
-    return row_of(properties.name, properties.total_memory)
 
 
 def groups_of(config: Any) -> int:
@@ -104,28 +98,26 @@ class Training:
         self.model(input_ids=self.ids, labels=self.ids).loss.backward()
         self.model.model.layers, self.model.config.num_hidden_layers = layers, len(layers)
         self.optimizer.zero_grad(set_to_none=True)
-        self._wait()
+        timing.synchronize(self.device)
 
     def step(self) -> dict[str, Any]:
+        norms: list[Any] = []
+
+        def one(_number: int) -> torch.Tensor:
+            loss = self.model(input_ids=self.ids, labels=self.ids).loss
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            return loss.detach()  # type: ignore[no-any-return]
+
+        timed = timing.time_steps(one, self.device, steps=1, warm_ups=0)
+        found = {"step_s": timed.ms[0] / 1e3, "loss": timed.losses[0], "gradient_norm": float(norms[0])}
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        begin_s = time.perf_counter()
-        loss = self.model(input_ids=self.ids, labels=self.ids).loss
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._wait()
-        found = {"step_s": time.perf_counter() - begin_s, "loss": loss.item(), "gradient_norm": float(norm)}
-        if self.device.type == "cuda":
-            found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            found["peak_allocated_bytes"] = timed.peak_bytes or 0
             found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
             found["non_allocator_bytes"] = non_allocator_bytes()
         return found
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def non_allocator_bytes() -> int:
@@ -163,8 +155,7 @@ def row_for(request: Request, plan: Estimate, limit_bytes: int, device: torch.de
         training.rehearse()
         row["rehearsal_s"] = time.perf_counter() - begin_s
         if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+            timing.release(device)
             row["rehearsal_peak_bytes"] = torch.cuda.max_memory_allocated()
             row["allocator_limit_bytes"] = limit_allocator(limit_bytes)
         # The first whole step also allocates the pinned memory of all layers.
@@ -191,45 +182,41 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    given = step_record.options(
-        __doc__,
-        lambda parser: (
-            parser.add_argument("--model", default="llama-3.2-1b", help="a preset; default llama-3.2-1b"),
-            parser.add_argument("--limit", type=float, default=24.0, metavar="GIB", help="memory; default 24"),
-            parser.add_argument("--row", action="append", metavar="TOKENS:KIND", help="default: " + ", ".join(ROWS)),
-            parser.add_argument("--plan", action="store_true", help="only print the plans"),
-        ),
+def plan_line(request: Request, plan: Estimate) -> str:
+    return (
+        f"{request.model} {request.seq:,} {request.settings.train.checkpointing:<18} {plan.step_s:.1f} s  allocated "
+        f"{plan.peak_allocated_bytes / GIB:.2f} GiB  whole process {plan.device_bytes / GIB:.2f} GiB  "
+        f"host {plan.host_bytes / GIB:.1f} GiB"
     )
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu" and not (given.tiny or given.plan):
-        sys.exit(f"{given.model} needs a GPU; add --tiny to measure a small model on the CPU, or --plan")
+
+
+def measure(bench: Bench) -> None:
+    given = bench.given
+    if not bench.gpu and not (bench.tiny or given.plan):
+        bench.refuse(f"{given.model} needs a GPU; add --tiny to measure a small model on the CPU, or --plan")
     if not has_expandable_segments():
-        if device.type == "cuda":
-            sys.exit(f"set {ALLOCATOR_SETTINGS}=expandable_segments:True")
+        if bench.gpu:
+            bench.refuse(f"set {ALLOCATOR_SETTINGS}=expandable_segments:True")
         os.environ[ALLOCATOR_SETTINGS] = "expandable_segments:True"  # the plans of a GPU that has them
-    record = step_record.StepRecord("measure_long_rows", device)
     limit_bytes = int(given.limit * GIB)
-    gpu = replace(gpu_here(), memory_bytes=limit_bytes)
-    rows: list[dict[str, Any]] = []
-    for text in given.row or (TINY_ROWS if given.tiny else ROWS):
+    gpu = replace(gpu_of(bench.device) if bench.gpu else find_gpu("h100"), memory_bytes=limit_bytes)
+    for text in given.row or (TINY_ROWS if bench.tiny else ROWS):
         tokens, _, kind = text.partition(":")
-        request = request_of(given.model, int(tokens), kind, tiny=given.tiny)
+        request = request_of(given.model, int(tokens), kind, tiny=bench.tiny)
         plan = estimate(request, gpu=gpu, evaluation=False)
         if given.plan:
-            print(
-                f"{request.model} {request.seq:,} {kind:<18} {plan.step_s:.1f} s  allocated "
-                f"{plan.peak_allocated_bytes / GIB:.2f} GiB  whole process {plan.device_bytes / GIB:.2f} GiB  "
-                f"host {plan.host_bytes / GIB:.1f} GiB"
-            )
+            print(plan_line(request, plan))
             continue
-        rows.append(row_for(request, plan, limit_bytes, device))
-        print(line(rows[-1]), flush=True)
-        record.write(given.json, rows=rows)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        row = row_for(request, plan, limit_bytes, bench.device)
+        bench.add("rows", row, line(row))
+        bench.free()
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="llama-3.2-1b", help="a preset; default llama-3.2-1b")
+    parser.add_argument("--limit", type=float, default=24.0, metavar="GIB", help="memory; default 24")
+    parser.add_argument("--row", action="append", metavar="TOKENS:KIND", help="default: " + ", ".join(ROWS))
+    parser.add_argument("--plan", action="store_true", help="only print the plans")
+
+
+CASE = Case(measure=measure, options=options, needs_gpu=False)

@@ -1,7 +1,7 @@
 """Measure a head divided by vocabulary against the whole head, forward and backward, on the GPUs of one host.
 
-    torchrun --nproc-per-node 2 -m benchmarks.measure_divided_heads --json divided.json
-    torchrun --nproc-per-node 2 -m benchmarks.measure_divided_heads --tiny      a check of the script on a CPU
+    torchrun --nproc-per-node 2 -m benchmarks divided-heads --json divided.json
+    torchrun --nproc-per-node 2 -m benchmarks divided-heads --tiny      a check of the script on a CPU
 
 Three ways to the same loss take turns on every process, so that a slow phase of the machine reaches all of them:
 
@@ -16,13 +16,9 @@ each time: the products at the rate that this GPU reaches in one product of the 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,13 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.profiler import ProfilerActivity, profile
 
 import tigon
-from benchmarks import step_record
-from benchmarks.step_record import busy_ms, by_name, device_kernels
-
-WAYS = ("whole", "divided", "gathered")
+from benchmarks.harness import Bench, Case, kernels_of, peaks_bytes, relative_error, times_ms
 
 
 @dataclass(frozen=True)
@@ -98,29 +90,15 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, list[float]]:
     found = {}
     for name, run in steps(CHECK, dtype, device):
         tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in run()]
-        found[name] = [float((a.double() - b).norm() / b.norm()) for a, b in zip(tensors, exact, strict=True)]
+        found[name] = [relative_error(a, b) for a, b in zip(tensors, exact, strict=True)]
     return found
-
-
-def timed_ms(run: Callable[[], Any], device: str) -> float:
-    dist.barrier()
-    if device == "cpu":
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
 
 
 def product_flops(shape: Shape, dtype: torch.dtype, device: str) -> float:
     """Operations per second of the head's product."""
     x, w = (torch.randn(n, shape.hidden, device=device).to(dtype) for n in (shape.tokens, shape.vocab))
-    times = [timed_ms(lambda: x @ w.t(), device) for _ in range(5)]
-    return 2 * shape.tokens * shape.hidden * shape.vocab / statistics.median(times) * 1e3
+    ms = times_ms({"product": lambda: x @ w.t()}, torch.device(device), turns=5)["product"]
+    return 2 * shape.tokens * shape.hidden * shape.vocab / ms * 1e3
 
 
 def predicted_ms(shape: Shape, flops: float, link: float) -> dict[str, float]:
@@ -136,69 +114,54 @@ def predicted_ms(shape: Shape, flops: float, link: float) -> dict[str, float]:
     }
 
 
-def measure(shape: Shape, device: str, dtype: torch.dtype, turns: int, link: float) -> dict[str, Any]:
-    """One row: each way's median milliseconds, predicted milliseconds, and peak bytes above what was allocated."""
-    ways = dict(steps(shape, dtype, device))
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    peaks: dict[str, int] = {}
-    for turn in range(turns + 2):
-        for name in WAYS:
-            if device != "cpu":
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-            ms = timed_ms(ways[name], device)
-            if device != "cpu":
-                peaks[name] = torch.cuda.max_memory_allocated() - before
-            if turn >= 2:  # the first two compile and warm up
-                times[name].append(ms)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    predicted = predicted_ms(shape, product_flops(shape, dtype, device), link)
-    return {"shape": asdict(shape), "median_ms": medians, "predicted_ms": predicted, "peak_bytes": peaks}
+def together(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The step, begun by all processes at a time."""
+
+    def waits() -> Any:
+        dist.barrier()
+        return run()
+
+    return waits
+
+
+def measured(shape: Shape, device: str, dtype: torch.dtype, link: float) -> dict[str, Any]:
+    """Each way's median milliseconds, predicted milliseconds, and peak bytes above what was allocated."""
+    ways = {name: together(run) for name, run in steps(shape, dtype, device)}
+    return {
+        "shape": asdict(shape), "median_ms": times_ms(ways, torch.device(device)),
+        "predicted_ms": predicted_ms(shape, product_flops(shape, dtype, device), link),
+        "peak_bytes": peaks_bytes(ways, torch.device(device)),
+    }  # fmt: skip
 
 
 def profiled(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernels of one step of `whole` and of `divided`: name -> (calls, milliseconds), the longest first."""
-    tables = {}
+    """The kernels of one step of `whole` and of `divided`."""
+    tables: dict[str, Any] = {"shape": asdict(shape)}
     for name, run in steps(shape, dtype, device):
-        if name == "gathered":
-            continue
-        for _ in range(3):
-            run()
-        dist.barrier()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            run()
-            if device != "cpu":
-                torch.cuda.synchronize()
-        kernels = device_kernels(profiler.events())
-        tables[name] = {"busy_ms": busy_ms(kernels), "kernels": by_name(kernels)}
-    return {"shape": asdict(shape), **tables}
+        if name != "gathered":
+            for _ in range(3):
+                run()
+            tables[name] = kernels_of(together(run), torch.device(device))
+    return tables
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the record")
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--link", type=float, default=200e9, help="bytes per second between two GPUs, one direction")
-    parser.add_argument("--profile", action="store_true", help="record the kernels of one step instead of times")
-    parser.add_argument("--tiny", action="store_true", help="a small head, for a CPU")
-    args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
+def measure(bench: Bench) -> None:
+    device, given = "cpu" if bench.tiny else "cuda", bench.given
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    first, dtype = dist.get_rank() == 0, torch.bfloat16
-    record, rows = step_record.StepRecord("measure_divided_heads", torch.device(device)), []
-    found = {"processes": dist.get_world_size(), "link_bytes_s": args.link, "errors": errors(device, dtype)}
-    if first:
-        print(json.dumps(found), flush=True)
-    for shape in TINY if args.tiny else SHAPES:
-        row = profiled(shape, device, dtype) if args.profile else measure(shape, device, dtype, args.turns, args.link)
-        rows.append(row)
-        if first:
-            print(json.dumps(row), flush=True)
-            record.write(args.json, **found, rows=rows)
+    bench.writes, dtype = dist.get_rank() == 0, torch.bfloat16
+    bench.fields |= {"processes": dist.get_world_size(), "link_bytes_s": given.link}
+    bench.add("errors", errors(device, dtype))
+    for shape in TINY if bench.tiny else SHAPES:
+        row = profiled(shape, device, dtype) if given.profile else measured(shape, device, dtype, given.link)
+        bench.add("rows", row)
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--link", type=float, default=200e9, help="bytes per second between two GPUs, one direction")
+    parser.add_argument("--profile", action="store_true", help="record the kernels of one step instead of times")
+
+
+CASE = Case(measure=measure, options=options)

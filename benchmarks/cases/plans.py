@@ -1,6 +1,6 @@
 """Measure the training runs that the planner's predictions are checked against, one after the other on one GPU.
 
-    python -m benchmarks.measure_plans --json RECORD [--only RE] [--time-limit S]
+    python -m benchmarks plans --json RECORD [--only RE] [--time-limit S]
 
 The committed RECORD is benchmarks/results/nvidia-h200/planner/runs.json.
 
@@ -19,14 +19,12 @@ import dataclasses
 import functools
 import gc
 import importlib
-import importlib.metadata
-import json
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +33,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from transformers import TrainerCallback
 
-from tigon.bench.record import environment
+from benchmarks.harness import Bench
+from benchmarks.harness import Case as Measurement
 from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import TigonError
@@ -46,7 +44,6 @@ from tigon.objectives.causal_lm import CausalLM
 from tigon.planner.render.json_names import settings_mapping
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
 from tigon.techniques.keys.lora import LoraConfig
-from tigon.techniques.keys.sharding import ShardingConfig
 from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
@@ -79,13 +76,6 @@ class Case:
     masked: bool = False
     evaluated: bool = False
     steps: int = 3
-    sharding: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the recipe's section `sharding`."""
-
-    @property
-    def readers(self) -> int:
-        """The processes that read different samples."""
-        return int(self.sharding.get("gpus", 1)) // int(self.sharding.get("sequence", 1))
 
     @property
     def id(self) -> str:
@@ -98,7 +88,6 @@ class Case:
         words += [f"lora{self.lora_rank}"] if self.lora_rank else []
         words += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
         words += [word for word in ("quantized", "masked", "evaluated") if getattr(self, word)]
-        words += [f"{name}={value}" for name, value in self.sharding.items()]
         return " ".join(words)
 
     def recipe(self, device: str) -> Recipe:
@@ -110,7 +99,7 @@ class Case:
             name=self.model, config=dict(self.config) or None, kernels=self.kernels, attention=self.attention
         )
         lora = LoraConfig(rank=self.lora_rank, base=self.lora_base, quantize=self.quantized)
-        return Recipe(model=model, train=train, lora=lora, sharding=ShardingConfig(**self.sharding))
+        return Recipe(model=model, train=train, lora=lora)
 
 
 def _of(model: str, **shared: Any) -> functools.partial[Case]:
@@ -239,9 +228,7 @@ def refusal(case: Case, device: torch.device) -> str | None:
     return None
 
 
-def measure(
-    case: Case, meter: StepMeter, device: torch.device, folder: Path, callbacks: Sequence[TrainerCallback] = ()
-) -> dict[str, float | None]:
+def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) -> dict[str, float | None]:
     """Train as `tigon train` does; `meter` has the rest. The first and the last logged loss in nats,
     and the norm of the first gradient."""
     recipe = case.recipe(device.type)
@@ -254,14 +241,12 @@ def measure(
     )  # fmt: skip
     meter.mark("load")
     args = trainers.arguments(recipe.train, settings, run_info, folder=folder, device=device, evaluate=case.evaluated)
-    rows = rows_of(case, case.readers * case.steps * case.batch * case.accumulate, config.vocab_size)
+    rows = rows_of(case, case.steps * case.batch * case.accumulate, config.vocab_size)
     held_out = rows_of(case, case.batch, config.vocab_size) if case.evaluated else None
     trainer = trainers.make(
         built, args, Collator(0, packing=True), rows, held_out, engine.make_optimizer(recipe.train, settings)
     )
     trainer.add_callback(StepTimer(meter, trainer))
-    for callback in callbacks:
-        trainer.add_callback(callback)
     trainer.train()
     guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
     meter.mark("save")
@@ -302,8 +287,8 @@ def release(device: torch.device) -> None:
             torch._C._host_emptyCache()
 
 
-def run(case: Case, device: torch.device, folder: Path, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
-    """The row of one case: measured, or why not. callbacks: more of them for the Trainer."""
+def run(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
+    """The row of one case: measured, or why not."""
     release(device)
     begin_s = time.perf_counter()
     settings = settings_mapping(case.recipe(device.type).settings())
@@ -317,7 +302,7 @@ def run(case: Case, device: torch.device, folder: Path, callbacks: Sequence[Trai
     meter = StepMeter(device)
     try:
         with module_kept(PRESETS[case.model]["model_type"]):
-            row |= {"status": "ok", "detail": "", **measure(case, meter, device, folder, callbacks)}
+            row |= {"status": "ok", "detail": "", **measure(case, meter, device, folder)}
         if not any(meter.updated):
             row |= {"status": "failed", "detail": "the loss scale skipped every step, so no optimizer state was made"}
     except torch.OutOfMemoryError as error:
@@ -326,7 +311,7 @@ def run(case: Case, device: torch.device, folder: Path, callbacks: Sequence[Trai
         row |= {"status": "failed", "detail": f"{type(error).__name__}: {_line(error)}"}
     if row["status"] == "ok":
         step_s = sum(meter.step_s[-2:]) / 2
-        row |= {"step_s": step_s, "tokens_per_s": case.readers * case.batch * case.seq * case.accumulate / step_s}
+        row |= {"step_s": step_s, "tokens_per_s": case.batch * case.seq * case.accumulate / step_s}
     else:
         with contextlib.suppress(RuntimeError):
             meter.mark("failed")
@@ -344,26 +329,6 @@ def _line(error: BaseException) -> str:
 # --- all runs --------------------------------------------------------------------------------------------------------
 
 
-def save(path: Path, header: Mapping[str, Any], rows: Mapping[str, dict[str, Any]]) -> None:
-    """Write the rows in the order of CASES, atomically."""
-    order = {case.id: place for place, case in enumerate(CASES)}
-    cases = sorted(rows.values(), key=lambda row: order.get(row["id"], len(order)))
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps({**header, "cases": cases}, indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
-
-
-def kept_rows(path: Path, header: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier run into the same file, if it was on the same card with the same packages."""
-    if not path.exists():
-        return {}
-    before = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("device", "driver", "versions"):
-        if before["environment"][name] != header["environment"][name]:
-            sys.exit(f"{path} was measured with another {name}; move it away, or choose another place for --json")
-    return {row["id"]: row for row in before["cases"]}
-
-
 def with_the_faster_steps(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
     """Combine the newest memory with the faster step time of two measurements.
 
@@ -376,48 +341,44 @@ def with_the_faster_steps(row: dict[str, Any], before: dict[str, Any] | None) ->
     return row | kept | {"steps_commit": before.get("steps_commit", before["tigon_commit"])}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, help="where the measurements go")
-    parser.add_argument("--only", type=re.compile, default=re.compile(""), help="cases whose name this finds")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which none is started")
-    parser.add_argument("--tiny", action="store_true", help="run every case with a small model on the CPU")
-    options = parser.parse_args()
-    if not options.tiny and not torch.cuda.is_available():
-        sys.exit("measure_plans needs a GPU; --tiny runs the cases small, on the CPU")
+def line_of(row: Mapping[str, Any]) -> str:
+    if row["detail"]:
+        return f"{row['status']}, {row['detail']}"
+    left = f"{row['at_start_bytes']:,} bytes left over from before! " if row["at_start_bytes"] else ""
+    return (
+        f"{row['status']}, {left}{row['allocated_bytes'] / 2**30:.2f} GiB allocated, "
+        f"{row['reserved_bytes'] / 2**30:.2f} reserved, {1e3 * row['step_s']:.0f} ms per step"
+    )
+
+
+def measure_all(bench: Bench) -> None:
+    given = bench.given
     transformers.utils.logging.set_verbosity_error()
-    device = torch.device("cpu") if options.tiny else torch.device("cuda", torch.cuda.current_device())
-    here = environment(device)
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            here["versions"][package] = importlib.metadata.version(package)
-    header = {"environment": here, "tiny": options.tiny}
+    device = torch.device("cpu") if bench.tiny else torch.device("cuda", torch.cuda.current_device())
+    earlier = {row["id"]: row for row in bench.resume("cases", same=("device", "driver", "versions"))}
+    bench.fields |= {"environment": bench.environment(), "tiny": bench.tiny}
     if device.type == "cuda":
-        header["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    rows = kept_rows(options.json, header)
-    chosen = [case for case in CASES if options.only.search(case.id)]
+        bench.fields["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
+    origin = {name: bench.environment()[name] for name in ("tigon_commit", "date")}
+    chosen = [case for case in CASES if given.only.search(case.id)]
     begin_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tigon-plans-") as folder:
         for number, case in enumerate(chosen, 1):
-            if time.perf_counter() - begin_s > options.time_limit:
+            passed_s = time.perf_counter() - begin_s
+            if passed_s > given.time_limit:
                 print(f"time limit: {len(chosen) - number + 1} cases not started, from {case.id}", flush=True)
                 break
-            row = run(tiny(case) if options.tiny else case, device, Path(folder))
-            row |= {"id": case.id, "tigon_commit": here["tigon_commit"], "date": here["date"]}
-            rows[case.id] = with_the_faster_steps(row, rows.get(case.id))
-            save(options.json, header, rows)
-            result = row["detail"] or (
-                (f"{row['at_start_bytes']:,} bytes left over from before! " if row["at_start_bytes"] else "")
-                + f"{row['allocated_bytes'] / 2**30:.2f} GiB allocated, {row['reserved_bytes'] / 2**30:.2f} reserved, "
-                f"{1e3 * row['step_s']:.0f} ms per step"
-            )
-            clock = f"{time.perf_counter() - begin_s:4.0f} s ({row['case_s']:.1f})"
-            print(f"{number:2}/{len(chosen)} {clock} {case.id}: {row['status']}, {result}", flush=True)
-    counts = {status: sum(row["status"] == status for row in rows.values()) for status in
-              sorted({row["status"] for row in rows.values()})}  # fmt: skip
-    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+            row = run(tiny(case) if bench.tiny else case, device, Path(folder)) | {"id": case.id, **origin}
+            row = with_the_faster_steps(row, earlier.get(case.id))
+            text = f"{number:2}/{len(chosen)} {passed_s:4.0f} s ({row['case_s']:.1f}) {case.id}: {line_of(row)}"
+            bench.add("cases", row, text, key="id")
+    statuses = [row["status"] for row in bench.fields["cases"]]
+    print(", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses))))
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), help="cases whose name this finds")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which none is started")
+
+
+CASE = Measurement(measure=measure_all, options=options, packages=PACKAGES)

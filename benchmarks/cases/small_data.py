@@ -1,6 +1,6 @@
 """Measure what few rows teach a small chat model: the eval loss, the style of its answers, and made-up facts.
 
-    python -m benchmarks.measure_small_data SmolLM2-135M-Instruct \\
+    python -m benchmarks small-data SmolLM2-135M-Instruct \\
         --json benchmarks/results/nvidia-h100/few-rows/small-data.json
 
 The model is a checkpoint folder of https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0), or a hub
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import small_rows
-from benchmarks.step_record import StepRecord
+from benchmarks.harness import Bench, Case
 from tigon.trained import find, load
 from tigon.trainer import run
 
@@ -31,7 +31,7 @@ N_FACTS = 8
 
 
 @dataclass(frozen=True)
-class Case:
+class Run:
     """One run: the rows, and the keys of the recipe that differ between runs."""
 
     rows: int
@@ -51,37 +51,37 @@ class Case:
         }  # fmt: skip
 
 
-BASE = Case(80, 0.05, 1e-30)
+BASE = Run(80, 0.05, 1e-30)
 """Trains nothing, so its figures are those of the model as it comes."""
-CASES = (
+RUNS = (
     BASE,
-    Case(80, 3, 2e-4),
-    Case(20, 10, 2e-4),
-    Case(20, 10, 1e-3),
-    Case(80, 1, 1e-4, packing=True),
-    Case(20, 5, 2e-5, lora=False),
-    Case(80, 3, 2e-4, packing=True),
-    Case(20, 5, 1e-4),
-    Case(20, 5, 2e-4),
-    Case(20, 5, 5e-4),
-    Case(20, 5, 1e-5, lora=False),
-    Case(20, 5, 5e-5, lora=False),
-    Case(80, 5, 2e-4, packing=True, batch_size=1),
-    Case(80, 1, 2e-4),
-    Case(80, 10, 2e-4),
-    Case(80, 3, 2e-5, lora=False),
-    Case(80, 3, 1e-4),
-    Case(80, 3, 5e-4),
-    Case(80, 3, 1e-3),
-    Case(80, 3, 2e-4, batch_size=8),
-    Case(300, 1, 2e-4),
-    Case(300, 3, 2e-4),
-    Case(300, 3, 2e-4, packing=True),
+    Run(80, 3, 2e-4),
+    Run(20, 10, 2e-4),
+    Run(20, 10, 1e-3),
+    Run(80, 1, 1e-4, packing=True),
+    Run(20, 5, 2e-5, lora=False),
+    Run(80, 3, 2e-4, packing=True),
+    Run(20, 5, 1e-4),
+    Run(20, 5, 2e-4),
+    Run(20, 5, 5e-4),
+    Run(20, 5, 1e-5, lora=False),
+    Run(20, 5, 5e-5, lora=False),
+    Run(80, 5, 2e-4, packing=True, batch_size=1),
+    Run(80, 1, 2e-4),
+    Run(80, 10, 2e-4),
+    Run(80, 3, 2e-5, lora=False),
+    Run(80, 3, 1e-4),
+    Run(80, 3, 5e-4),
+    Run(80, 3, 1e-3),
+    Run(80, 3, 2e-4, batch_size=8),
+    Run(300, 1, 2e-4),
+    Run(300, 3, 2e-4),
+    Run(300, 3, 2e-4, packing=True),
 )  # fmt: skip
 """The most telling ones first, because a CPU takes hours for all."""
 
 
-def measured(case: Case, model: str, folder: Path) -> dict[str, Any]:
+def measured(case: Run, model: str, folder: Path) -> dict[str, Any]:
     """Train a case, and ask the result."""
     train, held_out = small_rows.rows(case.rows)
     small_rows.save(train, folder / "rows.jsonl")
@@ -120,23 +120,19 @@ def _asked(path: Path) -> dict[str, str]:
     return dict(zip(questions, texts, strict=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model", help="a folder with SmolLM2-135M-Instruct, or its hub id")
-    parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
-    asked = parser.parse_args()
-    record = StepRecord("measure_small_data", load.device_of("auto"), ("peft",))
-    done: list[dict[str, Any]] = []
-    if asked.json is not None and asked.json.exists():
-        done = json.loads(asked.json.read_text(encoding="utf-8"))["cases"]
-    for case in CASES:
-        if any(all(one[name] == value for name, value in asdict(case).items()) for one in done):
+def measure(bench: Bench) -> None:
+    done = list(bench.resume("cases"))
+    bench.fields["environment"] = bench.environment()
+    for run_ in RUNS:
+        if any(all(one[name] == value for name, value in asdict(run_).items()) for one in done):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            done.append(measured(case, asked.model, Path(folder)))
-        print({name: value for name, value in done[-1].items() if name != "answers"}, flush=True)
-        record.write(asked.json, cases=done)
+            line = measured(run_, bench.given.model, Path(folder))
+        bench.add("cases", line, str({name: value for name, value in line.items() if name != "answers"}))
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a folder with SmolLM2-135M-Instruct, or its hub id")
+
+
+CASE = Case(measure=measure, options=options, packages=("peft",), needs_gpu=False)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from benchmarks import compare_compilers
+from benchmarks.__main__ import main
 
 
 def binary(kernel: str, registers: int, spills: int, target: str = "sm_90", **flags: Any) -> dict[str, Any]:
@@ -19,7 +16,7 @@ def binary(kernel: str, registers: int, spills: int, target: str = "sm_90", **fl
     }  # fmt: skip
 
 
-def test_launches_that_both_compiled_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_both_compiled_are_compared(tmp_path: Path) -> None:
     reports = {
         "old": [binary("a", 40, 0, X=True), binary("a", 50, 8, X=False), binary("b", 64, 0), binary("gone", 9, 9)],
         "new": [binary("a", 48, 0, X=True), binary("a", 44, 0, X=False), binary("b", 64, 120), binary("new", 9, 9)],
@@ -30,8 +27,7 @@ def test_launches_that_both_compiled_are_compared(tmp_path: Path, monkeypatch: p
         (tmp_path / name).write_text(json.dumps({"binaries": binaries}), encoding="utf-8")
     record = tmp_path / "folder" / "record.json"
     words = [f"3.6.0:{tmp_path / 'old'}", f"3.9.0:{tmp_path / 'new'}", "--commit", "abc", "--date", "2026-11-27"]
-    monkeypatch.setattr(sys, "argv", ["compare_compilers", *words, "--json", str(record)])
-    compare_compilers.main()
+    main(["compilers", *words, "--json", str(record)])
     found = json.loads(record.read_text(encoding="utf-8"))
     assert found["triton"] == ["3.6.0", "3.9.0"] and found["tigon_commit"] == "abc"
     chip = found["chips"]["sm_90"]

@@ -1,7 +1,7 @@
 """Measure the errors of the ops over an lm_head on peaked logits, and what their fp32 logits cost.
 
-    python -m benchmarks.measure_head_accuracy --json RECORD      # on a GPU: about 3 minutes
-    python -m benchmarks.measure_head_accuracy --tiny             # small shapes, also on the CPU
+    python -m benchmarks head-accuracy --json RECORD      # on a GPU: about 3 minutes
+    python -m benchmarks head-accuracy --tiny             # small shapes, also on the CPU
 
 The hidden states and weights are 16-bit, and their logits have a standard deviation of 1 to 40. The truth is the
 unfused formula in fp64 on the same inputs. Each op stands beside two unfused formulas with 16-bit gradients of the
@@ -12,9 +12,6 @@ Times are of forward and backward, in turns: the op as it is, and the op with lo
 
 from __future__ import annotations
 
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
-from benchmarks import step_record
+from benchmarks.harness import Bench, Case, peaks_bytes, times_ms
 from tigon.bench.numerical_errors import DTYPE_NAMES, relative_error
 from tigon.ops import products as matrix_products
 from tigon.ops.head.inputs import LogitBuffer
@@ -36,7 +33,6 @@ SHAPE, TINY_SHAPE = (512, 2048, 128256), (48, 64, 1000)
 """Tokens, hidden size, vocabulary of the errors."""
 TIMED_SHAPES = ((8192, 4096, 128256), (2048, 4096, 128256), (4096, 2048, 128256), (4096, 1600, 50257))
 TINY_TIMED_SHAPES = ((64, 32, 256),)
-TURNS, CALLS = 5, 4
 NEAR = 0.02
 """Size of the change that makes a near teacher out of the student, relative to the student's values."""
 
@@ -88,7 +84,7 @@ def _entropy(z: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Head:
     """An op with its options, and the formula of the logits that it computes."""
 
     name: str
@@ -100,10 +96,10 @@ class Case:
     """Whether the result is one number, not one per token."""
 
 
-def _kl_case(kind: str, beta: float, teacher: str) -> Case:
+def _kl_case(kind: str, beta: float, teacher: str) -> Head:
     options: dict[str, Any] = {"kind": kind} if kind != "jsd" else {"kind": kind, "beta": beta}
     name = f"linear_kl, {kind}{f' beta={beta:g}' if kind == 'jsd' else ''}, {teacher} teacher"
-    return Case(
+    return Head(
         name=name,
         call=lambda h, **_: tigon.linear_kl(h["x"], h["w"], h["teacher_x"], h["teacher_w"], **options),
         formula=lambda z, z_t, **_: _divergence(kind, beta, z, z_t),
@@ -111,19 +107,19 @@ def _kl_case(kind: str, beta: float, teacher: str) -> Case:
     )
 
 
-def _logprobs_case(name: str, options: dict[str, Any], pick: Callable[[Any], Tensor], formula: Formula) -> Case:
-    return Case(
+def _logprobs_case(name: str, options: dict[str, Any], pick: Callable[[Any], Tensor], formula: Formula) -> Head:
+    return Head(
         name=f"linear_logprobs, {name}",
         call=lambda h, ids, **_: pick(tigon.linear_logprobs(h["x"], h["w"], ids, **options)),
         formula=lambda z, ids, **_: formula(z, ids),
     )
 
 
-def _loss_case(name: str, labels: str, options: dict[str, Any]) -> Case:
+def _loss_case(name: str, labels: str, options: dict[str, Any]) -> Head:
     def loss(found: Any) -> Tensor:
         return found.loss if isinstance(found, tuple) else found  # type: ignore[attr-defined,no-any-return]
 
-    return Case(
+    return Head(
         name=f"linear_cross_entropy, {name}, {labels} labels",
         call=lambda h, **given: loss(tigon.linear_cross_entropy(h["x"], h["w"], given[labels], **options)),
         formula=lambda z, **given: F.cross_entropy(z, given[labels], reduction=options.get("reduction", "mean")),
@@ -135,7 +131,7 @@ def _picked(z: Tensor, ids: Tensor) -> Tensor:
     return z.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
-def cases(tokens: int, vocab: int) -> list[Case]:
+def cases(tokens: int, vocab: int) -> list[Head]:
     """All cases for heads of this size."""
     kinds = (("forward", 0.0), ("reverse", 0.0), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 0.9))
     found = [_kl_case(*kind, teacher) for kind in kinds for teacher in ("far", "near")]
@@ -178,7 +174,7 @@ def _results(value: Callable[[Heads], Tensor], tensors: Heads, upstream: Tensor)
     return {"value": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}}
 
 
-def errors(case: Case, tensors: Heads, given: dict[str, Tensor], upstream: Tensor) -> dict[str, dict[str, float]]:
+def errors(case: Head, tensors: Heads, given: dict[str, Tensor], upstream: Tensor) -> dict[str, dict[str, float]]:
     """Variant -> result -> error against fp64."""
 
     def of_logits(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Heads], Tensor]:
@@ -202,10 +198,9 @@ def errors(case: Case, tensors: Heads, given: dict[str, Tensor], upstream: Tenso
     return found
 
 
-def all_errors(shape: tuple[int, int, int], device: torch.device) -> list[dict[str, Any]]:
+def all_errors(bench: Bench, shape: tuple[int, int, int]) -> None:
     """A row for each dtype, deviation and case; prints the errors of the gradients of the student, or of the head."""
-    N, _, V = shape
-    rows = []
+    (N, _, V), device = shape, bench.device
     for dtype in DTYPES:
         for deviation in DEVIATIONS:
             by_teacher = heads(shape, deviation, dtype, device)
@@ -217,10 +212,9 @@ def all_errors(shape: tuple[int, int, int], device: torch.device) -> list[dict[s
             upstream = torch.randn(N, device=device)
             for case in cases(N, V):
                 found = errors(case, by_teacher[case.teacher], given, upstream[0] if case.scalar else upstream)
-                rows.append({"dtype": DTYPE_NAMES[dtype], "deviation": deviation, "case": case.name, "errors": found})
+                row = {"dtype": DTYPE_NAMES[dtype], "deviation": deviation, "case": case.name, "errors": found}
                 text = "  ".join(f"{name} {of['dx']:.1e} {of['dw']:.1e}" for name, of in found.items())
-                print(f"{DTYPE_NAMES[dtype]} {deviation:>3g}  {case.name:<62} dX dW: {text}", flush=True)
-    return rows
+                bench.add("errors", row, f"{DTYPE_NAMES[dtype]} {deviation:>3g}  {case.name:<62} dX dW: {text}")
 
 
 # --- the cost ---------------------------------------------------------------------------------------------------------
@@ -295,28 +289,10 @@ def products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
     return found
 
 
-def times(calls: dict[str, Callable[[], None]], device: torch.device) -> dict[str, dict[str, float]]:
-    """Name -> milliseconds of a call, the median of TURNS in which each is called, and MiB that it adds to the peak."""
-    cuda = device.type == "cuda"
-    wait: Callable[[], Any] = torch.cuda.synchronize if cuda else lambda: None
-    ms: dict[str, list[float]] = {name: [] for name in calls}
-    mib: dict[str, float] = {}
-    for turn in range(TURNS + 1):  # the first compiles
-        for name, call in calls.items():
-            call()
-            wait()
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-                held = torch.cuda.memory_allocated()
-            begin_s = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            wait()
-            if turn:
-                ms[name].append(1000 * (time.perf_counter() - begin_s) / CALLS)
-            if cuda:
-                mib[name] = (torch.cuda.max_memory_allocated() - held) / 2**20
-    return {name: {"ms": statistics.median(of), **({"mib": mib[name]} if cuda else {})} for name, of in ms.items()}
+def cost(calls: dict[str, Callable[[], None]], device: torch.device) -> dict[str, dict[str, float]]:
+    """Name -> milliseconds of a call, and MiB that it adds to the peak."""
+    medians, peaks = times_ms(calls, device), peaks_bytes(calls, device)
+    return {name: {"ms": medians[name], "mib": peaks[name] / 2**20} for name in calls}
 
 
 def _in_16_bits(call: Callable[[], None]) -> Callable[[], None]:
@@ -329,43 +305,28 @@ def _in_16_bits(call: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def _cost_text(found: dict[str, float]) -> str:
-    mib = f" {found['mib']:7.0f} MiB" if "mib" in found else ""
-    return f"{found['ms']:8.2f} ms{mib}"
-
-
-def all_times(shapes: tuple[tuple[int, int, int], ...], device: torch.device) -> list[dict[str, Any]]:
-    """A row for each shape and op; prints them."""
-    rows = []
+def all_times(bench: Bench, shapes: tuple[tuple[int, int, int], ...]) -> None:
+    """A row for each shape and op."""
     for shape in shapes:
         for dtype in DTYPES[: 2 if shape is shapes[0] else 1]:
             size = {"shape": shape, "dtype": DTYPE_NAMES[dtype]}
-            print("x".join(map(str, shape)), DTYPE_NAMES[dtype], flush=True)
-            for name, found in times(products(shape, dtype, device), device).items():
-                rows.append({**size, "op": name, "fp32 logits": found})
-                print(f"  {name:<40} {found['ms']:8.3f} ms", flush=True)
-            for op, call in timed_ops(shape, dtype, device).items():
-                of_op = times({"fp32 logits": call, "16-bit logits": _in_16_bits(call)}, device)
-                rows.append({**size, "op": op, **of_op})
-                text = "  ".join(f"{name} {_cost_text(of)}" for name, of in of_op.items())
+            title = f"{'x'.join(map(str, shape))} {DTYPE_NAMES[dtype]}"
+            for name, found in cost(products(shape, dtype, bench.device), bench.device).items():
+                bench.add(
+                    "times", {**size, "op": name, "fp32 logits": found}, f"{title} {name:<40} {found['ms']:.3f} ms"
+                )
+            for op, call in timed_ops(shape, dtype, bench.device).items():
+                of_op = cost({"fp32 logits": call, "16-bit logits": _in_16_bits(call)}, bench.device)
+                text = "  ".join(f"{name} {of['ms']:8.2f} ms {of['mib']:7.0f} MiB" for name, of in of_op.items())
                 ratio = of_op["fp32 logits"]["ms"] / of_op["16-bit logits"]["ms"]
-                print(f"  {op:<40} {text}  {ratio:.3f} x", flush=True)
-    return rows
+                bench.add("times", {**size, "op": op, **of_op}, f"{title} {op:<40} {text}  {ratio:.3f} x")
 
 
-def main() -> None:
-    given = step_record.options(__doc__)
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu" and not given.tiny:
-        sys.exit("add --tiny to measure small shapes on the CPU")
+def measure(bench: Bench) -> None:
     torch.manual_seed(0)
-    record = step_record.StepRecord("measure_head_accuracy", device)
-    shape = TINY_SHAPE if given.tiny else SHAPE
-    rows = all_errors(shape, device)
-    record.write(given.json, shape=shape, errors=rows)
-    times_of_ops = all_times(TINY_TIMED_SHAPES if given.tiny else TIMED_SHAPES, device)
-    record.write(given.json, shape=shape, errors=rows, times=times_of_ops)
+    bench.fields["shape"] = shape = TINY_SHAPE if bench.tiny else SHAPE
+    all_errors(bench, shape)
+    all_times(bench, TINY_TIMED_SHAPES if bench.tiny else TIMED_SHAPES)
 
 
-if __name__ == "__main__":
-    main()
+CASE = Case(measure=measure)

@@ -1,8 +1,8 @@
 """One DPO and one GRPO step of Llama-3.2-1B in TRL: tokens per second and peak memory with and without tigon's head.
 
-    python -m benchmarks.measure_trl_step --json RECORD      # on the GPU: about 3 minutes
-    python -m benchmarks.measure_trl_step --tiny             # a small model on the CPU, to see that it runs
-    python -m benchmarks.measure_trl_step --plan RECORD      # adds the planner's peaks; on any machine, without a GPU
+    python -m benchmarks trl-step --json RECORD      # on the GPU: about 3 minutes
+    python -m benchmarks trl-step --tiny             # a small model on the CPU, to see that it runs
+    python -m benchmarks trl-step --plan RECORD      # adds the planner's peaks; on any machine, without a GPU
 
 A step is the trainer's own `compute_loss`, the backward pass and AdamW. GRPO's completions are random tokens, because
 generating them would take most of the time. A model that runs out of memory is a result too. Each line is one
@@ -20,12 +20,10 @@ LoRA adapter is fused is recorded, because each layer of PEFT's own keeps copies
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,8 @@ import torch
 from torch import nn
 
 import tigon
-from benchmarks import step_record
+from benchmarks.harness import Bench, Case, write_json
+from tigon.bench import timing
 from tigon.integrations.trl import fuse
 from tigon.objectives.choose import planned_objective
 from tigon.objectives.recipe_checks import of_assignments
@@ -185,24 +184,19 @@ def measure(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=DEVICE == "cuda")
-    times_s = []
-    for step in range(6):
-        if step == 2 and DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
+
+    def step(_number: int) -> torch.Tensor:
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, dict(batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        times_s.append(time.perf_counter() - start)
-    median_s = sorted(times_s[2:])[2]
-    peak_bytes = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+        return loss.detach()  # type: ignore[no-any-return]
+
+    timed = timing.time_steps(step, torch.device(DEVICE), steps=4, warm_ups=2)
     return {
-        "trainer": make.__name__, "weights": kind, "head": how, "tokens_per_s": round(tokens / median_s),
-        "peak_gib": round(peak_bytes / GIB, 2), "loss": float(loss.detach()), "fused_adapters": fused_adapters,
+        "trainer": make.__name__, "weights": kind, "head": how, "tokens_per_s": round(1e3 * tokens / timed.median_ms),
+        "peak_gib": round((timed.peak_bytes or 0) / GIB, 2), "loss": timed.losses[-1], "fused_adapters": fused_adapters,
     }  # fmt: skip
 
 
@@ -239,32 +233,24 @@ def add_plans(record: Path) -> None:
         if line["head"] == "tigon":
             line["planned_gib"] = round(planned_gib(line["trainer"], line["weights"]), 2)
             print(json.dumps(line), flush=True)
-    record.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    write_json(record, fields)
 
 
-def main() -> None:
-    def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--head", action="append", choices=HEADS, help="measure only these lines")
-        parser.add_argument("--plan", type=Path, metavar="RECORD", help="only add the planner's peaks to this record")
-
-    given = step_record.options(__doc__, more)
-    if given.plan:
-        return add_plans(given.plan)
-    record = step_record.StepRecord("measure_trl_step", torch.device(DEVICE), ("trl", "peft"))
-    lines: list[dict[str, Any]] = []
-    for how in given.head or HEADS:
+def measure_all(bench: Bench) -> None:
+    if bench.given.plan:
+        return add_plans(bench.given.plan)
+    bench.fields |= {"pairs": PAIRS, "completions": COMPLETIONS, "tokens_per_sequence": SEQ}
+    for how in bench.given.head or HEADS:
         for make in (dpo, grpo):
             for kind in ("lora", "full"):
-                lines.append(one_line(make, kind, how))
-                print(json.dumps(lines[-1]), flush=True)
-                record.write(
-                    given.json, pairs=PAIRS, completions=COMPLETIONS, tokens_per_sequence=SEQ, measurements=lines
-                )
-                gc.collect()
-                if DEVICE == "cuda":
-                    torch.cuda.empty_cache()
+                bench.add("measurements", one_line(make, kind, how))
+                bench.free()
     return None
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--head", action="append", choices=HEADS, help="measure only these lines")
+    parser.add_argument("--plan", type=Path, metavar="RECORD", help="only add the planner's peaks to this record")
+
+
+CASE = Case(measure=measure_all, options=options, packages=("trl", "peft"), needs_gpu=False)

@@ -1,0 +1,93 @@
+"""Runs one point of a sweep in new processes, and makes a record of what they found or why they ended."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tigon.errors import RecipeError
+from tigon.sweep import failures, self_test
+from tigon.sweep.definition import Sweep
+from tigon.sweep.points import Point
+from tigon.sweep.processes import Workers
+from tigon.sweep.results.folder import SCHEMA, SweepFolder
+from tigon.sweep.self_test import Kind
+
+PROBE_TIMEOUT_S = 600.0
+"""Probing the machine and compiling the kernels for the self-test takes a minute. A broken kernel may never end."""
+
+
+@dataclass
+class Measuring:
+    """What the points of a sweep are measured with."""
+
+    sweep: Sweep
+    folder: SweepFolder
+    workers: Workers
+    limit_bytes: int | None
+    command: str
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """The machine, once it is probed."""
+    self_tests: dict[Kind, dict[str, Any]] = field(default_factory=dict)
+    """Result of the kernels' self-test for each kind of point."""
+
+    def probe(self, kinds: Sequence[Kind]) -> None:
+        """Have a worker describe the machine and test the kernels. Raises RecipeError if no worker can run."""
+        log, kills = self.folder.log("probe"), failures.kernel_kills()
+        with tempfile.TemporaryDirectory(prefix="tigon-sweep-") as room:
+            answer = Path(room) / "probe.json"
+            with self.workers.carry_out({"probe": str(answer), "kinds": kinds}, log) as group:
+                code = group.wait(PROBE_TIMEOUT_S)
+            if not answer.exists():
+                slow = f"the probe of the machine and its kernels took longer than {PROBE_TIMEOUT_S:g} s"
+                detail = slow if code is None else failures.status_of_exit(code, log, kills)[1]
+                raise RecipeError(f"a point cannot be started: {detail}; the full output is in {log}")
+            found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        self.self_tests = dict(zip(kinds, found["self_tests"], strict=True))
+        wrong = self_test.merged({one["dtype"]: one["wrong_ops"]} for one in found["self_tests"] if one["wrong_ops"])
+        self.environment = {**found["environment"], "wrong_ops": wrong}
+
+    def measure(self, point: Point, repeat: int, meanwhile: Callable[[], None]) -> dict[str, Any]:
+        """Run one repeat of a point and return its record, also if it fails. meanwhile: called while it runs."""
+        assert point.recipe is not None, "refused points are not measured"
+        recipe, timeout_s = point.recipe.as_mapping(), self.sweep.timeout_s
+        tried = self.self_tests[self_test.kind_of(point.recipe)]
+        log, kills, began_s = self.folder.log(point.file, repeat), failures.kernel_kills(), time.perf_counter()
+        # techniques may write files as large as the model, which do not belong into the results folder
+        with tempfile.TemporaryDirectory(prefix="tigon-sweep-") as room:
+            recipe_file, result, files = (Path(room) / name for name in ("recipe.yaml", "result", "files"))
+            recipe_file.write_text(json.dumps(recipe), encoding="utf-8")  # YAML includes JSON
+            files.mkdir()
+            order = {
+                "recipe": str(recipe_file), "rows": self.sweep.rows, "unchecked": point.unchecked, "folder": str(files),
+                "limit_bytes": self.limit_bytes, "result": str(result), "self_test": tried,
+            }  # fmt: skip
+            with self.workers.carry_out(order, log, processes=point.recipe.sharding.gpus) as group:
+                meanwhile()
+                code = group.wait(max(1.0, timeout_s - (time.perf_counter() - began_s)))
+            outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(room).glob("result.*"))]
+        if len(outputs) == point.recipe.sharding.gpus:
+            ended = None
+        else:
+            ended = failures.status_of_processes(outputs, code, log, kills, timeout_s)
+        status, detail = failures.worst(outputs, ended)
+        return {
+            "schema": SCHEMA, "id": point.id, "key": point.key, "variant": point.variant, "axes": dict(point.axes),
+            "repeat": repeat, "status": status, "detail": detail,
+            "measured": _combined(outputs) if status == failures.OK else None,
+            "wall_s": time.perf_counter() - began_s, "environment": self.environment, "command": self.command,
+            "memory_limit_bytes": self.limit_bytes, "recipe": recipe, "wrong_ops": tried["wrong_ops"],
+        }  # fmt: skip
+
+
+def _combined(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One set of figures for all processes: those of the first, with the highest peak of any process."""
+    measured = {name: value for name, value in outputs[0].items() if name not in ("status", "detail")}
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes"):
+        measured[name] = max((one[name] for one in outputs if one[name] is not None), default=None)
+    return measured | {"processes": len(outputs)}

@@ -1,0 +1,93 @@
+"""`python -m benchmarks CASE`: the command line and the record that all cases share."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from benchmarks.__main__ import main, names
+from benchmarks.harness import Bench, Case, peaks_bytes, times_ms
+
+CPU = torch.device("cpu")
+
+
+def bench(tmp_path: Path, *arguments: str, **fields: Any) -> Bench:
+    case = Case(measure=lambda bench: None, needs_gpu=False, **fields)
+    return Bench("small", case, "Measure nothing.", ["--json", str(tmp_path / "folder" / "record.json"), *arguments])
+
+
+def record(tmp_path: Path) -> Any:
+    return json.loads((tmp_path / "folder" / "record.json").read_text(encoding="utf-8"))
+
+
+def test_record_names_the_machine_and_the_command_and_is_written_after_every_line(tmp_path, capsys):
+    one = bench(tmp_path, "--tiny")
+    one.add("rows", {"id": "a", "ms": 1.0})
+    found = record(tmp_path)
+    assert found["rows"] == [{"id": "a", "ms": 1.0}]
+    assert found["command"] == f"python -m benchmarks small --json {tmp_path}/folder/record.json --tiny"
+    assert {"device", "driver", "versions", "tigon_commit", "date"} <= found["environment"].keys()
+    one.add("rows", {"id": "b", "ms": 2.0}, "b took 2 ms")
+    assert [row["id"] for row in record(tmp_path)["rows"]] == ["a", "b"]
+    assert capsys.readouterr().out == 'rows {"id": "a", "ms": 1.0}\nb took 2 ms\n'
+
+
+def test_resumed_record_keeps_lines_and_replaces_those_of_the_same_key(tmp_path):
+    one = bench(tmp_path)
+    one.add("cases", {"id": "a", "ms": 1.0})
+    one.add("cases", {"id": "b", "ms": 2.0})
+    two = bench(tmp_path)
+    assert [row["id"] for row in two.resume("cases", same=("device", "versions"))] == ["a", "b"]
+    two.add("cases", {"id": "a", "ms": 3.0}, key="id")
+    assert record(tmp_path)["cases"] == [{"id": "a", "ms": 3.0}, {"id": "b", "ms": 2.0}]
+
+
+def test_record_of_another_machine_is_not_continued(tmp_path):
+    bench(tmp_path).add("cases", {"id": "a"})
+    path = tmp_path / "folder" / "record.json"
+    path.write_text(json.dumps(record(tmp_path) | {"environment": {"device": "another"}}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="was measured with another device; move it away"):
+        bench(tmp_path).resume("cases", same=("device",))
+
+
+def test_calls_are_timed_in_turns_and_a_failing_one_is_raised():
+    order = []
+    medians = times_ms({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, turns=2, warm_ups=1)
+    assert order == ["a", "b"] * 3 and medians.keys() == {"a", "b"}
+    with pytest.raises(ZeroDivisionError):
+        times_ms({"c": lambda: 1 / 0}, CPU, turns=1)
+    assert peaks_bytes({"d": lambda: torch.empty(1000, dtype=torch.float64).sum()}, CPU)["d"] >= 8000
+
+
+def test_unknown_case_is_refused_with_the_names(capsys):
+    with pytest.raises(SystemExit, match=r"usage: python -m benchmarks CASE.*\ncases: compilers, .*versions"):
+        main(["nothing"])
+
+
+def test_case_that_needs_a_gpu_is_refused_without_one(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as refused:
+        main(["fp8"])
+    assert refused.value.code == 2 and "needs a GPU; add --tiny" in capsys.readouterr().err
+
+
+def test_every_case_shows_its_command():
+    for name in names():
+        if name == "trl-step":
+            pytest.importorskip("trl")
+        module = importlib.import_module(f"benchmarks.cases.{name.replace('-', '_')}")
+        assert isinstance(module.CASE, Case) and f"-m benchmarks {name} " in module.__doc__
+
+
+def test_small_case_runs_on_a_cpu(tmp_path):
+    path = tmp_path / "fp8.json"
+    main(["fp8", "--tiny", "--part", "errors", "--json", str(path)])
+    errors = json.loads(path.read_text(encoding="utf-8"))["errors"]
+    assert len(errors) == 12 and all(line["within_the_rule"] for line in errors)
