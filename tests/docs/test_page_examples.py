@@ -46,6 +46,7 @@ NO_KEYS = {"data.json", "output.register_hook"}
 """Files and attributes that look like a key of a recipe."""
 OTHERS_FLAGS = {
     "--speculative-config", "--external_plugins", "--enable-lora", "--max-lora-rank", "--lora-modules",
+    "--nproc-per-node",
 }  # fmt: skip
 """Options of vLLM, ms-swift, PyTorch's launcher and others that pages name."""
 WITHOUT_OUTPUT = {"docs/architecture.md": "src/tigon/"}

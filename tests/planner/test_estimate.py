@@ -497,4 +497,4 @@ def test_estimate_leaves_the_model_code_and_the_ops_unchanged() -> None:
     estimate(request_of(seq=48), gpu=H200)
     assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == before
     assert config.to_json_string() == words
-    assert dispatch._planned_arch is None
+    assert dispatch.planned() is None
