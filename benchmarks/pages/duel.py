@@ -127,7 +127,10 @@ def _notes(found: Sequence[Line]) -> Iterator[str]:
     """Rows that train some weights in fp32 where the others train them in bf16."""
     for one in found:
         if any(wider(one, other) for other in found):
-            yield from ("", f"- `{one['entry']}` trains some weights in fp32, the others' are bf16.")
+            yield from (
+                "",
+                f"- `{one['entry']}` has some trained weights in fp32; the other libraries have none.",
+            )
 
 
 def _left_out(record: Record, task: str, size: str) -> Iterator[str]:
@@ -236,7 +239,8 @@ def front_rows(record: Record | None) -> Iterator[list[str]]:
     found = lines(record, "qlora", SIZES[0])
     kept = most_kept(found)
     if kept is not None:
-        yield ["the first of these, most activations kept", "", "", *map(figures, kept)]
+        name = f"{TASKS['qlora'].words}, {words_of(SIZES[0])}, most activations kept, H100"
+        yield [name, "", "", *map(figures, kept)]
 
 
 if __name__ == "__main__":

@@ -49,7 +49,13 @@ def test_front_page_has_a_row_per_task_that_was_measured() -> None:
     rows = list(duel.front_rows(record))
     assert rows == [
         ["QLoRA of Llama 3.1 8B, 4 x 2,048 tokens, H100", "300 (19.00 GiB)", "–", "500 (8.00 GiB)", "600 (7.00 GiB)"],
-        ["the first of these, most activations kept", "", "", "800 (30.00 GiB)", "900 (40.00 GiB)"],
+        [
+            "QLoRA of Llama 3.1 8B, 4 x 2,048 tokens, most activations kept, H100",
+            "",
+            "",
+            "800 (30.00 GiB)",
+            "900 (40.00 GiB)",
+        ],
     ]
     assert [*duel.front_rows(None)] == []
 

@@ -115,7 +115,7 @@ def _waiting_message() -> Iterator[None]:
     """
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     who = f"process {rank()} of {world_size()} (RANK, WORLD_SIZE)"
-    fix = "`unset RANK WORLD_SIZE` for a run of one process"
+    fix = "for a run of one process, `unset RANK WORLD_SIZE`"
     message = f"{who} is waiting for the others at {where} (MASTER_ADDR, MASTER_PORT); {fix}"
     timer = threading.Timer(MEETING_S, signals.say, (message,))
     timer.daemon = True
