@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs runs this file and does not find the tests
 
 import tigon
 from tests.ops.cases import cases_of

@@ -54,6 +54,8 @@ from triton.runtime.cache import get_cache_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a script finds only the modules of its own folder
+
 from tests.ops.cases import cases_of
 from tigon.kernels import chips
 from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, gradient_sums, known_amax, products
