@@ -124,13 +124,14 @@ def table(record: Record | None, task: str, size: str) -> str:
 
 
 def _notes(found: Sequence[Line]) -> Iterator[str]:
-    """Rows that train some weights in fp32 where the others train them in bf16."""
+    """Rows that train some weights in fp32 where the others train them in bf16, and plans that did not fit."""
     for one in found:
         if any(wider(one, other) for other in found):
-            yield from (
-                "",
-                f"- `{one['entry']}` has some trained weights in fp32; the other libraries have none.",
-            )
+            yield from ("", f"- `{one['entry']}` has some trained weights in fp32; the other libraries have none.")
+    for one in found:
+        limit = ENTRIES[one["entry"]].memory
+        if limit is not None and one["peak_gib"] > float(limit.removesuffix("GiB")):
+            yield from ("", f"- No plan for `{one['entry']}` fits {limit}. The row has the smallest, as the plan says.")
 
 
 def _left_out(record: Record, task: str, size: str) -> Iterator[str]:
