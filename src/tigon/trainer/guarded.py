@@ -358,7 +358,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if self.added is None or self.added.saved_prefix is None:
             super().save_model(str(folder), _internal_call)
             return
-        state = self.gathered_state() if self.is_deepspeed_enabled else None
+        state = self.gathered_state() if self.is_deepspeed_enabled or self.is_fsdp_enabled else None
         state = self._kept(self.model, state)
         self.model.save_pretrained(folder, state_dict=state, is_main_process=self.args.should_save)
 
