@@ -282,7 +282,8 @@ def test_nodes_with_different_recipes_or_data_are_refused(here, differ):
         rank = launch.rank()
         recipe = Recipe(train=TrainConfig(steps=1 + rank if differ == "recipes" else 1))
         fingerprint = f"of node {rank}" if differ == "data" else "of both"
-        open_folder.check_same_inputs(recipe, {"fingerprint": fingerprint, "tokens": 1000 + rank})
+        open_folder.check_same_recipe(recipe)
+        open_folder.check_same_data({"fingerprint": fingerprint, "tokens": 1000 + rank})
 
     codes, said = on_two_nodes(here, act)
     assert codes == [2, 2]
@@ -291,6 +292,19 @@ def test_nodes_with_different_recipes_or_data_are_refused(here, differ):
         "recipes": f"the recipe or its --set options of process 1 on {HOST} differ from those of process 0 on {HOST}",
     }
     assert expected[differ] in said
+
+
+@forks
+def test_nodes_with_different_options_are_refused_before_the_run_folder_is_made(recipe, here):
+    path = recipe().resolve()
+
+    def act(rank: int) -> None:
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        train(path, ["train.batch_size=2", f"train.steps={1 + rank}"])
+
+    statuses = in_forks(act, 2, said=here / "said")
+    expected = f"the recipe or its --set options of process 1 on {HOST} differ from those of process 0 on {HOST}"
+    assert all(statuses) and expected in (here / "said").read_text() and not (here / "runs").exists()
 
 
 # --- failures and restarts --------------------------------------------------------------------------------------------
