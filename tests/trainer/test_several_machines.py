@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 from trainer_helpers import records
 
 from forks import end_with, forks, in_forks
-from tigon.errors import TigonError
+from tigon.errors import RunFolderError, TigonError
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import OutputConfig, Recipe, TrainConfig
 from tigon.trainer import open_folder
@@ -388,6 +388,21 @@ def test_attempt_continues_the_run_folder_of_its_own_launch_only(here, monkeypat
     assert torchrun.interrupted(output) is None and path.exists()
     monkeypatch.setenv("RANK", "0")
     assert torchrun.interrupted(output) is None and not path.exists()
+
+
+@pytest.mark.parametrize("name", ["summary.json", "model/model.safetensors", "heads/heads.safetensors"])
+def test_restart_keeps_what_an_attempt_without_checkpoints_has_trained(here, monkeypatch, name):
+    monkeypatch.setenv(torchrun.RUN_ID, "this")
+    written = Path("runs/r") / name
+    written.parent.mkdir(parents=True)
+    written.touch()
+    torchrun.mark(Path("runs/r"))
+    with pytest.raises(RunFolderError, match=r"^runs/r: an earlier attempt .* no checkpoint"):
+        torchrun.interrupted(OutputConfig(folder="runs", name="r"))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        torchrun.interrupted(OutputConfig(folder="runs", name="r"))
+    assert written.exists()
 
 
 def test_launch_of_torchrun_is_named_by_its_launcher(monkeypatch):

@@ -1,6 +1,7 @@
 """`tigon train`, in order: read, check, prepare, sample, train, evaluate, sample, save, compare, report.
 
-Everything up to `prepare` only reads, but a restart by torchrun removes the folder of an attempt that saved nothing.
+Everything up to `prepare` only reads, but a restart by torchrun removes the folder of an attempt that saved no
+checkpoint and no model.
 The run folder is created after the last check.
 """
 
