@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from second_proofs import DIFFERENT, proved_by
 from tigon.errors import PatchError, UsageError
 from tigon.medusa import HeadsSpec, Objective, attach, detach, heads_of
 from tigon.medusa.attach import scoring
+from tigon.medusa.callback import HeadsCallback
 from tigon.medusa.spec import scheduled, shares_head
 from tigon.models import MODELS, patch, unpatch
 from tigon.models.seams.base import PatchedModule
@@ -107,6 +109,24 @@ def test_logged_loss_and_accuracy_of_heads_are_those_of_their_logits() -> None:
             for rank in (1, 5):
                 share = sum(y in row.topk(rank).indices for row, y in told) / len(told)
                 assert found[f"head{k}_top{rank}"] == pytest.approx(share, abs=1e-6)
+
+
+def test_evaluation_forgets_the_batches_of_one_that_ended_without_metrics() -> None:
+    model = with_heads(MEDUSA, Objective(stage=1))
+    callback = HeadsCallback(stage=1, multiplier=1.0, schedule=lambda *_: 1.0, trained_on=None, sample_tokens=0)
+
+    def evaluated() -> Any:
+        counted: list[Any] = []
+        callback.begin_evaluation(model)
+        callback.on_prediction_step(
+            None, None, None, model=model, inputs=batch(), precision=nullcontext, counted=counted, has_samples=True
+        )
+        for count in counted:
+            count()
+        return heads_of(model).state.evaluated.state()["counts"]
+
+    first = evaluated()
+    assert first[0] > 0 and evaluated() == first
 
 
 def test_schedules_follow_their_curves() -> None:

@@ -95,6 +95,9 @@ class Scale(TrainerCallback):  # type: ignore[misc]  # transformers is untyped h
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kwargs["counted"].append(lambda: self.calls.append("counted"))
 
+    def begin_evaluation(self, model: Any) -> None:
+        self.calls.append("begin")
+
     def counted(self, model: Any) -> dict[str, Any]:
         return {"answer": 42}
 
@@ -165,7 +168,7 @@ def test_trainer_needs_only_the_protocol_of_an_objective(tmp_path: Path) -> None
     assert rates.pop(1) == pytest.approx(0.03) and set(rates.values()) == {0.01}
     trainer.evaluate()
     assert trainer.state.log_history[-1]["scale"] == pytest.approx(float(trainer.model.scale.detach()))
-    assert objective.calls == ["loss", "loss", "counted", "counted"], "in batches of four"
+    assert objective.calls == ["loss", "loss", "begin", "counted", "counted"], "in batches of four"
     saved = tmp_path / "c" / "checkpoint-2"
     assert float((saved / "scale.txt").read_text()) == pytest.approx(logged[1])
 

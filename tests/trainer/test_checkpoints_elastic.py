@@ -23,6 +23,7 @@ from trainer_helpers import SMALL, records, small_trainer
 from forks import forks, in_forks
 from tigon.data.packing import BlankPadded, SampleDataset
 from tigon.errors import RunFolderError
+from tigon.medusa import load_heads
 from tigon.recipe.keys import Recipe, ShardingConfig, TrainConfig
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, resume_rules
 from tigon.trainer.guarded import GuardedTrainer
@@ -140,7 +141,7 @@ ENGINES: dict[str, tuple[int, bool, tuple[str, ...]]] = {
 }
 ADAPTERS, HEADS = ("lora.rank=4", "output.save_model=true"), ("heads.stage=1", "heads.count=2", "train.log_steps=2")
 ENGINES |= {"fsdp2, adapters": (2, True, ADAPTERS), "one, adapters": (1, False, ADAPTERS)}
-ENGINES |= {"ddp, heads": (2, False, HEADS), "one, heads": (1, False, HEADS)}
+ENGINES |= {"ddp, heads": (2, False, HEADS), "one, heads": (1, False, HEADS), "fsdp2, heads": (2, True, HEADS)}
 NUMBERS = ("loss", "grad_norm", "learning_rate", "head1_loss", "head2_loss")
 
 
@@ -206,6 +207,19 @@ def test_run_continues_exactly_on_other_processes_or_with_another_engine(uninter
     assert any(f"processes: {n_before} before, {n_now} now" in text for text in resumed["warnings"]) == (
         n_before != n_now
     )
+
+
+@forks
+def test_heads_of_a_sharded_model_are_saved_whole(recipe, here, monkeypatch):
+    """As with an optimizer whose states PyTorch's distributed format does not hold."""
+    monkeypatch.setattr(resume_rules, "writes_distributed", lambda recipe: False)
+    train = {"steps": 2, "save_steps": 2, "batch_size": 2}
+    in_processes(here, recipe(train=train), "fsdp2, heads", "output.save_model=true")
+    run = here / "runs" / "r"
+    saved = load_file(run / "checkpoints" / "checkpoint-2" / "model.safetensors")
+    trained = load_heads(run / "heads")[1]
+    assert saved.keys() == {f"draft_heads.{name}" for name in trained}
+    assert all(torch.equal(saved[f"draft_heads.{name}"], tensor) for name, tensor in trained.items())
 
 
 @forks

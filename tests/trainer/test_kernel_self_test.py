@@ -7,6 +7,7 @@ import torch
 from trainer_helpers import records
 
 from tigon.ops import OPS, dispatch
+from tigon.trainer import engine
 from tigon.trainer.guards import self_test
 from wrong_ops import WRONG
 
@@ -61,6 +62,16 @@ def test_run_with_every_op_left_out_completes(recipe, tigon, monkeypatch):
     monkeypatch.setattr(self_test, "wrong_ops", lambda *_: everything)
     outcome = tigon("train", recipe(model={"kernels": "tigon"}, train={"steps": 1}))
     assert outcome.code == 0, outcome.err
+
+
+def test_wrong_op_is_left_out_of_the_training_before_the_run_too(recipe, tigon, monkeypatch):
+    built, build = [], engine.build
+    monkeypatch.setattr(self_test, "wrong_ops", lambda *_: {"swiglu": "wrong"})
+    monkeypatch.setattr(engine, "build", lambda *args, **named: built.append(named["ops"]) or build(*args, **named))
+    path = recipe(model={"kernels": "tigon"}, train={"steps": 1}, heads={"stage": 1, "count": 1, "base_steps": 1})
+    outcome = tigon("medusa", path)
+    assert outcome.code == 0, outcome.err
+    assert len(built) >= 2 and all(ops == self_test.without({"swiglu": ""}) for ops in built)
 
 
 @pytest.mark.gpu

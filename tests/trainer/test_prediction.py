@@ -103,6 +103,19 @@ def test_auto_is_refused_on_a_cpu_and_with_resume(recipe_of):
             prediction.with_auto(recipe_of(), [], torch.device("cpu"), resume=resume)
 
 
+def test_auto_is_refused_under_a_launcher_that_has_not_chosen(recipe_of, monkeypatch):
+    """tigon's own launcher chooses before it starts the processes."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match=r"^--auto under a launcher such as torchrun: .* leave --auto out"):
+        prediction.with_auto(recipe_of(), [], torch.device("cuda"), resume=False)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        prediction.with_auto(recipe_of(), [], torch.device("cuda"), resume=False)
+    monkeypatch.setenv(launch.LAUNCHER, "7")
+    assert prediction.with_auto(recipe_of(), ["a=1"], torch.device("cuda"), resume=False) == ["a=1"]
+
+
 def test_out_of_memory_says_needed_and_available_memory_and_the_command_that_fits(recipe_of, tmp_path):
     found = predicted(recipe_of(), 700)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ...")

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 from trainer_helpers import records
 
 from forks import end_with, forks, in_forks
-from tigon.errors import TigonError
+from tigon.errors import RunFolderError, TigonError
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import OutputConfig, Recipe, TrainConfig
 from tigon.trainer import open_folder
@@ -282,7 +282,8 @@ def test_nodes_with_different_recipes_or_data_are_refused(here, differ):
         rank = launch.rank()
         recipe = Recipe(train=TrainConfig(steps=1 + rank if differ == "recipes" else 1))
         fingerprint = f"of node {rank}" if differ == "data" else "of both"
-        open_folder.check_same_inputs(recipe, {"fingerprint": fingerprint, "tokens": 1000 + rank})
+        open_folder.check_same_recipe(recipe)
+        open_folder.check_same_data({"fingerprint": fingerprint, "tokens": 1000 + rank})
 
     codes, said = on_two_nodes(here, act)
     assert codes == [2, 2]
@@ -291,6 +292,19 @@ def test_nodes_with_different_recipes_or_data_are_refused(here, differ):
         "recipes": f"the recipe or its --set options of process 1 on {HOST} differ from those of process 0 on {HOST}",
     }
     assert expected[differ] in said
+
+
+@forks
+def test_nodes_with_different_options_are_refused_before_the_run_folder_is_made(recipe, here):
+    path = recipe().resolve()
+
+    def act(rank: int) -> None:
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        train(path, ["train.batch_size=2", f"train.steps={1 + rank}"])
+
+    statuses = in_forks(act, 2, said=here / "said")
+    expected = f"the recipe or its --set options of process 1 on {HOST} differ from those of process 0 on {HOST}"
+    assert all(statuses) and expected in (here / "said").read_text() and not (here / "runs").exists()
 
 
 # --- failures and restarts --------------------------------------------------------------------------------------------
@@ -374,6 +388,21 @@ def test_attempt_continues_the_run_folder_of_its_own_launch_only(here, monkeypat
     assert torchrun.interrupted(output) is None and path.exists()
     monkeypatch.setenv("RANK", "0")
     assert torchrun.interrupted(output) is None and not path.exists()
+
+
+@pytest.mark.parametrize("name", ["summary.json", "model/model.safetensors", "heads/heads.safetensors"])
+def test_restart_keeps_what_an_attempt_without_checkpoints_has_trained(here, monkeypatch, name):
+    monkeypatch.setenv(torchrun.RUN_ID, "this")
+    written = Path("runs/r") / name
+    written.parent.mkdir(parents=True)
+    written.touch()
+    torchrun.mark(Path("runs/r"))
+    with pytest.raises(RunFolderError, match=r"^runs/r: an earlier attempt .* no checkpoint"):
+        torchrun.interrupted(OutputConfig(folder="runs", name="r"))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        torchrun.interrupted(OutputConfig(folder="runs", name="r"))
+    assert written.exists()
 
 
 def test_launch_of_torchrun_is_named_by_its_launcher(monkeypatch):

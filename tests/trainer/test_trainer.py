@@ -14,6 +14,7 @@ from transformers import Trainer
 
 from tigon.data.packing import IGNORE_INDEX
 from tigon.recipe.keys import Recipe, TrainConfig
+from tigon.trainer import guarded
 
 
 def trainer_of(tmp_path, train, **options):
@@ -182,7 +183,22 @@ def test_the_trainer_still_calls_the_private_methods_that_tigon_overrides(name):
     assert f"self.{name}(" in inspect.getsource(Trainer)
 
 
-def test_the_trainer_takes_the_norm_and_the_counts_from_the_public_methods_that_tigon_overrides():
-    source = inspect.getsource(Trainer)
-    assert "self.accelerator.clip_grad_norm_(" in source, "guards/nan_guard.py: ClippedNorm"
-    assert {"self.get_cp_size()", "self.get_tp_size()"} <= set(re.findall(r"self\.get_\wp_size\(\)", source))
+def test_the_trainer_takes_the_norm_from_the_public_method_that_tigon_overrides():
+    assert "self.accelerator.clip_grad_norm_(" in inspect.getsource(Trainer), "guards/nan_guard.py: ClippedNorm"
+
+
+def test_the_trainer_counts_a_shared_row_as_its_version_says():
+    source = inspect.getsource(Trainer._get_num_items_in_batch)
+    counted = {"self.get_cp_size()", "self.get_tp_size()"} <= set(re.findall(r"self\.get_\wp_size\(\)", source))
+    assert counted != guarded.COUNTS_SHARED_ROWS_AGAIN
+
+
+def test_learned_tokens_of_shared_rows_are_counted_once_also_by_older_trainers(tmp_path, monkeypatch):
+    """Versions before 5.19 count them in every process that shares the rows."""
+    trainer = trainer_of(tmp_path, config())
+    batch = next(iter(trainer.get_train_dataloader()))
+    once = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)[1]
+    monkeypatch.setattr(guarded, "shards_of", lambda model: 2)
+    monkeypatch.setattr(guarded, "COUNTS_SHARED_ROWS_AGAIN", True)
+    monkeypatch.setattr(Trainer, "_get_num_items_in_batch", lambda *_: once * 2)
+    assert trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)[1] == once

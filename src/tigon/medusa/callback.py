@@ -53,6 +53,9 @@ class HeadsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is u
         heads.ranked = step == 0 or (step + 1) % int(args.logging_steps) == 0
         heads.evaluated = None
 
+    def begin_evaluation(self, model: Any) -> None:
+        heads_of(model).state.evaluated = None
+
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, *, model: Any, inputs: Mapping[str, Any],
         precision: Callable[[], AbstractContextManager[Any]], counted: list[Callable[[], None]], has_samples: bool,

@@ -252,6 +252,10 @@ class AddedModules(Protocol):
         """A checkpoint holds only the weights whose names begin with it; None: all of them."""
         ...
 
+    def begin_evaluation(self, model: Any) -> None:
+        """Forget what an earlier evaluation has summed up that ended without metrics."""
+        ...
+
     def counted(self, model: Any) -> dict[str, Any]:
         """What this process has summed up since the last record; a checkpoint between two records saves it."""
         ...

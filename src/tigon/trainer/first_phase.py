@@ -13,6 +13,7 @@ from tigon.trainer import engine
 from tigon.trainer import trainer as trainers
 from tigon.trainer.checkpoint import final_model
 from tigon.trainer.distributed import launch
+from tigon.trainer.guards import self_test
 from tigon.trainer.prepare import Prepared
 
 
@@ -31,7 +32,7 @@ def train_base(prepared: Prepared, run: Path, callbacks: Sequence[Any]) -> None:
     })  # fmt: skip
     built, _ = engine.build(
         recipe.model, prepared.config, settings, prepared.run_info, device=prepared.device, seed=base.train.seed,
-        kernels=recipe.model.kernels, base=partial,
+        kernels=recipe.model.kernels, base=partial, ops=self_test.without(prepared.wrong_ops),
     )  # fmt: skip
     args = trainers.arguments(
         base.train, settings, prepared.run_info, folder=run / "checkpoints", device=prepared.device, evaluate=False

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
@@ -49,6 +51,8 @@ from tigon.trainer.step import TrainingStep
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
 SCHEDULER = "scheduler.pt"  # the Trainer's name
+COUNTS_SHARED_ROWS_AGAIN = Version(transformers.__version__) < Version("5.19.dev0")
+"""Whether this Trainer's count of learned tokens ignores `get_cp_size`. That of 5.18 does, that of 5.19 does not."""
 WORKER_TIMEOUT_S = 600  # for one batch from a data loader process, which takes milliseconds to prepare it
 
 
@@ -240,6 +244,16 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
                 each.timeout, each.worker_init_fn = WORKER_TIMEOUT_S, start
         return loader
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """A step's micro-batches, and their learned tokens in all processes, by which the losses are divided.
+
+        Before transformers 5.19 the Trainer counts a row once for each process that shares it.
+        """
+        batches, n_learned = super().get_batch_samples(*args, **kwargs)
+        if n_learned is not None and COUNTS_SHARED_ROWS_AGAIN:
+            n_learned = n_learned / self.get_cp_size()
+        return batches, n_learned
+
     def get_cp_size(self) -> int:
         """The processes that share each row. The Trainer counts the learned tokens and the samples of a row once."""
         return shards_of(self.model)
@@ -344,7 +358,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if self.added is None or self.added.saved_prefix is None:
             super().save_model(str(folder), _internal_call)
             return
-        state = self.gathered_state() if self.is_deepspeed_enabled else None
+        state = self.gathered_state() if self.is_deepspeed_enabled or self.is_fsdp_enabled else None
         state = self._kept(self.model, state)
         self.model.save_pretrained(folder, state_dict=state, is_main_process=self.args.should_save)
 

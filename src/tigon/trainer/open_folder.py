@@ -139,37 +139,59 @@ def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
         run.append({"event": "checkpoint", "step": 0, "unused_tensors": list(prepared.unused_tensors)})
 
 
-def check_same_inputs(recipe: Recipe, data: Mapping[str, Any]) -> None:
-    """Check that every machine has the same recipe and has read the same data. Every process calls it.
+def check_same_recipe(recipe: Recipe) -> None:
+    """Check that every process has read the same recipe with the same --set options. Every process calls it.
 
-    Args:
-        recipe: The recipe as it was read.
-        data: `Prepared.data`.
+    recipe: The recipe as this process has read it, before a resumed run divides its samples.
 
     Raises:
-        RecipeError: In the main process, if a machine has another recipe.
-        DataError: In the main process, if a machine has other data.
+        RecipeError: In the main process, if a process has another recipe.
         SystemExit: In the other processes then, with code 2.
     """
-    if not launch.has_several_nodes():
-        return
-    own = (socket.gethostname(), repr(recipe.as_mapping()), data["fingerprint"], data["tokens"])
-    answers = launch.gather(own)
-    host, recipe_text, fingerprint, tokens = answers[0]
-    other = next((rank for rank, answer in enumerate(answers) if answer[1:3] != (recipe_text, fingerprint)), None)
-    if other is None:
-        return
-    if launch.rank() > 0:
-        raise SystemExit(2)
-    if answers[other][1] != recipe_text:
+    if (found := _different(repr(recipe.as_mapping()))) is not None:
+        host, other, its_host, _ = found
         raise RecipeError(
-            f"the recipe or its --set options of process {other} on {answers[other][0]} differ from those of process 0 "
+            f"the recipe or its --set options of process {other} on {its_host} differ from those of process 0 "
             f"on {host}; start the same command on every machine"
         )
-    raise DataError(
-        f"the data of process {other} on {answers[other][0]} differ from those of process 0 on {host} "
-        f"({answers[other][3]:,} and {tokens:,} tokens); give all machines the same data files"
-    )
+
+
+def check_same_data(data: Mapping[str, Any]) -> None:
+    """Check that every process has read the same data. Every process calls it.
+
+    data: `Prepared.data`.
+
+    Raises:
+        DataError: In the main process, if a process has other data.
+        SystemExit: In the other processes then, with code 2.
+    """
+    if (found := _different((data["fingerprint"], data["tokens"]))) is not None:
+        host, other, its_host, (_, tokens) = found
+        raise DataError(
+            f"the data of process {other} on {its_host} differ from those of process 0 on {host} "
+            f"({tokens:,} and {data['tokens']:,} tokens); give all machines the same data files"
+        )
+
+
+def _different(own: Any) -> tuple[str, int, str, Any] | None:
+    """Compare a value of every process with that of process 0. On one machine they are not compared.
+
+    Returns:
+        (the main process's machine, the first process with another value, its machine, its value), or None if all are
+        the same.
+
+    Raises:
+        SystemExit: In the processes other than the main one if a value differs, with code 2.
+    """
+    if not launch.has_several_nodes():
+        return None
+    (host, first), *others = launch.gather((socket.gethostname(), own))
+    for other, (its_host, value) in enumerate(others, start=1):
+        if value != first:
+            if launch.rank() > 0:
+                raise SystemExit(2)
+            return host, other, its_host, value
+    return None
 
 
 def lines(path: Path) -> list[str]:

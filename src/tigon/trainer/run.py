@@ -1,6 +1,7 @@
 """`tigon train`, in order: read, check, prepare, sample, train, evaluate, sample, save, compare, report.
 
-Everything up to `prepare` only reads, but a restart by torchrun removes the folder of an attempt that saved nothing.
+Everything up to `prepare` only reads, but a restart by torchrun removes the folder of an attempt that saved no
+checkpoint and no model.
 The run folder is created after the last check.
 """
 
@@ -76,7 +77,7 @@ def train(
     preflight.check_trackers(recipe.train.report_to)
     _check_data(recipe)
     resume = resume or torchrun.interrupted(recipe.output) is not None
-    run = None
+    run, asked = None, recipe
     if resume and _looks_for_run():
         if division := run_folder.division(recipe):
             overrides = [*overrides, *division]
@@ -102,6 +103,8 @@ def train(
         if run is not None and launch.rank() == 0:
             held.enter_context(run_folder.locked(run.path))
             run = run_folder.with_checkpoint(run, recipe)
+        connect(recipe, device)
+        open_folder.check_same_recipe(asked)
         return _train_alone_or_joined(recipe, device, run, path, overrides, held)
 
 
@@ -138,12 +141,11 @@ def _train_alone_or_joined(
     from rich.console import Console
 
     console = Console(highlight=False, quiet=launch.rank() > 0)
-    connect(recipe, device)
     if launch.has_several_nodes():  # only the main process has looked for the run and divided its samples
         run, overrides = launch.broadcast((run, overrides))
         recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     prepared = prepare(recipe, device)
-    open_folder.check_same_inputs(recipe, prepared.data)
+    open_folder.check_same_data(prepared.data)
     held.enter_context(nvme_swap.own_files(recipe.sharding.nvme_folder))
     command = _command(path, overrides)
     if run is None:

@@ -200,9 +200,7 @@ def _exists(target: Path, command: str) -> RunFolderError:
         return RunFolderError(f"{target}: another process is training into this run folder; {another}")
     if checkpoint.newest_metadata(target / CHECKPOINTS):
         return RunFolderError(f"{target}: this run folder exists; continue it with `{command} --resume`, or {another}")
-    # Final weights lie in model/, adapters/ or a folder of the objective; base/ has those from before training.
-    trained = [path.parent.name for path in target.glob("*/*.safetensors") if path.parent.name != "base"]
-    if trained:
+    if trained := trained_folders(target):
         return RunFolderError(
             f"{target}: this run folder exists and holds trained weights in {trained[0]}/, without a checkpoint to "
             f"continue from; {another}"
@@ -211,6 +209,15 @@ def _exists(target: Path, command: str) -> RunFolderError:
         f"{target}: this run folder exists, and its run ended without a complete checkpoint; remove the folder with "
         f"`rm -r {shlex.quote(str(target))}`, or {another}"
     )
+
+
+def trained_folders(path: Path) -> list[str]:
+    """The folders in the run folder `path` that hold final weights: model/, adapters/ or one of the objective.
+
+    base/, or base-partial/ while it is written, has weights from before the run's own training.
+    """
+    names = {file.parent.name for file in path.glob("*/*.safetensors")}
+    return sorted(names - {"base", "base-partial"})
 
 
 def _is_in_use(file: Path) -> bool:

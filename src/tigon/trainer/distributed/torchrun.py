@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from tigon.errors import ProcessError
+from tigon.errors import ProcessError, RunFolderError
 from tigon.recipe.keys import OutputConfig
 from tigon.trainer import run_folder
 from tigon.trainer.distributed import launch, signals
@@ -155,13 +155,26 @@ def mark(path: Path) -> None:
 def interrupted(output: OutputConfig) -> Path | None:
     """The run folder of an earlier attempt of this launch that has a checkpoint; None if there is none.
 
-    An earlier attempt without a checkpoint has nothing to continue. The main process removes its folder.
+    An earlier attempt without a checkpoint has nothing to continue. The main process removes its folder, unless it
+    holds a trained model or the summary of a complete run.
+
+    Raises:
+        RunFolderError: In the main process, if it holds one.
+        SystemExit: In the other processes then, with code 2.
     """
     path = run_folder.newest(output) if launch_name() is not None else None
     if path is None or not _is_marked(path):
         return None
     if any((path / run_folder.CHECKPOINTS).glob("checkpoint-*")):
         return path
+    trained = [f"{name}/" for name in run_folder.trained_folders(path)]
+    if (path / run_folder.SUMMARY).exists() or trained:
+        if launch.rank() > 0:
+            raise SystemExit(2)
+        raise RunFolderError(
+            f"{path}: an earlier attempt of this launch has written {', '.join(trained) or run_folder.SUMMARY} and has "
+            "no checkpoint to continue from; the folder is kept. Stop the launcher; a new run needs another output.name"
+        )
     if launch.rank() == 0:
         shutil.rmtree(path)
     return None

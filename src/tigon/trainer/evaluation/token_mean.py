@@ -50,6 +50,8 @@ class TokenMean:
         trainer, first = self.trainer, 0
         was_training = trainer.model.training
         trainer.model.eval()
+        if trainer.added is not None:
+            trainer.added.begin_evaluation(trainer.model)
         sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
         try:
             while first < len(samples):

@@ -5,6 +5,7 @@ On a CPU nothing is predicted, because the planner's estimates are for GPUs.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -202,12 +203,21 @@ def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *,
     """`overrides` and the assignments of --auto, which are printed.
 
     Raises:
-        RecipeError: `resume` is set, the run is on the CPU, a check refuses the recipe, or nothing fits.
+        RecipeError: A launcher other than tigon's has started the processes, `resume` is set, the run is on the CPU, a
+            check refuses the recipe, or nothing fits.
+        SystemExit: In the other processes under such a launcher, with code 2.
     """
     from rich.console import Console
 
-    if launch.started_by_launcher():  # the launcher process has already chosen
+    if launch.LAUNCHER in os.environ:  # `tigon train` has chosen before it started this process
         return list(overrides)
+    if launch.started_by_launcher():
+        if launch.rank() > 0:
+            raise SystemExit(2)
+        raise RecipeError(
+            "--auto under a launcher such as torchrun: tigon chooses before the processes start; leave --auto out and "
+            "set what `tigon plan` prints for the recipe, or start the run with `tigon train --gpus N --auto`"
+        )
     if resume:
         raise RecipeError("--auto with --resume: a resumed run keeps its techniques; leave --auto out")
     if device.type != "cuda":
