@@ -29,7 +29,7 @@ from tigon.ops.head.divided_cross_entropy import divided_cross_entropy
 from tigon.ops.head.exponentials import add_exp_weight_grad, exp_hidden_grad, exp_weight_grad, needs_fp32_logits
 from tigon.ops.head.inputs import NOTHING, Head, Wanted, low_rank_hidden
 from tigon.ops.head.loop import ChunkOptions, chunk_loop
-from tigon.ops.head.loss_call import LossCall
+from tigon.ops.head.loss_arguments import LossArguments
 from tigon.ops.head.plan import MIB, TILE, plan_for
 from tigon.ops.losses.cross_entropy import Reduction, cross_entropy_oracle, loss_inputs
 from tigon.ops.losses.cross_entropy_rows import TokenLabels, scale_rows
@@ -55,7 +55,7 @@ _PRODUCT_BYTES = 64 * MIB
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> LossResults:
-        """args: the tensors of a `Head`, then the call, whether gradients are enabled, and the leaf of the weight."""
+        """args: the tensors of a `Head`, its `LossArguments`, whether gradients are enabled, and the leaf of the weight."""
         *tensors, call, grad_enabled, ctx.leaf = args
         wanted, head = Wanted.of(ctx.needs_input_grad[:5], grad_enabled), Head(*tensors)
         places = Places(call.index, head.tokens)
@@ -247,12 +247,12 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> _Grads:
 _BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
 
 
-def _run(head: Head, call: LossCall, leaf: LeafGradient | None = None) -> LossResults:
+def _run(head: Head, call: LossArguments, leaf: LeafGradient | None = None) -> LossResults:
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     return LossResults(*LinearCrossEntropy.apply(*head, call, torch.is_grad_enabled(), leaf))
 
 
-def _apply(head: Head, call: LossCall) -> LossResults:
+def _apply(head: Head, call: LossArguments) -> LossResults:
     return _run(head, call)
 
 
@@ -335,7 +335,7 @@ def linear_cross_entropy(
         DoubleBackwardError: in backward, with create_graph=True.
     """
     head = Head.of(hidden, weight, bias)
-    call = LossCall.of(
+    call = LossArguments.of(
         head, hidden.shape[:-1], target, class_weight=class_weight, ignore_index=ignore_index, reduction=reduction,
         softcap=softcap, label_smoothing=label_smoothing, logit_scale=logit_scale, z_loss=z_loss, num_items=num_items,
         token_weight=token_weight, chunk_bytes=chunk_bytes, fp32_accumulate=fp32_accumulate, memory_bytes=memory_bytes,
