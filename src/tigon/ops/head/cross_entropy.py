@@ -55,7 +55,7 @@ _PRODUCT_BYTES = 64 * MIB
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> LossResults:
-        """args: the tensors of a `Head`, its `LossArguments`, whether gradients are enabled, and the leaf of the weight."""
+        """args: the tensors of a `Head`, the other arguments, whether gradients are enabled, the leaf of the weight."""
         *tensors, call, grad_enabled, ctx.leaf = args
         wanted, head = Wanted.of(ctx.needs_input_grad[:5], grad_enabled), Head(*tensors)
         places = Places(call.index, head.tokens)

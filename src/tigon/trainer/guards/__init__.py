@@ -1,7 +1,7 @@
 """Guards against faults that waste a run's hours or its result, and the choices of `auto`. One file per kind:
 
-preflight.py           a run that cannot start or end: a missing package, no such device, a technique that it cannot use,
-                       too many tokens for the model, too little memory or disk space. It refuses the run.
+preflight.py           a run that cannot start or end: a missing package, no such device, a technique that it cannot
+                       use, too many tokens for the model, too little memory or disk space. It refuses the run.
 adapter_checks.py      adapters that do not fit the run's model. It refuses the run.
 auto_checkpointing.py  replaces `train.checkpointing: auto` by the planner's choice for this machine.
 auto_packing.py        replaces `data.packing: null` by true or false: few rows would become too few samples.
