@@ -10,6 +10,36 @@ that to the gradients of hidden and weight. On Hopper the product of bf16 may wr
 Ignored tokens are dropped before the products, so they cost no time. The host needs the number of the remaining tokens.
 This one small copy waits for the device, unless `prepare_targets` has started it before the model's forward. Under
 torch.compile and CUDA graphs the host cannot wait, so every row is kept.
+
+The calls of one loss, in order. Files are in ops/head/ unless a folder is named. Every forward begins alike:
+
+    cross_entropy.py: linear_cross_entropy          checks the options (loss_arguments.py: LossArguments.of)
+    cross_entropy.py: LinearCrossEntropy.forward    drops ignored tokens, plans the chunks (plan.py: plan_for)
+    loop.py: chunk_loop, _chunks_body               chooses between the next two paths (exponentials.py: exp_tile)
+
+bf16 on Hopper, each chunk:
+
+    loop.py: _Chunks.run_exp, _exp_chunk
+    exponentials.py: exp_logits
+    kernels/linear_cross_entropy.py: exp_logits     three kernels: the labels' logits, the product, the rows' factors
+    exponentials.py: hidden_grad, weight_grad_into  the gradients' products, unless mode "keep" leaves them to backward
+    kernels/linear_cross_entropy.py: scaled_product, add_label_rows
+
+Elsewhere, each chunk:
+
+    loop.py: _Chunks.run, run_blocks, _Chunks.write
+    inputs.py: Head.logits_into                     the logits' product (ops/products.py: product_into)
+    ops/losses/cross_entropy_rows.py: rows_with_gradient
+    kernels/cross_entropy.py: cross_entropy_fwd     without a kernel: cross_entropy_rows.py: _fwd_reference
+    loop.py: GradientSums.add                       the gradients' products, except in mode "keep"
+
+Backward, by the plan's mode:
+
+    cross_entropy.py: LinearCrossEntropy.backward
+    "keep": _backward_keep                          the products (exponentials.py: exp_hidden_grad, exp_weight_grad;
+                                                    elsewhere ops/products.py: product_into)
+    "stream": _backward_stream                      multiplies the forward's gradients by the loss's
+    "recompute": _backward_recompute                runs loop.py: chunk_loop again, with gradients
 """
 
 from __future__ import annotations
