@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.pages import regions
 from tigon.bench import charts, record, table
-from tigon.bench.record import Measurement, RowRecord, RunRecord
+from tigon.bench.record import RunRecord
 from tigon.bench.report import draw, load, write_files
 from tigon.bench.training import charts as train_charts
 from tigon.bench.training import table as train_table
@@ -102,7 +102,7 @@ def _compared(name: str, run: RunRecord) -> list[str]:
         own = next((m for m in row.measurements if m.impl == "tigon"), None)
         peer = table.best_of(row, ("peer", "baseline"))
         if own and own.judged_ms(row.graph) and peer:
-            ratios[row.id] = (_ms(own, row) / _ms(peer, row), peer.impl)
+            ratios[row.id] = (table.median_ms(own, row) / table.median_ms(peer, row), peer.impl)
     verdicts = [table.target_result(row, target)[1] for row in run.rows for target in row.reach]
     slowest = max(ratios, key=lambda id_: ratios[id_][0], default=None)
     return [
@@ -119,12 +119,6 @@ def implementations(runs: Mapping[str, RunRecord]) -> str:
     measured = {m.impl for run in runs.values() for row in run.rows for m in row.measurements}
     rows = [(f"**{name}**", text) for name, text in MEANINGS.items() if name in measured]
     return markdown_table(("implementation", "meaning"), rows)
-
-
-def _ms(m: Measurement, row: RowRecord) -> float:
-    judged = m.judged_ms(row.graph)
-    assert judged is not None, f"{m.impl} has no time"
-    return judged.median
 
 
 def records_in(document: str) -> list[str]:

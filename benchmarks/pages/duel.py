@@ -21,7 +21,6 @@ DOCUMENT = ROOT / "docs" / "beside-unsloth.md"
 RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "duel" / "steps.json"
 NOT_MEASURED = "Not measured yet."
 SIZES = tuple("x".join(map(str, size)) for size in (SHORT, LONG))
-LIBRARIES = ("hf", "liger", "unsloth", "tigon")
 
 Record = Mapping[str, Any]
 Line = Mapping[str, Any]

@@ -44,10 +44,6 @@ def run(folder: Path, callback: TigonCallback | None, *, late: bool = False) -> 
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def is_patched(model: Any) -> bool:
-    return any(type(part).__module__.startswith("tigon") or "tigon" in repr(type(part)) for part in model.modules())
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["in the constructor", "with add_callback"])
 def test_training_is_that_of_the_unpatched_model_and_ends_unpatched(tmp_path: Path, late: bool) -> None:
     patched: list[dict[str, int]] = []

@@ -15,7 +15,7 @@ from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import dispatch, linear_cross_entropy, prepare_targets, products
 from tigon.ops.head import cross_entropy as op_module
-from tigon.ops.head import loop, loss_call
+from tigon.ops.head import loop, loss_arguments
 from tigon.ops.head.plan import MIB, ChunkRequest, buffer_bytes, make_chunk_plan, plan_within
 from tigon.ops.losses import labels
 from tigon.ops.losses.cross_entropy_rows import Rows
@@ -174,7 +174,7 @@ def test_results_of_a_chunk_are_freed_before_the_next_chunk(backend: Any, monkey
 def test_ignored_tokens_are_left_out_of_every_product(backend: Any, monkeypatch: Any) -> None:
     """Both with a plain target and with a prepared one."""
     for prepare in (False, True):
-        monkeypatch.setattr(loss_call, "_WORTH_A_WAIT_FLOPS", 0)
+        monkeypatch.setattr(loss_arguments, "_WORTH_A_WAIT_FLOPS", 0)
         x, w, target = head(backend.device, ignored=15)
         shapes = Shapes(monkeypatch)
         linear_cross_entropy(x, w, prepare_targets(target) if prepare else target).backward()
@@ -187,7 +187,7 @@ def test_ignored_tokens_are_left_out_of_every_product(backend: Any, monkeypatch:
 
 def test_few_ignored_tokens_are_computed_instead_of_gathering_the_rest(backend: Any, monkeypatch: Any) -> None:
     """One row of 64 ignored: taking it along is cheaper than gathering 63 and scattering their gradient."""
-    monkeypatch.setattr(loss_call, "_WORTH_A_WAIT_FLOPS", 0)
+    monkeypatch.setattr(loss_arguments, "_WORTH_A_WAIT_FLOPS", 0)
     torch.manual_seed(4)
     x, w = torch.randn(64, H).to(backend.device), torch.randn(V, H).to(backend.device)
     target = torch.randint(0, V, (64,)).to(backend.device)
@@ -207,7 +207,7 @@ def test_few_ignored_tokens_are_computed_instead_of_gathering_the_rest(backend: 
 
 
 def test_all_labels_ignored_computes_no_logits(backend: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(loss_call, "_WORTH_A_WAIT_FLOPS", 0)
+    monkeypatch.setattr(loss_arguments, "_WORTH_A_WAIT_FLOPS", 0)
     x, w, target = head(backend.device, ignored=N)
     shapes = Shapes(monkeypatch)
     linear_cross_entropy(x, w, target).backward()

@@ -31,14 +31,6 @@ train: {steps: 3, batch_size: 3, optimizer: adamw-8bit, checkpointing: full, gra
 on_gpu:
   data: {sequence_length: 64}
 """
-GIVEN = {
-    "sharding.zero": 0,
-    "sharding.fsdp": False,
-    "sharding.offload": "none",
-    "train.optimizer": "adamw",
-    "train.precision": "amp-bf16",
-    "train.gradient_accumulation": 1,
-}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tigon
 from helpers import relative_error
-from tigon.ops import lm_head
+from tigon.ops import products
 from tigon.ops.accumulation_fusion import GradientBuffers, accumulation_fusion, gradients_into
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
@@ -25,13 +25,13 @@ LINEARS_OF_A_LAYER = 7
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+def written_gradients(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """The address of each gradient that a product wrote to, and whether the product added to it."""
     found: list[tuple[int, bool]] = []
 
     def watched(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         found.append((out.data_ptr(), accumulate))
-        lm_head.product_into(a, b, out, accumulate)
+        products.product_into(a, b, out, accumulate)
 
     monkeypatch.setattr(fused_linear, "product_into", watched)
     return found
@@ -91,7 +91,7 @@ def test_gradients_err_at_most_twice_the_usual_error(device: str, precision: str
 
 @recomputed_or_not
 def test_first_micro_batch_writes_to_grad_in_the_products_and_later_ones_add(
-    recomputes: bool, products: list[tuple[int, bool]]
+    recomputes: bool, written_gradients: list[tuple[int, bool]]
 ) -> None:
     model, graphs = graphed(recomputes=recomputes, fused=True)
     of_layers = LINEARS_OF_A_LAYER * len(graphs.layers)
@@ -100,10 +100,10 @@ def test_first_micro_batch_writes_to_grad_in_the_products_and_later_ones_add(
     for adds in (True, True, False):
         if not adds:
             model.zero_grad()
-        products.clear()
+        written_gradients.clear()
         micro_batches(model, 1)
         addresses = {p.grad.data_ptr() for p in layers.parameters() if p.ndim == 2 and p.grad is not None}
-        in_layers = [(address, added) for address, added in products if address in addresses]
+        in_layers = [(address, added) for address, added in written_gradients if address in addresses]
         assert len(addresses) == len(in_layers) == of_layers
         assert {added for _, added in in_layers} == {adds}
 
@@ -124,13 +124,13 @@ def test_only_the_other_gradients_are_added_after_a_layers_backward(monkeypatch:
     assert added == [2 + 4] * len(graphs.layers)  # two norms and four biases
 
 
-def test_autocast_sums_unrounded_products_in_fp32(products: list[tuple[int, bool]]) -> None:
+def test_autocast_sums_unrounded_products_in_fp32(written_gradients: list[tuple[int, bool]]) -> None:
     model, _ = graphed(fused=True)
     errors = []
     for one in (model, model_of(fused=True)):
-        products.clear()
+        written_gradients.clear()
         got = gradients(one, autocast=True)
-        assert products
+        assert written_gradients
         want = gradients(model_of().double())
         name = "model.layers.2.mlp.down_proj.weight"
         errors.append(relative_error(got[name], want[name]))
@@ -171,7 +171,7 @@ def test_hooks_see_each_micro_batchs_share_and_sum(device: str) -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_weight_with_several_products_gets_their_sum(products: list[tuple[int, bool]]) -> None:
+def test_weight_with_several_products_gets_their_sum(written_gradients: list[tuple[int, bool]]) -> None:
     def shared(model: Any) -> Any:
         """One weight for two fused layers, and one for a fused layer and an ordinary product."""
         for layer in model.model.layers:
@@ -182,12 +182,12 @@ def test_weight_with_several_products_gets_their_sum(products: list[tuple[int, b
 
     got, want = shared(graphed(fused=True)[0]), shared(model_of())
     pairs = zip(gradients(got).items(), gradients(want).items(), strict=True)
-    assert products
+    assert written_gradients
     for (name, grad), (_, expected) in pairs:
         assert relative_error(grad, expected) <= 1e-6, name
 
 
-def test_frozen_weights_and_adapters_train_as_without_fusion(products: list[tuple[int, bool]]) -> None:
+def test_frozen_weights_and_adapters_train_as_without_fusion(written_gradients: list[tuple[int, bool]]) -> None:
     peft = pytest.importorskip("peft")
 
     def adapted(model: Any) -> Any:
@@ -206,21 +206,21 @@ def test_frozen_weights_and_adapters_train_as_without_fusion(products: list[tupl
         if change is adapted:
             fused.enable_input_require_grads()
             plain.enable_input_require_grads()
-        products.clear()
+        written_gradients.clear()
         got, want = gradients(fused), gradients(plain)
-        assert bool(products) == fuses and got.keys() == want.keys()
+        assert bool(written_gradients) == fuses and got.keys() == want.keys()
         for name, expected in want.items():
             assert relative_error(got[name], expected) <= 1e-6, name
 
 
-def test_fp8_layers_return_their_gradients(products: list[tuple[int, bool]]) -> None:
+def test_fp8_layers_return_their_gradients(written_gradients: list[tuple[int, bool]]) -> None:
     results: list[dict[str, Tensor]] = []
     for model in (graphed()[0], graphed()[0]):
         tigon.patch_fp8(model.bfloat16(), bf16_layers=0)
         if results:
             fuse_linears(model.model)
         results.append(gradients(model))
-    assert not products
+    assert not written_gradients
     assert_equal(*results)
 
 

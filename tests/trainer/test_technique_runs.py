@@ -63,7 +63,6 @@ def settings(name: str) -> dict[str, Any]:
 
 
 on_cpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" in row.devices])
-only_gpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" not in row.devices])
 
 
 def resumed_and_whole(

@@ -47,10 +47,10 @@ def _summary_cells(row: RowRecord) -> list[str]:
     return [
         f"{row.op} {'x'.join(map(str, row.shape))}{', peaked' if row.logits == 'peaked' else ''}"
         f"{', ' + row.problem if row.problem else ''}",
-        _number(_ms(best, row)) if best else _why_not(own),
+        _number(median_ms(best, row)) if best else _why_not(own),
         (_named(peer, row) if peer else "-") + (f", {_named(wrong, row)} {WRONG}" if wrong else ""),
         f"{_number(bound_ms)} ({kind})",
-        f"{100 * bound_ms / _ms(best, row):.0f} %" if best else "-",
+        f"{100 * bound_ms / median_ms(best, row):.0f} %" if best else "-",
         "<br>".join(target_result(row, target)[0] for target in row.reach) or "-",
         f"{_mib(best)} / {_mib(peer)}",
         f"{_worst(best)} / {_worst(next((m for m in row.measurements if m.role == 'baseline'), None))}",
@@ -65,7 +65,7 @@ def bound(row: RowRecord) -> tuple[float, str]:
     """
     products = next((m for m in row.measurements if m.role == "limit" and m.judged_ms(row.graph)), None)
     if products is not None:
-        return _ms(products, row), products.impl
+        return median_ms(products, row), products.impl
     return row.limit_ms, "FLOPs" if row.flops else "copy"
 
 
@@ -79,14 +79,14 @@ def best_of(row: RowRecord, roles: Sequence[str], memory_gib: float | None = Non
         and not m.breaks_rule
         and (memory_gib is None or (m.extra_peak_bytes is not None and m.extra_peak_bytes <= memory_gib * 2**30))
     ]
-    return min(fitting, key=lambda m: _ms(m, row), default=None)
+    return min(fitting, key=lambda m: median_ms(m, row), default=None)
 
 
 def _faster_but_wrong(row: RowRecord) -> Measurement | None:
     right = best_of(row, ("peer", "baseline"))
     wrong = [m for m in row.measurements if m.role == "peer" and m.breaks_rule and m.judged_ms(row.graph)]
-    fastest = min(wrong, key=lambda m: _ms(m, row), default=None)
-    if fastest is None or (right is not None and _ms(right, row) <= _ms(fastest, row)):
+    fastest = min(wrong, key=lambda m: median_ms(m, row), default=None)
+    if fastest is None or (right is not None and median_ms(right, row) <= median_ms(fastest, row)):
         return None
     return fastest
 
@@ -114,9 +114,9 @@ def _value(row: RowRecord, target: dict[str, Any], of: Measurement) -> float | N
     quantity = target["quantity"]
     if quantity == "ratio":
         vs = next((m for m in row.measurements if m.impl == target["vs"]), None)
-        return None if vs is None or vs.judged_ms(row.graph) is None else _ms(of, row) / _ms(vs, row)
+        return None if vs is None or vs.judged_ms(row.graph) is None else median_ms(of, row) / median_ms(vs, row)
     if quantity == "ms":
-        return _ms(of, row)
+        return median_ms(of, row)
     if quantity == "kept_bytes":
         return None if of.kept_bytes is None else of.kept_bytes / row.input_bytes
     value = getattr(of, quantity)
@@ -178,7 +178,7 @@ def _detail_cells(m: Measurement, row: RowRecord) -> list[str]:
         f"{m.host_us:.0f}" if m.host_us is not None else "-",
         _mib(m),
         rate,
-        f"{100 * bound(row)[0] / _ms(m, row):.0f} %" if m.role != "variant" else "-",
+        f"{100 * bound(row)[0] / median_ms(m, row):.0f} %" if m.role != "variant" else "-",
         _worst(m) + (f" {WRONG}" if m.breaks_rule else ""),
     ]
 
@@ -212,7 +212,8 @@ def folded(title: str, text: str) -> str:
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def _ms(m: Measurement, row: RowRecord) -> float:
+def median_ms(m: Measurement, row: RowRecord) -> float:
+    """The median of the times by which the measurement is judged. It must have been timed."""
     judged = m.judged_ms(row.graph)
     assert judged is not None, f"{m.impl} has no time"
     return judged.median
@@ -220,7 +221,7 @@ def _ms(m: Measurement, row: RowRecord) -> float:
 
 def _named(m: Measurement, row: RowRecord) -> str:
     launches = m.graph_ms is None and any(other.graph_ms for other in row.measurements)
-    return f"{_number(_ms(m, row))} ({m.impl}{', with launches' if launches else ''})"
+    return f"{_number(median_ms(m, row))} ({m.impl}{', with launches' if launches else ''})"
 
 
 def _why_not(m: Measurement | None) -> str:

@@ -2,6 +2,7 @@
 
 base.py             The protocols, and the dataclasses that objectives exchange with the trainer and the report.
 causal_lm.py        Next-token prediction.
+vision_language.py  Next-token prediction with images.
 medusa.py           Prediction of later tokens, by heads on the model.
 post_training.py    The parts that dpo.py, kto.py, orpo.py, grpo.py, distill.py and reward.py share; TRL trains these.
 planned_post_training.py  What they have in common for the planner.

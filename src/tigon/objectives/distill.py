@@ -12,13 +12,12 @@ from tigon.data.preferences import PROMPTS
 from tigon.errors import UsageError
 from tigon.integrations.trl.traced import TracedModel, divergence
 from tigon.models.loading.config import load_config
-from tigon.objectives.base import FrozenModel, Generation, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import (
     TIME_WITHOUT_WRITING,
     UNCOMPARED,
-    PlannedPostTraining,
     PlannedTeacher,
-    padded,
+    PlannedWithCompletions,
 )
 from tigon.objectives.post_training import PostTraining
 from tigon.recipe.keys import ModelConfig
@@ -26,10 +25,9 @@ from tigon.techniques.keys.settings import Settings
 
 
 @dataclass(frozen=True)
-class PlannedDistillation(PlannedPostTraining):
+class PlannedDistillation(PlannedWithCompletions):
     """One pass of the student and one of the teacher over the student's completions, then their divergence."""
 
-    completion_tokens: int = 64
     beta: float = 1.0
     teacher: PlannedTeacher | None = None
     """None: the model itself, after other training."""
@@ -44,16 +42,6 @@ class PlannedDistillation(PlannedPostTraining):
                 f"{ours}; name a teacher with the model's tokenizer."
             )
         return (FrozenModel(name=self.teacher.name, config=self.teacher.config),)
-
-    def sequence_tokens(self, seq: int) -> int:
-        return seq + self.completion_tokens
-
-    def generation(self, seq: int) -> Generation:
-        return Generation(prompt_tokens=seq, new_tokens=self.completion_tokens)
-
-    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
-        prompts = padded(batch, seq, "prompt_ids", "prompt_mask")
-        return {**prompts, **padded(batch, self.completion_tokens, "completion_ids", "completion_mask")}
 
     def description(self) -> str:
         own = super().description()

@@ -12,27 +12,26 @@ from tigon.data.preferences import PROMPTS
 from tigon.errors import RecipeError
 from tigon.integrations.trl.traced import GRPO_OUTPUTS
 from tigon.models.loading.presets import PRESETS
-from tigon.objectives.base import FrozenModel, Generation, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import (
     COMPARED,
     TIME_WITHOUT_WRITING,
+    PlannedWithCompletions,
     PlannedWithReference,
     logprobs_of,
-    padded,
 )
 from tigon.objectives.post_training import PostTraining
 from tigon.techniques.keys.settings import Settings
 
 
 @dataclass(frozen=True)
-class PlannedGRPO(PlannedWithReference):
+class PlannedGRPO(PlannedWithCompletions, PlannedWithReference):
     """One pass over prompts with completions. A sample is a completion; the run writes them before the micro-batches.
 
     With beta above 0 the reference's log-probabilities are computed before the micro-batches, one of them at a time.
     """
 
     generations: int = 8
-    completion_tokens: int = 64
     has_reference: bool = False
 
     @property
@@ -47,18 +46,8 @@ class PlannedGRPO(PlannedWithReference):
     def frozen_models(self, trained: FrozenModel, settings: Settings) -> tuple[FrozenModel, ...]:
         return super().frozen_models(trained, settings) if self.has_reference else ()
 
-    def sequence_tokens(self, seq: int) -> int:
-        return seq + self.completion_tokens
-
-    def generation(self, seq: int) -> Generation:
-        return Generation(prompt_tokens=seq, new_tokens=self.completion_tokens)
-
     def notes(self) -> tuple[str, ...]:
         return (COMPARED, TIME_WITHOUT_WRITING)
-
-    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
-        prompts = padded(batch, seq, "prompt_ids", "prompt_mask")
-        return {**prompts, **padded(batch, self.completion_tokens, "completion_ids", "completion_mask")}
 
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
         ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)

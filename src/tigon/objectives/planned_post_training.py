@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon.integrations.trl.traced import TracedModel, adapters_off, token_logprobs
 from tigon.objectives import post_training_rules
-from tigon.objectives.base import FrozenModel, TracedModels
+from tigon.objectives.base import FrozenModel, Generation, TracedModels
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.techniques.keys.settings import Settings
 
@@ -84,6 +84,23 @@ class PlannedWithReference(PlannedPostTraining):
         with torch.no_grad(), adapters:
             (logprobs_BT,) = logprobs_of(models, model, ids_BT, labels_BT, kept=kept)
         return logprobs_BT
+
+
+@dataclass(frozen=True)
+class PlannedWithCompletions(PlannedPostTraining):
+    """An objective that trains on completions that the run writes."""
+
+    completion_tokens: int = 64
+
+    def sequence_tokens(self, seq: int) -> int:
+        return seq + self.completion_tokens
+
+    def generation(self, seq: int) -> Generation:
+        return Generation(prompt_tokens=seq, new_tokens=self.completion_tokens)
+
+    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
+        prompts = padded(batch, seq, "prompt_ids", "prompt_mask")
+        return {**prompts, **padded(batch, self.completion_tokens, "completion_ids", "completion_mask")}
 
 
 def logprobs_of(

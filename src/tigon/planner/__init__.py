@@ -1,11 +1,13 @@
 """Predicts the memory and time of a training run without a GPU.
 
-request.py         the input: a model, a batch and the run's techniques
-gpus.py            GPUs as data
-estimate.py        the pipeline, and its result
-simulated_run.py   memory of a run over three steps
-step_time.py       seconds of a step
-collector.py       no garbage collections while a plan is made
+request.py            the input: a model, a batch and the run's techniques
+remembered_config.py  the config of a model that an earlier plan has loaded
+gpus.py               GPUs as data
+estimate.py           the pipeline, and its result
+simulated_run.py      memory of a run over three steps
+step_time.py          seconds of a step
+model_plan.py         `tigon.plan` and `tigon.checkpoint`, for a model in your own code
+collector.py          no garbage collections while a plan is made
 
 trace/             one micro-batch of the real model code on fake tensors
 simulate/          memory by component, the caching allocator, the roofline

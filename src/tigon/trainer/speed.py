@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tigon.profiler.recording.device import used_bytes
+from tigon.profiler.recording.device_memory import used_bytes
 from tigon.techniques import tensor_parallel
 from tigon.techniques.sequence_parallel import shards_of
 

@@ -1,8 +1,14 @@
 """One training step, in the order in which it runs.
 
 The Trainer of transformers runs the loop, also for TRL's trainers. A comment `# Trainer:` stands for lines of its
-`_run_epoch`, and the methods between them are tigon's part at this point. `GuardedTrainer` calls `micro_batch`, `loss`
-and `log` from public methods of the Trainer. The methods `on_...` are events of the Trainer's callbacks.
+`_run_epoch`, and the methods between them are tigon's part at this point.
+
+- `GuardedTrainer.training_step` calls `micro_batch`. The Trainer's own `training_step`, which is `forward_backward`
+  here, calls `GuardedTrainer.compute_loss`, and that calls `loss`. `GuardedTrainer.log` calls `log`.
+- A causal model computes its loss in its own forward pass. The head of a patched model does so in
+  models/seams/head/loss.py.
+- The hook around the Trainer's `clip_grad_norm_` fills `norm.value` (guards/nan_guard.py: `ClippedNorm`).
+- The methods `on_...` are events of the Trainer's callbacks.
 """
 
 from __future__ import annotations

@@ -4,15 +4,26 @@ from tigon.compat.liger import apply_liger_kernel_to_llama, LigerRMSNorm    # na
 tigon.compat.liger.install()                                               # `import liger_kernel` then uses tigon
 python -m tigon.compat.liger script.py [args]                              # runs an unmodified script with tigon
 
-`offered.py` lists every name with the file that has it, and `absent.py` lists the names that tigon refuses, with the
-reason. `rows.py` makes functions and modules from lines of Liger's parameters. `aliases.py` lets `import liger_kernel`
-find them.
+    offered.py          every name that tigon offers, with the file that has it
+    absent.py           the names that tigon refuses, with the reason or with what to use instead
+    aliases.py          `install` and `uninstall`: `import liger_kernel` finds the names
+    __main__.py         runs a script with tigon
+    rows.py             makes functions and modules from lines of Liger's parameters
+    errors.py           errors that are tigon's and also of the type that Liger raises
+    loss_dtype.py       the dtype of the losses
 
-    layers.py, modules.py           norms, gated units, rotary embeddings, MLPs and experts
-    cross_entropy.py                the two cross entropies
-    divergences.py                  JSD, KL and total variation of rows, and the JSD of two heads
-    preference.py, kto.py, grpo.py, distillation.py, heads.py, policy.py    the losses of `chunked_loss`, and GRPO
-    patching/                       `apply_liger_kernel_to_*`, the Auto class, and what Trainer calls
+    layers.py           norms, gated units, rotary embeddings and experts
+    modules.py          norms, MLPs and experts as modules
+    cross_entropy.py    the two cross entropies
+    divergences.py      JSD, KL and total variation of rows, and the JSD of two heads
+    distillation.py     the JSD of two heads with the loss on the labels
+    preference.py       DPO, CPO, SimPO and ORPO
+    kto.py              KTO
+    grpo.py             GRPO and its family
+    policy.py           GRPO's policy losses from log-probabilities per token
+    heads.py            log-probabilities of a head, for the losses above
+    utils.py            `liger_kernel.utils`
+    patching/           `apply_liger_kernel_to_*`, the Auto class, and what Trainer calls
 """
 
 from __future__ import annotations

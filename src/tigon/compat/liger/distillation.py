@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tigon import ops
-from tigon.compat.liger.errors import FlagConflict
+from tigon.compat.liger.divergences import check_temperature
 from tigon.compat.liger.rows import function, module
 from tigon.errors import ShapeError
 
@@ -38,7 +38,7 @@ def fused_linear_jsd(
     from the teacher, whose share of the mixture is `beta`; `temperature` changes soft only. With return_soft_hard_loss
     the result is (loss, soft, hard), where soft and hard carry no gradient. The teacher gets none either.
     """
-    _check(temperature)
+    check_temperature(temperature)
     for name, hidden in (("student_input", student_input), ("teacher_input", teacher_input)):
         if hidden.ndim != 2 or true_labels.shape != hidden.shape[:1]:
             raise ShapeError(
@@ -80,11 +80,6 @@ def fused_linear_jsd(
     return (loss, soft.detach(), hard.detach()) if return_soft_hard_loss else loss
 
 
-def _check(temperature: float, **others: object) -> None:
-    if temperature == 0:
-        raise FlagConflict("temperature=0: the logits are divided by it; pass another number.")
-
-
 liger_fused_linear_jsd = fused_linear_jsd
 LigerFusedLinearJSDFunction = function("LigerFusedLinearJSDFunction", fused_linear_jsd)
 LigerFusedLinearJSDLoss = module(
@@ -92,5 +87,5 @@ LigerFusedLinearJSDLoss = module(
     fused_linear_jsd,
     holds="weight_hard_loss weight_soft_loss beta ignore_index temperature compiled chunk_size return_soft_hard_loss",
     takes="student_input student_weight teacher_input teacher_weight true_labels student_bias=None teacher_bias=None",
-    check=_check,
+    check=check_temperature,
 )

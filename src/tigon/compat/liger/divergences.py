@@ -63,7 +63,7 @@ def _check_rows(reduction: str, **named: Tensor) -> None:
         raise OptionError(f"reduction={reduction!r} is not known; choose one of {', '.join(choices)}.")
 
 
-def _check_temperature(temperature: float, **others: Any) -> None:
+def check_temperature(temperature: float, **others: Any) -> None:
     if temperature == 0:
         raise FlagConflict("temperature=0: the logits are divided by it; pass another number.")
 
@@ -145,7 +145,7 @@ def fused_linear_jsd(
 ) -> Tensor:
     """The Jensen-Shannon divergence of two heads, from `tigon.linear_kl`, without their logits; a mean over rows."""
     no_implementation(jsd_impl=jsd_impl, jsd_mode=jsd_mode)
-    _check_temperature(temperature)
+    check_temperature(temperature)
     counts = _counts(shift_labels, len(student_input), ignore_index)
     per_token = ops.linear_kl(
         student_input,
@@ -201,5 +201,5 @@ LigerFusedLinearJSD = module(
     fused_linear_jsd,
     holds="jsd_beta ignore_index temperature accum_dtype",
     takes=f"{_HEADS} shift_labels!",
-    check=_check_temperature,
+    check=check_temperature,
 )

@@ -53,7 +53,18 @@ def _initial_weight(size: int, init_fn: str) -> nn.Parameter:
     return nn.Parameter(torch.ones(size) if init_fn == "ones" else torch.zeros(size))
 
 
-class LigerRMSNorm(nn.Module, metaclass=_StandsForPatched):
+class _RMSNorm(nn.Module):
+    """The attributes that both RMSNorms show."""
+
+    variance_epsilon: float
+    offset: float
+    casting_mode: str
+
+    def extra_repr(self) -> str:
+        return f"eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+
+class LigerRMSNorm(_RMSNorm, metaclass=_StandsForPatched):
     """`tigon.rms_norm` over the last dimension. `in_place` and `row_mode` are kept as attributes only."""
 
     stands_for = "rms_norm"
@@ -80,9 +91,6 @@ class LigerRMSNorm(nn.Module, metaclass=_StandsForPatched):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
 
-    def extra_repr(self) -> str:
-        return f"eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
-
 
 def _norm_of_family(name: str, line: str) -> type:
     """`LigerRMSNorm` with the defaults of a model family."""
@@ -102,7 +110,7 @@ LigerRMSNormForOlmo2 = _norm_of_family("LigerRMSNormForOlmo2", _OLMO2)
 LigerRMSNormForQwen3Next = _norm_of_family("LigerRMSNormForQwen3Next", f"hidden_size {_GEMMA} in_place=False row_mode")
 
 
-class LigerFusedAddRMSNorm(nn.Module):
+class LigerFusedAddRMSNorm(_RMSNorm):
     """`tigon.add_rms_norm`: (normed, hidden_states + residual)."""
 
     def __init__(
@@ -122,9 +130,6 @@ class LigerFusedAddRMSNorm(nn.Module):
         return fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
-
-    def extra_repr(self) -> str:
-        return f"eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
 class LigerLayerNorm(nn.Module, metaclass=_StandsForPatched):

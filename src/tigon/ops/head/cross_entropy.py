@@ -10,6 +10,36 @@ that to the gradients of hidden and weight. On Hopper the product of bf16 may wr
 Ignored tokens are dropped before the products, so they cost no time. The host needs the number of the remaining tokens.
 This one small copy waits for the device, unless `prepare_targets` has started it before the model's forward. Under
 torch.compile and CUDA graphs the host cannot wait, so every row is kept.
+
+The calls of one loss, in order. Files are in ops/head/ unless a folder is named. Every forward begins alike:
+
+    cross_entropy.py: linear_cross_entropy          checks the options (loss_arguments.py: LossArguments.of)
+    cross_entropy.py: LinearCrossEntropy.forward    drops ignored tokens, plans the chunks (plan.py: plan_for)
+    loop.py: chunk_loop, _chunks_body               chooses between the next two paths (exponentials.py: exp_tile)
+
+bf16 on Hopper, each chunk:
+
+    loop.py: _Chunks.run_exp, _exp_chunk
+    exponentials.py: exp_logits
+    kernels/linear_cross_entropy.py: exp_logits     three kernels: the labels' logits, the product, the rows' factors
+    exponentials.py: hidden_grad, weight_grad_into  the gradients' products, unless mode "keep" leaves them to backward
+    kernels/linear_cross_entropy.py: scaled_product, add_label_rows
+
+Elsewhere, each chunk:
+
+    loop.py: _Chunks.run, run_blocks, _Chunks.write
+    inputs.py: Head.logits_into                     the logits' product (ops/products.py: product_into)
+    ops/losses/cross_entropy_rows.py: rows_with_gradient
+    kernels/cross_entropy.py: cross_entropy_fwd     without a kernel: cross_entropy_rows.py: _fwd_reference
+    loop.py: GradientSums.add                       the gradients' products, except in mode "keep"
+
+Backward, by the plan's mode:
+
+    cross_entropy.py: LinearCrossEntropy.backward
+    "keep": _backward_keep                          the products (exponentials.py: exp_hidden_grad, exp_weight_grad;
+                                                    elsewhere ops/products.py: product_into)
+    "stream": _backward_stream                      multiplies the forward's gradients by the loss's
+    "recompute": _backward_recompute                runs loop.py: chunk_loop again, with gradients
 """
 
 from __future__ import annotations
@@ -29,7 +59,7 @@ from tigon.ops.head.divided_cross_entropy import divided_cross_entropy
 from tigon.ops.head.exponentials import add_exp_weight_grad, exp_hidden_grad, exp_weight_grad, needs_fp32_logits
 from tigon.ops.head.inputs import NOTHING, Head, Wanted, low_rank_hidden
 from tigon.ops.head.loop import ChunkOptions, chunk_loop
-from tigon.ops.head.loss_call import LossCall
+from tigon.ops.head.loss_arguments import LossArguments
 from tigon.ops.head.plan import MIB, TILE, plan_for
 from tigon.ops.losses.cross_entropy import Reduction, cross_entropy_oracle, loss_inputs
 from tigon.ops.losses.cross_entropy_rows import TokenLabels, scale_rows
@@ -55,7 +85,7 @@ _PRODUCT_BYTES = 64 * MIB
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> LossResults:
-        """args: the tensors of a `Head`, then the call, whether gradients are enabled, and the leaf of the weight."""
+        """args: the tensors of a `Head`, the other arguments, whether gradients are enabled, the leaf of the weight."""
         *tensors, call, grad_enabled, ctx.leaf = args
         wanted, head = Wanted.of(ctx.needs_input_grad[:5], grad_enabled), Head(*tensors)
         places = Places(call.index, head.tokens)
@@ -247,12 +277,12 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> _Grads:
 _BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
 
 
-def _run(head: Head, call: LossCall, leaf: LeafGradient | None = None) -> LossResults:
+def _run(head: Head, call: LossArguments, leaf: LeafGradient | None = None) -> LossResults:
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     return LossResults(*LinearCrossEntropy.apply(*head, call, torch.is_grad_enabled(), leaf))
 
 
-def _apply(head: Head, call: LossCall) -> LossResults:
+def _apply(head: Head, call: LossArguments) -> LossResults:
     return _run(head, call)
 
 
@@ -335,7 +365,7 @@ def linear_cross_entropy(
         DoubleBackwardError: in backward, with create_graph=True.
     """
     head = Head.of(hidden, weight, bias)
-    call = LossCall.of(
+    call = LossArguments.of(
         head, hidden.shape[:-1], target, class_weight=class_weight, ignore_index=ignore_index, reduction=reduction,
         softcap=softcap, label_smoothing=label_smoothing, logit_scale=logit_scale, z_loss=z_loss, num_items=num_items,
         token_weight=token_weight, chunk_bytes=chunk_bytes, fp32_accumulate=fp32_accumulate, memory_bytes=memory_bytes,

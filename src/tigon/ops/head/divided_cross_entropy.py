@@ -26,7 +26,7 @@ from tigon.ops.head.divided import DividedHead
 from tigon.ops.head.inputs import Head, Wanted
 from tigon.ops.head.logprobs import check_divided_labels, divided_logprobs, of_no_column
 from tigon.ops.head.loop import run_blocks
-from tigon.ops.head.loss_call import LossCall
+from tigon.ops.head.loss_arguments import LossArguments
 from tigon.ops.head.plan import BlockPlan, LogitBytes, keeps_logits, plan_whole_rows
 from tigon.ops.losses.labels import Places, PreparedTargets
 from tigon.ops.losses.logprob_rows import Block, gradient_into
@@ -152,7 +152,7 @@ class _Chunks:
         return Results._make(torch.cat(fields) for fields in zip(*self.parts, strict=True))
 
 
-def _bytes_of_blocks(call: LossCall, weight: Tensor) -> tuple[int, int]:
+def _bytes_of_blocks(call: LossArguments, weight: Tensor) -> tuple[int, int]:
     """(bytes of a block's logits, most bytes of logits that are kept)"""
     if not call.limits.memory_bytes:
         least, most = call.limits.chunk_bytes
@@ -161,7 +161,7 @@ def _bytes_of_blocks(call: LossCall, weight: Tensor) -> tuple[int, int]:
     return left, left
 
 
-def _plan(call: LossCall, divided: DividedHead) -> BlockPlan | None:
+def _plan(call: LossArguments, divided: DividedHead) -> BlockPlan | None:
     """The chunks if the gradient is computed in the forward, else None. Each process decides alike."""
     head = divided.head
     trained = any(t is not None and t.requires_grad for t in head)
@@ -186,7 +186,7 @@ def divided_cross_entropy(
     refuse_options(label_smoothing=bool(label_smoothing), lora_a=lora_a is not None, lora_b=lora_b is not None)
     target, class_weight = replicated(target, "target"), replicated(class_weight, "class_weight")
     _check_class_weight(class_weight, divided)
-    call = LossCall.of(
+    call = LossArguments.of(
         divided.head, divided.hidden.shape[:-1], target, whole=False, class_weight=class_weight, outputs=outputs,
         token_weight=replicated(token_weight, "token_weight"), **options,
     )  # fmt: skip
@@ -196,7 +196,7 @@ def divided_cross_entropy(
     return _public(value, found, labels, outputs, call.options.ignore_index)
 
 
-def _divided_loss(divided: DividedHead, call: LossCall) -> tuple[Tensor, Results]:
+def _divided_loss(divided: DividedHead, call: LossArguments) -> tuple[Tensor, Results]:
     options, tokens = call.options, _token_loss(call, divided.hidden.dtype)
     of_logits = LogprobOptions(
         options.ignore_index, options.softcap, options.logit_scale, entropy=call.entropy, predicted=call.predicted
@@ -233,7 +233,7 @@ def _public(
     )
 
 
-def _token_loss(call: LossCall, dtype: torch.dtype) -> TokenLoss:
+def _token_loss(call: LossArguments, dtype: torch.dtype) -> TokenLoss:
     """The weights of the tokens' losses; 0 where ignored, whatever the weights are."""
     ids_N, options = call.target.long(), call.options
     acc = torch.promote_types(dtype, torch.float32)

@@ -1,3 +1,8 @@
-"""Shows the results of `tigon plan`: text and JSON (terminal.py), `--explain` (explain.py), `--plot` (charts.py), and
-the recipe that runs it (as_recipe.py).
+"""Shows the results of `tigon plan`.
+
+terminal.py     text and JSON
+json_names.py   the names of the techniques' keys in the JSON
+explain.py      `--explain`: the formula of each number
+charts.py       `--plot`: memory by batch and by sequence
+as_recipe.py    the recipe that runs the plan
 """

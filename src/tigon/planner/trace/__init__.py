@@ -2,6 +2,7 @@
 
 trace.py                builds the model without data and runs the micro-batch
 dispatch_recorder.py    follows every storage from its allocation to its release
+known_values.py         computes integers, for models that read the values of their inputs
 operator_cache.py       results of operators that were traced before
 tape.py                 the recording, and its unrolling from a few layers to the model's depth
 attention_offload.py    traces `train.checkpointing: offload-attention`

@@ -4,5 +4,5 @@
 - `journal.py`: phases and categories. `watch.py` has the hooks that fill the journal.
 - `frames.py`: shortens Python frames for readers.
 - `peak.py`: the peak memory of a section of code.
-- `device.py`: the total and used memory of a device.
+- `device_memory.py`: the total and used memory of a device, and the free memory of the host.
 """

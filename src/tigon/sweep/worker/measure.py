@@ -19,7 +19,7 @@ import torch
 from tigon.bench import record
 from tigon.errors import TigonError
 from tigon.objectives.choose import objective_of
-from tigon.profiler.recording.device import used_bytes
+from tigon.profiler.recording.device_memory import used_bytes
 from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.recipe.keys import Recipe
 from tigon.sweep.worker import limit, samples

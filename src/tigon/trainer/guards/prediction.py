@@ -30,7 +30,7 @@ from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.recommend import label, search
 from tigon.planner.search.space import SearchProblem
 from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS, has_expandable_segments
-from tigon.profiler.recording.device import host_free_bytes
+from tigon.profiler.recording.device_memory import host_free_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques import SEARCHES
 from tigon.techniques.keys.settings import Settings

@@ -21,7 +21,7 @@ from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
 from tigon.models import packed_documents
 from tigon.ops.linear.fp8 import has_fp8
-from tigon.profiler.recording.device import total_bytes
+from tigon.profiler.recording.device_memory import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
 from tigon.techniques import matrix, sharding
 from tigon.techniques.keys.settings import Settings

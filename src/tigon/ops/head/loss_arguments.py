@@ -33,7 +33,7 @@ _WORTH_A_WAIT_FLOPS = 5 * 10**11
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossCall:
+class LossArguments:
     """The arguments of one call that are not differentiated."""
 
     target: Tensor
@@ -55,8 +55,8 @@ class LossCall:
         label_smoothing: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, z_loss: float = 0.0,
         num_items: Any = None, token_weight: Tensor | None = None, chunk_bytes: int | None = None,
         fp32_accumulate: bool = True, memory_bytes: int | None = None, outputs: tuple[str, ...] = (),
-    ) -> LossCall:  # fmt: skip
-        """The call with the options of `linear_cross_entropy`.
+    ) -> LossArguments:  # fmt: skip
+        """The arguments of a call, from the options of `linear_cross_entropy`.
 
         Args:
             rows: the shape of the tokens.

@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 
-from tigon.profiler.recording.device import used_bytes
+from tigon.profiler.recording.device_memory import used_bytes
 
 pytest.importorskip("psutil")
 
