@@ -525,7 +525,7 @@ WRONG_PLANS = {
     "heads as an objective": (("--objective", "medusa"), "use --medusa N"),
     "two objectives": (("--objective", "dpo", "--medusa", "3"), "--medusa 3 trains heads, which --objective dpo does"),
     "key without objective": (("--set", "post_training.beta=1"), "requires a recipe, or --objective with one of dpo"),
-    "key of another section": (("--objective", "dpo", "--set", "train.steps=1"), "a plan of a model takes keys of"),
+    "key of another section": (("--objective", "dpo", "--set", "train.steps=1"), "takes only keys that change it"),
     "unknown key": (("--objective", "dpo", "--set", "post_training.bta=1"), "the nearest key is post_training.beta"),
     "key of another objective": (("--objective", "dpo", "--set", "post_training.teacher=x"), "needs train.objective"),
     "two GPUs": (("--objective", "dpo", "--gpus", "2"), "predicts post-training in one process only; set"),

@@ -184,6 +184,8 @@ def divided_cross_entropy(
     """`linear_cross_entropy` of this process's rows. Labels and weights are the same in every process."""
     divided = DividedHead.of(hidden, weight, bias, vocab_parallel)
     refuse_options(label_smoothing=bool(label_smoothing), lora_a=lora_a is not None, lora_b=lora_b is not None)
+    if isinstance(target, PreparedTargets):
+        target = replace(target, target=replicated(target.target, "target"))
     target, class_weight = replicated(target, "target"), replicated(class_weight, "class_weight")
     _check_class_weight(class_weight, divided)
     call = LossArguments.of(
