@@ -220,6 +220,17 @@ def test_several_processes_give_the_same_tokens(
     assert list(made) == tokenizer.encode(documents, bpe)
 
 
+def test_environment_is_the_same_object_after_several_processes(
+    tmp_path: Path, bpe: Any, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """datasets puts a copy in its place; a library that holds the first object would miss later changes."""
+    monkeypatch.setattr(tokens, "BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    environ, variables = os.environ, dict(os.environ)
+    encoder(tmp_path / "cache", bpe).encode(documents)
+    assert os.environ is environ and dict(environ) == variables
+
+
 def test_a_row_that_cannot_be_used_ends_several_processes(
     tmp_path: Path, bpe: Any, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,14 @@ The file is kept in a cache, so that the next start with the same data does not 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import itertools
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -32,6 +33,24 @@ if TYPE_CHECKING:
 FORMAT = 3  # part of the key; increase it when `tokenizer.encode` or `chat_template` gives other tokens
 BYTES_PER_PROCESS = 2**24
 """Least text for one more process. A process takes about a second to start."""
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Afterwards `os.environ` is the object that it was, with the variables that the block left.
+
+    With several processes, `Dataset.map` puts a copy in its place (datasets 5.2). Whoever holds the first object, as rich
+    does, would not see any later change.
+    """
+    environ = os.environ
+    try:
+        yield
+    finally:
+        left, os.environ = os.environ, environ
+        if left is not environ:
+            for name in environ.keys() - left.keys():
+                del environ[name]
+            environ.update(left)
 
 
 def features() -> datasets.Features:
@@ -202,11 +221,12 @@ class Encoder:
         if self.folder is None:  # every process of the run tokenises
             n_cores //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         n_processes = min(n_cores, documents.n_bytes // BYTES_PER_PROCESS, len(documents))
-        rows = documents.rows.map(
-            batch, batched=True, batch_size=BATCH, writer_batch_size=BATCH, features=features(),
-            remove_columns=documents.rows.column_names, num_proc=n_processes if n_processes > 1 else None,
-            cache_file_name=str(folder / "tokens.arrow"), load_from_cache_file=True, new_fingerprint=folder.name,
-        )  # fmt: skip
+        with _environment_kept():
+            rows = documents.rows.map(
+                batch, batched=True, batch_size=BATCH, writer_batch_size=BATCH, features=features(),
+                remove_columns=documents.rows.column_names, num_proc=n_processes if n_processes > 1 else None,
+                cache_file_name=str(folder / "tokens.arrow"), load_from_cache_file=True, new_fingerprint=folder.name,
+            )  # fmt: skip
         return Tokens(rows)
 
     def _key(self, documents: Documents) -> str | None:
