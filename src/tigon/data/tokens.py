@@ -39,8 +39,8 @@ BYTES_PER_PROCESS = 2**24
 def _environment_kept() -> Iterator[None]:
     """Afterwards `os.environ` is the object that it was, with the variables that the block left.
 
-    With several processes, `Dataset.map` puts a copy in its place (datasets 5.2). Whoever holds the first object, as rich
-    does, would not see any later change.
+    With several processes, `Dataset.map` puts a copy in its place (datasets 5.2). rich and others hold the first object
+    and would not see any later change.
     """
     environ = os.environ
     try:
