@@ -247,11 +247,13 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """A step's micro-batches, and their learned tokens in all processes, by which the losses are divided.
 
-        Before transformers 5.19 the Trainer counts a row once for each process that shares it.
+        Before transformers 5.19 the Trainer counts a row once for each process that shares it, and divides the count by
+        the sizes that Accelerate knows: those of tensor groups, whose factor its loss has again for all processes.
         """
         batches, n_learned = super().get_batch_samples(*args, **kwargs)
         if n_learned is not None and COUNTS_SHARED_ROWS_AGAIN:
-            n_learned = n_learned / self.get_cp_size()
+            divided_by = getattr(self.accelerator.parallelism_config, "non_data_parallel_size", 1)
+            n_learned = n_learned * divided_by / self.get_cp_size()
         return batches, n_learned
 
     def get_cp_size(self) -> int:
