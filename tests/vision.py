@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "vision" / "make_model.py"
 
@@ -113,7 +115,9 @@ def without_images(folder: Path) -> Path:
 
 
 FAMILIES = {"smolvlm": smolvlm, "llava": llava, "qwen2_5_vl": qwen2_5_vl}
-NEEDS = {"qwen2_5_vl": "torchvision"}
+# Before transformers 5.23 every processor of images needs torchvision.
+_WITHOUT_TORCHVISION = Version(importlib.metadata.version("transformers")) >= Version("5.23")
+NEEDS = {"qwen2_5_vl": "torchvision"} if _WITHOUT_TORCHVISION else dict.fromkeys(FAMILIES, "torchvision")
 
 
 def checkpoint_in(store: Path, family: str) -> Path:

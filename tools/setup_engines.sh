@@ -12,6 +12,7 @@ install --editable ".[hub-kernels]" || echo "kernels is not installed: its tests
 # transformers 5.8 wants kernels before 0.13 and cannot be imported beside a newer one.
 if ! "$venv/bin/python" -c 'import transformers.integrations.hub_kernels' 2>/dev/null; then
     "$venv/bin/python" -m pip --disable-pip-version-check --quiet uninstall -y kernels
+    rm -rf "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kernels"  # files of the attempt
     echo "this transformers does not work with kernels 0.17: its tests are skipped"
 fi
 if ! command -v c++ >/dev/null; then

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import importlib.metadata
+import inspect
 import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -452,22 +453,31 @@ def _drawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.de
     """
     built = _undrawn(model, config, dtype, device)
     built.tie_weights()
-    moves = through != device
+    moves, copies = through != device, _draws_into_copies()
     drawn: set[int] = set()
     with torch.no_grad():
         for module in built.modules():
             undrawn = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in drawn]
             drawn.update(map(id, undrawn))  # a tied weight is drawn once, by its embedding, which zeroes a padding row
             targets = [(parameter, parameter.data) for parameter in undrawn]
-            for parameter, target in targets if moves else ():
-                parameter.data = torch.zeros_like(target, device=through)
+            for parameter, target in targets if moves or copies else ():
+                dtype_of_draw = torch.float32 if copies else target.dtype
+                parameter.data = torch.zeros_like(target, device=through, dtype=dtype_of_draw)
             if targets:
                 built._init_weights(module)
-            for parameter, target in targets if moves else ():
+            for parameter, target in targets if moves or copies else ():
                 parameter.data = target.copy_(parameter.data)
     if moves and through.type == "cuda":
         torch.cuda.empty_cache()  # releases the memory of the largest module
     return built
+
+
+@functools.cache
+def _draws_into_copies() -> bool:
+    """Whether transformers draws weights of linear layers into an fp32 copy, which 16-bit weights never see (5.8.1)."""
+    from transformers import PreTrainedModel
+
+    return "weight.float()" in inspect.getsource(PreTrainedModel._init_weights)
 
 
 def make_buffers_anew(built: Any, model: ModelConfig, config: Any, *, dtype: torch.dtype) -> None:
@@ -532,7 +542,7 @@ def _liger(model: Any, **ops: bool | None) -> str:
 # The patcher for each value of `model.kernels`.
 KERNELS: Mapping[str, Callable[[Any], Any]] = {
     "tigon": _tigon,
-    "no-flce": partial(_tigon, linear_cross_entropy=False),
+    "no-flce": functools.partial(_tigon, linear_cross_entropy=False),
     "none": lambda model, **ops: None,
     "liger": _liger,
 }
