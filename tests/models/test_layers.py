@@ -194,7 +194,12 @@ def hub_module(function):
 
 @pytest.mark.parametrize("package", [None, "kernels"])
 def test_rotary_function_that_transformers_offers_to_hub_kernels_is_replaced(package, monkeypatch):
-    wrap = pytest.importorskip(package).use_kernel_forward_from_hub("rotary_pos_emb") if package else hub_module
+    wrap = hub_module
+    if package:
+        module = pytest.importorskip(package)
+        if module.__file__ is None:
+            pytest.skip("kernels is not installed; a folder of that name was found")
+        wrap = module.use_kernel_forward_from_hub("rotary_pos_emb")
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", wrap(apply_rotary_pos_emb))
     attention, seam = InterleavedAttention(), RopeSeam(styles=("interleaved",))
     assert isinstance(InterleavedAttention.forward.__globals__["apply_rotary_pos_emb"], nn.Module)
