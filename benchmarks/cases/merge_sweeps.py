@@ -1,12 +1,12 @@
-"""Put the points that a sweep has measured anew into its record, which was measured in several goes.
+"""Merge points that were measured again into the record of a sweep.
 
     tigon sweep recipes/study/batch.yaml --only 'tigon .*batch_size=64'
     python -m benchmarks merge-sweeps runs/sweeps/batch/results.json \\
         --json benchmarks/results/nvidia-h200/study/batch.json
 
-A finished point of the first file replaces the record's. Other points of the first file are taken over if the record
-lacks them. Settings, card, driver and versions of both have to be the same, and so do the recipe keys of a point that
-both have. Each point names the commits and dates of its own measurements.
+A finished point of the first file replaces the same point of the record. The record also gets the points that it lacks.
+Both files must have the same settings, card, driver and versions. A point in both must have the same recipe keys.
+Each point names the commits and dates of its measurements.
 """
 
 from __future__ import annotations

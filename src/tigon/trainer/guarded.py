@@ -52,7 +52,7 @@ from tigon.trainer.step import TrainingStep
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
 SCHEDULER = "scheduler.pt"  # the Trainer's name
 COUNTS_SHARED_ROWS_AGAIN = Version(transformers.__version__) < Version("5.19.dev0")
-"""Whether this Trainer's count of learned tokens ignores `get_cp_size`. That of 5.18 does, that of 5.19 does not."""
+"""Whether the Trainer divides its count of tokens by Accelerate's sizes instead of `get_cp_size` (up to 5.18)."""
 WORKER_TIMEOUT_S = 600  # for one batch from a data loader process, which takes milliseconds to prepare it
 
 
