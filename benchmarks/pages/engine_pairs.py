@@ -65,6 +65,7 @@ FEATURES = (
     Feature("grpo-lora", "GRPO with LoRA", {**_objective("grpo", **_GRPO), **_LORA}),
     Feature("distill", "Distillation", _objective("distill", teacher="teacher", completion_length=8)),
     Feature("reward", "Reward model", _objective("reward")),
+    Feature("reward-lora", "Reward model with LoRA", {**_objective("reward"), **_LORA}),
     Feature("lora", "LoRA", _LORA),
     Feature("qlora", "QLoRA", _QLORA),
     Feature("fp8", "FP8", _FP8),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from trainers_page import PAGE, render
 from trl_cases import EVERY, FUSED, READS_LOGITS, REFUSED, SKIPPED, Case, cases_of_this_trl, lora
-from trl_runs import FUSED_FORWARD_SINCE, build, compare, train, trl_version
+from trl_runs import FUSED_FORWARD_SINCE, build, compare, four_bits, train, trl_version
 
 import tigon
 import tigon.integrations.trl as integration
@@ -105,6 +105,8 @@ def test_fused_trainer_logs_and_learns_what_trl_alone_does(case: Case, monkeypat
         with pytest.raises(ValueError, match=case.reason):
             train(case.trainer, fused=False, **case.options)
         return
+    if "QLoRA" in case.option:
+        pytest.importorskip("bitsandbytes")
     want = train(case.trainer, fused=False, **case.options)
     calls = Calls(monkeypatch)
     with warnings.catch_warnings(record=True) as caught:
@@ -121,10 +123,13 @@ def test_fused_trainer_logs_and_learns_what_trl_alone_does(case: Case, monkeypat
         assert len(said) == 1 and case.reason in said[0]
 
 
-PATCHED = {
+PATCHED: dict[tuple[str, str], dict[str, Any]] = {
     (trainer, weights): {} if weights == "full" else {"lora": lora(init_lora_weights=False)}
     for trainer in ("SFT", "DPO", "KTO", "GRPO", "GKD")
     for weights in ("full", "LoRA")
+} | {
+    (trainer, "QLoRA"): {"lora": lora(init_lora_weights=False), "policy": lambda: four_bits(torch.float32)}
+    for trainer in ("DPO", "KTO", "GRPO", "ORPO", "Distillation")
 }
 
 
@@ -133,7 +138,7 @@ PATCHED = {
     proved_by(
         lambda row: row[1] == "full" or row[0] == "DPO",
         list(PATCHED),
-        "each trainer is patched with full training, and DPO with LoRA, whose reference is the model without it",
+        "each trainer is patched with full training, and DPO with adapters: its reference is the model without them",
         "-".join,
     ),
 )
@@ -142,20 +147,28 @@ def test_trainer_that_is_patched_and_fused_logs_and_learns_what_trl_alone_does(
 ) -> None:
     """Both lines of the page: tigon's layers under TRL's trainer, and tigon's head."""
     trainer, weights = row
+    if weights == "QLoRA":
+        pytest.importorskip("bitsandbytes")
     options, ops_of_layers = PATCHED[trainer, weights], []
 
+    def in_fp32(built: Any) -> None:
+        """TRL makes adapters of 4-bit weights bf16, and tigon leaves those to PEFT where the matmuls are fp32."""
+        for weight in built.model.parameters():
+            weight.data = weight.data.float() if weight.requires_grad else weight.data
+
     def patched(built: Any) -> None:
+        in_fp32(built)
         ops_of_layers.append(tigon.patch(unwrap(built.model)).counts)
         if trainer not in READS_LOGITS or trl_version() >= FUSED_FORWARD_SINCE:
             forbid_trls_functions(forbidden)
 
-    want = train(trainer, fused=False, **options)
+    want = train(trainer, fused=False, before=in_fp32, **options)
     calls = Calls(monkeypatch)
     with monkeypatch.context() as forbidden:
         got = train(trainer, fused=True, before=patched, **options)
     (counts,) = ops_of_layers
     assert counts["rms_norm"] and counts["swiglu"] and counts["rope"]
-    assert bool(counts.get("lora_linear")) == (weights == "LoRA")
+    assert bool(counts.get("lora_linear")) == (weights != "full")
     compare(got, want, 2e-4)
     if trainer not in READS_LOGITS or trl_version() >= FUSED_FORWARD_SINCE:
         assert got.fused and calls.tigon > 0

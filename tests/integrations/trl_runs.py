@@ -89,11 +89,35 @@ def saved_model(family: str, seed: int, overrides: tuple[tuple[str, Any], ...]) 
     return folder
 
 
-def scorer() -> Any:
+def scorer(**loading: Any) -> Any:
     """A model with one score per sequence."""
     from transformers import AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification.from_pretrained(model().name_or_path, num_labels=1)
+    folder = model(**(IN_BLOCKS if loading else {})).name_or_path
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **loading)
+
+
+IN_BLOCKS = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+"""bitsandbytes 0.50.2 dequantises rows on a CPU rightly only if their length is a multiple of its block of 64."""
+
+
+def four_bits(dtype: torch.dtype, *, scores: bool = False) -> Any:
+    """A model whose linear layers are stored in NF4 and computed in `dtype`, as a script of QLoRA loads it."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    loading = {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        ),
+        "dtype": dtype,
+    }
+    torch.manual_seed(3)  # a new score layer
+    folder = model(**IN_BLOCKS).name_or_path
+    made = scorer(**loading) if scores else AutoModelForCausalLM.from_pretrained(folder, **loading)
+    for module in made.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # repacked for bf16 instructions they cannot be trained
+            module.support_avx512bf16_for_cpu = False
+    return made
 
 
 def text(length: int, generator: torch.Generator) -> str:
@@ -194,7 +218,8 @@ def build(
         row = replace(row, data="chat")
         package = importlib.import_module("trl.experimental.distillation")
     preset = dict(row.options)
-    policy = policy or preset.pop("policy", model)
+    usual = preset.pop("policy", model)
+    policy = policy or usual
     arguments = {
         "output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "max_steps": 2, "seed": 5,
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 0.1, "optim": "sgd",

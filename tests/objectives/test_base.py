@@ -181,7 +181,8 @@ def test_trainer_needs_only_the_protocol_of_an_objective(tmp_path: Path) -> None
 
 def test_an_objective_has_four_parts_and_facts() -> None:
     methods = {name for name, value in members(Objective).items() if inspect.isfunction(value)}
-    assert methods == {"rows", "attach", "loss", "metrics", "planned"}, "attach makes the forward of the loss"
+    parts = {"rows", "with_head", "attach", "loss", "metrics", "planned"}
+    assert methods == parts, "with_head and attach make the forward of the loss"
 
 
 def test_report_draws_the_metrics_that_an_objective_declares() -> None:

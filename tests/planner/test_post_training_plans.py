@@ -176,7 +176,6 @@ def test_completions_of_the_whole_step_are_written_at_once():
         ("orpo", {"fsdp": True}, "one process"),
         ("dpo", {"kernels": "liger"}, "model.kernels: liger"),
         ("grpo", {"kernels": "none"}, "cannot predict post-training with these kernels"),
-        ("dpo", {"lora_rank": 4, "quantized": True}, "lora.quantize"), ("reward", {"lora_rank": 4}, "score layer"),
     ],
 )  # fmt: skip
 def test_techniques_that_do_not_go_with_post_training_are_refused(objective, settings, words):

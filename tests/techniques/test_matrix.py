@@ -23,7 +23,8 @@ from tigon.techniques.records.condition import Condition, Exclusion
 OTHER = {
     "model.attention": "flash_attention_2", "train.optimizer": "sgd", "sharding.offload": "cpu", "sharding.zero": 0,
     "lora.init": "orthogonal", "lora.bias": "all", "lora.modules_to_save": ("norm",), "model.kernels": "none",
-    "train.checkpointing": "selective", "train.objective": "dpo", "sharding.nvme_folder": "swap",
+    "train.checkpointing": "selective", "train.objective": "dpo", "lora.adapter_dtype": "fp32",
+    "sharding.nvme_folder": "swap",
 }  # fmt: skip
 
 

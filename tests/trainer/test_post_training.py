@@ -315,7 +315,6 @@ REFUSED = {
         "dpo", {"train": {"precision": "bf16"}, "sharding": {"zero": 2}}, r"refuses bf16 states; set sharding",
     ),
     "comparison": ("dpo", {"comparison": {"steps": 3}}, r"set comparison\.steps: 0"),
-    "adapter on a score": ("reward", {"lora": {"rank": 2}}, r"leave lora\.rank out"),
     "adapter on the head": ("dpo", {"lora": {"rank": 2, "targets": ["head"]}}, r"leave head out of lora\.targets"),
     "format of text": ("dpo", {"data": {"format": "alpaca"}}, r"data\.format is for text"),
     "text": ("dpo", {"data": {"source": "python-docs"}}, r"python-docs is text, and this objective takes rows"),

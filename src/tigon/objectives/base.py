@@ -333,6 +333,13 @@ class Objective(Protocol):
         """How the rows of the recipe's `data` section are read and packed."""
         ...
 
+    def with_head(self, built: Any) -> Any:
+        """Return `built`, patched but without its techniques, with the head that the objective trains.
+
+        Adapters are added afterwards, so that PEFT saves a new head beside them.
+        """
+        ...
+
     def attach(self, built: Any) -> Any:
         """Return the model whose forward is trained: `built`, patched and with its techniques, and added modules."""
         ...

@@ -152,6 +152,9 @@ class CausalLM:
 
         return Rows(layout=data.format, pack=packed, collator=collator)
 
+    def with_head(self, built: Any) -> Any:
+        return built
+
     def attach(self, built: Any) -> Any:
         return built
 

@@ -94,17 +94,8 @@ _SETTINGS_RULES = (
         "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.lora.quantize,
-        "lora.quantize is not offered for post-training; set lora.quantize: false",
-    ),
-    Rule(
         lambda r: is_post_training(r) and r.lora.rank is not None and "head" in r.lora.targets,
         "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of lora.targets",
-    ),
-    Rule(
-        lambda r: r.train.objective == "reward" and r.lora.rank is not None,
-        "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave lora.rank "
-        "out",
     ),
 )
 """Techniques that do not go with post-training. Recipe and planner use the same rules."""

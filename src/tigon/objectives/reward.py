@@ -54,7 +54,7 @@ class Reward(PostTraining):
             options={"max_length": self.recipe.data.sequence_length},
         )  # fmt: skip
 
-    def attach(self, built: Any) -> Any:
+    def with_head(self, built: Any) -> Any:
         try:
             return with_score(built)
         except UsageError as error:

@@ -48,6 +48,27 @@ def compute_dtype(settings: Settings) -> torch.dtype:
     return getattr(torch, _COMPUTE_DTYPES[settings.train.precision])  # type: ignore[no-any-return]
 
 
+def adapter_dtype(settings: Settings) -> torch.dtype:
+    """Returns the dtype of the adapters that are trained, and of DoRA's magnitudes only if it is the run's."""
+    if settings.lora.adapter_dtype == "auto":
+        return getattr(torch, WEIGHT_DTYPES[settings.train.precision])  # type: ignore[no-any-return]
+    return torch.bfloat16 if settings.lora.adapter_dtype == "bf16" else torch.float32
+
+
+def trained_dtype(settings: Settings, name: str) -> torch.dtype:
+    """Returns the dtype of a trained parameter by its name in the model with adapters.
+
+    Modules that are trained whole, and DoRA's magnitudes, whose updates bf16 would round away, keep the run's dtype.
+    """
+    if any(part in name for part in _FACTORS):
+        return adapter_dtype(settings)
+    return getattr(torch, WEIGHT_DTYPES[settings.train.precision])  # type: ignore[no-any-return]
+
+
+_FACTORS = ("lora_A.", "lora_B.", "lora_embedding_A.", "lora_embedding_B.")
+"""The parts of parameters' names by which PEFT's two factors are known."""
+
+
 def keeps_mxfp4(settings: Settings) -> bool:
     """Returns whether experts stay in MXFP4, as the checkpoint stores them."""
     return settings.lora.quantize and settings.lora.quantize_to == "mxfp4"
@@ -123,23 +144,24 @@ def is_saved_as_difference(settings: Settings) -> bool:
     return settings.lora.rank is not None and settings.lora.init.startswith(adapter_targets.DIFFERENCE_INITS)
 
 
-def keep_trained_in_fp32(model: Any, settings: Settings) -> None:
-    """Widen the trained weights of a model with adapters to fp32, unless the whole run is in bf16.
+def set_trained_dtypes(model: Any, settings: Settings) -> None:
+    """Give the trained weights of a model with adapters their dtypes.
 
-    PEFT widens the adapters only. Whole modules, biases and an objective's own modules begin in the dtype of the frozen
-    weights, in which most updates would be rounded away.
+    PEFT chooses those of the adapters only. Whole modules, biases and an objective's own modules begin in the dtype of
+    the frozen weights, in which most updates would be rounded away.
     """
-    if settings.lora.rank is None or settings.train.precision in BF16_WEIGHTS:
+    if settings.lora.rank is None:
         return
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(trained_dtype(settings, name))
 
 
 def _adapters(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     import peft
 
     assert settings.lora.rank is not None
+    _keep_from_cpu_packing(model)
     targets = adapter_targets.targets_of(model, settings.lora.targets)
     alpha = settings.lora.alpha or 2 * settings.lora.rank
     config = peft.LoraConfig(
@@ -148,16 +170,21 @@ def _adapters(model: Any, settings: Settings, run_info: RunInfo) -> Any:
         use_dora=settings.lora.dora, init_lora_weights=_peft_init(settings),
         modules_to_save=list(settings.lora.modules_to_save) or None,
         target_modules=adapter_targets.short_names(model, targets),
-        target_parameters=list(targets.parameters) or None, task_type="CAUSAL_LM",
+        target_parameters=list(targets.parameters) or None, task_type=_task(model),
     )  # fmt: skip
     with quiet_peft(), shown_as_plain(model):
         wrapped = peft.get_peft_model(
             model, config, autocast_adapter_dtype=settings.train.precision not in BF16_WEIGHTS
         )
-    keep_trained_in_fp32(wrapped, settings)
+    set_trained_dtypes(wrapped, settings)
     # Otherwise no input of a checkpointed layer with frozen weights would require a gradient.
     model.enable_input_require_grads()
     return wrapped
+
+
+def _task(model: Any) -> str:
+    """PEFT's name of the model's task. For a classification it trains the score layer whole, beside the adapters."""
+    return "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "CAUSAL_LM"
 
 
 def _peft_init(settings: Settings) -> bool | str:
@@ -176,16 +203,15 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     return {"quantization_config": expert_quantizer.config(compute_dtype(settings))}
 
 
-def _without_cpu_packing(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _keep_from_cpu_packing(model: Any) -> None:
     """Keep bitsandbytes from repacking 4-bit weights on a CPU with bf16 instructions.
 
     It repacks them in the first evaluation, and training after that fails at an operator without a derivative
-    (0.50.2, nn/modules.py: Linear4bit).
+    (0.50.2, nn/modules.py: Linear4bit). A checkpoint may store such weights without `lora.quantize`.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    return model
 
 
 def _rank_label(settings: Settings) -> str:
@@ -200,6 +226,8 @@ _SUBSPACE = Condition("lora.init", "starts with", adapter_targets.SUBSPACE_INITS
 _LOFTQ = Condition("lora.init", "is", LOFTQ)
 _DIFFERENCE = Condition("lora.init", "starts with", adapter_targets.DIFFERENCE_INITS)
 _FP32_BASE, _QUANTIZE = Condition("lora.base", "is", "fp32"), Condition("lora.quantize", "is", True)
+_FP32_ADAPTERS = Condition("lora.adapter_dtype", "is", "fp32")
+_BF16_ADAPTERS = Condition("lora.adapter_dtype", "is", "bf16")
 _MXFP4 = Condition("lora.quantize_to", "is", "mxfp4")
 
 
@@ -229,6 +257,27 @@ _EXCLUSIONS = (
         Condition("train.precision", "starts with", "amp")),
         reason="DeepSpeed keeps every weight in 16 bits, with an fp32 copy of those that are trained",
         instead="lora.base: auto, or sharding.zero: 0", source="DeepSpeed's configuration: bf16.enabled, fp16.enabled",
+    ),
+    Exclusion(
+        when=(_FP32_ADAPTERS, Condition("train.precision", "is one of", BF16_WEIGHTS)),
+        reason="this precision keeps every weight in bf16",
+        instead="train.precision: amp-bf16, or lora.adapter_dtype: auto", source="docs/techniques/precision.md",
+    ),
+    Exclusion(
+        when=(_BF16_ADAPTERS, Condition("train.precision", "is", "amp-fp16")),
+        reason="the loss scaling of fp16 has not been tried with gradients in bf16",
+        instead="train.precision: amp-bf16, or lora.adapter_dtype: auto", source="docs/techniques/lora.md",
+    ),
+    *(
+        Exclusion(
+            when=(Condition("lora.adapter_dtype", "is not", "auto"), sharded),
+            reason="an engine that shards chooses the dtype of all weights",
+            instead=f"lora.adapter_dtype: auto, or {unsharded}", source="docs/techniques/lora.md",
+        )
+        for sharded, unsharded in (
+            (Condition("sharding.zero", "is at least", 1), "sharding.zero: 0"),
+            (Condition("sharding.fsdp", "is", True), "sharding.fsdp: false"),
+        )
     ),
     Exclusion(
         when=(_EXPERTS, _QUANTIZE, _NOT_TIGON),
@@ -329,7 +378,8 @@ DECLARATION = Declaration(
             costs="Two thin matmuls for each adapted one. Activations are needed as before.",
             effect_on_result="Another result than full fine-tuning: only the modules in `lora.targets` change, by "
             "an update of rank `lora.rank`. With autocast the frozen weights and the sum of the layers' outputs are "
-            "in 16 bits (`lora.base: fp32`: in fp32). Adapters are fp32, or bf16 with `train.precision: bf16`.",
+            "in 16 bits (`lora.base: fp32`: in fp32). Adapters are fp32, or bf16 with `train.precision: bf16` or "
+            "`lora.adapter_dtype: bf16`.",
             needs=("peft",),
             recipe={"lora.rank": DEFAULT_RANK}, chosen=(Condition("lora.rank", "is at least", 1),), model=_adapters,
             change_rank=6, source="peft; arXiv 2106.09685",
@@ -345,7 +395,7 @@ DECLARATION = Declaration(
             "in 8 bits).",
             needs=("peft", "bitsandbytes"), spared={"bitsandbytes": _MXFP4},
             recipe={"lora.rank": DEFAULT_RANK, "lora.quantize": True},
-            chosen=(_QUANTIZE,), loading=_quantization, model=_without_cpu_packing,
+            chosen=(_QUANTIZE,), loading=_quantization,
             change_rank=7, source="bitsandbytes; arXiv 2305.14314",
         ),
     ),
@@ -354,7 +404,7 @@ DECLARATION = Declaration(
         Switch(
             (
                 "lora.alpha", "lora.targets", "lora.dropout", "lora.rslora", "lora.dora", "lora.modules_to_save",
-                "lora.bias", "lora.init", "lora.base", "lora.quantize",
+                "lora.bias", "lora.init", "lora.base", "lora.adapter_dtype", "lora.quantize",
             ),
             "lora.rank", lambda settings: settings.lora.rank is not None, f"lora.rank: {DEFAULT_RANK}",
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ def build(
     model: ModelConfig, config: Any, settings: Settings, run_info: RunInfo, *, device: torch.device, seed: int,
     kernels: str,
     base: Path, saves_adapters: bool = False, reads_whole_weights: bool = False, ops: Mapping[str, bool] | None = None,
+    with_head: Callable[[Any], Any] = lambda built: built,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Load the model, patch it, and apply the techniques in use.
 
@@ -89,6 +90,7 @@ def build(
         saves_adapters: Whether the trained adapters will be saved. The run then keeps the weights that they refer to.
         reads_whole_weights: Whether the objective reads whole weights (`Objective.reads_whole_weights`).
         ops: Flags of `tigon.patch`; an op whose flag is False is not patched.
+        with_head: The objective's `with_head`.
 
     Returns:
         The model, and the patch report or None.
@@ -122,6 +124,7 @@ def build(
         adapter_files.keep_base(built, config, base)
     flags = {SINKS_FLAG: model_attention.sinks_flag(settings), **(ops or {})}
     report = models.patch(built, kernels, **flags)
+    built = with_head(built)
     for technique in used:
         built = technique.model(built, settings, run_info)
     if settings.lora.rank is not None and settings.lora.init == LOFTQ:

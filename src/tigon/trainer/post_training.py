@@ -79,6 +79,7 @@ def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -
         **({"reward_funcs": load_rewards(spec.rewards)} if spec.rewards else {}),
     }  # fmt: skip
     tokenizer = prepared.tokenizer
+    adapters = {name: weight.data for name, weight in built.named_parameters() if weight.requires_grad}
     try:
         args = getattr(package, spec.config)(**_arguments(spec, folder, prepared))
         trainer: GuardedTrainer = kind(
@@ -89,6 +90,9 @@ def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -
         raise RecipeError(
             f"train.objective: {recipe.train.objective}: TRL refuses it: {' '.join(str(error).split())[:300]}"
         ) from error
+    for name, weight in built.named_parameters():  # TRL rounds those of a 4-bit model to bf16
+        if name in adapters:
+            weight.data = adapters[name]
     adapted = getattr(trainer.model, "peft_config", {})
     if "ref" in adapted:  # a copy of the new adapter; without it TRL switches the adapters off, which is the same model
         trainer.model.delete_adapter("ref")

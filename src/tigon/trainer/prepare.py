@@ -186,6 +186,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     settings = preflight.check_techniques(recipe, device)
     model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(settings))
+    adapter_checks.check_quantized(recipe.model.name, config, settings)
     for technique in TECHNIQUES.values():
         technique.fits(config, settings)
     objective = objective_of(recipe, config, lambda: shapes)

@@ -65,7 +65,7 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     built, _ = engine.build(
         recipe.model, prepared.config, prepared.settings, prepared.run_info, device=device, seed=recipe.train.seed,
         kernels=recipe.model.kernels, base=folder / "base", ops=self_test.without(prepared.wrong_ops),
-        reads_whole_weights=objective.planned().reads_whole_weights,
+        reads_whole_weights=objective.planned().reads_whole_weights, with_head=objective.with_head,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
     built = objective.attach(built)

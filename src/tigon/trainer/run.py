@@ -210,9 +210,10 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
         section, prepared.config, prepared.settings, prepared.run_info, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / BASE, saves_adapters=recipe.output.save_model,
         ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.planned().reads_whole_weights,
+        with_head=objective.with_head,
     )  # fmt: skip
     built = objective.attach(built)
-    lora.keep_trained_in_fp32(built, prepared.settings)
+    lora.set_trained_dtypes(built, prepared.settings)
     return built, patched
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tigon.data import preview
 from tigon.report.table import Table
-from tigon.techniques import TECHNIQUES
+from tigon.techniques import TECHNIQUES, lora
 from tigon.trainer import model, open_folder
 from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import torchrun
@@ -46,6 +48,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"steps    {prepared.size_words}",
         f"device   {prepared.device}, {prepared.settings.train.precision}, {per_step}",
         f"memory   {techniques}",
+        *_adapters_line(prepared),
         *open_folder.lines(run.path),
         *torchrun.restart_line(),
     ]
@@ -68,6 +71,16 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         console.print(line, markup=False, soft_wrap=True)
     for row in prepared.shown:
         preview.print_row(console, row, prepared.tokenizer)
+
+
+def _adapters_line(prepared: Prepared) -> tuple[str, ...]:
+    """The dtype of adapters over 4-bit weights, which TRL's trainers make bf16 in every script."""
+    settings = prepared.settings
+    if prepared.objective.trl is None or settings.lora.rank is None or not settings.lora.quantize:
+        return ()
+    if lora.adapter_dtype(settings) == torch.bfloat16:
+        return ("adapters bf16 over 4-bit weights, as in a script of TRL",)
+    return ("adapters fp32 over 4-bit weights; a script of TRL trains them in bf16, as lora.adapter_dtype: bf16 does",)
 
 
 def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objective: Objective) -> None:

@@ -263,7 +263,8 @@ def plain_adapter(module: Any, x: Tensor) -> str | None:
     if any(is_hooked(part) for part in (layer, a, b)) or is_dtensor(layer.weight) or is_dtensor(a.weight):
         return None
     if _is_4bit(layer):
-        stored = getattr(layer.weight, "quant_state", None) is not None  # it is quantised when it moves to the device
+        state = getattr(layer.weight, "quant_state", None)  # it is quantised when it moves to the device
+        stored = state is not None and not getattr(state, "packing_format_for_cpu", False)  # else in another order
         dtype_fits = stored and (torch.is_autocast_enabled(x.device.type) or a.weight.dtype == x.dtype)
     else:
         dtype_fits = torch.is_autocast_enabled(x.device.type) or x.dtype == layer.weight.dtype == a.weight.dtype

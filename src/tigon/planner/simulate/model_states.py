@@ -140,7 +140,7 @@ def _weights(model: Any, settings: Settings, own_parameters: str | None) -> tupl
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     weights = []
     for name, p in model.named_parameters():
-        held = weight_dtype(settings, trained=p.requires_grad)
+        held = weight_dtype(settings, trained=p.requires_grad, name=name)
         bytes_each = held.itemsize if p.is_floating_point() else p.itemsize
         weights.append(
             Weight(

@@ -133,8 +133,11 @@ def quantize(
 def _adapted(layer: Any, x: Tensor) -> Tensor:
     """The forward of PEFT's layer around a 4-bit layer (PEFT 0.21, tuners/lora/bnb.py, Linear4bit.forward).
 
-    The product is cloned. Under autocast the adapter gets the input unchanged; otherwise in the adapter's dtype.
+    Switched off, it is the 4-bit layer alone. The product is cloned. Under autocast the adapter gets the input
+    unchanged; otherwise in the adapter's dtype.
     """
+    if layer.disable_adapters:
+        return layer.base_layer(x)  # type: ignore[no-any-return]
     result: Tensor = layer.base_layer(x).clone()
     for name in layer.active_adapters:
         a, b = layer.lora_A[name], layer.lora_B[name]
@@ -149,7 +152,7 @@ def _fused(layer: Any, x: Tensor) -> Tensor:
     name = layer.active_adapters[0]
     a: Tensor = layer.lora_A[name].weight
     autocast = torch.is_autocast_enabled("cpu")
-    if not autocast and a.dtype != x.dtype:
+    if layer.disable_adapters or (not autocast and a.dtype != x.dtype):
         return _adapted(layer, x)
     dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
 

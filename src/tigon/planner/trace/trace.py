@@ -45,7 +45,7 @@ from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrol
 from tigon.techniques import TECHNIQUES, checkpointing, layer_checkpointing, model_attention, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
+from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4, trained_dtype
 from tigon.techniques.precision import WEIGHT_DTYPES
 
 # Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
@@ -84,10 +84,12 @@ def weight_itemsize(precision: str) -> int:
     return getattr(torch, WEIGHT_DTYPES[precision]).itemsize  # type: ignore[no-any-return]
 
 
-def weight_dtype(settings: Settings, *, trained: bool) -> torch.dtype:
-    """The dtype in which the run holds a weight. Beside adapters, frozen weights may have another than trained ones."""
-    name = WEIGHT_DTYPES[settings.train.precision] if trained else frozen_dtype(settings)
-    dtype: torch.dtype = getattr(torch, name)
+def weight_dtype(settings: Settings, *, trained: bool, name: str = "") -> torch.dtype:
+    """The dtype in which the run holds a weight. Beside adapters, frozen weights may have another than trained ones.
+
+    name: the parameter's name, by which an adapter is known.
+    """
+    dtype: torch.dtype = trained_dtype(settings, name) if trained else getattr(torch, frozen_dtype(settings))
     return dtype
 
 
@@ -354,9 +356,9 @@ class _Run:
     def fill(self) -> None:
         """Replace meta tensors of the models with fake CPU tensors of the run's dtypes."""
         settings = self.request.settings
-        _fill(self.model, lambda weight: weight_dtype(settings, trained=weight.requires_grad))
+        _fill(self.model, lambda name, weight: weight_dtype(settings, trained=weight.requires_grad, name=name))
         for frozen in self._models[1:]:  # a reference or a teacher is loaded in the dtype of a trained model
-            _fill(frozen, lambda _: weight_dtype(settings, trained=True))
+            _fill(frozen, lambda *_: weight_dtype(settings, trained=True))
         if self.accumulating:
             for weight in self.model.parameters():
                 weight.grad = torch.empty_like(weight) if weight.requires_grad else None
@@ -534,14 +536,14 @@ class _Run:
         return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _fill(model: Any, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
+def _fill(model: Any, dtype_of: Callable[[str, Tensor], torch.dtype]) -> None:
     """Give a model fake CPU tensors in place of meta tensors; tied weights stay tied."""
     twins: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, weight in module._parameters.items():
             if weight is not None:
                 if id(weight) not in twins:
-                    twins[id(weight)] = _twin(weight, dtype_of(weight))
+                    twins[id(weight)] = _twin(weight, dtype_of(f"{path}.{name}", weight))
                 module._parameters[name] = twins[id(weight)]
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -117,7 +117,7 @@ def measure(
     built, _ = engine.build(
         recipe.model, config, settings, run_info, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
         base=folder / "base", ops=self_test.without(wrong_ops),
-        reads_whole_weights=objective.planned().reads_whole_weights,
+        reads_whole_weights=objective.planned().reads_whole_weights, with_head=objective.with_head,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
     built = objective.attach(built)

@@ -65,6 +65,11 @@ class LoraConfig(Section):
         "auto", "Dtype of frozen weights. `auto`: that of the matmuls, so bf16 with `amp-bf16`; `fp32`: fp32 with "
         "`amp-bf16` and `amp-fp16` too.", choices=("auto", "fp32"), traced=True,
     )  # fmt: skip
+    adapter_dtype: str = key(
+        "auto", "Dtype of the adapters while they are trained. `auto`: fp32, and bf16 with `train.precision: bf16`; "
+        "`bf16`: with other precisions too, as TRL's trainers do over 4-bit weights.",
+        choices=("auto", "fp32", "bf16"), traced=True,
+    )  # fmt: skip
     quantize: bool = key(
         False, "QLoRA: keep the frozen weights of linear modules except `lm_head` in 4 or 8 bits (`quantize_to`); "
         "with 4 bits also those of experts.", traced=True,

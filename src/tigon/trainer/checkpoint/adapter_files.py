@@ -20,6 +20,7 @@ from tigon._quiet import quiet_peft
 from tigon.errors import RunFolderError, UsageError
 from tigon.models.kv_cache import cache_as_in
 from tigon.models.loading.config import is_hub_id
+from tigon.models.loading.reward_model import with_score
 from tigon.models.loading.weight_files import AGAIN, DTYPES, Header, listed, one_line, read_headers, read_json
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques.keys.settings import Settings
@@ -30,6 +31,8 @@ from tigon.trainer.distributed import launch
 
 ADAPTERS, INITIAL = "adapters", "initial-adapters"
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+SCORE_TASK = "SEQ_CLS"
+"""PEFT's name of the task of a model with a score layer, which the file of its adapters holds."""
 _ADAPTER = "default"  # PEFT's name of a model's first adapter
 
 
@@ -132,6 +135,10 @@ def attached(plain: Any, adapters: Path) -> Any:
     import peft
 
     headers = check_files(adapters)
+    if getattr(plain, "is_loaded_in_4bit", False) or getattr(plain, "is_loaded_in_8bit", False):
+        plain = plain.dequantize()  # a sum rounded to 4 bits would be another one, and cannot be saved
+    if read_json(adapters / ADAPTER_CONFIG).get("task_type") == SCORE_TASK:
+        plain = with_score(plain)
     with quiet_peft():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
@@ -221,6 +228,8 @@ def merged(wrapped: Any) -> Any:
     A head tied to the embeddings is untied first, because merging into one of them would change both.
     """
     base = wrapped.get_base_model()
+    if base.get_output_embeddings() is None:  # a reward model
+        return wrapped.merge_and_unload(progressbar=False)
     own = [_own_weights(module) for module in (base.get_output_embeddings(), base.get_input_embeddings())]
     if any(adapted for _, adapted in own) and own[0][0].weight is own[1][0].weight:
         own[0][0].weight = nn.Parameter(own[0][0].weight.detach().clone())

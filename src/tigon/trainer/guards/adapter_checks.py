@@ -46,6 +46,37 @@ def check(objective: Objective, config: Any, settings: Settings) -> tuple[str, .
     return told
 
 
+def check_quantized(name: str, config: Any, settings: Settings) -> None:
+    """Refuse a checkpoint that stores quantised weights which tigon cannot train adapters over.
+
+    Args:
+        name: `model.name`.
+        config: The model's transformers config.
+        settings: The techniques' keys.
+
+    Raises:
+        RecipeError: The message names the keys.
+    """
+    stored = getattr(config, "quantization_config", None) or {}
+    stored = stored if isinstance(stored, dict) else stored.to_dict()
+    method = stored.get("quant_method")
+    if method is not None and method not in _KNOWN_METHODS:
+        raise RecipeError(
+            f"model.name: {name} stores its weights with {method}, over which tigon does not train; name the "
+            "checkpoint in 16 bits, of which lora.quantize: true makes 4-bit weights"
+        )
+    if method == BITSANDBYTES and settings.lora.rank is None:
+        raise RecipeError(
+            f"model.name: {name} stores its weights with {method}, and integers get no gradient; set lora.rank: "
+            f"{lora.DEFAULT_RANK}, or name the checkpoint in 16 bits"
+        )
+
+
+BITSANDBYTES = "bitsandbytes"
+_KNOWN_METHODS = (BITSANDBYTES, "mxfp4", "fp8")
+"""Values of `quant_method` in the config of a checkpoint that tigon trains."""
+
+
 def check_fused_experts(built: Any, settings: Settings) -> None:
     """Refuse adapters of 4-bit experts that tigon's op does not compute.
 
