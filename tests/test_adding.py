@@ -127,9 +127,9 @@ from pathlib import Path
 from tigon.errors import RecipeError
 from tigon.objectives import recipe_checks
 from tigon.recipe.keys import reference_table
-from tigon.techniques import PAGES, TECHNIQUES
+from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 def load(steps):
     Path("recipe.yaml").write_text(f"train: {{steps: 1, empty_cache_steps: {steps}}}")
@@ -139,7 +139,7 @@ settings, technique = load(5).settings(), TECHNIQUES["empty-cache"]
 assert settings == Settings.of({"train.empty_cache_steps": 5}) and load(0).settings() == Settings.of({})
 assert technique.used_by(settings) and not technique.used_by(Settings.of({}))
 assert technique.arguments(settings, RunInfo()) == {"torch_empty_cache_steps": 5}
-assert "`train.empty_cache_steps`" in reference_table() and "empty-cache" in PAGES
+assert "`train.empty_cache_steps`" in reference_table()
 try:
     load(2000)
 except RecipeError as error:

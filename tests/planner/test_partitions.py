@@ -35,8 +35,8 @@ import json, sys
 import deepspeed, torch
 from torch import nn
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.sharding import deepspeed_config
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.sharding.sharding import deepspeed_config
+from tigon.techniques.technique import RunInfo
 
 def optimizer_of(name, parameters):
     if name == "adamw":

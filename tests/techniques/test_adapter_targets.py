@@ -10,7 +10,7 @@ from torch import nn
 
 from tigon.errors import RecipeError
 from tigon.models.verification.survey import small_model
-from tigon.techniques.mechanisms.adapter_targets import LINEAR, check, left_out, short_names, targets_of
+from tigon.techniques.lora.adapter_targets import LINEAR, check, left_out, short_names, targets_of
 
 LEFT_OUT = {
     "bloom": set(),  # it reads weights for a setting of its pretraining

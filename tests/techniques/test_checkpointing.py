@@ -12,9 +12,9 @@ from helpers import Count
 from tigon import patch
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.checkpointing import KEPT_OPS
+from tigon.techniques.checkpointing.checkpointing import KEPT_OPS
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 

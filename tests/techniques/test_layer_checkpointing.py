@@ -18,11 +18,11 @@ from tigon.errors import RecipeError
 from tigon.models.verification.tiny import tiny_model
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, matrix
+from tigon.techniques.checkpointing import dropped_inputs
+from tigon.techniques.checkpointing.layer_checkpointing import apply, groups_of, states_of, written
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import STATES
-from tigon.techniques.layer_checkpointing import apply, groups_of, states_of, written
-from tigon.techniques.mechanisms import dropped_inputs
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 

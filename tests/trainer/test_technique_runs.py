@@ -31,8 +31,8 @@ from tigon.recipe.keys import LoraConfig, ModelConfig, OutputConfig, Recipe, Tra
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.model import KERNELS
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.technique import RunInfo
 from tigon.trainer import engine
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint.final_model import FinalModel

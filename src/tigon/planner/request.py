@@ -12,10 +12,11 @@ from tigon.objectives.base import FrozenModel, PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.remembered_config import real_config
 from tigon.recipe.keys import Recipe
-from tigon.techniques import matrix, sharding
+from tigon.techniques import matrix
+from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer, states_of
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
-from tigon.techniques.layer_checkpointing import is_by_layer, states_of
+from tigon.techniques.sharding import sharding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from tigon.data.formats import check_source
 from tigon.errors import DataError, RecipeError
 from tigon.recipe.keys import NAME_CHARACTERS, RESERVED_NAMES, SECTIONS, Recipe
 from tigon.techniques import SWITCHES
+from tigon.techniques.condition import Switch
 from tigon.techniques.matrix import refusals
-from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.condition import Switch
+from tigon.techniques.optimizers.table import OPTIMIZERS
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from torch.nn.attention import SDPBackend
 
 from tigon.errors import RecipeError
 from tigon.ops import recomputation
+from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Search, Spans, Technique
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 
@@ -132,9 +132,16 @@ def in_groups(attend: Attend, groups: int) -> Attend:
     """
 
     def grouped(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-        scaling: float | None = None, is_causal: bool | None = None, **options: Any,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
         if not torch.is_grad_enabled():  # the forward pass needs no scratch memory
             return attend(module, query, key, value, attention_mask, **rest)
@@ -258,33 +265,29 @@ def check_groups(config: Any, groups: int) -> None:
 
 
 DECLARATION = Declaration(
-    keys=("train.attention_groups",),
     searches=(
         Search(key="train.attention_groups", how="long samples", candidates=lambda config: (key_heads(config),)),
     ),
-    labels={
-        "train.attention_groups": lambda settings: (
-            f"attention in {settings.train.attention_groups} groups" if settings.train.attention_groups > 1 else ""
-        ),
-    },
+    labels={"train.attention_groups": "attention in {} groups"},
     techniques=(
         Technique(
-            name="grouped-attention", page="tiling",
-            saves="Scratch memory of attention's backward pass for all but one group of heads. A flash kernel takes 4 "
-            "bytes per element of Q, and 4 more if query heads share key heads.",
-            costs="One launch per group, which slows short samples. A mask adds a copy of the output and of dQ. With "
-            "more groups than key heads, the gradients of a key head are sums that are rounded once per group.",
-            recipe={"train.attention_groups": 4}, chosen=(Condition("train.attention_groups", "is at least", 2),),
-            model=_group, fits=_fits, trace=_trace, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
+            name="grouped-attention",
+            recipe={"train.attention_groups": 4},
+            chosen=(Condition("train.attention_groups", "is at least", 2),),
+            model=_group,
+            fits=_fits,
+            trace=_trace,
         ),
     ),
     exclusions=(
         Exclusion(
-            when=(Condition("train.attention_groups", "is at least", 2),
-            Condition("model.attention", "is not", "sdpa")),
+            when=(
+                Condition("train.attention_groups", "is at least", 2),
+                Condition("model.attention", "is not", "sdpa"),
+            ),
             reason="the groups are calls of the sdpa function",
             instead="model.attention: sdpa",
             source="tigon.techniques.head_groups",
         ),
     ),
-)  # fmt: skip
+)

@@ -11,9 +11,9 @@ import importlib.util
 from tigon._install import install_command
 from tigon.errors import RecipeError
 from tigon.techniques import EXCLUSIONS, TECHNIQUES
+from tigon.techniques.condition import Exclusion, yaml_word
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Exclusion, yaml_word
-from tigon.techniques.records.technique import PACKAGE_EXTRAS
+from tigon.techniques.technique import PACKAGE_EXTRAS
 
 
 def untraceable(settings: Settings) -> tuple[str, ...]:
@@ -40,15 +40,6 @@ def check(settings: Settings, *, device: str) -> None:
             if importlib.util.find_spec(package) is None:
                 command = install_command(PACKAGE_EXTRAS[package])
                 raise RecipeError(f"{keys} needs {package}, not installed here: {command}")
-
-
-def exclusion_table() -> str:
-    """Returns the Markdown table of docs/techniques/README.md."""
-    rows = ["| these together | are refused, because | instead | source |", "|---|---|---|---|"]
-    for row in EXCLUSIONS:
-        when = " and ".join(map(str, row.when))
-        rows.append(f"| {when} | {row.reason} | {row.instead} | {row.source} |")
-    return "\n".join(rows)
 
 
 def _sentence(row: Exclusion, settings: Settings) -> str:

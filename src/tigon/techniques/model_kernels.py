@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.technique import Declaration
 
 OF_TIGON = frozenset({"tigon", "no-flce"})
 """Values of `model.kernels` that patch the model with tigon's ops."""
 
+
+def sinks_flag(settings: Settings) -> bool | None:
+    """The flag `attention_sinks` of `tigon.patch` for these settings. None leaves models without sinks alone."""
+    return None if settings.model.attention_sinks else False
+
+
 DECLARATION = Declaration(
-    keys=("model.kernels",),
-    labels={
-        "model.kernels": lambda settings: (
-            f"kernels {settings.model.kernels}" if settings.model.kernels != "tigon" else ""
-        )
-    },
+    labels={"model.kernels": "kernels {}"},
     exclusions=(
         Exclusion(
             when=(Condition("model.kernels", "is", "liger"), Condition("sharding.zero", "is", 3)),

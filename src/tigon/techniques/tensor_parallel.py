@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tigon.errors import RecipeError
+from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.head_groups import check_has_attention, check_text_alone, key_heads
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 KEY = "sharding.tensor"
 EMBEDDINGS = "embedding_rowwise"
@@ -232,24 +232,22 @@ def _not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
 _UNTRIED = "tigon has not tried it with divided matrices"
 
 DECLARATION = Declaration(
-    pages={"tensor-parallel": "Tensor parallelism"},
-    keys=(KEY,),
-    labels={KEY: lambda settings: f"matrices over {settings.sharding.tensor}" if settings.sharding.tensor > 1 else ""},
+    labels={KEY: "matrices over {}"},
     techniques=(
         Technique(
-            name="tensor-parallel", page="tensor-parallel",
-            saves="Gathered weights, and the activations of attention, MLP and head: a GPU holds an Nth of each. Fewer "
-            "samples per step than GPUs become possible.",
-            costs="Two all-reduces of the hidden states per layer and pass, which no computation hides.",
-            effect_on_result="None for the same samples per step, except for rounding.",
-            devices=("cuda",), recipe={"sharding.gpus": 4, "sharding.fsdp": True, KEY: 2}, chosen=(_DIVIDED,),
-            model=_divide, fits=check, arguments=_arguments,
-            source="torch.distributed.tensor.parallel; arXiv 1909.08053",
+            name="tensor-parallel",
+            devices=("cuda",),
+            recipe={"sharding.gpus": 4, "sharding.fsdp": True, KEY: 2},
+            chosen=(_DIVIDED,),
+            model=_divide,
+            fits=check,
+            arguments=_arguments,
         ),
     ),
     exclusions=(
         _not_with(
-            Condition("sharding.fsdp", "is", False), "the groups share out weights and states by FSDP2",
+            Condition("sharding.fsdp", "is", False),
+            "the groups share out weights and states by FSDP2",
             "sharding.fsdp: true",
         ),
         _not_with(Condition("sharding.replicas", "is at least", 2), _UNTRIED, "sharding.replicas: 1"),
@@ -257,17 +255,22 @@ DECLARATION = Declaration(
         _not_with(Condition("sharding.offload", "is not", "none"), _UNTRIED, "sharding.offload: none"),
         _not_with(Condition("lora.rank", "is at least", 1), _UNTRIED, "lora.rank: null"),
         _not_with(Condition("train.precision", "is", "fp8"), _UNTRIED, "train.precision: amp-bf16"),
-        _not_with(Condition("train.gradient_accumulation_fusion", "is", True), _UNTRIED,
-        "train.gradient_accumulation_fusion: false"),
+        _not_with(
+            Condition("train.gradient_accumulation_fusion", "is", True),
+            _UNTRIED,
+            "train.gradient_accumulation_fusion: false",
+        ),
         _not_with(Condition("train.mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),
         _not_with(Condition("train.attention_groups", "is at least", 2), _UNTRIED, "train.attention_groups: 1"),
         _not_with(
-            Condition("train.optimizer", "is not one of", ("adamw", "adamw-foreach")), _UNTRIED,
+            Condition("train.optimizer", "is not one of", ("adamw", "adamw-foreach")),
+            _UNTRIED,
             "train.optimizer: adamw",
         ),
         _not_with(
-            Condition("model.kernels", "is", "liger"), "Liger reads the head's weight as a whole",
+            Condition("model.kernels", "is", "liger"),
+            "Liger reads the head's weight as a whole",
             "model.kernels: tigon",
         ),
     ),
-)  # fmt: skip
+)

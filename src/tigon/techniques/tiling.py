@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from tigon.errors import RecipeError
 from tigon.ops.products import keeps_graph
+from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Search, Spans, Technique
 
 # N tokens of the micro-batch, H hidden.
 
@@ -199,24 +199,15 @@ def _tile(model: Any, settings: Settings, run_info: RunInfo) -> Any:
 
 
 DECLARATION = Declaration(
-    pages={"tiling": "Layers in pieces, for long samples"},
-    keys=("train.mlp_tile_tokens",),
     searches=(Search(key="train.mlp_tile_tokens", how="long samples", candidates=lambda config: (TILE_TOKENS,)),),
-    labels={
-        "train.mlp_tile_tokens": lambda settings: (
-            f"MLP tiles of {settings.train.mlp_tile_tokens}" if settings.train.mlp_tile_tokens else ""
-        ),
-    },
+    labels={"train.mlp_tile_tokens": "MLP tiles of {}"},
     techniques=(
         Technique(
-            name="tiled-mlp", page="tiling",
-            saves="The inner activations of an MLP for all tokens of a micro-batch except one tile. With checkpointing "
-            "these are one layer's gate, up and their product, and their gradients.",
-            costs="A second forward pass of the MLPs, unless their layers are recomputed anyway, and fp32 sums of one "
-            "MLP's weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A micro-batch that is "
-            "no larger than a tile is computed whole, so it saves and costs nothing.",
-            recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("train.mlp_tile_tokens", "is at least", 1),),
-            model=_tile, trace=_trace, source="arXiv 2506.13996 §3.1",
+            name="tiled-mlp",
+            recipe={"train.mlp_tile_tokens": 8192},
+            chosen=(Condition("train.mlp_tile_tokens", "is at least", 1),),
+            model=_tile,
+            trace=_trace,
         ),
     ),
-)  # fmt: skip
+)

@@ -27,7 +27,8 @@ from tigon.errors import DataError, RecipeError, TigonError
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import ModelConfig, Recipe
-from tigon.techniques import TECHNIQUES, lora
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.lora import lora
 from tigon.trainer import model
 from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from tigon.data.tokenizer import Encoded
     from tigon.objectives.base import Objective
     from tigon.techniques.keys.settings import Settings
-    from tigon.techniques.records.technique import RunInfo
+    from tigon.techniques.technique import RunInfo
     from tigon.trainer.evaluation.generations import Prompt
     from tigon.trainer.guards.prediction import Prediction
 

@@ -25,8 +25,8 @@ from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
 from tigon.objectives.post_training_rules import is_post_training
 from tigon.recipe.keys import Recipe
-from tigon.techniques import lora
-from tigon.techniques.sharding import weights_are_sharded
+from tigon.techniques.lora import lora
+from tigon.techniques.sharding.sharding import weights_are_sharded
 from tigon.trainer import model, open_folder, run_folder, run_lines
 from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap, resume_rules
 from tigon.trainer.distributed import launch, signals, torchrun

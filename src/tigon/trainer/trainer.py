@@ -14,7 +14,7 @@ from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import GuardedTrainer, MakeOptimizer, Safeguards
 

@@ -18,7 +18,7 @@ from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, UpdateWork, Weight
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.sharding import are_drawn_in_place, fit_whole
+from tigon.techniques.sharding.sharding import are_drawn_in_place, fit_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,10 @@ from tigon.planner.engines.base import (
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
 from tigon.planner.simulate.model_states import ModelWeights, managed_bytes, state_tensor_bytes
+from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.planner.trace.trace import weight_itemsize
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.optimizers import OPTIMIZERS, Parameter
-from tigon.techniques.sharding import shard_ranks
+from tigon.techniques.sharding.sharding import shard_ranks
 
 HOST_CALLS = 130
 """Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4 x
@@ -51,7 +51,7 @@ class Fsdp(Engine):
             for weight in model.trained
             for rows, *columns in (weight.shape or (1,),)
         ]
-        optimizer = OPTIMIZERS[settings.train.optimizer]
+        optimizer = cost_of(settings)
         states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
         host, link = 0, 0
         loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0

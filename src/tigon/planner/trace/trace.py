@@ -42,10 +42,11 @@ from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import TECHNIQUES, checkpointing, layer_checkpointing, model_attention, model_kernels, tiling
-from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
+from tigon.techniques import TECHNIQUES, model_kernels, tiling
+from tigon.techniques.checkpointing import checkpointing, layer_checkpointing, layer_function
+from tigon.techniques.checkpointing.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
+from tigon.techniques.lora.lora import compute_dtype, frozen_dtype, keeps_mxfp4
 from tigon.techniques.precision import WEIGHT_DTYPES
 
 # Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
@@ -335,7 +336,7 @@ def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, l
     else:
         while len(_seams) >= _MAX_MODELS:
             del _seams[next(iter(_seams))]
-        sinks = model_attention.sinks_flag(request.settings)
+        sinks = model_kernels.sinks_flag(request.settings)
         _seams[key] = patch(model, **flags, lora=None if lora else False, attention_sinks=sinks).seams
     if kernels == "no-flce":
         model.loss_function = causal_lm_loss
@@ -450,10 +451,10 @@ class _Run:
             layer_checkpointing.apply(self.model, states, recompute)
             return
         if kind == checkpointing.KEPT_ON_HOST:
-            checkpointing.enable(self.model)
-            checkpointing.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
+            layer_function.enable(self.model)
+            layer_function.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
             return
-        checkpointing.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
+        layer_function.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
 
     def _contexts(self, selective: bool) -> tuple[Any, Any]:
         """Context managers for checkpoint()'s forward and recomputation, which also record which of the two runs."""

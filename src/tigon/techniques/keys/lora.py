@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pydantic.dataclasses import dataclass
 
 from tigon.techniques.keys.section import CONFIG, Section, key
-from tigon.techniques.mechanisms import adapter_targets
-from tigon.techniques.mechanisms.adapter_targets import LOFTQ, WORDS
+from tigon.techniques.lora import adapter_targets
+from tigon.techniques.lora.adapter_targets import LOFTQ, WORDS
 
 # Initialisations of PEFT that tigon does not offer, and why.
 _NO_INITS: Mapping[str, str] = {

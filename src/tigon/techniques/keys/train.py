@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic.dataclasses import dataclass
 
 from tigon.techniques.keys.section import CONFIG, MAX_COUNT, Section, key
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.optimizers.table import OPTIMIZERS
 
 AUTO = "auto"
 STATES = ("full", "mlp", "elementwise", "none")

@@ -23,8 +23,8 @@ from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import AGAIN, DTYPES, Header, listed, one_line, read_headers, read_json
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import is_saved_as_difference
-from tigon.techniques.sharding import weights_are_sharded
+from tigon.techniques.lora.lora import is_saved_as_difference
+from tigon.techniques.sharding.sharding import weights_are_sharded
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 

@@ -13,7 +13,7 @@ import torch
 from tigon.models.kv_cache import cache_as_in
 from tigon.recipe.keys import ModelConfig, OutputConfig
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.sharding import weights_are_sharded
+from tigon.techniques.sharding.sharding import weights_are_sharded
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.guards.nan_guard import first_overflow

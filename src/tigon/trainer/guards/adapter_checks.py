@@ -10,9 +10,8 @@ from tigon.errors import RecipeError
 from tigon.models.seams.base import PatchedModule
 from tigon.models.seams.experts_lora import is_wrapper
 from tigon.objectives.base import Objective
-from tigon.techniques import lora
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.mechanisms import adapter_targets
+from tigon.techniques.lora import adapter_targets, lora
 from tigon.trainer import model as models
 
 

@@ -21,12 +21,14 @@ from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
 from tigon.models import packed_documents
 from tigon.ops.linear.fp8 import has_fp8
+from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.profiler.recording.device_memory import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
-from tigon.techniques import matrix, sharding
+from tigon.techniques import matrix
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import frozen_dtype, keeps_mxfp4
-from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4
+from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.sharding import sharding
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.distributed import launch, launcher_variables
 from tigon.trainer.guards import system_limits
@@ -228,7 +230,7 @@ class Sizes:
 
 def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
     """The sizes of the model states in bytes, without sharding and without adapters, which are small."""
-    row = OPTIMIZERS[settings.train.optimizer]
+    optimizer = cost_of(settings)
     itemsize = int(getattr(torch, frozen_dtype(settings)).itemsize)
     numel = sum(math.prod(shape) for shape in shapes.values())
     if settings.lora.rank is not None:
@@ -239,8 +241,8 @@ def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
         return Sizes(quantized if settings.lora.quantize else numel * itemsize, 0, 0)
     vocabulary = max(max(shape, default=0) for shape in shapes.values())
     parameters = [Parameter(s, itemsize, projected=len(s) == 2 and vocabulary not in s) for s in shapes.values()]
-    states = row.state_bytes(parameters, rank=settings.train.galore_rank)
-    return Sizes(numel * itemsize, 0 if row.in_backward else numel * itemsize, states)
+    states = optimizer.state_bytes(parameters)
+    return Sizes(numel * itemsize, 0 if OPTIMIZERS[settings.train.optimizer].in_backward else numel * itemsize, states)
 
 
 def check_memory(

@@ -1,4 +1,4 @@
-"""The records that a technique's file declares: its effects on memory, time and result, and on the search."""
+"""What a technique's file declares: techniques, what they answer, and what the planner searches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition, Exclusion, Switch
 
 # The extra of tigon that installs a package.
 PACKAGE_EXTRAS: Mapping[str, str] = {
-    "bitsandbytes": "bnb", "torchao": "torchao", "deepspeed": "deepspeed", "peft": "train",
-}  # fmt: skip
-SAME = "None: the run computes the same numbers, except for rounding."
+    "bitsandbytes": "bnb",
+    "torchao": "torchao",
+    "deepspeed": "deepspeed",
+    "peft": "train",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class RunInfo:
         return max((sum(sizes) for layer, sizes in self.by_layer().items() if layer), default=0)
 
 
-def _no_arguments(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
+def _no_options(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     return {}
 
 
@@ -69,31 +71,30 @@ def _traced_as_it_is(model: Any, settings: Settings, spans: Spans) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Technique:
-    """One technique. The hooks pass it to transformers, PEFT or the Trainer; most techniques need only `arguments`."""
+    """One technique, and what it answers to the trainer and the planner. Most need only `arguments`.
+
+    Its page in docs/techniques says what it saves and costs.
+    """
 
     name: str
-    page: str
-    """The page of docs/techniques that explains it, without its extension."""
-    saves: str
-    """What takes less memory, in a sentence for the page."""
-    costs: str
-    """The price: time, or other memory."""
-    effect_on_result: str = SAME
-    """Its effect on the result: whether the run computes the same numbers, and what differs if it does not."""
+    effect_on_result: str = ""
+    """How the results of a run with it differ from those of AdamW under autocast; empty if only by rounding."""
+    change_rank: int = 0
+    """How much they differ. 0: not at all.
+
+    The ranks were set by hand, not measured. The run with the smaller sum of ranks changes less."""
     needs: tuple[str, ...] = ()
     """Packages beyond PyTorch and transformers."""
     spared: Mapping[str, Condition] = field(default_factory=dict)
     """Packages of `needs` that a run for which the condition holds does without."""
-    tools: tuple[str, ...] = ()
-    """Compilers and libraries, which pip does not install."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     recipe: Mapping[str, Any]
     """The recipe lines that switch it on, as dotted keys."""
     chosen: tuple[Condition, ...]
     """A run uses it when all of these hold."""
-    arguments: Callable[[Settings, RunInfo], Mapping[str, Any]] = _no_arguments
+    arguments: Callable[[Settings, RunInfo], Mapping[str, Any]] = _no_options
     """Values for transformers' TrainingArguments."""
-    loading: Callable[[Settings, RunInfo], Mapping[str, Any]] = _no_arguments
+    load: Callable[[Settings, RunInfo], Mapping[str, Any]] = _no_options
     """Options for from_pretrained."""
     model: Callable[[Any, Settings, RunInfo], Any] = _same_model
     """Changes the model after it is loaded and patched."""
@@ -102,12 +103,7 @@ class Technique:
     trace: Callable[[Any, Settings, Spans], None] = _traced_as_it_is
     """Changes the planner's model, which has no data. Called for every trace, whose `Spans` leave out equal tiles. It
     reads only keys that say `traced`."""
-    source: str
 
-    change_rank: int = 0
-    """How much the results of a run with it differ from those of AdamW under autocast. 0: not at all.
-
-    The ranks were set by hand, not measured. The run with the smaller sum of ranks changes less."""
     rough_time: bool = False
     """The planner models its time only roughly, so it counts as one more rank."""
     last_resort: bool = False
@@ -153,15 +149,12 @@ class Search:
 class Declaration:
     """All that one file of this folder declares. A module offers it under the name `DECLARATION`."""
 
-    keys: tuple[str, ...] = ()
-    """The recipe keys of these techniques."""
     techniques: tuple[Technique, ...] = ()
     searches: tuple[Search, ...] = ()
-    labels: Mapping[str, Callable[[Settings], str]] = field(default_factory=dict)
-    """Key -> its part of the few words that describe a run; empty if it changes nothing."""
+    labels: Mapping[str, str | Callable[[Settings], str]] = field(default_factory=dict)
+    """Key -> its part of the few words that describe a run: a text that stands there if the value, `{}` in it, is not
+    the default, or a function."""
     exclusions: tuple[Exclusion, ...] = ()
     switches: tuple[Switch, ...] = ()
     last: bool = False
     """It comes after the others in lists and in descriptions of a run."""
-    pages: Mapping[str, str] = field(default_factory=dict)
-    """Pages of docs/techniques -> their titles."""

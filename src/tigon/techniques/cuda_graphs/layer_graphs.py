@@ -40,7 +40,7 @@ from torch.utils import _pytree as pytree
 
 from tigon.errors import RecipeError
 from tigon.ops.accumulation_fusion import GradientBuffers, gradients_into
-from tigon.techniques.mechanisms.recompute import recomputed, recomputed_in_a_graph
+from tigon.techniques.checkpointing.recompute import recomputed, recomputed_in_a_graph
 
 KEY = "train.cuda_graphs"
 MOST_SHAPES = 4

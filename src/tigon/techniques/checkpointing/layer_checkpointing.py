@@ -16,13 +16,13 @@ from torch import nn
 
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
-from tigon.techniques.checkpointing import enable, replace_function
+from tigon.techniques.checkpointing.dropped_inputs import DroppedInputs
+from tigon.techniques.checkpointing.layer_function import enable, replace_function
+from tigon.techniques.checkpointing.recompute import recomputed
+from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
-from tigon.techniques.mechanisms.dropped_inputs import DroppedInputs
-from tigon.techniques.mechanisms.recompute import recomputed
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.technique import RunInfo, Technique
 
 # Names of the MLP in a decoder layer of transformers.
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
@@ -185,37 +185,30 @@ def _by_layer(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     return model
 
 
-def _excluded(state: str, key: str, test: str, wanted: Any, reason: str) -> Exclusion:
-    return Exclusion(
-        when=(Condition("train.checkpointing", "includes", f"{state}:"), Condition(key, test, wanted)), reason=reason,
-        instead="train.checkpointing: auto, or only full and none in it", source="deepspeed 0.19 parameter_offload.py",
-    )  # fmt: skip
-
-
-_GATHERED = "ZeRO-3 gathers the weight of a norm only while the norm itself runs, but its output is recomputed later"
-
-# The search tries `auto` only where less than 1.01 times the time without recomputation could win.
-DECLARATION = Declaration(
-    techniques=(
-        Technique(
-            name="checkpointing-auto", page="checkpointing",
-            saves="Only as much as the GPU's memory requires. The planner chooses what each layer recomputes, and "
-            "the micro-batch, if `train.gradient_accumulation` is 1.",
-            costs="The planner's seconds before the run, and the recomputation that it chose.",
-            recipe={"train.checkpointing": "auto"}, chosen=(Condition("train.checkpointing", "is", AUTO),),
-            least_cost=1.01, kept_share=0.0, source="planner/search/checkpointing.py",
-        ),
-        Technique(
-            name="checkpointing-by-layer", page="checkpointing",
-            saves="A `full` layer frees all its activations except its input. An `mlp` layer frees those of the MLP "
-            "and the outputs of the norms. An `elementwise` layer frees the outputs of norms and of the gated unit. A "
-            "`none` layer frees nothing. The two in the middle need tigon's kernels to free the outputs of norms and "
-            "gated units.",
-            costs="Those activations are computed again in the backward pass.",
-            recipe={"train.checkpointing": "full:1,mlp:1,elementwise:1,none:1"},
-            chosen=(Condition("train.checkpointing", "includes", ":"),),
-            model=_by_layer, fits=_fits, kept_share=0.0, source="techniques/layer_checkpointing.py",
-        ),
+TECHNIQUES = (
+    Technique(
+        name="checkpointing-auto",
+        recipe={"train.checkpointing": "auto"},
+        chosen=(Condition("train.checkpointing", "is", AUTO),),
+        least_cost=1.01,  # the search tries it only where less than this could win
+        kept_share=0.0,
     ),
-    exclusions=tuple(_excluded(state, "sharding.zero", "is", 3, _GATHERED) for state in ("mlp", "elementwise")),
-)  # fmt: skip
+    Technique(
+        name="checkpointing-by-layer",
+        recipe={"train.checkpointing": "full:1,mlp:1,elementwise:1,none:1"},
+        chosen=(Condition("train.checkpointing", "includes", ":"),),
+        model=_by_layer,
+        fits=_fits,
+        kept_share=0.0,
+    ),
+)
+EXCLUSIONS = tuple(
+    Exclusion(
+        when=(Condition("train.checkpointing", "includes", f"{state}:"), Condition("sharding.zero", "is", 3)),
+        reason="ZeRO-3 gathers the weight of a norm only while the norm itself runs, but its output is recomputed "
+        "later",
+        instead="train.checkpointing: auto, or only full and none in it",
+        source="deepspeed 0.19 parameter_offload.py",
+    )
+    for state in ("mlp", "elementwise")
+)

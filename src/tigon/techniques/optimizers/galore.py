@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.techniques.optimizers import GALORE_ELEMENTS, GALORE_OVERSAMPLING, Parameter, galore_projects
-
+ELEMENTS = 1 << 23  # of a weight that are updated at a time
+# Columns of the range finder beyond the rank. More would change the basis by less than rounding (arXiv 0909.4061 §4.5).
+OVERSAMPLING = 8
 SCALE = 0.25  # alpha of the paper's experiments (§5)
 POWER_ITERATIONS = 2  # more would change the basis by less than rounding (arXiv 0909.4061 §4.5)
 
@@ -105,7 +106,7 @@ def _turns(weight: Tensor) -> Iterator[Any]:
     """Yields row indices in parts, because fp32 temporaries of a whole embedding would become the peak of the step."""
     if not weight.ndim:
         return iter((...,))
-    rows = max(1, GALORE_ELEMENTS * len(weight) // max(weight.numel(), 1))
+    rows = max(1, ELEMENTS * len(weight) // max(weight.numel(), 1))
     return (slice(start, start + rows) for start in range(0, len(weight), rows))
 
 
@@ -134,7 +135,7 @@ def basis(gradient: Tensor, rank: int, *, seed: int) -> Tensor:
     algorithm 4.4) finds a range, and an exact decomposition within it gives the basis.
     """
     short = gradient.float() if gradient.shape[0] <= gradient.shape[1] else gradient.float().T
-    width = min(rank + GALORE_OVERSAMPLING, short.shape[0])
+    width = min(rank + OVERSAMPLING, short.shape[0])
     draw = torch.Generator(device=short.device).manual_seed(seed)
     probe = torch.randn(short.shape[1], width, device=short.device, generator=draw)
     with torch.autocast(short.device.type, enabled=False):
@@ -159,16 +160,19 @@ def project_back(update: Tensor, projection: Tensor, shape: Sequence[int], rows:
     return projection[rows] @ update if shape[0] <= shape[1] else update[rows] @ projection.T
 
 
+def projects(shape: Sequence[int], rank: int) -> bool:
+    """Returns whether GaLore projects a weight of this shape. A projection as large as it would save nothing."""
+    return len(shape) == 2 and min(shape) > rank
+
+
 def projected_names(model: nn.Module, rank: int) -> set[str]:
     """Returns the names of the weights that GaLore projects: of linear modules other than the head, with both sides
     longer than `rank`."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     names = set()
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            shape = Parameter(tuple(module.weight.shape), module.weight.element_size(), projected=True)
-            if galore_projects(shape, rank):
-                names.add(f"{path}.weight" if path else "weight")
+        if isinstance(module, nn.Linear) and module is not head and projects(module.weight.shape, rank):
+            names.add(f"{path}.weight" if path else "weight")
     return names
 
 

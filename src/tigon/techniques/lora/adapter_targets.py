@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tigon._trunk import language_model
 from tigon.errors import RecipeError
-from tigon.techniques.mechanisms.four_bit_experts import names_in_4_bits
+from tigon.techniques.lora.four_bit_experts import names_in_4_bits
 
 LINEAR, HEAD, EMBEDDINGS, EXPERTS = "all-linear", "head", "embeddings", "experts"
 WORDS = (LINEAR, "linear", HEAD, EMBEDDINGS, EXPERTS)

@@ -1,24 +1,25 @@
-"""The optimizers as techniques. optimizers.py has their rows."""
+"""The optimizers as techniques. table.py has their rows."""
 
 from __future__ import annotations
 
-from tigon.techniques.optimizers import OPTIMIZERS, Optimizer, bytes_per_parameter
-from tigon.techniques.records.condition import Condition, Exclusion, Switch
-from tigon.techniques.records.technique import Declaration, Search, Technique
+from tigon.techniques.condition import Condition, Exclusion, Switch
+from tigon.techniques.optimizers.table import OPTIMIZERS, Optimizer
+from tigon.techniques.technique import Declaration, Search, Technique
 
 
 def _technique(row: Optimizer) -> Technique:
     return Technique(
-        name=row.name, page="optimizers",
-        saves=f"{bytes_per_parameter(row):.3g} bytes of state per parameter "
-        f"({'the baseline' if row.name == 'adamw' else 'AdamW: 8'}).",
-        costs=row.help, effect_on_result=row.effect_on_result, needs=(row.package,) if row.package else (),
+        name=row.name,
+        effect_on_result=row.effect_on_result,
+        needs=(row.package,) if row.package else (),
         devices=row.devices,
         recipe={"train.optimizer": row.name} | ({"train.max_grad_norm": 0} if row.in_backward else {}),
         chosen=(Condition("train.optimizer", "is", row.name),),
-        arguments=lambda settings, run_info: {"optim": row.trainer_name} if row.trainer_name else {}, source=row.source,
-        change_rank=row.change_rank, last_resort=row.last_resort, searched_with=row.searched_with,
-    )  # fmt: skip
+        arguments=lambda settings, run_info: {"optim": row.trainer_name} if row.trainer_name else {},
+        change_rank=row.change_rank,
+        last_resort=row.last_resort,
+        searched_with=row.searched_with,
+    )
 
 
 _GALORE = Condition("train.optimizer", "is one of", ("galore", "galore-layerwise"))
@@ -44,7 +45,7 @@ _EXCLUSIONS = (
         when=(_GALORE, _FSDP),
         reason="FSDP2 hands the optimizer a slice of each matrix, and GaLore projects whole matrices",
         instead="sharding.fsdp: false, or train.optimizer: adamw-torchao-8bit with FSDP2",
-        source="tigon.techniques.mechanisms.galore; torch.distributed.fsdp.fully_shard",
+        source="tigon.techniques.optimizers.galore; torch.distributed.fsdp.fully_shard",
     ),
     Exclusion(
         when=(Condition("train.optimizer", "is one of", _BITSANDBYTES), _FSDP),
@@ -91,12 +92,11 @@ _EXCLUSIONS = (
 )
 
 DECLARATION = Declaration(
-    pages={"optimizers": "Optimizers"},
-    keys=("train.optimizer", "train.galore_rank", "train.galore_gap"),
     techniques=tuple(_technique(row) for row in OPTIMIZERS.values()),
     searches=(
         Search(
-            key="train.optimizer", how="run",
+            key="train.optimizer",
+            how="run",
             candidates=lambda config: tuple(row.name for row in OPTIMIZERS.values() if row.searched),
         ),
     ),
@@ -104,8 +104,10 @@ DECLARATION = Declaration(
     exclusions=_EXCLUSIONS,
     switches=(
         Switch(
-            ("train.galore_rank", "train.galore_gap"), "train.optimizer",
-            Condition("train.optimizer", "starts with", "galore").holds, "train.optimizer: galore",
+            ("train.galore_rank", "train.galore_gap"),
+            "train.optimizer",
+            Condition("train.optimizer", "starts with", "galore").holds,
+            "train.optimizer: galore",
         ),
     ),
-)  # fmt: skip
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,21 +12,23 @@ import torch
 from tigon._quiet import quiet_peft
 from tigon.errors import RecipeError
 from tigon.techniques import model_kernels
-from tigon.techniques.keys.lora import LoraConfig
+from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.mechanisms import adapter_targets
-from tigon.techniques.mechanisms.adapter_targets import EXPERTS, LOFTQ
-from tigon.techniques.mechanisms.four_bit_experts import shown_as_plain
+from tigon.techniques.lora import adapter_targets
+from tigon.techniques.lora.adapter_targets import EXPERTS, LOFTQ
+from tigon.techniques.lora.four_bit_experts import shown_as_plain
 from tigon.techniques.precision import BF16_WEIGHTS, WEIGHT_DTYPES
-from tigon.techniques.records.condition import Condition, Exclusion, Switch
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 DEFAULT_RANK = 16
 # `train.precision` -> the dtype of matmuls, which is also that of quantised weights when they are dequantised.
 _COMPUTE_DTYPES: Mapping[str, str] = {
-    "fp32": "float32", "amp-bf16": "bfloat16", "amp-fp16": "float16", "bf16": "bfloat16",
+    "fp32": "float32",
+    "amp-bf16": "bfloat16",
+    "amp-fp16": "float16",
+    "bf16": "bfloat16",
     "fp8": "bfloat16",
-}  # fmt: skip
+}
 
 
 def frozen_dtype(settings: Settings) -> str:
@@ -61,9 +62,14 @@ def check(model: Any, settings: Settings) -> None:
     """
     assert settings.lora.rank is not None
     adapter_targets.check(
-        model, rank=settings.lora.rank, targets=settings.lora.targets, init=settings.lora.init,
-        saved=settings.lora.modules_to_save, bias=settings.lora.bias, quantized=settings.lora.quantize,
-    )  # fmt: skip
+        model,
+        rank=settings.lora.rank,
+        targets=settings.lora.targets,
+        init=settings.lora.init,
+        saved=settings.lora.modules_to_save,
+        bias=settings.lora.bias,
+        quantized=settings.lora.quantize,
+    )
 
 
 _EMBEDDINGS_SCALED_IN_PLACE = frozenset({"ctrl"})
@@ -143,13 +149,18 @@ def _adapters(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     targets = adapter_targets.targets_of(model, settings.lora.targets)
     alpha = settings.lora.alpha or 2 * settings.lora.rank
     config = peft.LoraConfig(
-        r=settings.lora.rank, lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
-        lora_dropout=settings.lora.dropout, bias=settings.lora.bias, use_rslora=settings.lora.rslora,
-        use_dora=settings.lora.dora, init_lora_weights=_peft_init(settings),
+        r=settings.lora.rank,
+        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
+        lora_dropout=settings.lora.dropout,
+        bias=settings.lora.bias,
+        use_rslora=settings.lora.rslora,
+        use_dora=settings.lora.dora,
+        init_lora_weights=_peft_init(settings),
         modules_to_save=list(settings.lora.modules_to_save) or None,
         target_modules=adapter_targets.short_names(model, targets),
-        target_parameters=list(targets.parameters) or None, task_type="CAUSAL_LM",
-    )  # fmt: skip
+        target_parameters=list(targets.parameters) or None,
+        task_type="CAUSAL_LM",
+    )
     with quiet_peft(), shown_as_plain(model):
         wrapped = peft.get_peft_model(
             model, config, autocast_adapter_dtype=settings.train.precision not in BF16_WEIGHTS
@@ -167,7 +178,7 @@ def _peft_init(settings: Settings) -> bool | str:
 def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     from transformers import BitsAndBytesConfig
 
-    from tigon.techniques.mechanisms import expert_quantizer, mxfp4_experts  # loads transformers
+    from tigon.techniques.lora import expert_quantizer, mxfp4_experts  # loads transformers
 
     if keeps_mxfp4(settings):
         return {"quantization_config": mxfp4_experts.config(compute_dtype(settings))}
@@ -217,18 +228,24 @@ _EXCLUSIONS = (
         when=(_QUANTIZE, Condition("lora.rank", "is", None)),
         reason="4-bit weights get no gradient, so nothing would be trained",
         instead=f"lora.rank: {DEFAULT_RANK}",
-        source="arXiv 2305.14314", untraceable=True,
+        source="arXiv 2305.14314",
+        untraceable=True,
     ),
     Exclusion(
         when=(_FP32_BASE, Condition("train.precision", "is one of", BF16_WEIGHTS)),
         reason="this precision keeps every weight in bf16",
-        instead="train.precision: amp-bf16, or lora.base: auto", source="docs/techniques/precision.md",
+        instead="train.precision: amp-bf16, or lora.base: auto",
+        source="docs/techniques/precision.md",
     ),
     Exclusion(
-        when=(_FP32_BASE, Condition("sharding.zero", "is at least", 1),
-        Condition("train.precision", "starts with", "amp")),
+        when=(
+            _FP32_BASE,
+            Condition("sharding.zero", "is at least", 1),
+            Condition("train.precision", "starts with", "amp"),
+        ),
         reason="DeepSpeed keeps every weight in 16 bits, with an fp32 copy of those that are trained",
-        instead="lora.base: auto, or sharding.zero: 0", source="DeepSpeed's configuration: bf16.enabled, fp16.enabled",
+        instead="lora.base: auto, or sharding.zero: 0",
+        source="DeepSpeed's configuration: bf16.enabled, fp16.enabled",
     ),
     Exclusion(
         when=(_EXPERTS, _QUANTIZE, _NOT_TIGON),
@@ -239,35 +256,41 @@ _EXCLUSIONS = (
     Exclusion(
         when=(_QUANTIZE, _MXFP4, _NOT_TIGON),
         reason="without tigon's op the dense weights of all layers would wait for the backward",
-        instead="model.kernels: tigon, or lora.quantize_to: nf4", source="src/tigon/models/seams/experts.py",
+        instead="model.kernels: tigon, or lora.quantize_to: nf4",
+        source="src/tigon/models/seams/experts.py",
     ),
     Exclusion(
         when=(_QUANTIZE, _MXFP4, Condition("sharding.zero", "is at least", 1)),
         reason="DeepSpeed casts the model to 16 bits and shards it, which was never tried with stored bytes",
-        instead="sharding.zero: 0 with sharding.gpus, or lora.quantize_to: nf4", source="docs/techniques/lora.md",
+        instead="sharding.zero: 0 with sharding.gpus, or lora.quantize_to: nf4",
+        source="docs/techniques/lora.md",
     ),
     Exclusion(
         when=(_EXPERTS, Condition("lora.dropout", "is above", 0)),
         reason="PEFT adds these adapters to the weights, so they see no input that could be dropped",
-        instead="lora.dropout: 0", source=_PARAM_WRAPPER,
+        instead="lora.dropout: 0",
+        source=_PARAM_WRAPPER,
     ),
     Exclusion(
         when=(_EXPERTS, Condition("lora.dora", "is", True)),
-        reason="PEFT has no DoRA for parameters", instead="lora.dora: false", source=_PARAM_WRAPPER,
+        reason="PEFT has no DoRA for parameters",
+        instead="lora.dora: false",
+        source=_PARAM_WRAPPER,
     ),
     Exclusion(
         when=(_EXPERTS, Condition("lora.init", "is not one of", ("default", "gaussian"))),
         reason="PEFT computes this initialisation from the weight of a linear module",
-        instead="lora.init: default", source=_PARAM_WRAPPER,
+        instead="lora.init: default",
+        source=_PARAM_WRAPPER,
     ),
     *(
         Exclusion(
             when=(_EXPERTS, sharded),
             reason="PEFT forms the experts' weights anew in each forward pass, which tigon has not tried with shards",
-            instead=f"{instead}, or lora.targets without experts", source=_PARAM_WRAPPER,
+            instead=f"{instead}, or lora.targets without experts",
+            source=_PARAM_WRAPPER,
         )
-        for sharded,
-        instead in (
+        for sharded, instead in (
             (Condition("sharding.zero", "is", 3), "sharding.zero: 2"),
             (Condition("sharding.fsdp", "is", True), "sharding.fsdp: false"),
         )
@@ -275,29 +298,34 @@ _EXCLUSIONS = (
     Exclusion(
         when=(_SUBSPACE, _QUANTIZE),
         reason="what remains of the weight would be quantised, so the adapter would not fit the checkpoint's weight",
-        instead="lora.init: default, or lora.quantize: false", source="peft 0.21 tuners/lora/layer.py: pissa_init",
+        instead="lora.init: default, or lora.quantize: false",
+        source="peft 0.21 tuners/lora/layer.py: pissa_init",
     ),
     Exclusion(
         when=(_LOFTQ, Condition("lora.quantize", "is", False)),
         reason="LoftQ makes up for the rounding of 4-bit weights, and these are not rounded",
-        instead="lora.quantize: true, or lora.init: default", source="arXiv 2310.08659",
+        instead="lora.quantize: true, or lora.init: default",
+        source="arXiv 2310.08659",
     ),
     Exclusion(
         when=(_LOFTQ, Condition("lora.quantize_to", "is one of", ("int8", "mxfp4"))),
-        reason="tigon has LoftQ for linear layers in NF4 only", instead="lora.quantize_to: nf4, or lora.init: default",
+        reason="tigon has LoftQ for linear layers in NF4 only",
+        instead="lora.quantize_to: nf4, or lora.init: default",
         source="peft 0.21 utils/loftq_utils.py: replace_lora_weights_loftq",
     ),
     Exclusion(
         when=(_DIFFERENCE, Condition("lora.dora", "is", True)),
         reason="the adapter is saved as a sum with the negative of its initial value, and DoRA's is no sum",
-        instead="lora.init: default, or lora.dora: false", source=_CONVERSION,
+        instead="lora.init: default, or lora.dora: false",
+        source=_CONVERSION,
     ),
     *(
         Exclusion(
             when=(_DIFFERENCE, trained),
             reason="PEFT converts such an adapter to one for the checkpoint's weights, and drops all else that was "
             "trained",
-            instead=f"lora.init: default, or {instead}", source=_CONVERSION,
+            instead=f"lora.init: default, or {instead}",
+            source=_CONVERSION,
         )
         for trained, instead in (
             (Condition("lora.bias", "is not", "none"), "lora.bias: none"),
@@ -308,56 +336,62 @@ _EXCLUSIONS = (
         Exclusion(
             when=(_DIFFERENCE, sharded),
             reason="the adapter is saved as the difference from its initial value, which needs whole fp32 weights",
-            instead=f"lora.init: default, or {unsharded}", source=_CONVERSION,
+            instead=f"lora.init: default, or {unsharded}",
+            source=_CONVERSION,
         )
         for sharded, unsharded in (
             (Condition("sharding.zero", "is at least", 1), "sharding.zero: 0"),
             (Condition("sharding.fsdp", "is", True), "sharding.fsdp: false"),
         )
     ),
-)  # fmt: skip
+)
 
 DECLARATION = Declaration(
-    pages={"lora": "LoRA and QLoRA"},
-    keys=tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig)),
     labels={"lora.rank": _rank_label},
     techniques=(
         Technique(
-            name="lora", page="lora",
-            saves="Gradients and optimizer states of all weights except the adapters, and with `amp-bf16` half of each "
-            "frozen weight: about 14 of 16 bytes per parameter.",
-            costs="Two thin matmuls for each adapted one. Activations are needed as before.",
+            name="lora",
             effect_on_result="Another result than full fine-tuning: only the modules in `lora.targets` change, by "
             "an update of rank `lora.rank`. With autocast the frozen weights and the sum of the layers' outputs are "
             "in 16 bits (`lora.base: fp32`: in fp32). Adapters are fp32, or bf16 with `train.precision: bf16`.",
             needs=("peft",),
-            recipe={"lora.rank": DEFAULT_RANK}, chosen=(Condition("lora.rank", "is at least", 1),), model=_adapters,
-            change_rank=6, source="peft; arXiv 2106.09685",
+            recipe={"lora.rank": DEFAULT_RANK},
+            chosen=(Condition("lora.rank", "is at least", 1),),
+            model=_adapters,
+            change_rank=6,
         ),
         Technique(
-            name="qlora", page="lora",
-            saves="As LoRA, and the frozen weights of experts and of every `nn.Linear` except `lm_head` take 0.516 "
-            "bytes per parameter instead of 2 (or 4 in fp32): 4 bits, 1/64 byte for a scale per 64 weights, and 1/4096 "
-            "byte for an fp32 scale per 256 of those scales. `lora.quantize_to: int8` takes 1 byte per parameter, and "
-            "`mxfp4` 0.531 bytes per parameter of the experts.",
-            costs="Weights are dequantised before each matmul.",
+            name="qlora",
             effect_on_result="As LoRA, and the frozen weights are rounded to 16 levels (NF4, blocks of 64, scales "
             "in 8 bits).",
-            needs=("peft", "bitsandbytes"), spared={"bitsandbytes": _MXFP4},
+            needs=("peft", "bitsandbytes"),
+            spared={"bitsandbytes": _MXFP4},
             recipe={"lora.rank": DEFAULT_RANK, "lora.quantize": True},
-            chosen=(_QUANTIZE,), loading=_quantization, model=_without_cpu_packing,
-            change_rank=7, source="bitsandbytes; arXiv 2305.14314",
+            chosen=(_QUANTIZE,),
+            load=_quantization,
+            model=_without_cpu_packing,
+            change_rank=7,
         ),
     ),
     exclusions=_EXCLUSIONS,
     switches=(
         Switch(
             (
-                "lora.alpha", "lora.targets", "lora.dropout", "lora.rslora", "lora.dora", "lora.modules_to_save",
-                "lora.bias", "lora.init", "lora.base", "lora.quantize",
+                "lora.alpha",
+                "lora.targets",
+                "lora.dropout",
+                "lora.rslora",
+                "lora.dora",
+                "lora.modules_to_save",
+                "lora.bias",
+                "lora.init",
+                "lora.base",
+                "lora.quantize",
             ),
-            "lora.rank", lambda settings: settings.lora.rank is not None, f"lora.rank: {DEFAULT_RANK}",
+            "lora.rank",
+            lambda settings: settings.lora.rank is not None,
+            f"lora.rank: {DEFAULT_RANK}",
         ),
         Switch(("lora.quantize_to",), "lora.quantize", _QUANTIZE.holds, "lora.quantize: true"),
     ),
-)  # fmt: skip
+)

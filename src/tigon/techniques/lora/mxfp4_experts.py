@@ -22,7 +22,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config, QuantizationConfigMixin
 
 from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
-from tigon.techniques.mechanisms.adapter_targets import expert_parameters
+from tigon.techniques.lora.adapter_targets import expert_parameters
 
 _METHOD = "tigon_mxfp4"
 

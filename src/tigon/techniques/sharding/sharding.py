@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
+from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition, Exclusion, Switch
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
 
 AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
 AIO_THREADS = 8  # threads per read or write; each takes a share of the bytes
@@ -82,10 +82,14 @@ def gathers_layers(settings: Settings, run_info: RunInfo) -> bool:
     counted by weights.
     """
     return (
-        settings.sharding.zero == 3 and run_info.processes > 1 and run_info.runs_layers_once
-        and settings.sharding.offload == "none" and settings.lora.rank is None and not zero_plus_plus(settings)
+        settings.sharding.zero == 3
+        and run_info.processes > 1
+        and run_info.runs_layers_once
+        and settings.sharding.offload == "none"
+        and settings.lora.rank is None
+        and not zero_plus_plus(settings)
         and 0 < run_info.largest_layer() <= LARGEST_LAYER
-    )  # fmt: skip
+    )
 
 
 def _mark_layers(model: Any, settings: Settings, run_info: RunInfo) -> Any:
@@ -308,20 +312,14 @@ PLACEMENTS: tuple[Mapping[str, Any], ...] = (
 )
 """The placements of weights and states that the planner tries, least traffic first."""
 
-_LABELS: Mapping[str, Callable[[Settings], str]] = {
-    "sharding.zero": lambda settings: f"ZeRO-{settings.sharding.zero}" if settings.sharding.zero else "",
-    "sharding.zero_copy_ranks": lambda settings: (
-        f"hpZ {settings.sharding.zero_copy_ranks}" if settings.sharding.zero_copy_ranks > 1 else ""
-    ),
-    "sharding.zero_int8_weights": lambda settings: "qwZ" if settings.sharding.zero_int8_weights else "",
-    "sharding.zero_int4_gradients": lambda settings: "qgZ" if settings.sharding.zero_int4_gradients else "",
-    "sharding.fsdp": lambda settings: "FSDP2" if settings.sharding.fsdp else "",
-    "sharding.replicas": lambda settings: (
-        f"{settings.sharding.replicas} copies" if settings.sharding.replicas > 1 else ""
-    ),
-    "sharding.offload": lambda settings: (
-        f"offload {settings.sharding.offload}" if settings.sharding.offload != "none" else ""
-    ),
+_LABELS: Mapping[str, str] = {
+    "sharding.zero": "ZeRO-{}",
+    "sharding.zero_copy_ranks": "hpZ {}",
+    "sharding.zero_int8_weights": "qwZ",
+    "sharding.zero_int4_gradients": "qgZ",
+    "sharding.fsdp": "FSDP2",
+    "sharding.replicas": "{} copies",
+    "sharding.offload": "offload {}",
 }
 
 # DeepSpeed compiles its CPU Adam at the first use (op_builder/cpu_adam.py, async_io.py).
@@ -329,9 +327,10 @@ _CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc if there is a GPU")
 _CPU, _NVME = (Condition("sharding.offload", "is", place) for place in ("cpu", "nvme"))
 _ZERO, _OFFLOADED = Condition("sharding.zero", "is at least", 1), Condition("sharding.offload", "is not", "none")
 _ZERO_PLUS_PLUS = (
-    Condition("sharding.zero_copy_ranks", "is at least", 2), Condition("sharding.zero_int8_weights", "is", True),
+    Condition("sharding.zero_copy_ranks", "is at least", 2),
+    Condition("sharding.zero_int8_weights", "is", True),
     Condition("sharding.zero_int4_gradients", "is", True),
-)  # fmt: skip
+)
 _ZERO_EFFECT_ON_RESULT = (
     "With `amp-bf16`, weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under "
     "autocast."
@@ -340,111 +339,95 @@ _ZERO_EFFECT_ON_RESULT = (
 
 def _stage(stage: int, saves: str, costs: str) -> Technique:
     return Technique(
-        name=f"zero-{stage}", page="zero", saves=saves, costs=costs, effect_on_result=_ZERO_EFFECT_ON_RESULT,
-        needs=("deepspeed",), recipe={"sharding.gpus": 2, "sharding.zero": stage},
-        chosen=(Condition("sharding.zero", "is", stage),), arguments=_zero, model=_mark_layers, change_rank=1,
-        source="DeepSpeed; arXiv 1910.02054 §5",
-    )  # fmt: skip
+        name=f"zero-{stage}",
+        effect_on_result=_ZERO_EFFECT_ON_RESULT,
+        needs=("deepspeed",),
+        recipe={"sharding.gpus": 2, "sharding.zero": stage},
+        chosen=(Condition("sharding.zero", "is", stage),),
+        arguments=_zero,
+        model=_mark_layers,
+        change_rank=1,
+    )
 
 
 _TECHNIQUES = (
     Technique(
-        name="ddp", page="ddp",
-        saves="Nothing: every GPU holds everything. It divides time.",
-        costs="A sum of all gradients over the GPUs in each step, beside the backward pass.",
-        effect_on_result="None for the same samples per step, except for rounding. N GPUs use N times as many samples "
-        "per step as one GPU with the same recipe.",
+        name="ddp",
         recipe={"sharding.gpus": 2},
         chosen=(
-            Condition("sharding.gpus", "is at least", 2), Condition("sharding.zero", "is", 0),
+            Condition("sharding.gpus", "is at least", 2),
+            Condition("sharding.zero", "is", 0),
             Condition("sharding.fsdp", "is", False),
         ),
-        source="torch.nn.parallel.DistributedDataParallel",
     ),
-    _stage(1, "Optimizer states, divided by the GPUs.",
-           "Weights are gathered once per step: little more traffic than DDP."),
+    _stage(
+        1, "Optimizer states, divided by the GPUs.", "Weights are gathered once per step: little more traffic than DDP."
+    ),
     _stage(2, "Optimizer states and gradients, divided by the GPUs.", "As stage 1."),
-    _stage(3, "Weights too, divided by the GPUs. A layer's weights are gathered for its forward and its backward pass.",
-           "1.5 times the traffic of DDP, because the weights are gathered twice."),
+    _stage(
+        3,
+        "Weights too, divided by the GPUs. A layer's weights are gathered for its forward and its backward pass.",
+        "1.5 times the traffic of DDP, because the weights are gathered twice.",
+    ),
     Technique(
-        name="zero-3-hpz", page="zero",
-        saves="Traffic between machines: the backward pass gathers weights from a second copy, which the processes of "
-        "one machine hold between them.",
-        costs="2 / `sharding.zero_copy_ranks` bytes per parameter on each GPU.",
-        effect_on_result=_ZERO_EFFECT_ON_RESULT, needs=("deepspeed",),
+        name="zero-3-hpz",
+        needs=("deepspeed",),
         recipe={"sharding.gpus": 4, "sharding.zero": 3, "sharding.zero_copy_ranks": 2},
         chosen=(Condition("sharding.zero", "is", 3), Condition("sharding.zero_copy_ranks", "is at least", 2)),
-        source="DeepSpeed, zero_hpz_partition_size; arXiv 2306.10209",
     ),
     Technique(
-        name="zero-3-int8-weights", page="zero",
-        saves="Half of the traffic of gathered weights: they are sent as 8-bit integers with scales per block.",
-        costs="Rounding of the weights in both passes, and kernels that convert them.", tools=("nvcc",),
+        name="zero-3-int8-weights",
         effect_on_result="Gathered weights have about 8 bits of precision. No GPU has run it with tigon yet.",
-        needs=("deepspeed",), devices=("cuda",),
+        needs=("deepspeed",),
+        devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int8_weights": True},
         chosen=(Condition("sharding.zero", "is", 3), Condition("sharding.zero_int8_weights", "is", True)),
         change_rank=1,
-        source="DeepSpeed, zero_quantized_weights; arXiv 2306.10209",
     ),
     Technique(
-        name="zero-3-int4-gradients", page="zero",
-        saves="Three quarters of the traffic of reduced gradients between machines: they are sent as 4-bit integers. "
-        "On one machine it has no effect.",
-        costs="Rounding of the gradients, and kernels that convert them.", tools=("nvcc",),
+        name="zero-3-int4-gradients",
         effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
-        needs=("deepspeed",), devices=("cuda",),
+        needs=("deepspeed",),
+        devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.zero": 3, "sharding.zero_int4_gradients": True},
         chosen=(Condition("sharding.zero", "is", 3), Condition("sharding.zero_int4_gradients", "is", True)),
         change_rank=1,
-        source="DeepSpeed, zero_quantized_gradients; arXiv 2306.10209",
     ),
     Technique(
-        name="zero-offload-cpu", page="offload",
-        saves="12 bytes per parameter of the GPU's memory: the optimizer's states and their fp32 weights move to the "
-        "host. With stage 3 the bf16 weights move too.",
-        costs="AdamW runs on the CPU. In each step gradients are copied to the host and weights back.",
-        effect_on_result="As ZeRO without offload. DeepSpeedCPUAdam makes the update, with fp32 states.",
-        needs=("deepspeed",), tools=_CPU_ADAM_TOOLS,
-        recipe={"sharding.zero": 2, "sharding.offload": "cpu"}, chosen=(_ZERO, _CPU), rough_time=True,
-        source="arXiv 2101.06840",
+        name="zero-offload-cpu",
+        needs=("deepspeed",),
+        recipe={"sharding.zero": 2, "sharding.offload": "cpu"},
+        chosen=(_ZERO, _CPU),
+        rough_time=True,
     ),
     Technique(
-        name="zero-offload-nvme", page="offload",
-        saves="Weights and optimizer states move to files. The host keeps only buffers.",
-        costs="Each step reads and writes 12 bytes per parameter at the speed of the disk. This wears an SSD.",
-        effect_on_result="As ZeRO without offload. DeepSpeedCPUAdam makes the update, with fp32 states.",
-        needs=("deepspeed",), tools=(*_CPU_ADAM_TOOLS, "libaio with its headers"),
+        name="zero-offload-nvme",
+        needs=("deepspeed",),
         recipe={"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": "nvme"},
-        chosen=(Condition("sharding.zero", "is", 3), _NVME), rough_time=True, source="arXiv 2104.07857",
+        chosen=(Condition("sharding.zero", "is", 3), _NVME),
+        rough_time=True,
     ),
     Technique(
-        name="fsdp2", page="fsdp2",
-        saves="Weights, gradients and states, divided by the GPUs. `sharding.reshard: false` keeps a layer's gathered "
-        "weights between its two passes.",
-        costs="As ZeRO-3; without resharding as ZeRO-2.", devices=("cuda",),
+        name="fsdp2",
+        devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.fsdp": True},
-        chosen=(Condition("sharding.fsdp", "is", True),), arguments=_fsdp,
-        source="torch.distributed.fsdp.fully_shard; arXiv 2304.11277",
+        chosen=(Condition("sharding.fsdp", "is", True),),
+        arguments=_fsdp,
     ),
     Technique(
-        name="fsdp2-hybrid", page="fsdp2",
-        saves="As FSDP2 over `sharding.gpus` / `sharding.replicas` GPUs.",
-        costs="Weights are gathered among the GPUs of one copy only. After that, gradients of each shard are summed "
-        "over the copies: the only traffic between machines if each holds one copy.", devices=("cuda",),
+        name="fsdp2-hybrid",
+        devices=("cuda",),
         recipe={"sharding.gpus": 4, "sharding.fsdp": True, "sharding.replicas": 2},
         chosen=(Condition("sharding.fsdp", "is", True), Condition("sharding.replicas", "is at least", 2)),
-        source="torch.distributed.fsdp.fully_shard on a mesh of two dimensions; arXiv 2304.11277 §3.2.2",
     ),
     Technique(
-        name="fsdp2-offload", page="fsdp2",
-        saves="FSDP2's weights, gradients and states stay on the host, and the optimizer runs there.",
-        costs="Each layer's weights are copied to the GPU for each pass, and gradients to the host.", devices=("cuda",),
+        name="fsdp2-offload",
+        devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.fsdp": True, "sharding.offload": "cpu"},
-        chosen=(Condition("sharding.fsdp", "is", True), _CPU), rough_time=True,
-        source="torch.distributed.fsdp.CPUOffloadPolicy",
+        chosen=(Condition("sharding.fsdp", "is", True), _CPU),
+        rough_time=True,
     ),
-)  # fmt: skip
+)
 
 _EXCLUSIONS = (
     Exclusion(
@@ -522,26 +505,22 @@ _EXCLUSIONS = (
 )
 
 DECLARATION = Declaration(
-    pages={
-        "ddp": "Data parallelism", "zero": "DeepSpeed ZeRO", "offload": "DeepSpeed offload", "fsdp2": "PyTorch FSDP2",
-    },
-    keys=(
-        "sharding.gpus", "sharding.zero", "sharding.fsdp", "sharding.offload", "sharding.nvme_folder",
-        "sharding.zero_copy_ranks", "sharding.zero_int8_weights", "sharding.zero_int4_gradients", "sharding.replicas",
-        "sharding.reshard",
-    ),
     searches=tuple(Search(key=key, how="placement") for key in PLACEMENTS[0]),
     labels=_LABELS,
     techniques=_TECHNIQUES,
     exclusions=_EXCLUSIONS,
     switches=(
         Switch(
-            ("sharding.reshard", "sharding.replicas"), "sharding.fsdp", lambda settings: settings.sharding.fsdp,
+            ("sharding.reshard", "sharding.replicas"),
+            "sharding.fsdp",
+            lambda settings: settings.sharding.fsdp,
             "sharding.fsdp: true",
         ),
         Switch(
             ("sharding.zero_copy_ranks", "sharding.zero_int8_weights", "sharding.zero_int4_gradients"),
-            "sharding.zero", Condition("sharding.zero", "is", 3).holds, "sharding.zero: 3",
+            "sharding.zero",
+            Condition("sharding.zero", "is", 3).holds,
+            "sharding.zero: 3",
         ),
     ),
-)  # fmt: skip
+)

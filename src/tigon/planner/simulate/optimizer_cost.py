@@ -1,18 +1,19 @@
-"""The optimizers that a run can choose: one row each, with the exact bytes of its state and of its temporaries.
+"""What each optimizer costs: the exact bytes of its state and of its temporaries, and the work of its step.
 
-Sizes are functions of a parameter's shape and dtype, read from the source of the package named in the row (PyTorch 2.11
-to 2.13, bitsandbytes 0.50.2, torchao 0.18, transformers 5.17). tests/techniques/test_optimizers.py checks them against
-the optimizers. They are bytes of tensors; the CUDA allocator rounds each tensor up to a multiple of 512.
+Sizes are functions of a parameter's shape and dtype, read from the source of the package (PyTorch 2.11 to 2.13,
+bitsandbytes 0.50.2, torchao 0.18, transformers 5.17). tests/planner/test_optimizer_cost.py checks them against the
+optimizers. They are bytes of tensors; the CUDA allocator rounds each tensor up to a multiple of 512.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tigon.techniques.records.condition import Condition
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.optimizers import galore
 
 BNB_MIN_8BIT = 4096  # elements below which bitsandbytes keeps fp32 states
 BNB_MIN_PAGED = 100_000  # elements below which its paged optimizers allocate on the device after all
@@ -49,76 +50,71 @@ class StateTensor(NamedTuple):
     not appear in PyTorch's statistics."""
 
 
+PerParameter = Callable[[Parameter, int], int]
+"""(parameter, GaLore's rank) -> bytes. Only GaLore uses the rank."""
 States = Callable[[Parameter, int], tuple[StateTensor, ...]]
-"""(parameter, GaLore's rank) -> the tensors of its state. Only GaLore uses the rank."""
+"""(parameter, GaLore's rank) -> the tensors of its state."""
+
+
+def _nothing(parameter: Parameter, rank: int) -> int:
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """A row of the table."""
+class OptimizerCost:
+    """The cost of one optimizer."""
 
-    name: str
-    help: str
-    trainer_name: str | None
-    """Its name in transformers' TrainingArguments; None: tigon's own, given to the Trainer as a class."""
-    package: str | None = None
-    """The package it needs beyond PyTorch and transformers: a key of PACKAGE_EXTRAS."""
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    in_backward: bool = False
-    """It updates each weight in the backward pass, so it can neither accumulate nor clip."""
-    needs_compiler: bool = False
-    """It uses torch.compile, which needs a C++ compiler on a CPU."""
     states: States
     shared_bytes: int = 0
     """Bytes of state that exist once for all parameters, such as quantisation maps."""
-    step_bytes: Callable[[Parameter, int], int] = lambda parameter, rank: 0
-    """(parameter, rank) -> bytes of temporaries in one parameter's update."""
-    step_leaves: Callable[[Parameter, int], int] = lambda parameter, rank: 0
-    """(parameter, rank) -> bytes of these temporaries that still live during the next parameter's update."""
-    step_holds_all: bool = False
+    temporaries: PerParameter = _nothing
+    """Bytes of temporaries in one parameter's update."""
+    leaves: PerParameter = _nothing
+    """Bytes of these temporaries that still live during the next parameter's update."""
+    holds_all: bool = False
     """Whether the temporaries of all parameters live at the same time, as with foreach; otherwise those of one."""
-    step_moves: Callable[[Parameter, int], int] | None = None
-    """(parameter, rank) -> bytes of device memory that one parameter's update reads and writes, summed over its ops;
-    None: a single pass over weight, gradient and states."""
-    step_calls: int = 0
+    moves: PerParameter | None = None
+    """Bytes of device memory that one parameter's update reads and writes, summed over its ops; None: a single pass
+    over weight, gradient and states."""
+    calls: int = 0
     """Ops that the host launches per parameter, if it updates parameters one by one."""
-    step_waits: bool = False
+    waits: bool = False
     """The host waits for the GPU after each parameter, so the times of both add up."""
-    step_sm_s: Callable[[Parameter], float] = lambda parameter: 0.0
+    sm_s: Callable[[Parameter], float] = lambda parameter: 0.0
     """Seconds that one multiprocessor computes for a parameter's update, beyond the time for its bytes."""
-    effect_on_result: str
-    """How it changes the numbers that the run computes, compared with AdamW with fp32 states."""
-    source: str
-    searched: bool = False
-    """Whether the planner may choose it if the user names no optimizer. Rows that change the result less come first."""
-    change_rank: int = 0
-    last_resort: bool = False
-    searched_with: tuple[Condition, ...] = ()
-    """As in Technique."""
+    rank: int = 0
+    """GaLore's rank."""
 
-    @property
-    def has_plain_states(self) -> bool:
-        """Whether its states are plain tensors that belong to one parameter each: PyTorch's and transformers' own."""
-        return self.package is None and self.trainer_name is not None
-
-    def state_tensors(self, parameter: Parameter, *, rank: int = 0) -> tuple[StateTensor, ...]:
+    def state_tensors(self, parameter: Parameter) -> tuple[StateTensor, ...]:
         """Returns the state of one parameter, tensor by tensor."""
-        return self.states(parameter, rank)
+        return self.states(parameter, self.rank)
 
-    def state_bytes(self, parameters: Iterable[Parameter], *, rank: int = 0, place: str = "device") -> int:
+    def state_bytes(self, parameters: Iterable[Parameter], *, place: str = "device") -> int:
         """Returns the bytes of state of all `parameters` at `place`, including shared tables."""
         shared = self.shared_bytes if place == "device" else 0
-        tensors = (tensor for parameter in parameters for tensor in self.states(parameter, rank))
+        tensors = (tensor for parameter in parameters for tensor in self.state_tensors(parameter))
         return shared + sum(tensor.nbytes for tensor in tensors if tensor.place == place)
 
-    def step_peak_bytes(self, parameters: Iterable[Parameter], *, rank: int = 0) -> int:
+    def step_tensor_bytes(self, parameters: Iterable[Parameter]) -> list[int]:
+        """Returns the bytes of the temporaries of each parameter's update."""
+        return [self.temporaries(parameter, self.rank) for parameter in parameters]
+
+    def step_peak_bytes(self, parameters: Iterable[Parameter]) -> int:
         """Returns the most bytes that the step adds to weights, gradients and states."""
         parameters = list(parameters)
-        each = [self.step_bytes(parameter, rank) for parameter in parameters]
-        if self.step_holds_all:
+        each = self.step_tensor_bytes(parameters)
+        if self.holds_all:
             return sum(each)
-        left = [0, *(self.step_leaves(parameter, rank) for parameter in parameters)]
+        left = [0, *(self.leaves(parameter, self.rank) for parameter in parameters)]
         return max(map(sum, zip(each, left, strict=False)), default=0)
+
+    def moved_bytes(self, parameters: Iterable[Parameter]) -> int:
+        """Returns the bytes that the step reads and writes."""
+        parameters = list(parameters)
+        if self.moves is not None:
+            return sum(self.moves(parameter, self.rank) for parameter in parameters)
+        states = self.state_bytes(parameters) + self.state_bytes(parameters, place="managed")
+        return sum(3 * parameter.nbytes for parameter in parameters) + 2 * states
 
 
 # --- the shapes of states --------------------------------------------------------------------------------------------
@@ -185,14 +181,13 @@ def _adafactor(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
     return StateTensor(FP32 * math.prod(rows)), StateTensor(FP32 * math.prod((*rows[:-1], columns))), rms
 
 
-def galore_projects(parameter: Parameter, rank: int) -> bool:
-    """Returns whether GaLore projects a parameter. A projection as large as the matrix would save nothing."""
-    return parameter.projected and len(parameter.shape) == 2 and min(parameter.shape) > rank
+def _is_projected(parameter: Parameter, rank: int) -> bool:
+    return parameter.projected and galore.projects(parameter.shape, rank)
 
 
 def _galore(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
     """For (m, n) in its dtype: a min(m, n) x r projection and two r x max(m, n) moments (arXiv 2403.03507 §4.2)."""
-    if not galore_projects(parameter, rank):
+    if not _is_projected(parameter, rank):
         return (StateTensor(parameter.nbytes),) * 2
     short, long = sorted(parameter.shape)
     return (
@@ -238,7 +233,7 @@ def _adafactor_moves(parameter: Parameter, rank: int) -> int:
 
 def _galore_moves(parameter: Parameter, rank: int) -> int:
     """31 reads and writes of Adam's tensors in fp32. A projected weight's gradient and update add 9."""
-    if not galore_projects(parameter, rank):
+    if not _is_projected(parameter, rank):
         return parameter.numel * 31 * FP32
     whole = 9 * FP32 if parameter.itemsize == FP32 else 30
     return parameter.numel * whole + rank * max(parameter.shape) * 31 * FP32
@@ -263,11 +258,6 @@ def _lion_8bit_sm_s(parameter: Parameter) -> float:
     return _bnb_8bit_sm_s(parameter) / 2  # one state instead of two
 
 
-# Used by techniques/mechanisms/galore.py: elements of a weight that are updated at a time, and columns of the range
-# finder beyond the rank. More columns would change the basis by less than rounding (arXiv 0909.4061 §4.5).
-GALORE_ELEMENTS, GALORE_OVERSAMPLING = 1 << 23, 8
-
-
 def _galore_step(parameter: Parameter, rank: int) -> int:
     """Both moments in fp32 of the elements that are updated at a time, below fp32 with copies of their old values.
 
@@ -275,14 +265,14 @@ def _galore_step(parameter: Parameter, rank: int) -> int:
     the update; and, when the subspace is chosen, an fp32 copy of the whole gradient with the range finder's products.
     """
     below_fp32 = parameter.itemsize < FP32
-    turn = min(parameter.numel, GALORE_ELEMENTS)
+    turn = min(parameter.numel, galore.ELEMENTS)
     moments = 2 * FP32 * (2 if below_fp32 else 1)
-    if not galore_projects(parameter, rank):
+    if not _is_projected(parameter, rank):
         return turn * moments
     projected = rank * max(parameter.shape)
     updated = projected * (parameter.itemsize + moments)
     moved = projected * (parameter.itemsize + FP32) + turn * (FP32 + below_fp32 * parameter.itemsize)
-    nbytes = 4 * (rank + GALORE_OVERSAMPLING) * max(parameter.shape) * FP32 + below_fp32 * parameter.numel * FP32
+    nbytes = 4 * (rank + galore.OVERSAMPLING) * max(parameter.shape) * FP32 + below_fp32 * parameter.numel * FP32
     return max(updated, moved, nbytes)
 
 
@@ -330,108 +320,52 @@ _LAYERWISE_CALLS = 27
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-_ROWS = (
-    Optimizer(
-        name="adamw", help="AdamW, one fused pass over weights, gradients and moments.",
-        trainer_name="adamw_torch_fused", states=_moments(2, step_on_device=True), searched=True,
-        effect_on_result="None: the other optimizers are compared with this one. Under `bf16` the moments are bf16 "
-        "too.",
-        source="torch.optim.AdamW(fused=True); arXiv 1711.05101",
-    ),
-    Optimizer(
-        name="adamw-foreach", help="AdamW by multi-tensor ops; on a GPU it holds one more copy of the weights.",
-        trainer_name="adamw_torch", states=_moments(2), step_bytes=_like_parameter, step_holds_all=True,
-        step_moves=_foreach_moves, effect_on_result="None: the same numbers as `adamw`, except for rounding.",
-        source="torch.optim.AdamW: _multi_tensor_adam",
-    ),
-    Optimizer(
-        name="adamw-8bit", help="AdamW with 8-bit blockwise moments.", searched=True, change_rank=1,
-        trainer_name="adamw_bnb_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=False),
-        shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
-        effect_on_result="Moments are rounded to 8 bits in blocks of 256. Those of embeddings and of parameters "
-        "below 4,096 "
-        "elements are fp32.",
-        source="bitsandbytes; arXiv 2110.02861",
-    ),
-    Optimizer(
-        name="paged-adamw", help="AdamW with fp32 moments in unified memory, which moves to the host under pressure.",
-        devices=("cuda",), trainer_name="paged_adamw_32bit", package="bitsandbytes",
-        states=_bnb(2, bits=32, paged=True), step_calls=_BNB_CALLS, step_waits=True,
-        effect_on_result="None: the same numbers as `adamw` with fp32 moments, except for rounding.",
-        source="bitsandbytes; arXiv 2305.14314 §3",
-    ),
-    Optimizer(
-        name="paged-adamw-8bit", help="`adamw-8bit` with the moments in unified memory.", change_rank=1,
-        devices=("cuda",), trainer_name="paged_adamw_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=True),
-        shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
-        effect_on_result="As `adamw-8bit`.", source="bitsandbytes; arXiv 2110.02861, 2305.14314",
-    ),
-    Optimizer(
-        name="lion-8bit", help="Lion: one 8-bit moment, and updates of one size; needs a tenth of AdamW's rate.",
-        change_rank=4,
-        trainer_name="lion_8bit", package="bitsandbytes", states=_bnb(1, bits=8, paged=False), shared_bytes=256 * FP32,
-        step_sm_s=_lion_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
-        effect_on_result="Another algorithm: updates are the sign of a moment, which is rounded to 8 bits in blocks "
-        "of 256.",
-        source="bitsandbytes; arXiv 2302.06675",
-    ),
-    Optimizer(
-        name="adamw-torchao-8bit", help="AdamW with 8-bit blockwise moments, compiled by PyTorch.",
-        # elsewhere `adamw-8bit` has the same bytes without a compiler
-        searched=True, searched_with=(Condition("sharding.fsdp", "is", True),), change_rank=1,
-        trainer_name="adamw_torch_8bit", package="torchao", needs_compiler=True, states=_torchao(8),
-        step_bytes=_torchao_step(8), step_moves=_torchao_moves(8), step_sm_s=_torchao_sm_s(8),
-        step_calls=_COMPILED_CALLS,
-        effect_on_result="As `adamw-8bit`. If a parameter's size is not divisible by 256, its moments keep its dtype.",
-        source="torchao.optim.AdamW8bit; arXiv 2110.02861",
-    ),
-    Optimizer(
-        name="adamw-torchao-4bit", help="AdamW with 4-bit blockwise moments, compiled by PyTorch.",
-        searched=True, last_resort=True, change_rank=2,
-        trainer_name="adamw_torch_4bit", package="torchao", needs_compiler=True, states=_torchao(4),
-        step_bytes=_torchao_step(4), step_moves=_torchao_moves(4), step_sm_s=_torchao_sm_s(4),
-        step_calls=_COMPILED_CALLS,
-        effect_on_result="Moments are rounded to 16 levels in blocks of 256.",
-        source="torchao.optim.AdamW4bit; arXiv 2309.01507",
-    ),
-    Optimizer(
-        name="adafactor", help="Adafactor with the recipe's learning rate: second moments as a row and a column.",
-        searched=True, last_resort=True, change_rank=4,
-        trainer_name="adafactor", states=_adafactor, step_bytes=_adafactor_step, step_leaves=_fp32_copy,
-        step_moves=_adafactor_moves, step_calls=27,
-        effect_on_result="Another algorithm: no first moment, a second moment of rank 1, updates clipped to an RMS "
-        "of 1.",
-        source="transformers.Adafactor; arXiv 1804.04235",
-    ),
-    Optimizer(
-        name="sgd", help="Gradient descent without momentum: no state.", trainer_name="sgd", states=_moments(0),
-        change_rank=5,
-        step_bytes=_like_parameter, step_holds_all=True,  # weight decay is added to a copy of the gradients
-        step_moves=_sgd_moves,
-        effect_on_result="Another algorithm: no moments, and weight decay is an L2 term.", source="torch.optim.SGD",
-    ),
-    Optimizer(
-        name="galore", searched=True, last_resort=True, change_rank=4,
-        help="AdamW in a subspace of each linear layer's gradient, chosen anew every `train.galore_gap` steps.",
-        trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_galore_moves, step_calls=16,
-        effect_on_result="Another algorithm: updates of linear layers have rank `train.galore_rank`. Other "
-        "weights are trained by AdamW.",
-        source="tigon.techniques.mechanisms.galore; arXiv 2403.03507",
-    ),
-    Optimizer(
-        name="galore-layerwise", in_backward=True, searched=True, last_resort=True, change_rank=5,
-        help="`galore` that updates each weight in the backward pass and frees its gradient.",
-        trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_layerwise_moves,
-        step_calls=_LAYERWISE_CALLS, step_waits=True,
-        effect_on_result="As `galore`, and the gradient's norm is not clipped.",
-        source="tigon.techniques.mechanisms.galore; arXiv 2403.03507 §4.4",
-    ),
-)  # fmt: skip
-
-OPTIMIZERS: Mapping[str, Optimizer] = {row.name: row for row in _ROWS}
+_ADAMW_8BIT = OptimizerCost(
+    states=_bnb(2, bits=8, paged=False), shared_bytes=2 * 256 * FP32, calls=_BNB_CALLS, waits=True, sm_s=_bnb_8bit_sm_s
+)
+_GALORE = OptimizerCost(states=_galore, temporaries=_galore_step, moves=_galore_moves, calls=16)
 
 
-def bytes_per_parameter(row: Optimizer) -> float:
+def _compiled(bits: int) -> OptimizerCost:
+    return OptimizerCost(
+        states=_torchao(bits),
+        temporaries=_torchao_step(bits),
+        moves=_torchao_moves(bits),
+        calls=_COMPILED_CALLS,
+        sm_s=_torchao_sm_s(bits),
+    )
+
+
+COSTS: Mapping[str, OptimizerCost] = {
+    "adamw": OptimizerCost(states=_moments(2, step_on_device=True)),
+    "adamw-foreach": OptimizerCost(
+        states=_moments(2), temporaries=_like_parameter, holds_all=True, moves=_foreach_moves
+    ),
+    "adamw-8bit": _ADAMW_8BIT,
+    "paged-adamw": OptimizerCost(states=_bnb(2, bits=32, paged=True), calls=_BNB_CALLS, waits=True),
+    "paged-adamw-8bit": replace(_ADAMW_8BIT, states=_bnb(2, bits=8, paged=True)),
+    "lion-8bit": replace(
+        _ADAMW_8BIT, states=_bnb(1, bits=8, paged=False), shared_bytes=256 * FP32, sm_s=_lion_8bit_sm_s
+    ),
+    "adamw-torchao-8bit": _compiled(8),
+    "adamw-torchao-4bit": _compiled(4),
+    "adafactor": OptimizerCost(
+        states=_adafactor, temporaries=_adafactor_step, leaves=_fp32_copy, moves=_adafactor_moves, calls=27
+    ),
+    # weight decay is added to a copy of the gradients
+    "sgd": OptimizerCost(states=_moments(0), temporaries=_like_parameter, holds_all=True, moves=_sgd_moves),
+    "galore": _GALORE,
+    "galore-layerwise": replace(_GALORE, moves=_layerwise_moves, calls=_LAYERWISE_CALLS, waits=True),
+}
+"""Value of `train.optimizer` -> its cost."""
+
+
+def cost_of(settings: Settings) -> OptimizerCost:
+    """The cost of the optimizer of a run."""
+    return replace(COSTS[settings.train.optimizer], rank=settings.train.galore_rank)
+
+
+def bytes_per_parameter(name: str) -> float:
     """Returns the bytes of state per element of a large fp32 matrix, at all places; for tables, not for plans."""
     matrix = Parameter((4096, 4096), FP32, projected=True)
-    return sum(tensor.nbytes for tensor in row.states(matrix, 128)) / matrix.numel
+    return sum(tensor.nbytes for tensor in COSTS[name].states(matrix, 128)) / matrix.numel

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from tigon.ops import recomputation
-from tigon.techniques.mechanisms import host_offload
-from tigon.techniques.mechanisms.host_offload import HostOffload, Waiting
-from tigon.techniques.mechanisms.recompute import Frame, run_recomputed
+from tigon.techniques.checkpointing import host_offload
+from tigon.techniques.checkpointing.host_offload import HostOffload, Waiting
+from tigon.techniques.checkpointing.recompute import Frame, run_recomputed
 
 
 class LayersOnHost:

@@ -16,7 +16,7 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-from tigon.techniques.mechanisms.adapter_targets import expert_parameters
+from tigon.techniques.lora.adapter_targets import expert_parameters
 
 _METHOD = "tigon_bitsandbytes_4bit"
 

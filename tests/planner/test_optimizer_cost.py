@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from tigon.planner.simulate.optimizer_cost import COSTS, Parameter
 from tigon.profiler.recording.peak import PeakMeter
-from tigon.techniques import optimizers as table
-from tigon.techniques.mechanisms import galore
-from tigon.techniques.mechanisms.galore import GaLoreAdamW
-from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.techniques.optimizers import galore
+from tigon.techniques.optimizers.galore import GaLoreAdamW
+from tigon.techniques.optimizers.table import OPTIMIZERS
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,16 +79,16 @@ def test_table_has_the_bytes_that_an_optimizer_holds(name, dtype, tmp_path):
     model = Model().to(dtype)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles each shape for seconds
         optimizer = made_by_trainer(name, model, tmp_path)
-    row, parameters = OPTIMIZERS[name], model.described()
-    expected = row.state_bytes(parameters) + row.state_bytes(parameters, place="managed")
+    cost, parameters = COSTS[name], model.described()
+    expected = cost.state_bytes(parameters) + cost.state_bytes(parameters, place="managed")
     assert held_bytes(optimizer) == expected
 
 
 def test_small_parameters_of_paged_optimizers_are_counted_on_the_device():
-    row = OPTIMIZERS["paged-adamw-8bit"]
+    cost = COSTS["paged-adamw-8bit"]
     small, large = Parameter((99_999,), 4), Parameter((100_000,), 4)
-    assert {tensor.place for tensor in row.state_tensors(small)} == {"device"}
-    assert [tensor.place for tensor in row.state_tensors(large)] == ["managed", "managed", "device", "device"]
+    assert {tensor.place for tensor in cost.state_tensors(small)} == {"device"}
+    assert [tensor.place for tensor in cost.state_tensors(large)] == ["managed", "managed", "device", "device"]
 
 
 @each_dtype
@@ -97,8 +98,8 @@ def test_table_has_the_bytes_of_galores_state(shape, rank, dtype):
     optimizer = GaLoreAdamW([{"params": [weight], "rank": rank}], lr=1e-3)
     weight.grad = torch.randn_like(weight)
     optimizer.step()
-    row = OPTIMIZERS["galore"]
-    assert held_bytes(optimizer) == row.state_bytes([Parameter(shape, dtype.itemsize, projected=rank > 0)], rank=rank)
+    cost = replace(COSTS["galore"], rank=rank)
+    assert held_bytes(optimizer) == cost.state_bytes([Parameter(shape, dtype.itemsize, projected=rank > 0)])
 
 
 def step_bytes(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> int:
@@ -132,7 +133,7 @@ def test_table_has_the_bytes_that_a_step_needs(name, rank, dtype):
         weight.grad = torch.randn_like(weight)
     found = step_bytes(makers(rank)[name](weights), weights)
     parameters = [Parameter((256, 512), dtype.itemsize, projected=rank > 0) for _ in weights]
-    expected = OPTIMIZERS[name].step_peak_bytes(parameters, rank=rank)
+    expected = replace(COSTS[name], rank=rank).step_peak_bytes(parameters)
     assert found == pytest.approx(expected, rel=0.02, abs=4096)
 
 
@@ -140,15 +141,18 @@ def test_table_has_the_bytes_that_a_step_needs(name, rank, dtype):
 @pytest.mark.parametrize("rank", [0, 16])
 def test_galore_step_needs_less_than_one_fp32_weight(rank, dtype, monkeypatch):
     """With turns of 16 rows: what is alive at a time, where the table says so and where it does."""
-    for module in (galore, table):
-        monkeypatch.setattr(module, "GALORE_ELEMENTS", 16 * 512)
+    monkeypatch.setattr(galore, "ELEMENTS", 16 * 512)
     weight = nn.Parameter(torch.randn(256, 512, dtype=dtype))
     weight.grad = torch.randn_like(weight)
     found = step_bytes(GaLoreAdamW([{"params": [weight], "rank": rank}], lr=1e-3), [weight])
     parameter = Parameter((256, 512), dtype.itemsize, projected=rank > 0)
     if not rank:
-        assert found == pytest.approx(OPTIMIZERS["galore"].step_peak_bytes([parameter], rank=rank), rel=0.02, abs=4096)
+        assert found == pytest.approx(COSTS["galore"].step_peak_bytes([parameter]), rel=0.02, abs=4096)
     assert found < weight.numel() * 4
+
+
+def test_every_optimizer_has_a_cost():
+    assert COSTS.keys() == OPTIMIZERS.keys()
 
 
 def test_every_trainer_name_is_known_to_the_trainer():

@@ -3,7 +3,7 @@
 The processes of a group read the same rows, and each computes a shard: an Nth part of the tokens. Norms, MLPs, rotary
 embedding, head and loss treat tokens one by one, so they run on the shard as they are. Attention needs the whole row.
 With Ulysses (arXiv 2309.14509), an all-to-all before attention gives each process all tokens of an Nth part of the
-heads, and a second one after it gives the shard back. In a ring (`mechanisms/ring_attention.py`) each process keeps its
+heads, and a second one after it gives the shard back. In a ring (`ring_attention.py`) each process keeps its
 tokens, and keys and values go from one process to the next.
 
 The model is called with whole rows. A hook cuts them: labels are shifted before the cut, because the label of a
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tigon.errors import RecipeError
+from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.head_groups import check_has_attention, check_text_alone, key_heads
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.sharding import RING, ULYSSES
-from tigon.techniques.mechanisms import ring_attention
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.sequence_parallel import ring_attention
+from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 # B rows, h query heads, k key heads, T tokens of a row, t tokens of a shard, D head width, N processes of a group.
 
@@ -179,10 +179,13 @@ def cut_rows(inputs: Mapping[str, Any], group: Any, method: str = ULYSSES) -> di
         mask = document_mask(positions_BT)
     shard = Shard(group, positions_BT, mask)
     return rest | {
-        "input_ids": part(tokens_BT, 0), "labels": part(labels_BT, IGNORE_INDEX),
-        "shift_labels": part(shift_labels_BT, IGNORE_INDEX), "position_ids": of_own(positions_BT),
-        "attention_mask": shard.mask, SHARD: shard,
-    }  # fmt: skip
+        "input_ids": part(tokens_BT, 0),
+        "labels": part(labels_BT, IGNORE_INDEX),
+        "shift_labels": part(shift_labels_BT, IGNORE_INDEX),
+        "position_ids": of_own(positions_BT),
+        "attention_mask": shard.mask,
+        SHARD: shard,
+    }
 
 
 def _positions(inputs: Mapping[str, Any]) -> Tensor:
@@ -323,8 +326,10 @@ def check(config: Any, settings: Settings) -> None:
     if settings.sharding.sequence_method == RING:
         ring_attention.check()
         if dropout := getattr(config, "attention_dropout", 0):
-            raise RecipeError(f"{METHOD}: ring: the model's attention has dropout; set model.config.attention_dropout: "
-                              f"0 instead of {dropout}, or {METHOD}: ulysses")  # fmt: skip
+            raise RecipeError(
+                f"{METHOD}: ring: the model's attention has dropout; set model.config.attention_dropout: "
+                f"0 instead of {dropout}, or {METHOD}: ulysses"
+            )
     elif n_heads % size or n_key_heads % size:
         raise RecipeError(
             f"{KEY} is {size}, and the model has {n_heads} heads and {n_key_heads} key heads, which are divided over "
@@ -332,15 +337,20 @@ def check(config: Any, settings: Settings) -> None:
         )
     others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
     if others:
-        raise RecipeError(f"{KEY}: the model has layers of {', '.join(others)}, which would not see whole rows; "
-                          f"set {KEY}: 1")  # fmt: skip
+        raise RecipeError(
+            f"{KEY}: the model has layers of {', '.join(others)}, which would not see whole rows; set {KEY}: 1"
+        )
     window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
     if window is not None:
-        raise RecipeError(f"{KEY}: the model's attention has a sliding window of {window} tokens, which has not been "
-                          f"tried with shards of rows; set {KEY}: 1")  # fmt: skip
+        raise RecipeError(
+            f"{KEY}: the model's attention has a sliding window of {window} tokens, which has not been "
+            f"tried with shards of rows; set {KEY}: 1"
+        )
     if getattr(config, "output_router_logits", False):
-        raise RecipeError(f"{KEY}: the router's loss is not a sum over tokens; set model.config.output_router_logits: "
-                          f"false, or {KEY}: 1")  # fmt: skip
+        raise RecipeError(
+            f"{KEY}: the router's loss is not a sum over tokens; set model.config.output_router_logits: "
+            f"false, or {KEY}: 1"
+        )
 
 
 def _share(model: Any, settings: Settings, run_info: RunInfo) -> Any:
@@ -362,51 +372,50 @@ def _not_with(condition: Condition, reason: str, instead: str, source: str) -> E
 _UNTRIED = "tigon.techniques.sequence_parallel: not tried"
 
 DECLARATION = Declaration(
-    pages={"sequence-parallel": "Sequence parallelism"},
-    keys=(KEY, METHOD),
-    labels={
-        KEY: lambda settings: f"rows shared by {settings.sharding.sequence}" if settings.sharding.sequence > 1 else "",
-        METHOD: lambda settings: "ring attention" if settings.sharding.sequence_method == RING else "",
-    },
+    labels={KEY: "rows shared by {}", METHOD: "ring attention"},
     techniques=(
         Technique(
-            name="sequence-parallel", page="sequence-parallel",
-            saves="Activations and logits: a GPU holds those of its part of each row. Rows can be N times as long.",
-            costs="Two all-to-alls per layer and pass, of queries, keys, values and output. N GPUs take one row "
-            "together, so a step has an Nth of the samples.",
-            effect_on_result="None for the same samples per step, except for rounding. With FP8 every GPU scales "
-            "its own tokens.",
-            recipe={"sharding.gpus": 2, KEY: 2}, chosen=(_SHARDED,), model=_share, fits=check,
-            source="arXiv 2309.14509",
+            name="sequence-parallel",
+            recipe={"sharding.gpus": 2, KEY: 2},
+            chosen=(_SHARDED,),
+            model=_share,
+            fits=check,
         ),
         Technique(
-            name="ring-attention", page="sequence-parallel",
-            saves="As sequence-parallel, with more processes than the model has key heads too.",
-            costs="Each layer and pass sends all keys and values, with as many heads as queries have, N - 1 times. "
-            "Only rows of one document, or `data.cross_document_attention: true`.",
-            effect_on_result="None for the same samples per step, except for rounding. No GPU has run it yet.",
+            name="ring-attention",
             recipe={
-                "sharding.gpus": 2, KEY: 2, METHOD: RING, "data.cross_document_attention": True,
+                "sharding.gpus": 2,
+                KEY: 2,
+                METHOD: RING,
+                "data.cross_document_attention": True,
             },
-            chosen=(_SHARDED, Condition("sharding.sequence_method", "is", RING)), source="arXiv 2310.01889",
+            chosen=(_SHARDED, Condition("sharding.sequence_method", "is", RING)),
         ),
     ),
     exclusions=(
         _not_with(
-            Condition("model.attention", "is not", "sdpa"), "the all-to-alls are around the sdpa function",
-            "model.attention: sdpa", "tigon.techniques.sequence_parallel",
+            Condition("model.attention", "is not", "sdpa"),
+            "the all-to-alls are around the sdpa function",
+            "model.attention: sdpa",
+            "tigon.techniques.sequence_parallel",
         ),
         _not_with(
-            Condition("train.attention_groups", "is at least", 2), "each of them replaces the attention function",
-            "train.attention_groups: 1", "tigon.techniques.head_groups",
+            Condition("train.attention_groups", "is at least", 2),
+            "each of them replaces the attention function",
+            "train.attention_groups: 1",
+            "tigon.techniques.head_groups",
         ),
         Exclusion(
             when=(Condition("sharding.sequence_method", "is", RING), Condition("sharding.sequence", "is", 1)),
-            reason="a ring needs processes that share rows", instead=f"{KEY}: 2, or {METHOD}: ulysses", source=KEY,
+            reason="a ring needs processes that share rows",
+            instead=f"{KEY}: 2, or {METHOD}: ulysses",
+            source=KEY,
         ),
         _not_with(
-            Condition("model.kernels", "is", "liger"), "Liger Kernel has not been tried with shards of rows",
-            "model.kernels: tigon", _UNTRIED,
+            Condition("model.kernels", "is", "liger"),
+            "Liger Kernel has not been tried with shards of rows",
+            "model.kernels: tigon",
+            _UNTRIED,
         ),
     ),
-)  # fmt: skip
+)

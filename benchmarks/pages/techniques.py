@@ -1,8 +1,9 @@
-"""The generated parts of docs/techniques, from the records: run this file to rewrite them.
+"""The generated parts of docs/techniques:
 
-    python tests/techniques/technique_pages.py
+    python -m benchmarks.pages.techniques
 
-This file generates the text between the markers of each page. The rest is written by hand.
+Between the markers of a page, each technique has a section. What it saves, costs and needs, and its source, are written
+there by hand. This file adds its effect on the result, its recipe, what was measured, and what is refused beside it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tigon.techniques import EXCLUSIONS, PAGES, TECHNIQUES
+from tigon.planner.simulate.optimizer_cost import bytes_per_parameter
+from tigon.recipe.keys import Recipe
+from tigon.techniques import EXCLUSIONS, TECHNIQUES
+from tigon.techniques.condition import yaml_word
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.matrix import exclusion_table
-from tigon.techniques.optimizers import OPTIMIZERS, bytes_per_parameter
-from tigon.techniques.records.condition import yaml_word
-from tigon.techniques.records.technique import Technique
+from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.technique import Technique
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "techniques"
+README, OPTIMIZER_PAGE = "README", "optimizers"
 SWEEPS = ("techniques", "techniques-two-gpus")  # records of recipes/techniques
 # At the 4 x 1024 tokens of those records these techniques do not change the peak. The record `largest-batch` has
 # larger batches: technique -> (its variant, the variant without it). None: no record has a run with and without it.
@@ -32,6 +35,39 @@ FOR_LONG_SEQUENCES: dict[str, tuple[str, str] | None] = {
     "grouped-attention": None,
 }
 BEGIN, END = "<!-- from the records -->", "<!-- end of the records -->"
+_REGION = re.compile(f"{re.escape(BEGIN)}\\n(.*?)\\n?{re.escape(END)}", re.DOTALL)
+WRITTEN = ("Saves", "Costs", "Effect on the result", "Needs", "Source")
+"""What a section says about a technique, by hand unless the technique declares its effect on the result."""
+
+
+# --- what the pages say by hand ---------------------------------------------------------------------------------------
+
+
+def pages() -> list[str]:
+    return [README, *sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != README)]
+
+
+def region(text: str) -> str:
+    found = _REGION.search(text)
+    return found[1] if found else ""
+
+
+def sections(text: str) -> dict[str, dict[str, str]]:
+    """Technique -> what its section of a page says, by the words of `WRITTEN`."""
+    parts = re.split(r"^## `(.+)`$", region(text), flags=re.MULTILINE)[1:]
+    return {
+        name: dict(re.findall(r"^- \*\*(.+?)\.\*\* (.*)$", part, re.MULTILINE))
+        for name, part in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Optimizer -> the cells of its row in the page's table."""
+    found = re.findall(r"^\| `(.+?)` \| (.*) \|$", region(text), re.MULTILINE)
+    return {name: cells.split(" | ") for name, cells in found}
+
+
+# --- what the techniques say ------------------------------------------------------------------------------------------
 
 
 def recipe_lines(recipe: Mapping[str, Any]) -> str:
@@ -57,13 +93,7 @@ def excludes(technique: Technique) -> list[str]:
 
 
 def _chosen(technique: Technique) -> Settings:
-    from tigon.recipe.keys import SECTIONS, Recipe
-
-    sections: dict[str, dict[str, Any]] = {}
-    for dotted, value in technique.recipe.items():
-        section, name = dotted.split(".")
-        sections.setdefault(section, {})[name] = value
-    return Recipe(**{section: SECTIONS[section](**values) for section, values in sections.items()}).settings()
+    return Recipe().having(technique.recipe).settings()
 
 
 @functools.cache
@@ -126,83 +156,93 @@ def _at_the_largest_batch(record: Mapping[str, Any], variant: str, without: str)
     )
 
 
-def section(technique: Technique) -> str:
-    needs = ", ".join((*technique.needs, *technique.tools)) or "no other package"
-    if technique.devices == ("cuda",):
-        needs += "; a GPU"
-    lines = [
-        f"## `{technique.name}`", "",
-        f"- **Saves.** {technique.saves}", f"- **Costs.** {technique.costs}",
-        f"- **Effect on the result.** {technique.effect_on_result}",
-        f"- **Needs.** {needs}.", f"- **Source.** {technique.source}.",
-    ]  # fmt: skip
-    if technique.name in measured():
-        lines.append(f"- **Measured.** {measured()[technique.name]}.")
-    lines += ["", "```yaml", recipe_lines(technique.recipe), "```", ""]
-    return "\n".join(lines)
+# --- the pages --------------------------------------------------------------------------------------------------------
 
 
-def optimizer_table() -> str:
+def section(name: str, written: Mapping[str, str]) -> str:
+    technique = TECHNIQUES[name]
+    said = {**written, "Measured": f"{measured()[name]}." if name in measured() else ""}
+    if technique.effect_on_result:
+        said["Effect on the result"] = technique.effect_on_result
+    bullets = [f"- **{word}.** {said[word]}" for word in (*WRITTEN, "Measured") if said.get(word)]
+    return "\n".join([f"## `{name}`", "", *bullets, "", "```yaml", recipe_lines(technique.recipe), "```", ""])
+
+
+def optimizer_table(written: Mapping[str, list[str]]) -> str:
+    """The table of optimizers. Of a row's cells, the algorithm is written by hand."""
     lines = [
         "| `train.optimizer` | algorithm | bytes of state per parameter | effect on the result | needs |",
         "|---|---|---|---|---|",
     ]
-    for row in OPTIMIZERS.values():
+    for name, row in OPTIMIZERS.items():
+        algorithm, _, effect, _ = written[name]
         needs = ", ".join(filter(None, (row.package, "a GPU" if row.devices == ("cuda",) else ""))) or "-"
-        lines.append(
-            f"| `{row.name}` | {row.help} | {bytes_per_parameter(row):.3g} | {row.effect_on_result} | {needs} |"
-        )
+        effect = row.effect_on_result or effect
+        lines.append(f"| `{name}` | {algorithm} | {bytes_per_parameter(name):.3g} | {effect} | {needs} |")
     notes = [f"- `{name}`: {measured()[name]}." for name in OPTIMIZERS if name in measured()]
     note = "Bytes per parameter are those of a 4096 x 4096 fp32 matrix, with rank 128 for GaLore."
     return "\n".join([*lines, "", note, *(["", "Measured:", "", *notes] if notes else [])])
 
 
-def generated(page: str) -> str:
-    """The text between the markers of a page."""
-    if page == "README":
-        listed = ["| technique | saves | costs |", "|---|---|---|"]
-        for name, technique in TECHNIQUES.items():
-            listed.append(f"| [`{name}`]({technique.page}.md) | {technique.saves} | {technique.costs} |")
-        return "\n".join([*listed, "", "## What is refused, and why", "", exclusion_table()])
-    if page == "optimizers":
-        return optimizer_table()
-    techniques = [technique for technique in TECHNIQUES.values() if technique.page == page]
-    return "\n".join([*map(section, techniques), refusals(techniques)]).rstrip()
-
-
-def refusals(techniques: list[Technique]) -> str:
-    """The page's exclusions, each once, with the techniques that it holds for."""
+def refused(names: Iterable[str]) -> str:
+    """The exclusions of a page's techniques, each once, with the techniques that it holds for."""
+    names = list(names)
     found: dict[str, list[str]] = {}
-    for technique in techniques:
-        for text in excludes(technique):
-            found.setdefault(text, []).append(f"`{technique.name}`")
+    for name in names:
+        for text in excludes(TECHNIQUES[name]):
+            found.setdefault(text, []).append(f"`{name}`")
     if not found:
         return ""
     lines = []
-    for text, names in found.items():
-        if len(techniques) == 1:
+    for text, holds_for in found.items():
+        if len(names) == 1:
             lines.append(f"- I{text[1:]}")
         else:
-            lines.append(f"- {'All' if len(names) == len(techniques) else ', '.join(names)}, {text}")
+            lines.append(f"- {'All' if len(holds_for) == len(names) else ', '.join(holds_for)}, {text}")
     return "\n".join(["## What is refused", "", *lines])
 
 
-def with_generated(page: str, text: str) -> str:
-    pattern = re.escape(BEGIN) + r".*?" + re.escape(END)
-    return re.sub(pattern, lambda match: f"{BEGIN}\n{generated(page)}\n{END}", text, flags=re.DOTALL)
+def exclusion_table() -> str:
+    lines = ["| these together | are refused, because | instead | source |", "|---|---|---|---|"]
+    for row in EXCLUSIONS:
+        when = " and ".join(map(str, row.when))
+        lines.append(f"| {when} | {row.reason} | {row.instead} | {row.source} |")
+    return "\n".join(lines)
 
 
-def pages() -> list[str]:
-    return ["README", *PAGES]
+def overview(texts: Mapping[str, str]) -> str:
+    """The tables of the README. texts: page -> its text."""
+    said = {name: (page, words) for page, text in texts.items() for name, words in sections(text).items()}
+    algorithms = rows(texts.get(OPTIMIZER_PAGE, ""))
+    listed = ["| technique | saves | costs |", "|---|---|---|"]
+    for name in TECHNIQUES:
+        if name in OPTIMIZERS:
+            baseline = "the baseline" if name == "adamw" else "AdamW: 8"
+            page, saves = OPTIMIZER_PAGE, f"{bytes_per_parameter(name):.3g} bytes of state per parameter ({baseline})."
+            costs = algorithms[name][0]
+        else:
+            page, words = said[name]
+            saves, costs = words["Saves"], words["Costs"]
+        listed.append(f"| [`{name}`]({page}.md) | {saves} | {costs} |")
+    return "\n".join([*listed, "", "## What is refused, and why", "", exclusion_table()])
 
 
-def written(page: str, folder: Path = FOLDER) -> str:
-    """A page with its generated part renewed; a new page has only its title and that part."""
-    path = folder / f"{page}.md"
-    text = path.read_text(encoding="utf-8") if path.exists() else f"# {PAGES[page]}\n\n{BEGIN}\n{END}\n"
-    return with_generated(page, text)
+def generated(page: str, texts: Mapping[str, str]) -> str:
+    """The text between the markers of a page. texts: page -> its text."""
+    if page == README:
+        return overview(texts)
+    if page == OPTIMIZER_PAGE:
+        return optimizer_table(rows(texts[page]))
+    written = sections(texts[page])
+    return "\n".join([*(section(name, words) for name, words in written.items()), refused(written)]).rstrip()
+
+
+def renewed(page: str) -> str:
+    """A page with its generated parts made anew."""
+    texts = {name: (FOLDER / f"{name}.md").read_text(encoding="utf-8") for name in pages()}
+    return _REGION.sub(lambda _: f"{BEGIN}\n{generated(page, texts)}\n{END}", texts[page])
 
 
 if __name__ == "__main__":
     for page in pages():
-        (FOLDER / f"{page}.md").write_text(written(page), encoding="utf-8")
+        (FOLDER / f"{page}.md").write_text(renewed(page), encoding="utf-8")
