@@ -36,7 +36,7 @@ def model(
         patch(made)
     settings = Settings.of({"train.checkpointing": word})
     for technique in TECHNIQUES.values():
-        if technique.page == "checkpointing" and technique.used_by(settings):
+        if technique.name.startswith("checkpointing") and technique.used_by(settings):
             made = technique.model(made, settings, RunInfo())
     return made
 
