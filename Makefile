@@ -91,6 +91,7 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.support
 	$(BIN)/python -m benchmarks.pages.engine_pairs
 	$(BIN)/python -m benchmarks.pages.techniques
+	$(BIN)/python -m benchmarks.pages.recipe_keys
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
 	PYTHONPATH=tests $(BIN)/python tests/compat/liger_page.py
 	PYTHONPATH=. $(BIN)/python tests/docs/page_examples.py

@@ -47,7 +47,7 @@ from tigon.planner.request import Request
 from tigon.planner.search import recommend, space
 from tigon.models.loading.config import load_config
 from tigon.objectives import recipe_checks
-from tigon.recipe.keys import reference_table
+from benchmarks.pages.recipe_keys import reference_table
 from tigon.techniques import SEARCHES, TECHNIQUES
 from tigon.techniques import matrix
 from tigon.techniques.keys.settings import Settings
@@ -55,7 +55,7 @@ from tigon.techniques.keys.settings import Settings
 path = Path("recipe.yaml")
 path.write_text("train: {steps: 1, ring_size: 2}")
 settings = recipe_checks.load(path, gpu_present=lambda: False).settings()
-assert settings.train.ring_size == 2 and "`train.ring_size`" in reference_table()
+assert settings.train.ring_size == 2 and "Ranks of the ring." in reference_table()
 
 asked = problem_of(Flags(target="tigon-demo", gpu=find_gpu("24GiB"), assignments=("train.ring_size=2",)))
 assert asked.request.settings.train.ring_size == 2 and "train.ring_size" not in asked.free
@@ -97,7 +97,7 @@ def copy_with_technique(folder: Path) -> Path:
 def test_a_technique_in_one_file_reaches_recipe_set_search_checks_and_pages(tmp_path: Path):
     source = copy_with_technique(tmp_path)
     with (source / "tigon" / "techniques" / "keys" / "train.py").open("a", encoding="utf-8") as keys:
-        keys.write('    ring_size: int = key(1, "Ranks of the ring.", minimum=1, maximum=8, traced=True)\n')
+        keys.write('    ring_size: int = key(1, minimum=1, maximum=8, traced=True)\n    """Ranks of the ring."""\n')
     done = forks.python(code=f"import sys; sys.path.append({ROOT!r})\n{CHECKS}", cwd=tmp_path, source=source)
     assert done.stdout.strip() == "reached", done.stderr[-2000:]
 
