@@ -29,7 +29,7 @@ from tigon.techniques.checkpointing.recompute import recomputed
 from tigon.techniques.keys.settings import Settings, complaint_about
 from tigon.techniques.keys.train import STATES
 from tigon.techniques.optimizers.table import OPTIMIZERS
-from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.precision import FORMATS
 
 # Classes of optimizers -> names of the planner. `adamw` is PyTorch's fused one.
 _OPTIMIZER_CLASSES: Mapping[str, str] = {
@@ -242,8 +242,8 @@ def _gpu(memory: str | int | None) -> Gpu:
 
 def _precision(model: PreTrainedModel, precision: str | None) -> str:
     if precision is not None:
-        if precision not in WEIGHT_DTYPES:
-            raise UsageError(f"precision is {precision!r}; choose one of {', '.join(WEIGHT_DTYPES)}.")
+        if precision not in FORMATS:
+            raise UsageError(f"precision is {precision!r}; choose one of {', '.join(FORMATS)}.")
         return precision
     if fp8_options(model) is not None:
         return "fp8"

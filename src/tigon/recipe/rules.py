@@ -47,11 +47,6 @@ def watches_eval_loss(recipe: Recipe) -> bool:
     return recipe.train.load_best or recipe.train.early_stopping_patience is not None
 
 
-def _holds_parts(recipe: Recipe) -> bool:
-    """Whether each process holds only a part of the weights."""
-    return recipe.sharding.zero == 3 or recipe.sharding.fsdp
-
-
 _CHECKPOINTS = (
     Rule(
         lambda r: r.train.save_async and r.sharding.zero > 0,
@@ -82,7 +77,7 @@ _EVALUATION = (
         "train.save_steps out",
     ),
     Rule(
-        lambda r: r.train.load_best and (r.sharding.zero > 0 or r.sharding.fsdp),
+        lambda r: r.train.load_best and (r.sharding.divides_states),
         "train.load_best has not been tried with sharding; set sharding.zero: 0 and sharding.fsdp: false, or "
         "train.load_best: false",
     ),
@@ -92,7 +87,7 @@ _EVALUATION = (
         "grpo; leave them out",
     ),
     Rule(
-        lambda r: bool(r.eval.generate or r.eval.lm_eval) and _holds_parts(r),
+        lambda r: bool(r.eval.generate or r.eval.lm_eval) and r.sharding.divides_weights,
         "eval.generate and eval.lm_eval need whole weights in one process; leave them out, or set sharding.zero to 2 "
         "or less and sharding.fsdp: false",
     ),
@@ -153,7 +148,7 @@ _RULES = Rules(
             "data.cross_document_attention: true or data.packing: false, or sharding.sequence_method: ulysses",
         ),
         Rule(
-            lambda r: bool(r.comparison.steps) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
+            lambda r: bool(r.comparison.steps) and (r.sharding.gpus > 1 or r.sharding.divides_states),
             "comparison.steps needs one process without sharding; set comparison.steps: 0",
         ),
         Rule(

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
 
-# `train.precision` -> the dtype in which the model's weights are loaded.
-WEIGHT_DTYPES: Mapping[str, str] = {
-    "fp32": "float32",
-    "amp-bf16": "float32",
-    "amp-fp16": "float32",
-    "bf16": "bfloat16",
-    "fp8": "bfloat16",
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """What a value of `train.precision` stands for."""
+
+    weights: torch.dtype
+    """Of trained weights, their gradients and the optimizer's states."""
+    products: torch.dtype
+    """Of matmuls, and of quantised weights when they are dequantised."""
+    eps: float
+    """The distance from 1 to the next number in the format of a product's factors."""
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast over fp32 weights; None: the run has none."""
+        return None if self.products == self.weights else self.products
+
+
+FORMATS: Mapping[str, NumberFormat] = {
+    "fp32": NumberFormat(torch.float32, torch.float32, 2**-23),
+    "amp-bf16": NumberFormat(torch.float32, torch.bfloat16, 2**-7),
+    "amp-fp16": NumberFormat(torch.float32, torch.float16, 2**-10),
+    "bf16": NumberFormat(torch.bfloat16, torch.bfloat16, 2**-7),
+    "fp8": NumberFormat(torch.bfloat16, torch.bfloat16, 2**-3),
 }
-BF16_WEIGHTS = ("bf16", "fp8")
-"""Values of `train.precision` with which weights, gradients and optimizer states are bf16."""
+
+
+def format_of(settings: Settings) -> NumberFormat:
+    """The number format of a run."""
+    return FORMATS[settings.train.precision]
 
 
 def _fp32(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:

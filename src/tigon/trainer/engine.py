@@ -28,7 +28,6 @@ from tigon.techniques.sharding.sharding import (
     fit_whole,
     name_present_layers,
     partitioned_loading,
-    weights_are_sharded,
 )
 from tigon.techniques.technique import RunInfo
 from tigon.trainer import model as models
@@ -94,7 +93,7 @@ def build(
     Returns:
         The model, and the patch report or None.
     """
-    dtype = getattr(torch, lora.frozen_dtype(settings))
+    dtype = lora.frozen_dtype(settings)
     used = [technique for technique in TECHNIQUES.values() if technique.used_by(settings)]
     loading: dict[str, Any] = {}
     for technique in used:
@@ -103,7 +102,7 @@ def build(
         with launch.main_process_first():
             model = saved_preset(model, config, seed=seed, folder=base, through=device)
     load = partial(models.build, model, config, dtype=dtype, seed=seed)
-    if loading or not weights_are_sharded(settings):
+    if loading or not settings.sharding.divides_weights:
         built = load(device=device, loading=loading)
     elif models.is_preset(model.name):
         stays = _stays_on(device, settings, run_info, dtype)

@@ -156,7 +156,7 @@ def connect(recipe: Recipe, device: torch.device) -> None:
         launch.end_with_launcher()
     if recipe.sharding.zero and launch.is_first_of_node():
         extension_lock.wait_for_compilers()
-    launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+    launch.init_distributed(device, alone=recipe.sharding.divides_states)
 
 
 def prepare(recipe: Recipe, device: torch.device) -> Prepared:
@@ -313,9 +313,7 @@ def check_every_row_has_images(samples: Sequence[Sample], settings: Settings) ->
     A micro-batch of text alone gives the vision tower no gradient, for which the other processes would wait.
     """
     without = sum(not isinstance(sample, images.PicturedSample) for sample in samples)
-    if without and (
-        settings.sharding.gpus > 1 or launch.world_size() > 1 or settings.sharding.zero or settings.sharding.fsdp
-    ):
+    if without and (settings.sharding.gpus > 1 or launch.world_size() > 1 or settings.sharding.divides_states):
         raise DataError(
             f"data.source: {without} of {len(samples)} rows have no image, and in several processes every row needs "
             "one; remove these rows, or train in one process"

@@ -30,6 +30,7 @@ from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, UpdateWork
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.precision import format_of
 from tigon.techniques.sharding.sharding import are_read_in_parts, gathers_layers
 from tigon.techniques.technique import RunInfo
 
@@ -79,7 +80,7 @@ class _Zero(Engine):
 
     @property
     def _mixed(self) -> bool:
-        return self.settings.train.precision.startswith("amp")
+        return format_of(self.settings).autocast is not None
 
     @property
     def _optimizer_itemsize(self) -> int:
@@ -88,7 +89,7 @@ class _Zero(Engine):
         The copy is bf16 if the whole run is bf16, else fp32 (stage_1_and_2.py: single_partition_of_fp32_groups).
         stage3.py never takes its case without a copy, because it compares a device with a device's name.
         """
-        return 2 if self.settings.train.precision == "bf16" else FP32
+        return format_of(self.settings).weights.itemsize
 
     @property
     def _offloads(self) -> bool:
@@ -144,7 +145,7 @@ class _Zero(Engine):
 
     def _bucket_bytes(self, model: ModelWeights) -> int:
         hidden = model.lm_head_shape[1]
-        return max(hidden**2, 2**16) * (4 if self.settings.train.precision == "fp32" else 2)
+        return max(hidden**2, 2**16) * format_of(self.settings).products.itemsize
 
     def _buffer_bytes(self, model: ModelWeights) -> int:
         # temp_grad_buffer_for_gpu_offload has the length of the largest weight

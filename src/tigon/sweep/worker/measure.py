@@ -98,7 +98,7 @@ def measure(
     limit.cap(device, limit_bytes, settings)
     if recipe.sharding.zero and launch.is_first_of_node():
         extension_lock.wait_for_compilers()
-    launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+    launch.init_distributed(device, alone=recipe.sharding.divides_states)
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     shapes = models.parameter_shapes(config)

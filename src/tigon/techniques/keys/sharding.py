@@ -47,3 +47,17 @@ class ShardingConfig(Section):
     processes; with as many copies as machines, weights are gathered within each machine."""
     reshard: bool = key(True)
     """FSDP2: free a layer's gathered weights after its forward pass."""
+
+    @property
+    def divides_states(self) -> bool:
+        """Whether ZeRO or FSDP2 divide the optimizer's states over the processes."""
+        return self.zero > 0 or self.fsdp
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a process holds only a part of the weights between steps."""
+        return self.zero == 3 or self.fsdp
+
+    def readers(self, processes: int) -> int:
+        """The processes, or groups of them that share rows or divide matrices, that read different samples."""
+        return max(1, processes // (self.sequence * self.tensor))

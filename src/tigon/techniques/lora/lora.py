@@ -17,36 +17,23 @@ from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import adapter_targets
 from tigon.techniques.lora.adapter_targets import EXPERTS, LOFTQ
 from tigon.techniques.lora.four_bit_experts import shown_as_plain
-from tigon.techniques.precision import BF16_WEIGHTS, WEIGHT_DTYPES
+from tigon.techniques.precision import FORMATS, format_of
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 DEFAULT_RANK = 16
-# `train.precision` -> the dtype of matmuls, which is also that of quantised weights when they are dequantised.
-_COMPUTE_DTYPES: Mapping[str, str] = {
-    "fp32": "float32",
-    "amp-bf16": "bfloat16",
-    "amp-fp16": "float16",
-    "bf16": "bfloat16",
-    "fp8": "bfloat16",
-}
 
 
-def frozen_dtype(settings: Settings) -> str:
-    """Returns the name of the dtype in which a run loads and keeps weights, apart from those it trains with adapters.
+def frozen_dtype(settings: Settings) -> torch.dtype:
+    """Returns the dtype in which a run loads and keeps weights, apart from those it trains with adapters.
 
-    Without adapters all weights are trained, and have `WEIGHT_DTYPES`. Frozen weights need no fp32: they keep the dtype
-    of the matmuls. Engines that shard weights choose the dtype themselves: DeepSpeed casts all weights to 16 bits, and
-    Accelerate casts all weights to fp32 for FSDP2 under autocast.
+    Without adapters all weights are trained. Frozen weights need no fp32: they keep the dtype of the matmuls. Engines
+    that shard weights choose the dtype themselves: DeepSpeed casts all weights to 16 bits, and Accelerate casts all
+    weights to fp32 for FSDP2 under autocast.
     """
-    by_engine = settings.sharding.zero > 0 or settings.sharding.fsdp
-    if settings.lora.rank is None or settings.lora.base == "fp32" or by_engine:
-        return WEIGHT_DTYPES[settings.train.precision]
-    return _COMPUTE_DTYPES[settings.train.precision]
-
-
-def compute_dtype(settings: Settings) -> torch.dtype:
-    """Returns the dtype of matmuls, which is also that of 4-bit weights when they are dequantised."""
-    return getattr(torch, _COMPUTE_DTYPES[settings.train.precision])  # type: ignore[no-any-return]
+    formats = format_of(settings)
+    if settings.lora.rank is None or settings.lora.base == "fp32" or settings.sharding.divides_states:
+        return formats.weights
+    return formats.products
 
 
 def keeps_mxfp4(settings: Settings) -> bool:
@@ -135,7 +122,7 @@ def keep_trained_in_fp32(model: Any, settings: Settings) -> None:
     PEFT widens the adapters only. Whole modules, biases and an objective's own modules begin in the dtype of the frozen
     weights, in which most updates would be rounded away.
     """
-    if settings.lora.rank is None or settings.train.precision in BF16_WEIGHTS:
+    if settings.lora.rank is None or format_of(settings).weights == torch.bfloat16:
         return
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
@@ -163,7 +150,7 @@ def _adapters(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     )
     with quiet_peft(), shown_as_plain(model):
         wrapped = peft.get_peft_model(
-            model, config, autocast_adapter_dtype=settings.train.precision not in BF16_WEIGHTS
+            model, config, autocast_adapter_dtype=format_of(settings).weights == torch.float32
         )
     keep_trained_in_fp32(wrapped, settings)
     # Otherwise no input of a checkpointed layer with frozen weights would require a gradient.
@@ -181,10 +168,10 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     from tigon.techniques.lora import expert_quantizer, mxfp4_experts  # loads transformers
 
     if keeps_mxfp4(settings):
-        return {"quantization_config": mxfp4_experts.config(compute_dtype(settings))}
+        return {"quantization_config": mxfp4_experts.config(format_of(settings).products)}
     if settings.lora.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {"quantization_config": expert_quantizer.config(compute_dtype(settings))}
+    return {"quantization_config": expert_quantizer.config(format_of(settings).products)}
 
 
 def _without_cpu_packing(model: Any, settings: Settings, run_info: RunInfo) -> Any:
@@ -210,6 +197,7 @@ _EXPERTS = Condition("lora.targets", "includes", EXPERTS)
 _SUBSPACE = Condition("lora.init", "starts with", adapter_targets.SUBSPACE_INITS)
 _LOFTQ = Condition("lora.init", "is", LOFTQ)
 _DIFFERENCE = Condition("lora.init", "starts with", adapter_targets.DIFFERENCE_INITS)
+_BF16_WEIGHTS = tuple(name for name, formats in FORMATS.items() if formats.weights == torch.bfloat16)
 _FP32_BASE, _QUANTIZE = Condition("lora.base", "is", "fp32"), Condition("lora.quantize", "is", True)
 _MXFP4 = Condition("lora.quantize_to", "is", "mxfp4")
 
@@ -232,7 +220,7 @@ _EXCLUSIONS = (
         untraceable=True,
     ),
     Exclusion(
-        when=(_FP32_BASE, Condition("train.precision", "is one of", BF16_WEIGHTS)),
+        when=(_FP32_BASE, Condition("train.precision", "is one of", _BF16_WEIGHTS)),
         reason="this precision keeps every weight in bf16",
         instead="train.precision: amp-bf16, or lora.base: auto",
         source="docs/techniques/precision.md",

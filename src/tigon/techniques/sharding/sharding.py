@@ -16,6 +16,7 @@ from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.precision import format_of
 from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
 
 AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
@@ -168,7 +169,7 @@ def nvme_buffers(settings: Settings, run_info: RunInfo) -> dict[str, int]:
     at the first layer if there are fewer buffers than the layer's parameters and those it prefetches. It also fails if
     a buffer is smaller than the largest parameter (default 1e8 elements; Llama-3.2-1B's embedding has 262.7e6).
     """
-    itemsize = 4 if settings.train.precision == "fp32" else 2
+    itemsize = format_of(settings).products.itemsize
 
     def swapped(numels: list[int]) -> int:
         return sum(math.ceil(n / run_info.processes) * itemsize >= AIO_BLOCK_BYTES for n in numels)
@@ -196,18 +197,13 @@ def name_present_layers(model: Any) -> None:
         model._no_split_modules = [name for name in names if name in present]
 
 
-def weights_are_sharded(settings: Settings) -> bool:
-    """Returns whether a process holds only a part of the weights between steps."""
-    return settings.sharding.zero == 3 or settings.sharding.fsdp
-
-
 def are_drawn_in_place(settings: Settings) -> bool:
     """Returns whether a preset's random weights are drawn on their device.
 
     Otherwise they are written to files first: to be quantised while they are read, or to be read a second time when
     adapters are merged.
     """
-    return not settings.lora.quantize and not (weights_are_sharded(settings) and settings.lora.rank is not None)
+    return not settings.lora.quantize and not (settings.sharding.divides_weights and settings.lora.rank is not None)
 
 
 def fit_whole(weights_bytes: Iterable[int], room_bytes: int | None) -> bool:

@@ -231,7 +231,7 @@ class Sizes:
 def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
     """The sizes of the model states in bytes, without sharding and without adapters, which are small."""
     optimizer = cost_of(settings)
-    itemsize = int(getattr(torch, frozen_dtype(settings)).itemsize)
+    itemsize = frozen_dtype(settings).itemsize
     numel = sum(math.prod(shape) for shape in shapes.values())
     if settings.lora.rank is not None:
         if keeps_mxfp4(settings):
@@ -249,7 +249,7 @@ def check_memory(
     recipe: Recipe, settings: Settings, device: torch.device, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise RecipeError if weights, gradients and optimizer states together exceed the device's memory."""
-    if settings.sharding.zero or settings.sharding.fsdp:
+    if settings.sharding.divides_states:
         return  # their place depends on stage and offload, which `tigon plan` takes into account
     model_sizes, has_bytes = sizes(settings, shapes), total_bytes(device)
     needed_bytes = model_sizes.weights + model_sizes.gradients + model_sizes.states
