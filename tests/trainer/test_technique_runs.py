@@ -32,13 +32,13 @@ from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.model import KERNELS
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.sharding import sharding
 from tigon.techniques.technique import RunInfo
 from tigon.trainer import engine
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint.final_model import FinalModel
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import GuardedTrainer
-from tigon.trainer.guards import preflight
 from tigon.trainer.run import train
 
 ROOT = Path(__file__).parents[2]
@@ -325,7 +325,7 @@ def zero_rank(recipe: Path, sets: Sequence[str], *, resume: bool = False) -> Non
     if launch.world_size() > 1:
         told = "gloo", state.DistributedType.MULTI_GPU
         state.PartialState._prepare_backend = lambda *_, **__: told
-        preflight.CPU_ZERO_PROCESSES = launch.world_size()
+        sharding.CPU_ZERO_PROCESSES = launch.world_size()
     train(recipe, sets, resume=resume)
 
 

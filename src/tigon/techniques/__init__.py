@@ -64,4 +64,6 @@ LABELS: Mapping[str, Callable[[Settings], str]] = {
 }
 """Recipe key -> its part of the few words that describe a run."""
 EXCLUSIONS: tuple[Exclusion, ...] = tuple(row for declaration in _DECLARATIONS for row in declaration.exclusions)
+MACHINE_CHECKS = tuple(declaration.machine for declaration in _DECLARATIONS)
+"""Each raises RecipeError for settings that this machine cannot run. Called with the device of the run."""
 SWITCHES: tuple[Switch, ...] = tuple(row for declaration in _DECLARATIONS for row in declaration.switches)

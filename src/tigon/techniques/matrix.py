@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
 from tigon._install import install_command
 from tigon.errors import RecipeError
-from tigon.techniques import EXCLUSIONS, TECHNIQUES
+from tigon.techniques import EXCLUSIONS, MACHINE_CHECKS, TECHNIQUES
 from tigon.techniques.condition import Exclusion, yaml_word
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import PACKAGE_EXTRAS
@@ -40,6 +42,12 @@ def check(settings: Settings, *, device: str) -> None:
             if importlib.util.find_spec(package) is None:
                 command = install_command(PACKAGE_EXTRAS[package])
                 raise RecipeError(f"{keys} needs {package}, not installed here: {command}")
+
+
+def check_machine(settings: Settings, device: torch.device) -> None:
+    """Raise RecipeError with the first reason why this machine cannot run `settings` on `device`."""
+    for machine_check in MACHINE_CHECKS:
+        machine_check(settings, device)
 
 
 def _sentence(row: Exclusion, settings: Settings) -> str:

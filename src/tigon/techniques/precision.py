@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tigon.errors import RecipeError
+from tigon.ops.linear.fp8 import has_fp8
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
@@ -44,12 +46,26 @@ def format_of(settings: Settings) -> NumberFormat:
     return FORMATS[settings.train.precision]
 
 
+def _check_gpu(settings: Settings, device: torch.device) -> None:
+    precision = settings.train.precision
+    if device.type != "cuda":
+        return
+    if precision in ("amp-bf16", "bf16") and not torch.cuda.is_bf16_supported(False):
+        raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use amp-fp16")
+    if precision == "fp8" and not has_fp8(device):
+        raise RecipeError(
+            f"train.precision is fp8, whose products {torch.cuda.get_device_name()} lacks (NVIDIA's GPUs from Ada, 8.9 "
+            "on have them); use bf16"
+        )
+
+
 def _fp32(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     return {"tf32": settings.train.tf32} if run_info.device == "cuda" else {}
 
 
 _IS_FP8 = Condition("train.precision", "is", "fp8")
 DECLARATION = Declaration(
+    machine=_check_gpu,
     searches=(
         # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the factors
         # of every product to 4 bits, so the planner does not choose it unasked.

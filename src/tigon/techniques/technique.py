@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
 
@@ -63,6 +65,10 @@ def _fits_every_model(config: Any, settings: Settings) -> None:
 
 Spans = Callable[[int, int], Iterator[slice]]
 """(tokens, tokens of a tile) -> the tiles to compute."""
+
+
+def _any_machine(settings: Settings, device: torch.device) -> None:
+    return
 
 
 def _traced_as_it_is(model: Any, settings: Settings, spans: Spans) -> None:
@@ -156,5 +162,7 @@ class Declaration:
     the default, or a function."""
     exclusions: tuple[Exclusion, ...] = ()
     switches: tuple[Switch, ...] = ()
+    machine: Callable[[Settings, torch.device], None] = _any_machine
+    """Raises RecipeError if this machine, with the device of the run, cannot run these settings."""
     last: bool = False
     """It comes after the others in lists and in descriptions of a run."""

@@ -159,9 +159,7 @@ def measure(
 def _settings(recipe: Recipe, device: torch.device, *, unchecked: bool) -> Settings:
     if not unchecked:
         return preflight.check_techniques(recipe, device)
-    precision = preflight.resolve_precision(recipe.train.precision, device)
-    gpus = max(recipe.sharding.gpus, launch.world_size())
-    return recipe.settings(precision=precision).having({"sharding.gpus": gpus})
+    return preflight.settings_here(recipe, device)
 
 
 def _outside_bytes(device: torch.device) -> int | None:

@@ -19,6 +19,7 @@ from tigon.techniques.keys.settings import Settings
 from tigon.techniques.precision import format_of
 from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
 
+CPU_ZERO_PROCESSES = 1  # Accelerate 1.15 lacks a backend for more on the CPU
 AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
 AIO_THREADS = 8  # threads per read or write; each takes a share of the bytes
 AIO_ALIGNED_BYTES = 1024  # a thread's share is a multiple of this
@@ -254,6 +255,16 @@ def partitioned_loading(settings: Settings, run_info: RunInfo) -> Iterator[None]
 def shard_ranks(settings: Settings) -> int:
     """Returns the number of processes that hold one whole copy of the states between them, under FSDP2."""
     return settings.sharding.gpus // settings.sharding.replicas
+
+
+def _check_machine(settings: Settings, device: torch.device) -> None:
+    check_sizes(settings)
+    too_many = settings.sharding.gpus > CPU_ZERO_PROCESSES or settings.train.precision != "fp32"
+    if device.type == "cpu" and settings.sharding.zero and too_many:
+        raise RecipeError(
+            "sharding.zero on the CPU supports one process in fp32 only, because of Accelerate; use GPUs, or leave "
+            "sharding.zero out"
+        )
 
 
 def check_sizes(settings: Settings) -> None:
@@ -501,6 +512,7 @@ _EXCLUSIONS = (
 )
 
 DECLARATION = Declaration(
+    machine=_check_machine,
     searches=tuple(Search(key=key, how="placement") for key in PLACEMENTS[0]),
     labels=_LABELS,
     techniques=_TECHNIQUES,
