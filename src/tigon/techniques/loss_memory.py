@@ -5,7 +5,7 @@ Without activation checkpointing the loss is the peak of a step: all activations
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,22 +13,25 @@ from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Spans, Technique
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 MIB = 1 << 20
 
 
-def limit_loss_memory(model: Any, memory_mib: int) -> None:
+def limit_loss_memory(model: PreTrainedModel, memory_mib: int) -> None:
     """Let the head of a patched model compute its loss within `memory_mib`, on this instance only."""
     for layer in model.get_output_embeddings().modules():
         if isinstance(layer, nn.Linear):
             vars(layer)["loss_memory_bytes"] = memory_mib * MIB  # read by models/seams/head/loss.py
 
 
-def _limit(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _limit(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     limit_loss_memory(model, settings.train.loss_memory_mib)
     return model
 
 
-def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+def _trace(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:
     if settings.train.loss_memory_mib:
         limit_loss_memory(model, settings.train.loss_memory_mib)
 

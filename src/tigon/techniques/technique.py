@@ -6,12 +6,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # The extra of tigon that installs a package.
 PACKAGE_EXTRAS: Mapping[str, str] = {
@@ -55,11 +58,11 @@ def _no_options(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     return {}
 
 
-def _same_model(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _same_model(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     return model
 
 
-def _fits_every_model(config: Any, settings: Settings) -> None:
+def _fits_every_model(config: PreTrainedConfig, settings: Settings) -> None:
     return
 
 
@@ -71,7 +74,7 @@ def _any_machine(settings: Settings, device: torch.device) -> None:
     return
 
 
-def _traced_as_it_is(model: Any, settings: Settings, spans: Spans) -> None:
+def _traced_as_it_is(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:
     return
 
 

@@ -19,7 +19,7 @@ import logging
 import re
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,10 @@ from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.head_groups import check_has_attention, check_text_alone, key_heads
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Technique
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 KEY = "sharding.tensor"
 EMBEDDINGS = "embedding_rowwise"
@@ -45,7 +49,7 @@ def group_size(model: nn.Module) -> int:
     return dist.get_world_size(_divided[model][0]) if model in _divided else 1
 
 
-def plan_of(config: Any) -> Mapping[str, str]:
+def plan_of(config: PreTrainedConfig) -> Mapping[str, str]:
     """Returns the styles of a model's layers by the names of modules in the base model, `*` for a layer's number.
 
     Embeddings stay whole. transformers 5.17 has them in the plan of a model whose head is tied to them.
@@ -54,7 +58,7 @@ def plan_of(config: Any) -> Mapping[str, str]:
     return {name: style for name, style in plan.items() if style != EMBEDDINGS}
 
 
-def divide(model: nn.Module, mesh: Any) -> None:
+def divide(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the matrices of a causal language model of transformers over the processes of a mesh of one dimension.
 
     The head is divided by vocabulary unless it is tied to the embeddings.
@@ -172,7 +176,7 @@ def _joined(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, An
 # --- checks and records ----------------------------------------------------------------------------------------------
 
 
-def check(config: Any, settings: Settings) -> None:
+def check(config: PreTrainedConfig, settings: Settings) -> None:
     """Raise RecipeError if processes cannot divide the matrices of a model with this transformers config."""
     size = settings.sharding.tensor
     if size == 1:
@@ -208,7 +212,7 @@ def mesh_sizes(settings: Settings) -> dict[str, int]:
     return {"dp_shard_size": settings.sharding.gpus // settings.sharding.tensor, "tp_size": settings.sharding.tensor}
 
 
-def _divide(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _divide(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     from accelerate import ParallelismConfig
 
     mesh = ParallelismConfig(**mesh_sizes(settings)).build_device_mesh(run_info.device)

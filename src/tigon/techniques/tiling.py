@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from tigon.ops.products import keeps_graph
 from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Search, Spans, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # N tokens of the micro-batch, H hidden.
 
@@ -183,12 +186,12 @@ def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
         yield
 
 
-def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+def _trace(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:
     if settings.train.mlp_tile_tokens:
         tile(model, settings.train.mlp_tile_tokens, spans)
 
 
-def _tile(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _tile(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     tile(model, settings.train.mlp_tile_tokens)
     if settings.sharding.zero == 3:
         # Stage 3 gathers a module's weights when it is called. As a leaf, the MLP gathers once, not once per tile.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon.techniques.accumulation.fused_embedding import fuse_embeddings
 from tigon.techniques.accumulation.fused_linear import fuse_linears
@@ -10,19 +10,22 @@ from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Search, Spans, Technique
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def fuses(settings: Settings) -> bool:
     """Whether a run uses gradient accumulation fusion. With one micro-batch there is nothing to add to."""
     return settings.train.gradient_accumulation_fusion and settings.train.gradient_accumulation > 1
 
 
-def _fuse(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _fuse(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     fuse_linears(model)
     fuse_embeddings(model)
     return model
 
 
-def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+def _trace(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:
     if settings.train.gradient_accumulation_fusion:
         fuse_linears(model)
         fuse_embeddings(model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -21,6 +21,9 @@ from tigon.techniques.checkpointing.recompute import recomputed
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Matmuls and attention, which take long to recompute. All other ops in a layer are memory-bound.
 KEPT_OPS = (
@@ -43,13 +46,13 @@ def every_n_layers(checkpointing: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _recompute(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _recompute(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     enable(model, every=every_n_layers(settings.train.checkpointing) or 1)
     replace_function(model, recomputed)
     return model
 
 
-def _selective(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _selective(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     enable(model, context_fn=selective_contexts)
     return model
 
@@ -68,7 +71,7 @@ def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _offload(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _offload(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     """Recompute every layer and keep its input on the host."""
     return _recomputed_by(inputs_on_host(), model, "offload")
 
@@ -87,14 +90,14 @@ def inputs_on_host() -> Callable[..., Any]:
     return offloaded
 
 
-def _offload_attention(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _offload_attention(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     """Recompute every layer except its attention, whose results wait on the host beside the layer's input."""
     if settings.train.attention_groups == 1:
         head_groups.replace_attention(model, 1)
     return _recomputed_by(LayersOnHost(), model, "offload-attention")
 
 
-def _recomputed_by(function: Callable[..., Any], model: Any, mode: str) -> Any:
+def _recomputed_by(function: Callable[..., Any], model: PreTrainedModel, mode: str) -> Any:
     """Let this function call every layer, or refuse the mode."""
     enable(model)
     if not replace_function(model, function):

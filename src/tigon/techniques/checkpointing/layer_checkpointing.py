@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
 from tigon.techniques.technique import RunInfo, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Names of the MLP in a decoder layer of transformers.
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
@@ -62,7 +65,7 @@ def written(states: Iterable[str]) -> str:
     return ",".join(f"{state}:{count}" for state, count in groups)
 
 
-def apply(model: Any, states: Sequence[str], recompute: Recompute = recomputed) -> Callable[[], None]:
+def apply(model: PreTrainedModel, states: Sequence[str], recompute: Recompute = recomputed) -> Callable[[], None]:
     """Let each decoder layer recompute what its state says.
 
     Args:
@@ -175,12 +178,12 @@ class _InLayer:
             return self.part.recompute(self.whole, *args, **kwargs) if self.recomputes else self.whole(*args, **kwargs)
 
 
-def _fits(config: Any, settings: Settings) -> None:
+def _fits(config: PreTrainedConfig, settings: Settings) -> None:
     if is_by_layer(settings.train.checkpointing):
         states_of(settings.train.checkpointing, config.get_text_config().num_hidden_layers)
 
 
-def _by_layer(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _by_layer(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     apply(model, states_of(settings.train.checkpointing, len(decoder_layers(model))))
     return model
 

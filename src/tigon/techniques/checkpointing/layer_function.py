@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def enable(model: Any, every: int = 1, **options: Any) -> None:
+def enable(model: PreTrainedModel, every: int = 1, **options: Any) -> None:
     """Switch transformers' checkpointing on. options: arguments for `torch.utils.checkpoint.checkpoint`.
 
     transformers 5.23 renamed the method to activation_checkpointing_enable. Before 5.17 it lacks `every_n_layers`.
@@ -18,7 +21,7 @@ def enable(model: Any, every: int = 1, **options: Any) -> None:
     switch(**{name: {"use_reentrant": False, **options}}, **({"every_n_layers": every} if every > 1 else {}))
 
 
-def replace_function(model: Any, function: Callable[..., Any]) -> int:
+def replace_function(model: PreTrainedModel, function: Callable[..., Any]) -> int:
     """Let every checkpointed layer call `function(layer, *inputs)`, and return the number of these layers.
 
     Returns 0 for a model whose own code uses transformers' old format, which calls PyTorch's `checkpoint`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
@@ -13,8 +13,11 @@ from tigon.techniques.cuda_graphs.layer_graphs import KEY, Capture, CudaCapture,
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def graph(model: Any, *, recomputes: bool, new_capture: Callable[[], Capture] = CudaCapture) -> LayerGraphs:
+
+def graph(model: PreTrainedModel, *, recomputes: bool, new_capture: Callable[[], Capture] = CudaCapture) -> LayerGraphs:
     """Run each decoder layer as CUDA graphs, recomputed in the backward pass or not.
 
     Raises:
@@ -32,7 +35,7 @@ def graph(model: Any, *, recomputes: bool, new_capture: Callable[[], Capture] = 
     return graphs
 
 
-def _graph(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _graph(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     graph(model, recomputes=settings.train.checkpointing == "full")
     return model
 

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from torch.nn import functional as F
 from tigon._trunk import language_model
 from tigon.errors import RecipeError
 from tigon.techniques.lora.four_bit_experts import names_in_4_bits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LINEAR, HEAD, EMBEDDINGS, EXPERTS = "all-linear", "head", "embeddings", "experts"
 WORDS = (LINEAR, "linear", HEAD, EMBEDDINGS, EXPERTS)
@@ -48,7 +51,7 @@ def invalid(target: str) -> str | None:
     return None
 
 
-def targets_of(model: Any, targets: tuple[str, ...]) -> Targets:
+def targets_of(model: PreTrainedModel, targets: tuple[str, ...]) -> Targets:
     """The modules and parameters that `lora.targets` names.
 
     A target is one of `WORDS`, the name or path of a module, or a regular expression that matches whole paths.
@@ -69,14 +72,14 @@ def targets_of(model: Any, targets: tuple[str, ...]) -> Targets:
     return Targets(tuple(path for path in modules if path in named), parameters)
 
 
-def short_names(model: Any, targets: Targets) -> list[str]:
+def short_names(model: PreTrainedModel, targets: Targets) -> list[str]:
     """The names by which PEFT finds the modules of `targets` and no others: last parts of paths, if they suffice."""
     names = {path.rpartition(".")[2] for path in targets.modules}
     same_ends = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
     return sorted(names) if sorted(same_ends) == sorted(targets.modules) else list(targets.modules)
 
 
-def _found(model: Any, modules: Mapping[str, nn.Module], target: str) -> list[str]:
+def _found(model: PreTrainedModel, modules: Mapping[str, nn.Module], target: str) -> list[str]:
     wanted = _by_word(model).get(target)
     if wanted is not None:
         return [path for path, module in modules.items() if wanted(module)]
@@ -101,7 +104,7 @@ def _found(model: Any, modules: Mapping[str, nn.Module], target: str) -> list[st
     return adaptable
 
 
-def _by_word(model: Any) -> Mapping[str, Callable[[nn.Module], bool]]:
+def _by_word(model: PreTrainedModel) -> Mapping[str, Callable[[nn.Module], bool]]:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     unfit = {model.get_submodule(path) for path in left_out(model)}
     of_text = set(language_model(model).modules()) - unfit
@@ -124,7 +127,7 @@ def _is_adaptable(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding)) or _is_conv1d(module)
 
 
-def left_out(model: Any) -> dict[str, str]:
+def left_out(model: PreTrainedModel) -> dict[str, str]:
     """Path -> reason of the linear modules that cannot have an adapter, although PEFT would make one for most of them.
 
     The reasons are the ends of sentences.
@@ -203,7 +206,7 @@ def _nearest(modules: Mapping[str, nn.Module], target: str) -> str:
     return f"the nearest is {near[0]}" if near else f"its modules are {', '.join(names[:12])}"
 
 
-def expert_parameters(model: Any) -> Iterator[str]:
+def expert_parameters(model: PreTrainedModel) -> Iterator[str]:
     """Paths of the parameters that hold all experts of a layer, (experts, ..., ...), in 4 bits too."""
     for path, module in model.named_modules():
         if "expert" in path.lower() and not isinstance(module, nn.Conv1d):
@@ -211,7 +214,7 @@ def expert_parameters(model: Any) -> Iterator[str]:
             yield from (f"{path}.{name}" for name in names_in_4_bits(module))
 
 
-def modules_to_save(model: Any, names: tuple[str, ...]) -> dict[str, list[str]]:
+def modules_to_save(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, list[str]]:
     """Name -> paths of the modules of `lora.modules_to_save`, which PEFT finds by the end of their path.
 
     Raises:
@@ -230,7 +233,7 @@ def modules_to_save(model: Any, names: tuple[str, ...]) -> dict[str, list[str]]:
     return paths_of
 
 
-def check(model: Any, *, rank: int, targets: tuple[str, ...], init: str, saved: tuple[str, ...], bias: str,
+def check(model: PreTrainedModel, *, rank: int, targets: tuple[str, ...], init: str, saved: tuple[str, ...], bias: str,
           quantized: bool) -> None:  # fmt: skip
     """Refuse adapters that PEFT cannot make, or that would not do what the recipe says.
 
@@ -269,7 +272,7 @@ def check(model: Any, *, rank: int, targets: tuple[str, ...], init: str, saved: 
         raise RecipeError(f"lora.bias: {bias}: no module of {where} has a bias; set lora.bias: none")
 
 
-def _holds_4_bits(module: nn.Module, model: Any) -> bool:
+def _holds_4_bits(module: nn.Module, model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     return any(isinstance(inner, nn.Linear) and inner is not head for inner in module.modules())
 

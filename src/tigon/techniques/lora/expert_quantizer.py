@@ -7,7 +7,7 @@ is, so that the experts are never whole in 16 bits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from tigon.techniques.lora.adapter_targets import expert_parameters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _METHOD = "tigon_bitsandbytes_4bit"
 
@@ -35,17 +38,17 @@ def config(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
 class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
     """Quantises experts too, and leaves a model behind that looks like one of `Bnb4BitHfQuantizer`."""
 
-    def _process_model_before_weight_loading(self, model: Any, device_map: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **kwargs: Any) -> None:
         self.expert_states: dict[str, Any] = dict.fromkeys(expert_parameters(model))
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         return param_name in self.expert_states or super().param_needs_quantization(model, param_name, **kwargs)
 
     def get_quantize_ops(self) -> Any:
         return _Quantize(self)
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized  # type: ignore[import-not-found]
 
         for path, state in self.expert_states.items():

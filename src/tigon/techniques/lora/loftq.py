@@ -6,16 +6,19 @@ of the error. PEFT 0.21 computes it on a GPU only, and its adapter is not divide
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ADAPTER = "default"  # PEFT's name of a model's first adapter
 
 
 @torch.no_grad()
-def initialise(wrapped: Any, whole: Any) -> int:
+def initialise(wrapped: Any, whole: PreTrainedModel) -> int:
     """Set the adapters of all 4-bit linear layers in place.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from tigon.techniques.lora.adapter_targets import EXPERTS, LOFTQ
 from tigon.techniques.lora.four_bit_experts import shown_as_plain
 from tigon.techniques.precision import FORMATS, format_of
 from tigon.techniques.technique import Declaration, RunInfo, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DEFAULT_RANK = 16
 
@@ -41,7 +44,7 @@ def keeps_mxfp4(settings: Settings) -> bool:
     return settings.lora.quantize and settings.lora.quantize_to == "mxfp4"
 
 
-def check(model: Any, settings: Settings) -> None:
+def check(model: PreTrainedModel, settings: Settings) -> None:
     """Refuse adapters that PEFT cannot make for this model. model: without data, and not quantised.
 
     Raises:
@@ -62,7 +65,7 @@ def check(model: Any, settings: Settings) -> None:
 _EMBEDDINGS_SCALED_IN_PLACE = frozenset({"ctrl"})
 
 
-def check_with_peft(model: Any, settings: Settings) -> None:
+def check_with_peft(model: PreTrainedModel, settings: Settings) -> None:
     """Let PEFT make the adapters, save them and load them again, in a model without data. The model is spoilt.
 
     Otherwise an adapter that is not found again would be noticed after training. One layer stands for all layers.
@@ -116,7 +119,7 @@ def is_saved_as_difference(settings: Settings) -> bool:
     return settings.lora.rank is not None and settings.lora.init.startswith(adapter_targets.DIFFERENCE_INITS)
 
 
-def keep_trained_in_fp32(model: Any, settings: Settings) -> None:
+def keep_trained_in_fp32(model: PreTrainedModel, settings: Settings) -> None:
     """Widen the trained weights of a model with adapters to fp32, unless the whole run is in bf16.
 
     PEFT widens the adapters only. Whole modules, biases and an objective's own modules begin in the dtype of the frozen
@@ -129,7 +132,7 @@ def keep_trained_in_fp32(model: Any, settings: Settings) -> None:
             parameter.data = parameter.data.float()
 
 
-def _adapters(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     import peft
 
     assert settings.lora.rank is not None
@@ -174,7 +177,7 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     return {"quantization_config": expert_quantizer.config(format_of(settings).products)}
 
 
-def _without_cpu_packing(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _without_cpu_packing(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     """Keep bitsandbytes from repacking 4-bit weights on a CPU with bf16 instructions.
 
     It repacks them in the first evaluation, and training after that fails at an operator without a derivative

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationConf
 
 from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 from tigon.techniques.lora.adapter_targets import expert_parameters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _METHOD = "tigon_mxfp4"
 
@@ -58,7 +61,7 @@ class KeepingQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = False
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.paths = list(expert_parameters(model))
         for path in self.paths:
             module_path, _, name = path.rpartition(".")
@@ -73,7 +76,7 @@ class KeepingQuantizer(HfQuantizer):  # type: ignore[misc]
                 empty = torch.empty(of, dtype=torch.uint8, device="meta")
                 module.register_parameter(f"{name}_{part}", nn.Parameter(empty, requires_grad=False))
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         dtype: torch.dtype = getattr(torch, self.quantization_config.compute_dtype)
         for path in self.paths:
             module_path, _, name = path.rpartition(".")
@@ -93,7 +96,7 @@ class KeepingQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def is_stored(model_config: Any) -> bool:
+def is_stored(model_config: PreTrainedConfig) -> bool:
     """Whether the checkpoint of this config stores its experts in MXFP4."""
     stored = getattr(model_config, "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
@@ -105,7 +108,7 @@ def dense_reading() -> dict[str, Any]:
     return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
-def forget_stored_names(model: Any) -> None:
+def forget_stored_names(model: PreTrainedModel) -> None:
     """Let a model that was made dense be saved by the names of dense weights.
 
     transformers 5.23 would save dense experts by the names of the stored bytes, which no program can read.
@@ -124,7 +127,7 @@ def config(compute_dtype: torch.dtype) -> KeptMxfp4Config:
     return KeptMxfp4Config(str(compute_dtype).removeprefix("torch."))
 
 
-def with_config(model_config: Any, kept: KeptMxfp4Config) -> Any:
+def with_config(model_config: PreTrainedConfig, kept: KeptMxfp4Config) -> Any:
     """A copy of the model's config that names this quantiser instead of the checkpoint's own.
 
     transformers lets the config of the checkpoint decide, so that an argument of `from_pretrained` would not count.

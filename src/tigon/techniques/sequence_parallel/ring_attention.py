@@ -35,7 +35,9 @@ def own_tokens(rank: int, size: int, length: int) -> list[slice]:
     return [slice(number * chunk, (number + 1) * chunk) for number in (rank, CHUNKS * size - 1 - rank)]
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Any, *, scale: float | None = None) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, *, scale: float | None = None
+) -> Tensor:
     """Causal attention over whole rows, of which each process has the tokens of `own_tokens`.
 
     Args:
@@ -73,7 +75,9 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Any, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, scale: float | None
+    ) -> Tensor:
         forward, _ = _operators(query.device)
         with _in_turns() as loops:
             out, lse, *rest = loops._templated_ring_attention(

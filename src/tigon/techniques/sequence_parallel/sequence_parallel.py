@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.sharding import RING, ULYSSES
 from tigon.techniques.sequence_parallel import ring_attention
 from tigon.techniques.technique import Declaration, RunInfo, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # B rows, h query heads, k key heads, T tokens of a row, t tokens of a shard, D head width, N processes of a group.
 
@@ -59,7 +62,7 @@ class Shard:
     It is not a dataclass, because FSDP2's mixed precision hands copies of those to the model, and `layers` is shared.
     """
 
-    def __init__(self, group: Any, positions_BT: Tensor, mask: Tensor | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, positions_BT: Tensor, mask: Tensor | None) -> None:
         """Describe rows.
 
         Args:
@@ -72,7 +75,7 @@ class Shard:
         """The attention modules that used it."""
 
 
-def share_rows(model: nn.Module, group: Any, method: str = ULYSSES) -> None:
+def share_rows(model: nn.Module, group: dist.ProcessGroup, method: str = ULYSSES) -> None:
     """Let this model compute, for calls with labels, only this process's shard of the rows that it is called with.
 
     The model's attention has to be `sdpa`. This function replaces it by a version for shards.
@@ -102,7 +105,7 @@ def share_rows(model: nn.Module, group: Any, method: str = ULYSSES) -> None:
 class _Hooks:
     """Cuts the rows of a model's calls, and refuses a model whose layers do not all exchange tokens."""
 
-    def __init__(self, group: Any, n_layers: int, method: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, n_layers: int, method: str) -> None:
         self.group, self.n_layers, self.method = group, n_layers, method
         self.checked = False
 
@@ -133,7 +136,7 @@ class _Hooks:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def cut_rows(inputs: Mapping[str, Any], group: Any, method: str = ULYSSES) -> dict[str, Any]:
+def cut_rows(inputs: Mapping[str, Any], group: dist.ProcessGroup, method: str = ULYSSES) -> dict[str, Any]:
     """Returns this process's part of the inputs of a causal language model.
 
     Rows are padded at the right to a multiple of the group's size, or of twice that for a ring. No token sees the
@@ -273,7 +276,7 @@ class _AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         received = torch.empty_like(x)
         dist.all_to_all_single(received, x, group=group)
@@ -288,7 +291,7 @@ class _AllToAll(torch.autograd.Function):
         return dx, None
 
 
-def whole_rows(shards: tuple[Tensor, ...], group: Any) -> list[Tensor]:
+def whole_rows(shards: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tensor]:
     """Each (B, heads, t, D), with all heads -> (B, heads / N, T, D), with all tokens. They share one all-to-all."""
     size = dist.get_world_size(group)
     parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in shards]  # (N, B, heads / N, t, D)
@@ -299,7 +302,7 @@ def whole_rows(shards: tuple[Tensor, ...], group: Any) -> list[Tensor]:
     return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in whole]
 
 
-def own_tokens(out_BThD: Tensor, group: Any) -> Tensor:
+def own_tokens(out_BThD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(B, T, h / N, D), with all tokens -> (B, t, h, D), with all heads."""
     size = dist.get_world_size(group)
     sent = out_BThD.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # (N, B, t, h / N, D)
@@ -310,7 +313,7 @@ def own_tokens(out_BThD: Tensor, group: Any) -> Tensor:
 # --- checks and records ----------------------------------------------------------------------------------------------
 
 
-def check(config: Any, settings: Settings) -> None:
+def check(config: PreTrainedConfig, settings: Settings) -> None:
     """Raise RecipeError if processes cannot share the rows of a model with this transformers config."""
     size = settings.sharding.sequence
     if size == 1:
@@ -353,7 +356,7 @@ def check(config: Any, settings: Settings) -> None:
         )
 
 
-def _share(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _share(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     size = settings.sharding.sequence
     mesh = dist.device_mesh.init_device_mesh(
         run_info.device, (run_info.processes // size, size), mesh_dim_names=("data", "sequence")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.precision import format_of
 from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CPU_ZERO_PROCESSES = 1  # Accelerate 1.15 lacks a backend for more on the CPU
 AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
@@ -94,7 +97,7 @@ def gathers_layers(settings: Settings, run_info: RunInfo) -> bool:
     )
 
 
-def _mark_layers(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _mark_layers(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     """Let DeepSpeed see each decoder layer as one module, if `gathers_layers` says so."""
     layers = decoder_layers(model)
     weights = [weight for layer in layers for weight in layer.parameters()]
@@ -187,7 +190,7 @@ def _zero(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     return {"deepspeed": deepspeed_config(settings, run_info)}
 
 
-def name_present_layers(model: Any) -> None:
+def name_present_layers(model: PreTrainedModel) -> None:
     """Leave the classes out of the model's `_no_split_modules` that it has no module of.
 
     FSDP2 wraps these classes, and Accelerate refuses one that it does not find. LLaVA names those of every tower.
