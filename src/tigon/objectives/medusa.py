@@ -184,10 +184,14 @@ class MedusaTraining(Objective):
             return None
         return BaseTraining(
             train=replace(
-                self.recipe.train, steps=self.heads.base_steps, epochs=None, eval_steps=None, save_steps=None,
+                self.recipe.train,
+                steps=self.heads.base_steps,
+                epochs=None,
+                eval_steps=None,
+                save_steps=None,
                 checkpointing="none",
             )
-        )  # fmt: skip
+        )
 
     @property
     def added(self) -> AddedModules:
@@ -195,10 +199,12 @@ class MedusaTraining(Objective):
 
         heads, model = self.heads, self.recipe.model
         return HeadsCallback(
-            stage=self._minimised().stage, multiplier=heads.learning_rate_multiplier,
+            stage=self._minimised().stage,
+            multiplier=heads.learning_rate_multiplier,
             schedule=partial(scheduled, heads.schedule, ramp=heads.ramp),
-            trained_on=None if model.name in PRESETS else model.name, sample_tokens=self.recipe.output.sample_tokens,
-        )  # fmt: skip
+            trained_on=None if model.name in PRESETS else model.name,
+            sample_tokens=self.recipe.output.sample_tokens,
+        )
 
     def attach(self, built: PreTrainedModel) -> Any:
         start = self.heads.start

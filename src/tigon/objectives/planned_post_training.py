@@ -100,9 +100,13 @@ class PlannedWithCompletions(PlannedPostTraining):
 
 
 def logprobs_of(
-    models: TracedModels, model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor, outputs: tuple[str, ...] = (),
+    models: TracedModels,
+    model: PreTrainedModel,
+    ids_BT: Tensor,
+    labels_BT: Tensor,
+    outputs: tuple[str, ...] = (),
     kept: int | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """One forward pass of `model`: the labels' log-probabilities (B, T - 1), and each of `outputs`."""
     traced = TracedModel.of(model)
     results: tuple[Tensor, ...] = models.call(lambda: token_logprobs(traced, ids_BT, labels_BT, outputs, kept))

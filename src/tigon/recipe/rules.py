@@ -58,7 +58,7 @@ _CHECKPOINTS = (
         "train.save_async takes optimizers with plain states; set train.optimizer: adamw, adamw-foreach, adafactor or "
         "sgd, or train.save_async: false",
     ),
-)  # fmt: skip
+)
 
 _EVALUATION = (
     Rule(
@@ -101,7 +101,7 @@ _EVALUATION = (
         "eval.lm_eval runs in one process, for which the others would wait; set sharding.gpus: 1, or run lm_eval on "
         "the saved model",
     ),
-)  # fmt: skip
+)
 
 _IMAGES = tuple(
     Rule(lambda r, breaks=breaks: r.data.images > 0 and breaks(r), reason)  # type: ignore[misc]
@@ -141,9 +141,7 @@ _IMAGES = tuple(
 _RULES = Rules(
     (
         Rule(
-            lambda r: (
-                r.sharding.sequence_method == "ring" and r.data.packs and not r.data.cross_document_attention
-            ),
+            lambda r: r.sharding.sequence_method == "ring" and r.data.packs and not r.data.cross_document_attention,
             "sharding.sequence_method: ring has no mask that separates packed documents; set "
             "data.cross_document_attention: true or data.packing: false, or sharding.sequence_method: ulysses",
         ),
@@ -165,24 +163,30 @@ _RULES = Rules(
     ),
     (
         Switch(
-            ("train.save_async",), "train.save_steps", lambda r: r.train.save_steps is not None or r.train.load_best,
+            ("train.save_async",),
+            "train.save_steps",
+            lambda r: r.train.save_steps is not None or r.train.load_best,
             "train.save_steps: 100",
         ),
         Switch(("data.image_size",), "data.images", lambda r: r.data.images > 0, "data.images: 1"),
         Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
         Switch(
-            ("output.merge", "output.dtype", "output.max_shard_size"), "output.save_model",
-            lambda r: r.output.save_model, "output.save_model: true",
+            ("output.merge", "output.dtype", "output.max_shard_size"),
+            "output.save_model",
+            lambda r: r.output.save_model,
+            "output.save_model: true",
         ),
         Switch(("eval.generate_tokens",), "eval.generate", lambda r: bool(r.eval.generate), "eval.generate: [PROMPT]"),
         Switch(("eval.lm_eval_limit",), "eval.lm_eval", lambda r: bool(r.eval.lm_eval), "eval.lm_eval: [TASK]"),
         *SWITCHES,
         Switch(
-            other_keys("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0,
+            other_keys("comparison", "steps"),
+            "comparison.steps",
+            lambda r: r.comparison.steps > 0,
             "comparison.steps: 6",
         ),
     ),
-)  # fmt: skip
+)
 
 
 def check_combinations(recipe: Recipe, path: object, more: Rules) -> None:

@@ -17,9 +17,9 @@ from tigon.models.spec import SINKS_FLAG
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
 from tigon.techniques import TECHNIQUES, model_kernels
+from tigon.techniques.keys.lora import LOFTQ
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import loftq, lora
-from tigon.techniques.lora.adapter_targets import LOFTQ
 from tigon.techniques.optimizers import galore
 from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.techniques.sharding.sharding import (

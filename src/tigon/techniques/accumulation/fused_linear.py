@@ -147,9 +147,14 @@ _latest = threading.local()
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_FH: Tensor, bias: Tensor | None, leaf: LeafGradient, saved: tuple[Tensor, ...],
+        ctx: Any,
+        x: Tensor,
+        weight_FH: Tensor,
+        bias: Tensor | None,
+        leaf: LeafGradient,
+        saved: tuple[Tensor, ...],
         shared: _SharedInput | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.leaf, ctx.saved, ctx.shared = leaf, saved, shared
         if shared is not None:
             shared.add(ctx)

@@ -36,8 +36,10 @@ def _rms_norm(node: Any) -> Tensor:
 
 # Autograd function -> its output, computed again from its node.
 _COMPUTE: Mapping[type[torch.autograd.Function], Callable[[Any], Tensor]] = {
-    GLU: _glu, RMSNorm: _rms_norm, AddRMSNorm: _rms_norm,
-}  # fmt: skip
+    GLU: _glu,
+    RMSNorm: _rms_norm,
+    AddRMSNorm: _rms_norm,
+}
 _CAST = "ToCopyBackward0"
 # Nodes of views that keep the order of the elements.
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})

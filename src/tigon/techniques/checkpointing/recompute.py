@@ -41,7 +41,7 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def run_recomputed(
     frame: MakeFrame, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:  # fmt: skip
+) -> Any:
     """As `recomputed(function, *args, **kwargs)`, with a frame of another kind."""
     if kwargs:
         function = functools.partial(function, **kwargs)

@@ -401,7 +401,7 @@ class _GraphedLayer:
 
     def _recorded(
         self, key: Any, function: Callable[..., Any], leaves: list[Any], form: Any, layer: torch.nn.Module
-    ) -> _Passes:  # fmt: skip
+    ) -> _Passes:
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[place].detach() for place in places]
         buffers = self._graphs.buffers.get(key)

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from pydantic.dataclasses import dataclass
 
 from tigon.techniques.keys.section import CONFIG, Section, key
-from tigon.techniques.lora import adapter_targets
-from tigon.techniques.lora.adapter_targets import LOFTQ, WORDS
 
+LINEAR, HEAD, EMBEDDINGS, EXPERTS = "all-linear", "head", "embeddings", "experts"
+WORDS = (LINEAR, "linear", HEAD, EMBEDDINGS, EXPERTS)
+SUBSPACE_INITS = ("pissa", "olora")
+"""Initialisations that move a part of the frozen weight into the adapter, so that the rest of it stays frozen."""
+LOFTQ = "loftq"
+"""The initialisation that moves a part of the rounding error of a 4-bit weight into the adapter."""
+DIFFERENCE_INITS = (*SUBSPACE_INITS, LOFTQ)
+"""Initialisations whose trained adapter is saved as the difference from the initial one."""
 # Initialisations of PEFT that tigon does not offer, and why.
 _NO_INITS: Mapping[str, str] = {
     "eva": "it needs a pass over the data for activations, which tigon does not make",
     "corda": "it needs a pass over the data for activations, which tigon does not make",
     "lora_ga": "it needs a pass over the data for gradients, which tigon does not make",
 }
+
+
+def _invalid_target(target: str) -> str | None:
+    """Returns why a text cannot be a target (it is no regular expression), as the end of a sentence; None if it can."""
+    if target in WORDS:
+        return None
+    try:
+        re.compile(target)
+    except re.error as error:
+        return f"it is not a regular expression ({error}); write a pattern such as .*_proj, or a module's name"
+    return None
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -27,7 +45,7 @@ class LoraConfig(Section):
     alpha: float | None = key(None, above=0, planned=False)
     """The adapters' output is scaled by alpha / rank; null: 2 x rank."""
     targets: tuple[str, ...] = key(
-        ("linear",), choices=(*WORDS, "NAME", "PATTERN"), pattern=".+", invalid=adapter_targets.invalid, traced=True
+        ("linear",), choices=(*WORDS, "NAME", "PATTERN"), pattern=".+", invalid=_invalid_target, traced=True
     )
     """Modules with adapters: `all-linear` or `linear` (every linear module of the language model except `lm_head`),
     `head` (`lm_head`), `embeddings`, `experts` (the three-dimensional weights of mixtures of experts), the name or path

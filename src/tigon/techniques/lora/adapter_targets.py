@@ -15,19 +15,11 @@ from torch.nn import functional as F
 
 from tigon._trunk import language_model
 from tigon.errors import RecipeError
+from tigon.techniques.keys.lora import DIFFERENCE_INITS, EMBEDDINGS, EXPERTS, HEAD, LINEAR, LoraConfig
 from tigon.techniques.lora.four_bit_experts import names_in_4_bits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-LINEAR, HEAD, EMBEDDINGS, EXPERTS = "all-linear", "head", "embeddings", "experts"
-WORDS = (LINEAR, "linear", HEAD, EMBEDDINGS, EXPERTS)
-SUBSPACE_INITS = ("pissa", "olora")
-"""Initialisations that move a part of the frozen weight into the adapter, so that the rest of it stays frozen."""
-LOFTQ = "loftq"
-"""The initialisation that moves a part of the rounding error of a 4-bit weight into the adapter."""
-DIFFERENCE_INITS = (*SUBSPACE_INITS, LOFTQ)
-"""Initialisations whose trained adapter is saved as the difference from the initial one."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +32,6 @@ class Targets:
     """Paths of parameters that belong to no module of PEFT: the experts' three-dimensional weights."""
 
 
-def invalid(target: str) -> str | None:
-    """Returns why a text cannot be a target (it is no regular expression), as the end of a sentence; None if it can."""
-    if target in WORDS:
-        return None
-    try:
-        re.compile(target)
-    except re.error as error:
-        return f"it is not a regular expression ({error}); write a pattern such as .*_proj, or a module's name"
-    return None
-
-
 def targets_of(model: PreTrainedModel, targets: tuple[str, ...]) -> Targets:
     """The modules and parameters that `lora.targets` names.
 
@@ -60,9 +41,7 @@ def targets_of(model: PreTrainedModel, targets: tuple[str, ...]) -> Targets:
         RecipeError: A target names no module, or one that PEFT cannot adapt.
     """
     modules = dict(model.named_modules())
-    named = {
-        path: target for target in targets for path in _found(model, modules, target) if target != EXPERTS
-    }  # fmt: skip
+    named = {path: target for target in targets for path in _found(model, modules, target) if target != EXPERTS}
     parameters = tuple(expert_parameters(model)) if EXPERTS in targets else ()
     if EXPERTS in targets and not parameters:
         raise RecipeError(
@@ -113,9 +92,12 @@ def _by_word(model: PreTrainedModel) -> Mapping[str, Callable[[nn.Module], bool]
         return (isinstance(module, nn.Linear) or _is_conv1d(module)) and module is not head and module in of_text
 
     return {
-        LINEAR: is_linear, "linear": is_linear, HEAD: lambda module: module is head,
-        EMBEDDINGS: lambda module: module is embeddings, EXPERTS: lambda module: False,
-    }  # fmt: skip
+        LINEAR: is_linear,
+        "linear": is_linear,
+        HEAD: lambda module: module is head,
+        EMBEDDINGS: lambda module: module is embeddings,
+        EXPERTS: lambda module: False,
+    }
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -233,43 +215,37 @@ def modules_to_save(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str,
     return paths_of
 
 
-def check(model: PreTrainedModel, *, rank: int, targets: tuple[str, ...], init: str, saved: tuple[str, ...], bias: str,
-          quantized: bool) -> None:  # fmt: skip
+def check(model: PreTrainedModel, lora: LoraConfig) -> None:
     """Refuse adapters that PEFT cannot make, or that would not do what the recipe says.
 
     Args:
         model: The model, without data and not quantised.
-        rank: `lora.rank`.
-        targets: `lora.targets`.
-        init: `lora.init`.
-        saved: `lora.modules_to_save`.
-        bias: `lora.bias`.
-        quantized: `lora.quantize`.
+        lora: The `lora` section of its recipe, with a rank.
 
     Raises:
         RecipeError: The message names the key.
     """
-    adapted = targets_of(model, targets)
+    adapted = targets_of(model, lora.targets)
     if not adapted.modules and not adapted.parameters:
-        raise RecipeError(f"lora.targets: {', '.join(targets)} names no module of this model; name its modules")
+        raise RecipeError(f"lora.targets: {', '.join(lora.targets)} names no module of this model; name its modules")
     modules = dict(model.named_modules())
-    for name, paths in modules_to_save(model, saved).items():
+    for name, paths in modules_to_save(model, lora.modules_to_save).items():
         both = next((path for path in paths if path in adapted.modules), None)
         if both is not None:
             raise RecipeError(
                 f"lora.modules_to_save: {name!r} names {both}, which also gets an adapter; leave it out of "
                 "lora.targets or of lora.modules_to_save"
             )
-        if quantized and any(_holds_4_bits(modules[path], model) for path in paths):
+        if lora.quantize and any(_holds_4_bits(modules[path], model) for path in paths):
             raise RecipeError(
                 f"lora.modules_to_save: {name!r} names linear modules that lora.quantize keeps in integers, which "
                 "cannot be trained; leave it out, or set lora.quantize: false"
             )
-    _check_init(modules, adapted, rank, init, quantized)
-    owners = modules.items() if bias == "all" else ((path, modules[path]) for path in adapted.modules)
-    if bias != "none" and not any(getattr(module, "bias", None) is not None for _, module in owners):
-        where = "the model" if bias == "all" else "lora.targets"
-        raise RecipeError(f"lora.bias: {bias}: no module of {where} has a bias; set lora.bias: none")
+    _check_init(modules, adapted, lora)
+    owners = modules.items() if lora.bias == "all" else ((path, modules[path]) for path in adapted.modules)
+    if lora.bias != "none" and not any(getattr(module, "bias", None) is not None for _, module in owners):
+        where = "the model" if lora.bias == "all" else "lora.targets"
+        raise RecipeError(f"lora.bias: {lora.bias}: no module of {where} has a bias; set lora.bias: none")
 
 
 def _holds_4_bits(module: nn.Module, model: PreTrainedModel) -> bool:
@@ -277,7 +253,8 @@ def _holds_4_bits(module: nn.Module, model: PreTrainedModel) -> bool:
     return any(isinstance(inner, nn.Linear) and inner is not head for inner in module.modules())
 
 
-def _check_init(modules: Mapping[str, nn.Module], adapted: Targets, rank: int, init: str, quantized: bool) -> None:
+def _check_init(modules: Mapping[str, nn.Module], adapted: Targets, lora: LoraConfig) -> None:
+    rank, init = lora.rank or 0, lora.init
     if init in ("default", "gaussian"):
         return
     others = [path for path in adapted.modules if not isinstance(modules[path], nn.Linear)]

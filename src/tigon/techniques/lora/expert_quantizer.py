@@ -28,9 +28,11 @@ def config(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     """The quantisation config for `from_pretrained`: NF4 with double quantisation, experts included."""
     AUTO_QUANTIZER_MAPPING.setdefault(_METHOD, ExpertsQuantizer)
     made = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
-    )  # fmt: skip
+    )
     made.quant_method = _METHOD
     return made
 
@@ -73,9 +75,10 @@ class _Quantize(Bnb4bitQuantize):  # type: ignore[misc]
                 continue
             weight = value[0] if isinstance(value, list) else value
             packed, state = quantize_4bit(
-                weight.contiguous(), compress_statistics=settings.bnb_4bit_use_double_quant,
+                weight.contiguous(),
+                compress_statistics=settings.bnb_4bit_use_double_quant,
                 quant_type=settings.bnb_4bit_quant_type,
-            )  # fmt: skip
+            )
             state.dtype = settings.bnb_4bit_compute_dtype  # that of the products; a checkpoint may be in fp32
             quantizer.expert_states[name] = state
             experts[name] = nn.Parameter(packed, requires_grad=False)

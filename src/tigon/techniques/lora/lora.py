@@ -13,9 +13,9 @@ from tigon._quiet import quiet_peft
 from tigon.errors import RecipeError
 from tigon.techniques import model_kernels
 from tigon.techniques.condition import Condition, Exclusion, Switch
+from tigon.techniques.keys.lora import DIFFERENCE_INITS, EXPERTS, LOFTQ, SUBSPACE_INITS
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import adapter_targets
-from tigon.techniques.lora.adapter_targets import EXPERTS, LOFTQ
 from tigon.techniques.lora.four_bit_experts import shown_as_plain
 from tigon.techniques.precision import FORMATS, format_of
 from tigon.techniques.technique import Declaration, RunInfo, Technique
@@ -42,24 +42,6 @@ def frozen_dtype(settings: Settings) -> torch.dtype:
 def keeps_mxfp4(settings: Settings) -> bool:
     """Returns whether experts stay in MXFP4, as the checkpoint stores them."""
     return settings.lora.quantize and settings.lora.quantize_to == "mxfp4"
-
-
-def check(model: PreTrainedModel, settings: Settings) -> None:
-    """Refuse adapters that PEFT cannot make for this model. model: without data, and not quantised.
-
-    Raises:
-        RecipeError: The message names the recipe key.
-    """
-    assert settings.lora.rank is not None
-    adapter_targets.check(
-        model,
-        rank=settings.lora.rank,
-        targets=settings.lora.targets,
-        init=settings.lora.init,
-        saved=settings.lora.modules_to_save,
-        bias=settings.lora.bias,
-        quantized=settings.lora.quantize,
-    )
 
 
 _EMBEDDINGS_SCALED_IN_PLACE = frozenset({"ctrl"})
@@ -116,7 +98,7 @@ def is_saved_as_difference(settings: Settings) -> bool:
     It is then saved as the difference from its initial value. The initialisation has subtracted that value from the
     frozen weight, or the value makes up for the rounding of the weight to 4 bits.
     """
-    return settings.lora.rank is not None and settings.lora.init.startswith(adapter_targets.DIFFERENCE_INITS)
+    return settings.lora.rank is not None and settings.lora.init.startswith(DIFFERENCE_INITS)
 
 
 def keep_trained_in_fp32(model: PreTrainedModel, settings: Settings) -> None:
@@ -197,9 +179,9 @@ def _rank_label(settings: Settings) -> str:
 
 
 _EXPERTS = Condition("lora.targets", "includes", EXPERTS)
-_SUBSPACE = Condition("lora.init", "starts with", adapter_targets.SUBSPACE_INITS)
+_SUBSPACE = Condition("lora.init", "starts with", SUBSPACE_INITS)
 _LOFTQ = Condition("lora.init", "is", LOFTQ)
-_DIFFERENCE = Condition("lora.init", "starts with", adapter_targets.DIFFERENCE_INITS)
+_DIFFERENCE = Condition("lora.init", "starts with", DIFFERENCE_INITS)
 _BF16_WEIGHTS = tuple(name for name, formats in FORMATS.items() if formats.weights == torch.bfloat16)
 _FP32_BASE, _QUANTIZE = Condition("lora.base", "is", "fp32"), Condition("lora.quantize", "is", True)
 _MXFP4 = Condition("lora.quantize_to", "is", "mxfp4")

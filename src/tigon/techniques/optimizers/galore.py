@@ -34,9 +34,16 @@ class GaLoreAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, *, gap: int = 200, layerwise: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        gap: int = 200,
+        layerwise: bool = False,
+    ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": 0, "gap": gap}
         super().__init__(params, defaults)
         self._layerwise = layerwise
@@ -177,9 +184,16 @@ def projected_names(model: nn.Module, rank: int) -> set[str]:
 
 
 def build(
-    model: nn.Module, decayed: Iterable[str], *, lr: float, betas: tuple[float, float], weight_decay: float, rank: int,
-    gap: int, layerwise: bool,
-) -> GaLoreAdamW:  # fmt: skip
+    model: nn.Module,
+    decayed: Iterable[str],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    rank: int,
+    gap: int,
+    layerwise: bool,
+) -> GaLoreAdamW:
     """Returns the optimizer of a model. decayed: names of the parameters that get weight decay."""
     return GaLoreAdamW(groups(model, decayed, weight_decay, rank), lr=lr, betas=betas, gap=gap, layerwise=layerwise)
 

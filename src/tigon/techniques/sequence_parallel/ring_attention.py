@@ -98,9 +98,19 @@ class _Ring(torch.autograd.Function):
             options |= dict(zip(names, ctx.rest, strict=False))
         with _in_turns() as loops:
             dq, dk, dv, *_ = loops._templated_ring_attention_backward(
-                ctx.group, 2, backward, grad_out=dout.contiguous(), grad_out_name="grad_out", query=query, key=key,
-                value=value, out=out, logsumexp=lse, is_causal=True, **options,
-            )  # fmt: skip
+                ctx.group,
+                2,
+                backward,
+                grad_out=dout.contiguous(),
+                grad_out_name="grad_out",
+                query=query,
+                key=key,
+                value=value,
+                out=out,
+                logsumexp=lse,
+                is_causal=True,
+                **options,
+            )
         return dq, dk, dv, None, None
 
 
