@@ -40,7 +40,7 @@ from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import TigonError
 from tigon.models.loading.presets import PRESETS
-from tigon.objectives.causal_lm import CausalLM
+from tigon.objectives.base import Objective
 from tigon.planner.render.json_names import settings_mapping
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
 from tigon.techniques.keys.lora import LoraConfig
@@ -235,7 +235,7 @@ def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) ->
     config = models.load_config(recipe.model)
     key, shapes = _shapes_of(recipe, config)
     settings = preflight.check_techniques(recipe, device)
-    run_info = engine.run_info_of(recipe, config, shapes, device, CausalLM(recipe.model))
+    run_info = engine.run_info_of(recipe, config, shapes, device, Objective(recipe.model))
     built, _ = engine.build(
         recipe.model, config, settings, run_info, device=device, seed=1, kernels=case.kernels, base=folder / key,
     )  # fmt: skip

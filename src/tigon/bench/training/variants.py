@@ -22,13 +22,14 @@ from tigon.models.patch import patch
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.ops.linear.fp8 import SCALINGS
 from tigon.planner import model_plan
-from tigon.techniques import checkpointing, cuda_graphs
+from tigon.techniques.accumulation.fused_embedding import fuse_embeddings
+from tigon.techniques.accumulation.fused_linear import fuse_linears
+from tigon.techniques.checkpointing import layer_function
+from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer
+from tigon.techniques.cuda_graphs import cuda_graphs
+from tigon.techniques.cuda_graphs.layer_graphs import LayerGraphs
 from tigon.techniques.keys.settings import complaint_about
 from tigon.techniques.keys.train import STATES
-from tigon.techniques.layer_checkpointing import is_by_layer
-from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
-from tigon.techniques.mechanisms.layer_graphs import LayerGraphs
 
 WHOLE, FITS, AUTO = "whole", "fits", "auto"
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -85,7 +86,7 @@ class Variant:
             model_plan.checkpoint(own, recomputed)
             return ready if self.code.finish is None else self.code.finish(own, ready, recomputed)
         if recomputed == "full":
-            checkpointing.enable(own)
+            layer_function.enable(own)
         return self.code.prepare(own)
 
 
