@@ -264,7 +264,8 @@ NEWER = ("qwen4_exp_text", "dory", "lara_mini")
 def test_family_without_a_row_is_patched_by_structure_and_verified(name):
     from transformers import CONFIG_MAPPING
 
-    from tigon.models.verification.survey import small_model, surveyed
+    from benchmarks.pages.model_families import surveyed
+    from tigon.models.verification.small_models import small_model
 
     if name in NEWER and name not in CONFIG_MAPPING:
         pytest.skip("this version of transformers does not know it")
