@@ -9,7 +9,7 @@ and the negative log-likelihood of the chosen ones per label. The rewards (B,) o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -226,7 +226,7 @@ def _mean(per_pair: Tensor) -> Tensor:
     return per_pair.sum() / max(len(per_pair), 1)
 
 
-def _check_dpo(beta: float, loss_type: str, label_smoothing: float, discopop_tau: float, **others: Any) -> None:
+def _check_dpo(beta: float, loss_type: str, label_smoothing: float, discopop_tau: float, **others: object) -> None:
     losses.DPOLoss(beta, check_dpo_loss_type(loss_type), label_smoothing, discopop_tau=discopop_tau)
 
 
