@@ -52,7 +52,7 @@ DECLARATION = Declaration(
             "are slower. If the fp32 sum does not fit, up to 7 chunks are summed in bf16, within twice the usual "
             "error.",
             recipe={"train.loss_memory_mib": 512}, chosen=(_LIMITED,), model=_limit, trace=_trace,
-            source="ops/head/plan.py",
+            source="ops/head/chunks.py",
         ),
     ),
     exclusions=(
