@@ -91,6 +91,12 @@ def free_flush_buffer() -> None:
     _flush_buffer.cache_clear()
 
 
+def device() -> torch.device:
+    """The GPU if there is one, else the CPU."""
+    gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -118,6 +124,13 @@ def take_turns(runs: Mapping[str, Run], repetitions: int, device: torch.device) 
     return times
 
 
+def joined(first: list[float] | Exception, more: list[float] | Exception) -> list[float] | Exception:
+    """The times of two calls of `take_turns`, or the exception of the first that failed."""
+    if isinstance(first, Exception):
+        return first
+    return more if isinstance(more, Exception) else first + more
+
+
 def _timed(run: Run, device: torch.device) -> Callable[[], float]:
     run.before()
     if device.type != "cuda":
@@ -135,9 +148,7 @@ def _timed(run: Run, device: torch.device) -> Callable[[], float]:
     return lambda: float(start.elapsed_time(end))
 
 
-def time_steps(
-    step: Callable[[int], torch.Tensor], device: torch.device, *, steps: int, warm_ups: int = 1
-) -> Steps:  # fmt: skip
+def time_steps(step: Callable[[int], torch.Tensor], device: torch.device, *, steps: int, warm_ups: int = 1) -> Steps:
     """Run training steps one after the other, each between synchronisations.
 
     step: runs the optimizer step of this number, counted from 0, and returns its loss.
