@@ -75,6 +75,45 @@ class Steps:
         return statistics.median(self.ms)
 
 
+class StepClock:
+    """Times steps, each between synchronisations, and reads the allocator's peaks before and after the warm-up."""
+
+    def __init__(self, device: torch.device, warm_ups: int) -> None:
+        self._device, self._warm_ups = device, warm_ups
+        self._all_ms: list[float] = []
+        self.warm_up_peak_bytes: int | None = None
+        self._reset_peak()
+
+    def begin(self) -> None:
+        if len(self._all_ms) == self._warm_ups:
+            self.warm_up_peak_bytes = self.peak_bytes
+            self._reset_peak()
+        synchronize(self._device)
+        self._start_s = time.perf_counter()
+
+    def end(self) -> None:
+        synchronize(self._device)
+        self._all_ms.append(1000 * (time.perf_counter() - self._start_s))
+
+    @property
+    def warm_up_ms(self) -> list[float]:
+        return self._all_ms[: self._warm_ups]
+
+    @property
+    def ms(self) -> list[float]:
+        """Milliseconds of the steps after the warm-up."""
+        return self._all_ms[self._warm_ups :]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak since the warm-up; None on a CPU."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+
+    def _reset_peak(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+
 @functools.cache
 def _flush_buffer(device: torch.device) -> torch.Tensor:
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -153,18 +192,12 @@ def time_steps(step: Callable[[int], torch.Tensor], device: torch.device, *, ste
 
     step: runs the optimizer step of this number, counted from 0, and returns its loss.
     """
-    gpu, times_ms, losses = device.type == "cuda", list[float](), list[torch.Tensor]()
+    clock, losses = StepClock(device, warm_ups), list[torch.Tensor]()
     for number in range(warm_ups + steps):
-        if number == warm_ups and gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        synchronize(device)
-        start_s = time.perf_counter()
+        clock.begin()
         losses.append(step(number).detach())
-        synchronize(device)
-        if number >= warm_ups:
-            times_ms.append(1000 * (time.perf_counter() - start_s))
-    peak_bytes = torch.cuda.max_memory_allocated(device) if gpu else None
-    return Steps(times_ms, torch.stack(losses).tolist(), peak_bytes)
+        clock.end()
+    return Steps(clock.ms, torch.stack(losses).tolist(), clock.peak_bytes)
 
 
 class Graphs:
