@@ -9,11 +9,6 @@ from typing import Any
 from tigon.errors import UsageError
 from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
-<<<<<<< HEAD
-from tigon.planner.remembered_config import real_config
-=======
-from tigon.objectives.causal_lm import PlannedCausalLM
->>>>>>> wt-planner
 from tigon.recipe.keys import Recipe
 from tigon.techniques import matrix
 from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer, states_of
