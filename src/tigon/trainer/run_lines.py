@@ -9,7 +9,8 @@ import torch
 
 from tigon.data import preview
 from tigon.report.table import Table
-from tigon.techniques import TECHNIQUES, lora
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.lora import lora
 from tigon.trainer import model, open_folder
 from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import torchrun
