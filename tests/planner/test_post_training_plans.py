@@ -104,6 +104,42 @@ def test_adapters_need_less_than_the_whole_model(objective):
     assert lora.components["optimizer"] < full.components["optimizer"]
 
 
+@pytest.mark.parametrize("objective", ALL)
+def test_four_bit_weights_need_no_second_copy_and_a_note_says_what_is_not_measured(objective):
+    keys = {"beta": 0.1} if objective == "grpo" else {}
+    shape = {"hidden_size": 512, "intermediate_size": 1024}
+    dense, four_bits = (
+        estimated(objective, keys=keys, lora_rank=4, precision="bf16", shape=shape, **more)
+        for more in ({}, {"quantized": True})
+    )
+    assert four_bits.components["weights"] < dense.components["weights"]
+    assert four_bits.components["optimizer"] == dense.components["optimizer"]
+    assert any("No GPU has measured this objective over 4-bit weights" in note for note in four_bits.notes)
+    assert len(asked(objective, keys=keys, lora_rank=4, quantized=True).frozen()) == (objective == "distill")
+
+
+def test_reference_pass_over_four_bit_weights_computes_no_adapter():
+    """ORPO has no reference. Its pass costs what it costs beside dense weights, where PEFT's own code is traced."""
+
+    def reference_flops(**more: Any) -> float:
+        dpo, orpo = (
+            sum(segment.cost.flops for segment in trace(one, H200, evaluating=False).tape.segments)
+            for one in (asked(name, lora_rank=64, precision="bf16", **more) for name in ("dpo", "orpo"))
+        )
+        return dpo - orpo
+
+    assert reference_flops(quantized=True) == pytest.approx(reference_flops(), rel=1e-3)
+
+
+def test_adapters_in_bf16_halve_their_states():
+    wide, narrow = (
+        model_weights(asked("dpo", lora_rank=4, precision="amp-bf16", **{"lora.adapter_dtype": dtype}))
+        for dtype in ("fp32", "bf16")
+    )
+    sizes = [sum(weight.numel * weight.itemsize for weight in one.trained) for one in (wide, narrow)]
+    assert sizes[0] == 2 * sizes[1] > 0
+
+
 @pytest.mark.parametrize(("objective", "share"), [("dpo", 1.0), ("orpo", 1.0), ("reward", 0.99)])
 def test_pairs_keep_the_activations_of_twice_the_samples(objective, share):
     """A reward model has no labels, whose ids are 8 bytes per token."""

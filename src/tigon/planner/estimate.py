@@ -180,4 +180,6 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
         notes.append("Experts stay in MXFP4, half a byte per weight, and are copied to 16 bits for each product.")
     elif settings.lora.quantize:
         notes.append("Weights are stored in NF4, half a byte each, and copied to 16 bits for each matrix product.")
+    if settings.lora.quantize and "train.objective" in request.objective.recipe_keys():
+        notes.append("No GPU has measured this objective over 4-bit weights.")
     return tuple(notes)
