@@ -100,7 +100,7 @@ class CrossEntropyInplace(torch.autograd.Function):
         gradient, ctx.gradient = ctx.gradient, None
         scale = dloss if ctx.left is None else dloss * ctx.left
         if dispatch.uses_kernel(gradient):
-            from tigon.kernels.cross_entropy import scale_rows_
+            from tigon.kernels.scale_rows import scale_rows_
 
             return scale_rows_(gradient, scale), None
         return gradient.mul_(scale.unsqueeze(-1)), None
