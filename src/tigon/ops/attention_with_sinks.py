@@ -104,9 +104,17 @@ def _flash_forward(
 
 
 def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_length: int,
-    scale: float, window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    max_length: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     B, _, T, _ = q.shape
     tensors = (dout, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out)
     (dout, q, k, v, out), lengths = _rows(tensors, cu_seqlens, max_length)
@@ -210,9 +218,16 @@ def _block_forward(
 
 
 def _block_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, scale: float,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros_like(_wide(x), memory_format=torch.contiguous_format) for x in (q, k, v))
     for block in _blocks(q, cu_seqlens, window):
         p = _scores(q, k, block, scale).sub_(lse[:, :, block.rows, None]).exp_()
@@ -238,9 +253,15 @@ def _fwd_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fwd(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_length: int, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    cu_seqlens: Tensor | None,
+    max_length: int,
+    scale: float,
     window: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     q, k, v = (_columns_together(x) for x in (q, k, v))
     if _takes_flash(q, v):
         out, lse = _flash_forward(q, k, v, cu_seqlens, max_length, scale, window)
@@ -255,9 +276,17 @@ def _fwd(
 
 
 def _bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_length: int,
-    scale: float, window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    max_length: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (_columns_together(x) for x in (q, k, v))
     if _takes_flash(q, v):
         grads = _flash_backward(dout, q, k, v, out, lse, cu_seqlens, max_length, scale, window)
@@ -283,9 +312,15 @@ def _columns_together(x: Tensor) -> Tensor:
 
 
 def _fwd_fake(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_length: int, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    cu_seqlens: Tensor | None,
+    max_length: int,
+    scale: float,
     window: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The results, and the scratch memory: a block of scores, and the log-sum-exp without the sink with the factor."""
     out, total = _fwd_results(q, v)
     scratch = [torch.empty_like(total), torch.empty_like(total)]
@@ -296,9 +331,17 @@ def _fwd_fake(
 
 
 def _bwd_fake(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_length: int,
-    scale: float, window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    max_length: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The results, and the scratch memory (flash_api.cpp, mha_bwd)."""
     B, h, T, D = q.shape
     dq, dk, dv = (x.new_empty((B, T, x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
@@ -371,9 +414,16 @@ class AttentionWithSinks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_length: int,
-        scale: float, window: int,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        cu_seqlens: Tensor | None,
+        max_length: int,
+        scale: float,
+        window: int,
+    ) -> Tensor:
         out, lse = attention_with_sinks_fwd(q, k, v, sinks, cu_seqlens, max_length, scale, window)
         ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens)
         ctx.options = max_length, scale, window
@@ -389,15 +439,23 @@ class AttentionWithSinks(torch.autograd.Function):
 
 
 _attention_with_sinks = Differentiable(
-    "attention_with_sinks", AttentionWithSinks.apply,
+    "attention_with_sinks",
+    AttentionWithSinks.apply,
     f"(Tensor q, Tensor k, Tensor v, Tensor sinks, {_OPTIONS}) -> Tensor",
-)  # fmt: skip
+)
 
 
 def attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float | None = None, window: int | None = None,
-    cu_seqlens: Tensor | None = None, max_length: int | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_length: int | None = None,
+) -> Tensor:
     """Causal attention whose softmax has a sink per head.
 
     Args:
@@ -431,9 +489,15 @@ def attention_with_sinks(
     # A window that reaches every token is none. A compiled graph serves all lengths, so it keeps the window.
     wide = window is None or (not torch.compiler.is_compiling() and window >= T)
     arguments = (
-        q, k, v, sinks, cu_seqlens, T if max_length is None else max_length, float(scale),
+        q,
+        k,
+        v,
+        sinks,
+        cu_seqlens,
+        T if max_length is None else max_length,
+        float(scale),
         NO_WINDOW if wide or window is None else int(window),
-    )  # fmt: skip
+    )
     if torch.compiler.is_compiling():
         return _attention_with_sinks(*arguments)  # type: ignore[no-any-return]
     return AttentionWithSinks.apply(*arguments)  # type: ignore[no-any-return]
@@ -469,9 +533,16 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor 
 
 
 def attention_with_sinks_oracle(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float | None = None, window: int | None = None,
-    cu_seqlens: Tensor | None = None, max_length: int | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_length: int | None = None,
+) -> Tensor:
     """The unfused formula, with the softmax in fp32."""
     B, h, T, D = q.shape
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))

@@ -168,8 +168,10 @@ def cross_entropy(
     check_dtype(logits)
     options, num_items = check_options(
         LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
-        reduction=reduction, num_items=num_items, outputs=outputs,
-    )  # fmt: skip
+        reduction=reduction,
+        num_items=num_items,
+        outputs=outputs,
+    )
     if logits.ndim == 0:
         raise ShapeError("logits are 0-dim; pass (..., V).")
     V = logits.shape[-1]
