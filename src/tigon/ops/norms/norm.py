@@ -219,12 +219,12 @@ def _bwd_amax_fake(
     return _bwd_fake(dy, ds, x, weight, mean, rstd, options)
 
 
-def _complete_fwd(results: Any, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _complete_fwd(results: Any, x: Tensor, *_: object) -> tuple[Tensor, ...]:
     y, s, mean, rstd = results
     return y, x.new_empty(0) if s is None else s, rstd.new_empty(0) if mean is None else mean, rstd
 
 
-def _complete_bwd(results: Any, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, *_: Any) -> Any:
+def _complete_bwd(results: Any, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, *_: object) -> Any:
     dx, dw, db = results
     parameter = x if weight is None else weight
     return (
