@@ -379,6 +379,7 @@ DECLARATION = Declaration(
     techniques=(
         Technique(
             name="sequence-parallel",
+            planned=False,
             recipe={"sharding.gpus": 2, KEY: 2},
             chosen=(_SHARDED,),
             model=_share,
