@@ -529,7 +529,8 @@ def test_recipes_are_loaded_with_the_objectives_rules() -> None:
 
 def test_importing_tigon_imports_neither_transformers_nor_triton() -> None:
     code = (
-        "import sys, tigon; print(sorted({'transformers', 'triton', 'peft', 'typer', 'matplotlib'} & set(sys.modules)))"
+        "import sys, tigon, tigon.models, tigon.nn\n"
+        "print(sorted({'transformers', 'triton', 'peft', 'typer', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tigon.errors import RecipeError
-from tigon.models.verification.survey import small_model
+from tigon.models.verification.small_models import small_model
 from tigon.techniques.keys.lora import LINEAR, LoraConfig
 from tigon.techniques.lora.adapter_targets import check, left_out, short_names, targets_of
 

@@ -9,7 +9,6 @@ from typing import Any
 from tigon.errors import UsageError
 from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
-from tigon.planner.remembered_config import real_config
 from tigon.recipe.keys import Recipe
 from tigon.techniques import matrix
 from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer, states_of
@@ -25,7 +24,7 @@ class Request:
     model: str
     """The model's name, for messages."""
     config: Any
-    """Its transformers config, as `tigon.models.loading.config.load_config` returns it, or a `RememberedConfig`."""
+    """Its transformers config, as `tigon.models.loading.config.load_config` returns it."""
     batch: int
     """Samples of one micro-batch on one GPU."""
     seq: int
@@ -95,7 +94,7 @@ def build(name: str, config: Any) -> Any:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-        model: Any = build_on_meta(name, real_config(config))
+        model: Any = build_on_meta(name, config)
     for parameter, weight in model.named_parameters():
         if not weight.numel():
             raise UsageError(f"{name}: its config gives {parameter} the shape {tuple(weight.shape)}; no size may be 0.")

@@ -384,7 +384,7 @@ def _trains_tokenizer(recipe: Recipe) -> bool:
 def _tokenizer(recipe: Recipe, train_docs: Documents) -> Any:
     name = recipe.data.tokenizer
     if _trains_tokenizer(recipe):
-        return tokenizer.train_bpe(Texts(train_docs), recipe.data.vocab_size, tokenizer.default_cache_folder())
+        return tokenizer.train_bpe(Texts(train_docs), recipe.data.vocab_size, cache.default_folder("tokenizers"))
     own = name == "auto"
     return tokenizer.load_tokenizer(
         recipe.model.name if own else name,

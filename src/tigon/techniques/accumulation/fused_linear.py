@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops.accumulation_fusion import LeafGradient
-from tigon.ops.products import keeps_graph, no_autocast, product_dtype, product_into
+from tigon.ops.dispatch import no_autocast, product_dtype
+from tigon.ops.products import keeps_graph, product_into
 from tigon.techniques.checkpointing.recompute import SavedInputs
 
 # N tokens, H input width, F output width.

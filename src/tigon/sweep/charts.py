@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import east_asian_width
 
 from tigon.report.chart import INK, LIMIT, horizontal_bars, new_figure, svg
 from tigon.sweep import failures
 from tigon.sweep.points import short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 
@@ -94,7 +98,7 @@ def slices(results: Mapping[str, Any]) -> Iterator[Slice]:
                 yield Slice(axis, dict(fixed), ordered, by_place)
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> Any:
     return str(value) if isinstance(value, (list, dict)) else value
 
 
@@ -142,7 +146,7 @@ def bars(results: Mapping[str, Any], part: Slice, name: str) -> str:
     return svg(figure, name)
 
 
-def _group(axes: Any, results: Mapping[str, Any], part: Slice, value_of: Callable[[Row], float | None]) -> None:
+def _group(axes: Axes, results: Mapping[str, Any], part: Slice, value_of: Callable[[Row], float | None]) -> None:
     variants = _variants(results, part)
     width = 0.84 / len(variants)
     top = max((value_of(row) or 0 for row in part.rows.values() if row["status"] == failures.OK), default=1)
@@ -157,10 +161,22 @@ def _group(axes: Any, results: Mapping[str, Any], part: Slice, value_of: Callabl
                 places.append(place)
                 heights.append(height)
             elif row is not None:
-                look = {"ha": "center", "va": "bottom", "fontsize": 7, "color": color, "fontweight": "bold"}
+                look: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "bottom",
+                    "fontsize": 7,
+                    "color": color,
+                    "fontweight": "bold",
+                }
                 axes.text(place, 0.015 * top, failures.mark(row["status"]), rotation=90, **look)
         # a variant without figures gets a bar of height 0, so that the legend shows its colour
-        bars = {"color": color, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": _label(variant)}
+        bars: dict[str, Any] = {
+            "color": color,
+            "hatch": hatch,
+            "edgecolor": "white",
+            "lw": 0.4,
+            "label": _label(variant),
+        }
         axes.bar(places or [0], heights or [0], width * 0.92, **bars)
     room = max(6, _TICKS // len(part.values))
     axes.set_xticks(range(len(part.values)), [shortened(_tick(value), room) for value in part.values])
@@ -204,7 +220,7 @@ def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
     return svg(figure, name)
 
 
-def _number_axis(axes: Any, part: Slice) -> None:
+def _number_axis(axes: Axes, part: Slice) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     values = sorted(float(value) for value in part.values)
@@ -273,17 +289,17 @@ def _look(results: Mapping[str, Any], variant: str) -> tuple[str, str, str]:
     return free[others.index(variant) % len(free)]
 
 
-def _limit(axes: Any, results: Mapping[str, Any]) -> None:
+def _limit(axes: Axes, results: Mapping[str, Any]) -> None:
     if results["memory_limit_bytes"]:
         limit_gib = results["memory_limit_bytes"] / GIB
         axes.axhline(limit_gib, color=LIMIT, ls="--", lw=1)
-        look = {"ha": "right", "va": "bottom", "fontsize": 7, "color": LIMIT}
+        look: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": 7, "color": LIMIT}
         axes.text(1, limit_gib, f" limit {limit_gib:g} GiB", transform=axes.get_yaxis_transform(), **look)
         low, high = axes.get_ylim()
         axes.set_ylim(low, max(high, 1.08 * limit_gib))
 
 
-def _legend(figure: Any, axes: Any) -> None:
+def _legend(figure: Figure, axes: Axes) -> None:
     """Draw the legend below the panels, in as many columns as fit. The figure grows by the lines that this adds."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) < 2:
@@ -324,5 +340,5 @@ def _label(text: str) -> str:
     return f"\u200b{text}" if text.startswith("_") else text
 
 
-def _tick(value: Any) -> str:
+def _tick(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

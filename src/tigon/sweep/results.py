@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tigon.sweep import failures, self_test
 from tigon.sweep.definition import Sweep
 from tigon.sweep.points import Point, changed_keys
-from tigon.sweep.results import folder
+from tigon.sweep.schema import SCHEMA
 
+_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes", "outside_bytes")
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def collect(
-    sweep: Sweep, points: Sequence[Point], records: Records, *, limit_bytes: int | None, command: str,
+    sweep: Sweep,
+    points: Sequence[Point],
+    records: Records,
+    *,
+    limit_bytes: int | None,
+    command: str,
     predictions: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """results.json: the settings, the machine, and every point, measured or not."""
     rows = [row_of(point, records.get(point.id, ()), sweep, predictions.get(point.id, {})) for point in points]
-    environments = [environment_of_record(record) for own in records.values() for record in own]
     return {
-        "schema": folder.SCHEMA,
+        "schema": SCHEMA,
         "name": sweep.name,
         "title": sweep.title,
         "about": sweep.about,
@@ -35,49 +40,52 @@ def collect(
         "warmup": sweep.warmup,
         "repeats": sweep.repeats,
         "memory_limit_bytes": limit_bytes,
-        "environment": _environment(environments),
+        "environment": _environment([record for own in records.values() for record in own]),
         "points": with_skipped(rows, sweep),
     }
 
 
-def environment_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The environment of one measurement, with its commit and date as lists, as results.json has them."""
-    environment = dict(record["environment"])
-    commit, date = str(environment.pop("tigon_commit")), str(environment.pop("date"))
-    return {**environment, "tigon_commits": [commit], "dates": [date]}
-
-
-def _environment(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _environment(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The common machine, with the commits, dates and wrong ops of every measurement."""
-    if not parts:
+    if not records:
         return None
+    parts = [record["environment"] for record in records]
+    machine = {name: value for name, value in parts[0].items() if name not in ("tigon_commit", "date")}
     # records of older sweeps have no wrong_ops, because those sweeps did not test the kernels
     wrong = self_test.merged(part.get("wrong_ops", {}) for part in parts)
-    return {**parts[0], **_origin(parts), "wrong_ops": wrong}
+    return {**machine, **_origin(records), "wrong_ops": wrong}
 
 
-def _origin(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    return {name: sorted({one for part in parts for one in part[name]}) for name in ("tigon_commits", "dates")}
+def _origin(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The commits and dates of measurements."""
+    names = {"tigon_commits": "tigon_commit", "dates": "date"}
+    return {plural: sorted({str(one["environment"][name]) for one in records}) for plural, name in names.items()}
 
 
 def row_of(
     point: Point, own: Sequence[Mapping[str, Any]], sweep: Sweep, predicted: Mapping[str, Any]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A point of results.json, from its measurements."""
     row: dict[str, Any] = {
-        "id": point.id, "variant": point.variant, "axes": dict(point.axes), "unchecked": point.unchecked,
-        "keys": changed_keys(point.recipe) if point.recipe else {}, "status": failures.NOT_MEASURED, "detail": "",
+        "id": point.id,
+        "variant": point.variant,
+        "axes": dict(point.axes),
+        "unchecked": point.unchecked,
+        "keys": changed_keys(point.recipe) if point.recipe else {},
+        "status": failures.NOT_MEASURED,
+        "detail": "",
         "predicted_allocated_bytes": predicted.get("peak_allocated_bytes"),
         "predicted_reserved_bytes": predicted.get("peak_reserved_bytes"),
-        "predicted_device_bytes": predicted.get("device_bytes"), "predicted_step_s": predicted.get("step_s"),
+        "predicted_device_bytes": predicted.get("device_bytes"),
+        "predicted_step_s": predicted.get("step_s"),
         "predicted_components": predicted.get("components"),
-    }  # fmt: skip
+    }
     if point.refused:
         return row | {"status": failures.REFUSED, "detail": point.refused}
     if not own:
         return row
     row |= {"repeats": len(own), "wall_s": sum(record["wall_s"] for record in own)}
-    row |= _origin([environment_of_record(record) for record in own])
+    row |= _origin(own)
     row["wrong_ops"] = {op: why for record in own for op, why in record.get("wrong_ops", {}).items()}
     bad = next((record for record in own if record["status"] != failures.OK), None)
     if bad is not None:
@@ -89,24 +97,27 @@ def row_of(
 def _figures(measured: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
     """The highest peaks of all repeats, and the median, lowest and highest time of all timed steps."""
     timed = [step_s for one in measured for step_s in timed_steps(one, warmup)]
-    step_s = statistics.median(timed)
-    first = measured[0]
-
-    def most(name: str) -> int | None:
-        values = [one[name] for one in measured if one[name] is not None]
-        return max(values, default=None)
-
-    positions = statistics.median(first["positions"][warmup:])
+    first, step_s = measured[0], statistics.median(timed)
+    tokens_per_step = statistics.median(first["positions"][warmup:]) * first["processes"]
     return {
-        "peak_allocated_bytes": most("peak_allocated_bytes"), "peak_reserved_bytes": most("peak_reserved_bytes"),
-        "peak_resident_bytes": most("peak_resident_bytes"), "outside_bytes": most("outside_bytes"),
+        **{name: _most(one[name] for one in measured) for name in _PEAKS},
         "phases": {name: max(one["phases"].get(name, 0) for one in measured) for name in first["phases"]},
-        "step_s": step_s, "step_s_low": min(timed), "step_s_high": max(timed), "n_timed": len(timed),
-        "tokens_per_step": positions * first["processes"], "tokens_per_s": positions * first["processes"] / step_s,
-        "last_loss": first["losses"][-1] if first["losses"] else None, "losses": first["losses"],
+        "step_s": step_s,
+        "step_s_low": min(timed),
+        "step_s_high": max(timed),
+        "n_timed": len(timed),
+        "tokens_per_step": tokens_per_step,
+        "tokens_per_s": tokens_per_step / step_s,
+        "last_loss": first["losses"][-1] if first["losses"] else None,
+        "losses": first["losses"],
         "skipped_updates": sum(not done for one in measured for done in one["updated"]),
-        "parameters": first["parameters"], "precision": first["precision"],
-    }  # fmt: skip
+        "parameters": first["parameters"],
+        "precision": first["precision"],
+    }
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def timed_steps(measured: Mapping[str, Any], warmup: int) -> list[float]:

@@ -12,11 +12,10 @@ from tigon.report import page
 from tigon.report.blocks import Block, ChartImage, Code, Heading, Items, Report, Tiles, facts
 from tigon.report.chart import drawn_twice
 from tigon.report.table import Table
-from tigon.sweep import failures, self_test
-from tigon.sweep.report import charts
-from tigon.sweep.report.charts import GIB, axis_words
-from tigon.sweep.results import folder
-from tigon.sweep.results.results import in_processes
+from tigon.sweep import charts, failures, self_test
+from tigon.sweep.charts import GIB, axis_words
+from tigon.sweep.results import in_processes
+from tigon.sweep.worker import orders
 from tigon.units import in_bytes, in_clock
 
 Row = Mapping[str, Any]
@@ -28,7 +27,7 @@ def write(results: Mapping[str, Any], path: Path) -> None:
     drawn = drawn_twice(lambda: charts.draw(results))
     blocks = list(_blocks(results, drawn))
     report = Report(kind="sweep", title=results["title"], lead=results["about"], blocks=blocks)
-    page.write(report, drawn, lambda name, text: folder.write_text(path / name, text))
+    page.write(report, drawn, lambda name, text: orders.write_text(path / name, text))
 
 
 def _blocks(results: Mapping[str, Any], drawn: Collection[str]) -> Iterator[Block]:

@@ -1,44 +1,37 @@
-"""Labels: their checks, shifts and places, and labels whose count is known before the loss needs it."""
+"""Labels ahead of a token, and labels whose count is known before the loss needs it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.errors import DtypeError, LabelError, OptionError, ShapeError
-from tigon.ops import dispatch
-from tigon.ops.losses.options import check_devices, check_shifts
+from tigon.errors import OptionError, ShapeError
+from tigon.ops.dispatch import check_whole
+from tigon.ops.losses.inputs import check_devices, may_wait, worth_gathering
 
 # N tokens, B batch, T tokens of a row.
 
 
-def check_target(target: Tensor, rows: torch.Size, of: str) -> None:
-    """Raise unless `target` holds class indices, one for each row of `of`."""
-    if target.dtype not in (torch.int64, torch.int32):
-        raise DtypeError(f"target is {target.dtype}; the limit is int64 and int32 class indices. Cast it.")
-    if target.shape != rows:
-        raise ShapeError(f"target is {tuple(target.shape)}, {of} has rows {tuple(rows)}; they must agree.")
+def check_shifts(shifts: Sequence[int] | Tensor) -> Sequence[int]:
+    """Return the shifts of the heads as a sequence of Python integers; raise `OptionError` for anything else.
 
-
-def check_labels(logits_width: int, target: Tensor, ignore_index: int) -> None:
-    """Raise `LabelError` for a label outside [0, V); reads the target, so on a GPU it waits for the device."""
-    bad = ((target < 0) | (target >= logits_width)) & (target != ignore_index)
-    if bool(bad.any()):
-        position = int(bad.reshape(-1).nonzero()[0])
-        raise LabelError(
-            f"label {int(target.reshape(-1)[position])} at position {position} is outside [0, {logits_width}), out of "
-            f"bounds, and is not ignore_index ({ignore_index}). Does the tokenizer belong to this model?"
-        )
-
-
-def wants_label_check(logits: Tensor) -> bool:
-    """Whether to check labels: always on the CPU, as in PyTorch; else only with TIGON_CHECK=1, as the check waits."""
-    return os.environ.get("TIGON_CHECK") == "1" or not (dispatch.uses_kernel(logits) or logits.is_cuda)
+    A tensor is taken if reading it does not wait: 1-D integers on the CPU, outside torch.compile.
+    """
+    if isinstance(shifts, Tensor):
+        integers = shifts.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+        readable = shifts.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not integers or shifts.ndim != 1 or not readable:
+            raise OptionError(
+                f"shifts is a tensor {tuple(shifts.shape)} of {shifts.dtype} on {shifts.device}; "
+                "pass a list of whole numbers."
+            )
+        return shifts.tolist()
+    for shift in shifts:
+        check_whole("shifts", shift)
+    return [shift if isinstance(shift, (int, torch.SymInt)) else int(shift) for shift in shifts]
 
 
 def labels_ahead(target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor, shift: int, ignore_index: int) -> Tensor:
@@ -70,73 +63,6 @@ def scored(
         counts.append(valid.sum())
         any_N |= valid
     return torch.stack(counts), any_N
-
-
-# --- the tokens that count ---
-
-_LEFT_OUT = 1 / 64
-
-
-def worth_gathering(index_N: Tensor, rows: int) -> Tensor | None:
-    """`index_N`, or None if it lacks so few rows that computing all rows is cheaper than gathering the others.
-
-    Gathering copies N·H elements, and scattering the gradients copies as many again. In every text the last label is
-    ignored, which is about one row in a thousand.
-    """
-    return index_N if rows - index_N.shape[0] > _LEFT_OUT * rows else None
-
-
-def may_wait(target: Tensor) -> bool:
-    """Whether the host may read `target`: not while compiling, tracing fakes or capturing a CUDA graph."""
-    if torch.compiler.is_compiling() or type(target) is not Tensor or target.is_meta or not target.numel():
-        return False
-    return not (target.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def planned_tokens(trace: dispatch.Planned, tokens: int) -> Tensor:
-    """Stands for the flat positions of the tokens that count in a traced micro-batch."""
-    return torch.empty(tokens - trace.ignored, dtype=torch.int64)
-
-
-def tokens_that_count(labels: Tensor, counts: Callable[[], Tensor], *, wait_pays: bool = True) -> Tensor | None:
-    """Flat positions of the tokens that count, or None to compute all.
-
-    All are computed if few are left out, if the host cannot wait for their number, or if the wait does not pay.
-
-    Args:
-        labels: decide whether the host may wait.
-        counts: makes a bool per token, (N,).
-        wait_pays: whether the products of all tokens take longer than a wait of a GPU.
-    """
-    if (trace := dispatch.planned()) is not None:
-        few = not (trace.ignored and wait_pays)
-        return None if few else worth_gathering(planned_tokens(trace, labels.shape[0]), labels.shape[0])
-    if not may_wait(labels) or (labels.is_cuda and not wait_pays):
-        return None
-    counts_N = counts()
-    return worth_gathering(counts_N.nonzero().squeeze(1), counts_N.numel())
-
-
-class Places(NamedTuple):
-    """The tokens that count, among all tokens of a call."""
-
-    index_N: Tensor | None
-    """Their flat positions; None for all."""
-    tokens: int
-    """All tokens."""
-
-    def take(self, values: Tensor | None) -> Tensor | None:
-        """The values of the tokens that count, of values of all tokens."""
-        return values if values is None or self.index_N is None else values.index_select(0, self.index_N)
-
-    def spread(self, values: Tensor, fill: float) -> Tensor:
-        """The values of all tokens, of those of the tokens that count; `fill` for the others."""
-        if self.index_N is None:
-            return values
-        return values.new_full((self.tokens, *values.shape[1:]), fill).index_copy_(0, self.index_N, values)
-
-
-# --- labels counted ahead ---
 
 
 @dataclass(frozen=True)
