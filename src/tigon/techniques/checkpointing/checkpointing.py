@@ -64,7 +64,7 @@ def selective_contexts() -> Any:
     """
     kept = set(KEPT_OPS)
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
         name = getattr(op, "_schema", None) and op._schema.name
         return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE
 

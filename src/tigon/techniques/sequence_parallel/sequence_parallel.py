@@ -113,7 +113,7 @@ class _Hooks:
             inputs["attention_mask"] = None
         return (), inputs
 
-    def check_layers(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def check_layers(self, _: nn.Module, args: object, kwargs: dict[str, Any], output: object) -> None:
         shard: Shard | None = kwargs.get(SHARD)
         if shard is None:
             return

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
@@ -105,13 +106,13 @@ def mark_layers(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -
     return model
 
 
-def _check_first_input(layer: Any) -> None:
+def _check_first_input(layer: nn.Module) -> None:
     """Let a layer's first training call raise RecipeError if no input passes gradients on.
 
     DeepSpeed's hook would then run before the gradients of the layer's weights exist, and take zeros for them.
     """
 
-    def check(module: Any, args: tuple[Any, ...]) -> None:
+    def check(module: nn.Module, args: tuple[object, ...]) -> None:
         if not torch.is_grad_enabled():
             return
         handle.remove()
