@@ -110,7 +110,6 @@ def _recomputed_by(function: Callable[..., Any], model: PreTrainedModel, mode: s
 
 OFFLOAD = "offload"
 KEPT_ON_HOST = "offload-attention"
-_EACH_LAYER = "Each layer's input is kept: tokens x hidden x bytes of the autocast dtype."
 
 
 def _keeps_attention_not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
