@@ -47,8 +47,8 @@ LATE = documented_late_packages()
 # Every package may import these. They import no package of tigon.
 LEAVES = {"errors", "_files", "_install", "_quiet", "_trunk", "units"}
 MAY_IMPORT_TRANSFORMERS = {
-    "cli", "doctor", "models", "techniques", "medusa", "data", "planner", "trainer", "sweep", "bench", "compat",
-    "integrations", "trained", "callback", "_quiet",
+    "cli", "doctor", "models", "techniques", "objectives", "medusa", "data", "planner", "trainer", "sweep", "bench",
+    "compat", "integrations", "trained", "callback", "_quiet",
 }  # fmt: skip
 # What may say "Medusa" or ask for its heads: the objective, its modules, its command, the declaration of its keys, and
 # the room that decodes with heads after a run.
