@@ -26,8 +26,8 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import SEARCHES
 from tigon.techniques.keys.settings import DEFAULT
 from tigon.techniques.keys.train import AUTO
-from tigon.techniques.lora import DEFAULT_RANK
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.lora.lora import DEFAULT_RANK
+from tigon.techniques.optimizers.table import OPTIMIZERS
 
 MOST = 1 << 20
 """The largest value of an integer flag, except --seq. Beyond it tensor sizes overflow 64 bits."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from tigon.errors import UsageError
 from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
-from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.recipe.keys import Recipe
-from tigon.techniques import matrix, sharding
+from tigon.techniques import matrix
+from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer, states_of
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
-from tigon.techniques.layer_checkpointing import is_by_layer, states_of
+from tigon.techniques.sharding import sharding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,7 +35,7 @@ class Request:
     settings: Settings
     masked: bool = False
     """Whether samples hold several documents, so that attention needs a block mask."""
-    objective: PlannedObjective = field(default_factory=PlannedCausalLM)
+    objective: PlannedObjective = field(default_factory=PlannedObjective)
     clipped: bool = True
     """Whether gradients are clipped by their norm, which the Trainer does unless max_grad_norm is 0."""
     adapters_fused: bool = True
@@ -56,7 +56,7 @@ class Request:
         settings = self.settings.having({"lora.rank": None, "lora.quantize": False, "train.checkpointing": "none"})
         trained = FrozenModel(name=self.model, config=self.config)
         return tuple(
-            replace(self, model=one.name, config=one.config, settings=settings, objective=PlannedCausalLM())
+            replace(self, model=one.name, config=one.config, settings=settings, objective=PlannedObjective())
             for one in self.objective.frozen_models(trained, self.settings)
         )
 

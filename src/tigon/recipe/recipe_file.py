@@ -36,9 +36,13 @@ OF_VALUES = (ValueError, KeyError, AttributeError, RecursionError)
 
 
 def load(
-    path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], objective_rules: Rules,
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    gpu_present: Callable[[], bool],
+    objective_rules: Rules,
     checked: bool = True,
-) -> Recipe:  # fmt: skip
+) -> Recipe:
     """Load the recipe in `path`, with `--set section.key=value` applied last.
 
     Packages above the objectives call `objectives.recipe_checks.load` instead, which adds the objectives' rules.

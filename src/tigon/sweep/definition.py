@@ -90,17 +90,28 @@ class Sweep(Section):
     """The file's `set`: changes to every recipe, with dotted keys."""
     grids: tuple[Mapping[str, tuple[Any, ...]], ...]
     variants: tuple[Variant, ...]
-    name: str = key("", "Name of the results folder.", invalid=_name_problem)
-    title: str = key("", "Title of the report.", prose=True)
-    about: str = key("", "Introduction of the report.", prose=True)
-    rows: str = key("recipe", "The samples.", choices=("recipe", "random", "alpaca"))
-    steps: int = key(5, "Steps per point.", minimum=1, maximum=MAX_COUNT)
-    warmup: int = key(1, "Steps that are not timed.", minimum=0, maximum=MAX_COUNT)
-    repeats: int = key(1, "Processes per point.", minimum=1, maximum=MAX_COUNT)
-    stop_after_oom: str | None = key(None, "An axis of numbers; larger values are skipped after out of memory.")
-    memory_limit: str | None = key(None, "The same as --memory-limit.")
-    timeout: float = key(1800.0, "Seconds after which a point is ended.", above=0)
-    baseline: str = key("", "The variant that the other variants are compared with.")
+    name: str = key("", invalid=_name_problem)
+    """Name of the results folder."""
+    title: str = key("", prose=True)
+    """Title of the report."""
+    about: str = key("", prose=True)
+    """Introduction of the report."""
+    rows: str = key("recipe", choices=("recipe", "random", "alpaca"))
+    """The samples."""
+    steps: int = key(5, minimum=1, maximum=MAX_COUNT)
+    """Steps per point."""
+    warmup: int = key(1, minimum=0, maximum=MAX_COUNT)
+    """Steps that are not timed."""
+    repeats: int = key(1, minimum=1, maximum=MAX_COUNT)
+    """Processes per point."""
+    stop_after_oom: str | None = key(None)
+    """An axis of numbers; larger values are skipped after out of memory."""
+    memory_limit: str | None = key(None)
+    """The same as --memory-limit."""
+    timeout: float = key(1800.0, above=0)
+    """Seconds after which a point is ended."""
+    baseline: str = key("")
+    """The variant that the other variants are compared with."""
 
     @property
     def axes(self) -> tuple[str, ...]:

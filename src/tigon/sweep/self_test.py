@@ -40,7 +40,7 @@ def try_ops(kind: Kind) -> dict[str, Any]:
     outcome: dict[str, Any] = {"dtype": "", "wrong_ops": {}, "refused": ""}
     try:
         device = preflight.check_device(recipe)
-        settings = recipe.settings(precision=preflight.resolve_precision(kind.precision, device))
+        settings = preflight.settings_here(recipe, device)
         outcome["dtype"] = self_test.DTYPES[settings.train.precision]
         outcome["wrong_ops"] = self_test.wrong_ops(recipe, settings, device)
     except KernelError as error:

@@ -18,9 +18,9 @@ from tigon.models.seams import lora
 from tigon.ops.linear.mxfp4 import BLOCK as MXFP4_BLOCK
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import keeps_mxfp4
-from tigon.techniques.mechanisms.adapter_targets import expert_parameters
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.lora.adapter_targets import expert_parameters
+from tigon.techniques.lora.lora import keeps_mxfp4
+from tigon.techniques.technique import RunInfo
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

@@ -28,7 +28,8 @@ from tigon.planner.trace import disk_cache
 from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, recorded, trace
-from tigon.techniques import accumulation, layer_checkpointing
+from tigon.techniques.accumulation import accumulation
+from tigon.techniques.checkpointing import layer_checkpointing
 
 _MAX_TRACES = 256
 

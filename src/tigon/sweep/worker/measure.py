@@ -108,7 +108,7 @@ def measure(
     limit.cap(device, limit_bytes, settings)
     if recipe.sharding.zero and launch.is_first_of_node():
         extension_lock.wait_for_compilers()
-    launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+    launch.init_distributed(device, alone=recipe.sharding.divides_states)
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     shapes = models.parameter_shapes(config)
@@ -176,9 +176,7 @@ def measure(
 def _settings(recipe: Recipe, device: torch.device, *, unchecked: bool) -> Settings:
     if not unchecked:
         return preflight.check_techniques(recipe, device)
-    precision = preflight.resolve_precision(recipe.train.precision, device)
-    gpus = max(recipe.sharding.gpus, launch.world_size())
-    return recipe.settings(precision=precision).having({"sharding.gpus": gpus})
+    return preflight.settings_here(recipe, device)
 
 
 def _outside_bytes(device: torch.device) -> int | None:

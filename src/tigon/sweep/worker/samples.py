@@ -89,7 +89,7 @@ def _of_recipe(
     folder = cache.default_folder() if data.cache else None
     read = used_by_weight(reading.read(data.sources(), data.format, data.max_text_mib, bad, cached=folder))
     if data.tokenizer == "auto" and models.is_preset(model.name):
-        tok = tokenizer.train_bpe(Texts(read), data.vocab_size, tokenizer.default_cache_folder())
+        tok = tokenizer.train_bpe(Texts(read), data.vocab_size, cache.default_folder("tokenizers"))
     else:
         own = data.tokenizer == "auto"
         name, revision = (model.name, model.revision) if own else (data.tokenizer, None)
