@@ -127,10 +127,15 @@ class _Zero(Engine):
             optimizer_tensor_bytes=(states,),
             update=self._update(model, states, sm_s),
             step_tensor_bytes=(step,),
-            gradients=self._gradients(model), gathered=self._gathered(model), traffic=self._traffic(model),
-            buckets=2 * self._bucket_bytes(model), buffers=self._buffer_bytes(model),
-            loaded_itemsize=self._loaded_itemsize(request, model), host=host, nvme=nvme,
-        )  # fmt: skip
+            gradients=self._gradients(model),
+            gathered=self._gathered(model),
+            traffic=self._traffic(model),
+            buckets=2 * self._bucket_bytes(model),
+            buffers=self._buffer_bytes(model),
+            loaded_itemsize=self._loaded_itemsize(request, model),
+            host=host,
+            nvme=nvme,
+        )
 
     def _update(self, model: ModelWeights, states_bytes: int, sm_s: float) -> UpdateWork:
         return sharded_update(model, gpus=self.settings.sharding.gpus, optimizer_bytes=states_bytes, sm_s=sm_s)
