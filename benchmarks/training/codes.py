@@ -11,10 +11,10 @@ from tigon.models.fp8 import patch_fp8
 from tigon.models.patch import patch
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.ops.linear.fp8 import SCALINGS
-from tigon.techniques import cuda_graphs
-from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
-from tigon.techniques.mechanisms.layer_graphs import LayerGraphs
+from tigon.techniques.accumulation.fused_embedding import fuse_embeddings
+from tigon.techniques.accumulation.fused_linear import fuse_linears
+from tigon.techniques.cuda_graphs import cuda_graphs
+from tigon.techniques.cuda_graphs.layer_graphs import LayerGraphs
 
 
 def _trl(model: Any) -> Ready:

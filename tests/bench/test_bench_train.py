@@ -35,8 +35,8 @@ from tigon.bench.training.trainee import Trainee
 from tigon.bench.training.variants import CODES, parse
 from tigon.cli import app
 from tigon.ops import products
-from tigon.techniques import cuda_graphs
-from tigon.techniques.mechanisms import fused_linear
+from tigon.techniques.accumulation import fused_linear
+from tigon.techniques.cuda_graphs import cuda_graphs
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures on the CPU")

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from tigon.errors import OptionError
 from tigon.models.patch import patch
 from tigon.planner import model_plan
-from tigon.techniques import checkpointing
+from tigon.techniques.checkpointing import layer_function
+from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer
 from tigon.techniques.keys.settings import complaint_about
 from tigon.techniques.keys.train import STATES
-from tigon.techniques.layer_checkpointing import is_by_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,7 +84,7 @@ class Variant:
             model_plan.checkpoint(own, recomputed)
             return ready if self.code.finish is None else self.code.finish(own, ready, recomputed)
         if recomputed == "full":
-            checkpointing.enable(own)
+            layer_function.enable(own)
         return self.code.prepare(own)
 
 

@@ -81,7 +81,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+def training_state(model: torch.nn.Module, optimizer: Any) -> Iterable[Tensor]:
     """Every tensor that outlives a step: parameters, gradients, buffers and optimizer state."""
     for parameter in model.parameters():
         yield parameter
