@@ -435,7 +435,7 @@ def attention_with_sinks(
         NO_WINDOW if wide or window is None else int(window),
     )
     apply = _attention_with_sinks if torch.compiler.is_compiling() else _apply
-    return apply(Heads(q, k, v), sinks, how)  # type: ignore[no-any-return]
+    return apply(Heads(q, k, v), sinks, how)
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None) -> int:
