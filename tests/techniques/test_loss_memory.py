@@ -15,7 +15,7 @@ from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 pytest.importorskip("transformers")
 

@@ -9,6 +9,7 @@ from functools import partial
 from tigon.errors import RecipeError
 from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe
 from tigon.recipe.rules import Rule, Rules
+from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
 
 TAKES: Mapping[str, tuple[str, ...]] = {
@@ -80,29 +81,30 @@ def _wrong_loss() -> Iterator[Rule]:
         yield Rule(partial(breaks, objective=objective), reason)
 
 
+_POST_TRAINING = Condition("train.objective", "is one of", tuple(TAKES))
 _SETTINGS_RULES = (
     Rule(
-        lambda r: is_post_training(r) and r.sharding.sequence > 1,
+        (_POST_TRAINING, Condition("sharding.sequence", "is at least", 2)),
         "sharding.sequence has not been tried with TRL's trainers, which take whole rows; set sharding.sequence: 1",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.sharding.tensor > 1,
+        (_POST_TRAINING, Condition("sharding.tensor", "is at least", 2)),
         "sharding.tensor has not been tried with TRL's trainers; set sharding.tensor: 1",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.model.kernels == "liger",
+        (_POST_TRAINING, Condition("model.kernels", "is", "liger")),
         "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.lora.quantize,
+        (_POST_TRAINING, Condition("lora.quantize", "is", True)),
         "lora.quantize is not offered for post-training; set lora.quantize: false",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.lora.rank is not None and "head" in r.lora.targets,
+        (_POST_TRAINING, Condition("lora.rank", "is not", None), Condition("lora.targets", "includes", "head")),
         "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of lora.targets",
     ),
     Rule(
-        lambda r: r.train.objective == "reward" and r.lora.rank is not None,
+        (Condition("train.objective", "is", "reward"), Condition("lora.rank", "is not", None)),
         "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave lora.rank "
         "out",
     ),
@@ -110,12 +112,16 @@ _SETTINGS_RULES = (
 """Techniques that do not go with post-training. Recipe and planner use the same rules."""
 _PLANNED_RULES = (
     Rule(
-        lambda r: is_post_training(r) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
+        lambda r: is_post_training(r) and (r.sharding.gpus > 1 or r.sharding.divides_states),
         "the planner predicts post-training in one process only; set sharding.gpus: 1 (--gpus 1), sharding.zero: 0 and "
         "sharding.fsdp: false",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.train.objective != "reward" and r.model.kernels != "tigon",
+        (
+            _POST_TRAINING,
+            Condition("train.objective", "is not", "reward"),
+            Condition("model.kernels", "is not", "tigon"),
+        ),
         "the planner cannot predict post-training with these kernels; set model.kernels: tigon (--kernels tigon)",
     ),
 )
@@ -131,18 +137,18 @@ KEY_RULES = (
     *_misplaced(),
     *_wrong_loss(),
     Rule(
-        lambda r: (
-            r.train.objective == "dpo"
-            and r.post_training.loss_type == "exo_pair"
-            and r.post_training.label_smoothing == 0
+        (
+            Condition("train.objective", "is", "dpo"),
+            Condition("post_training.loss_type", "is", "exo_pair"),
+            Condition("post_training.label_smoothing", "is", 0),
         ),
         "post_training.loss_type: exo_pair needs post_training.label_smoothing above 0, e.g. 0.001",
     ),
     Rule(
-        lambda r: (
-            r.train.objective == "dpo"
-            and r.post_training.label_smoothing > 0
-            and r.post_training.loss_type not in ("robust", "exo_pair", "aot", "aot_unpaired")
+        (
+            Condition("train.objective", "is", "dpo"),
+            Condition("post_training.label_smoothing", "is at least", 1),
+            Condition("post_training.loss_type", "is not one of", ("robust", "exo_pair", "aot", "aot_unpaired")),
         ),
         "post_training.label_smoothing has no effect with this loss_type in TRL; set post_training.loss_type: robust, "
         "or leave label_smoothing out",
@@ -173,33 +179,56 @@ RULES = Rules(
     (
         *KEY_RULES,
         *_SETTINGS_RULES,
-        Rule(lambda r: r.sharding.zero in (1, 2) and r.train.precision == "bf16" and _holds_frozen_model(r),
-             "train.precision: bf16 with sharding.zero: 1 or 2: TRL's reference or teacher then runs without ZeRO, and "
-             "DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16"),
-        Rule(lambda r: is_post_training(r) and r.comparison.steps > 0,
-             "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0"),
-        Rule(lambda r: r.train.objective in ("dpo", "kto", "grpo") and r.lora.rank is not None and (
-                 r.lora.bias != "none" or r.lora.init not in ("default", "gaussian", "orthogonal")),
-             "lora.bias and lora.init: the reference of this objective is the model without adapters, which these "
-             "settings change; set lora.bias: none and lora.init: default"),
+        Rule(
+            lambda r: r.sharding.zero in (1, 2) and r.train.precision == "bf16" and _holds_frozen_model(r),
+            "train.precision: bf16 with sharding.zero: 1 or 2: TRL's reference or teacher then runs without ZeRO, and "
+            "DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16",
+        ),
+        Rule(
+            (_POST_TRAINING, Condition("comparison.steps", "is at least", 1)),
+            "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0",
+        ),
+        Rule(
+            lambda r: (
+                r.train.objective in ("dpo", "kto", "grpo")
+                and r.lora.rank is not None
+                and (r.lora.bias != "none" or r.lora.init not in ("default", "gaussian", "orthogonal"))
+            ),
+            "lora.bias and lora.init: the reference of this objective is the model without adapters, which these "
+            "settings change; set lora.bias: none and lora.init: default",
+        ),
         *(
-            Rule(lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
-                 f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "
-                 f"leave data.{name} out")
+            Rule(
+                lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
+                f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "
+                f"leave data.{name} out",
+            )
             for name in _OF_TEXT
         ),
-        Rule(lambda r: is_post_training(r) and r.data.too_long == "truncate",
-             "data.too_long: truncate would cut answers off, and a cut answer is another answer; set drop or error"),
-        Rule(lambda r: r.train.objective == "kto" and r.train.batch_size < 2,
-             "train.batch_size is 1, but kto estimates its KL term from the other answers of a micro-batch; set 2 or "
-             "more"),
-        Rule(lambda r: r.train.objective == "grpo" and not r.post_training.rewards,
-             "train.objective: grpo needs a reward function; set post_training.rewards: module:function"),
-        Rule(lambda r: r.train.objective == "grpo" and r.train.batch_size % r.post_training.generations != 0,
-             "train.batch_size counts completions with grpo, and must be a multiple of post_training.generations"),
-        Rule(lambda r: r.train.objective == "distill" and (r.post_training.teacher is None)
-             == (r.post_training.base_steps == 0),
-             "train.objective: distill needs one teacher: set post_training.teacher to a model, or for a preset "
-             "post_training.base_steps to train one"),
+        Rule(
+            (_POST_TRAINING, Condition("data.too_long", "is", "truncate")),
+            "data.too_long: truncate would cut answers off, and a cut answer is another answer; set drop or error",
+        ),
+        Rule(
+            lambda r: r.train.objective == "kto" and r.train.batch_size < 2,
+            "train.batch_size is 1, but kto estimates its KL term from the other answers of a micro-batch; set 2 or "
+            "more",
+        ),
+        Rule(
+            lambda r: r.train.objective == "grpo" and not r.post_training.rewards,
+            "train.objective: grpo needs a reward function; set post_training.rewards: module:function",
+        ),
+        Rule(
+            lambda r: r.train.objective == "grpo" and r.train.batch_size % r.post_training.generations != 0,
+            "train.batch_size counts completions with grpo, and must be a multiple of post_training.generations",
+        ),
+        Rule(
+            lambda r: (
+                r.train.objective == "distill"
+                and (r.post_training.teacher is None) == (r.post_training.base_steps == 0)
+            ),
+            "train.objective: distill needs one teacher: set post_training.teacher to a model, or for a preset "
+            "post_training.base_steps to train one",
+        ),
     )
-)  # fmt: skip
+)

@@ -17,7 +17,7 @@ from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
 from tigon.planner.simulate.playback import GradientRules, GraphMemory, replay, replay_evaluation
 from tigon.planner.trace.cache import StepTapes
 from tigon.planner.trace.dispatch_recorder import rounded
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.optimizers.table import OPTIMIZERS
 
 # The third step is the first that reuses cached blocks of a step with optimizer states.
 STEPS = 3
@@ -69,9 +69,12 @@ class SimulatedRun:
             reserved_bytes = ledger.allocator.peak_reserved_bytes
         phase, peak_bytes, components = ledger.peak(except_phase=None if self.request.evaluated else "eval")
         return RunMemory(
-            peak_bytes=peak_bytes, peak_phase=phase, components=components, phases=ledger.phases,
+            peak_bytes=peak_bytes,
+            peak_phase=phase,
+            components=components,
+            phases=ledger.phases,
             reserved_bytes=reserved_bytes,
-        )  # fmt: skip
+        )
 
     def _load(self, ledger: Ledger) -> None:
         placement = self.placement

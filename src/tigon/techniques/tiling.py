@@ -15,16 +15,20 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tigon.errors import RecipeError
 from tigon.ops.products import keeps_graph
+from tigon.techniques.checkpointing.recompute import SavedInputs
+from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Search, Spans, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # N tokens of the micro-batch, H hidden.
 
@@ -81,7 +85,7 @@ class _Tiles:
         # A recomputation ends when all tensors are saved. A function saves its own after its forward, so the tiles
         # would be computed for nothing.
         recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        saved = (_Saved.apply(hidden),) if recomputing and hidden.requires_grad else ()
+        saved = (SavedInputs.apply(hidden, hidden),) if recomputing and hidden.requires_grad else ()
         out: Tensor = _TiledMLP.apply(self, hidden, saved, *self.trained())
         return out
 
@@ -91,19 +95,6 @@ class _Tiles:
 
     def draws(self) -> bool:
         return self.mlp.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.mlp.modules())
-
-
-class _Saved(torch.autograd.Function):
-    """A node that saves an MLP's input before the MLP computes."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        return hidden.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("nothing depends on this node")
 
 
 class _TiledMLP(torch.autograd.Function):
@@ -183,12 +174,12 @@ def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
         yield
 
 
-def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+def _trace(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:
     if settings.train.mlp_tile_tokens:
         tile(model, settings.train.mlp_tile_tokens, spans)
 
 
-def _tile(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _tile(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     tile(model, settings.train.mlp_tile_tokens)
     if settings.sharding.zero == 3:
         # Stage 3 gathers a module's weights when it is called. As a leaf, the MLP gathers once, not once per tile.
@@ -199,24 +190,15 @@ def _tile(model: Any, settings: Settings, run_info: RunInfo) -> Any:
 
 
 DECLARATION = Declaration(
-    pages={"tiling": "Layers in pieces, for long samples"},
-    keys=("train.mlp_tile_tokens",),
     searches=(Search(key="train.mlp_tile_tokens", how="long samples", candidates=lambda config: (TILE_TOKENS,)),),
-    labels={
-        "train.mlp_tile_tokens": lambda settings: (
-            f"MLP tiles of {settings.train.mlp_tile_tokens}" if settings.train.mlp_tile_tokens else ""
-        ),
-    },
+    labels={"train.mlp_tile_tokens": "MLP tiles of {}"},
     techniques=(
         Technique(
-            name="tiled-mlp", page="tiling",
-            saves="The inner activations of an MLP for all tokens of a micro-batch except one tile. With checkpointing "
-            "these are one layer's gate, up and their product, and their gradients.",
-            costs="A second forward pass of the MLPs, unless their layers are recomputed anyway, and fp32 sums of one "
-            "MLP's weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A micro-batch that is "
-            "no larger than a tile is computed whole, so it saves and costs nothing.",
-            recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("train.mlp_tile_tokens", "is at least", 1),),
-            model=_tile, trace=_trace, source="arXiv 2506.13996 §3.1",
+            name="tiled-mlp",
+            recipe={"train.mlp_tile_tokens": 8192},
+            chosen=(Condition("train.mlp_tile_tokens", "is at least", 1),),
+            model=_tile,
+            trace=_trace,
         ),
     ),
-)  # fmt: skip
+)

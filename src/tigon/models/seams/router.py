@@ -10,8 +10,10 @@ The model's load-balancing loss, if its config asks for one, is also an op. The 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +24,8 @@ from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.seams.rebind import owner_of, rebind
 from tigon.models.verification import probe
+
+Call = Callable[..., Any]
 
 _EXPERTS, _TOP_K, _TOKENS = 6, 2, 5
 
@@ -52,10 +56,8 @@ class RouterSeam(Seam):
         shapes: dict[str, tuple[int, ...]] = {"weight": (_EXPERTS, probe.WIDTH)}
         if getattr(module, "bias", None) is not None:
             shapes["bias"] = (_EXPERTS,)
-        sizes = {
-            "top_k": _TOP_K, "num_experts": _EXPERTS, "num_local_experts": _EXPERTS, "hidden_dim": probe.WIDTH,
-            "hidden_size": probe.WIDTH,
-        }  # fmt: skip
+        experts = dict.fromkeys(("num_experts", "num_local_experts"), _EXPERTS)
+        sizes = experts | dict.fromkeys(("hidden_dim", "hidden_size"), probe.WIDTH) | {"top_k": _TOP_K}
         make = partial(probe.make_stand_in, module, parameters=shapes, attributes=sizes)
         fused, forward = self.namespace(type(module))["forward"], type(module).forward
         return probe.disagreement(make, _inputs, fused, forward) or _dtype_objection(make, fused, forward)
@@ -92,7 +94,7 @@ def _inputs() -> tuple[Tensor, ...]:
     return (probe.random(_TOKENS, probe.WIDTH, seed=1).requires_grad_(),)
 
 
-def _dtype_objection(make: Any, fused: Any, forward: Any) -> str | None:
+def _dtype_objection(make: Call, fused: Call, forward: Call) -> str | None:
     """Why the results have other dtypes in bf16 or under autocast, or None."""
 
     def measure() -> str | None:
@@ -113,7 +115,7 @@ _LOSS = "load_balancing_loss_func"
 
 
 @functools.cache
-def with_balancing_loss(forward: Any) -> Any:
+def with_balancing_loss(forward: FunctionType) -> Any:
     """The forward of a model, with tigon's load-balancing loss if its own function computes the same."""
     owner = owner_of(forward, _LOSS)
     if owner is None:
@@ -124,11 +126,16 @@ def with_balancing_loss(forward: Any) -> Any:
 
 
 def _balancing_loss(
-    original: Any, gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None
+    original: Call,
+    gate_logits: tuple[Tensor, ...] | None,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
 ) -> Any:
     """The arguments are those of transformers' function."""
-    served = isinstance(gate_logits, tuple) and bool(gate_logits)
-    if not served or any(is_dtensor(one) or one.shape != gate_logits[0].shape for one in gate_logits):
+    if not isinstance(gate_logits, tuple) or not gate_logits:
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    if any(is_dtensor(one) or one.shape != gate_logits[0].shape for one in gate_logits):
         return original(gate_logits, num_experts, top_k, attention_mask)
     device, (rows, experts) = gate_logits[0].device, gate_logits[0].shape
     if experts != num_experts or (attention_mask is not None and attention_mask.numel() != rows):
@@ -137,10 +144,10 @@ def _balancing_loss(
     return ops.load_balancing_loss([one.to(device) for one in gate_logits], top_k, mask=mask)
 
 
-def _computes_the_same(original: Any, replacement: Any) -> bool:
+def _computes_the_same(original: Call, replacement: Call) -> bool:
     """Whether both functions give one loss and one gradient, with and without a mask."""
 
-    def measured(function: Any, mask: Tensor | None) -> list[Tensor]:
+    def measured(function: Call, mask: Tensor | None) -> list[Tensor]:
         layers = tuple(probe.random(_TOKENS, _EXPERTS, seed=seed).requires_grad_() for seed in (1, 2))
         loss = function(layers, _EXPERTS, _TOP_K, mask)
         return [loss.detach(), *torch.autograd.grad(loss, layers)]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from tigon.planner.request import Request, build
+from tigon.planner.simulate.optimizer_cost import FP32, Parameter, cost_of
 from tigon.planner.trace import adapters, disk_cache
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
@@ -91,10 +92,17 @@ def model_weights(request: Request) -> ModelWeights:
     The result is cached. Its key is a `TraceKey` in which batch, sequence length, block mask, kernels, attention,
     checkpointing, MLP tiles and accumulation fusion have fixed values, because the weights do not depend on them.
     """
-    settings = request.settings.having({"train.checkpointing": "none", "train.mlp_tile_tokens": 0,
-    "model.kernels": "none", "model.attention": "sdpa",
-        "model.attention_sinks": False, "train.gradient_accumulation_fusion": False, "train.loss_memory_mib": 0,
-    })  # fmt: skip
+    settings = request.settings.having(
+        {
+            "train.checkpointing": "none",
+            "train.mlp_tile_tokens": 0,
+            "model.kernels": "none",
+            "model.attention": "sdpa",
+            "model.attention_sinks": False,
+            "train.gradient_accumulation_fusion": False,
+            "train.loss_memory_mib": 0,
+        }
+    )
     return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, settings=settings)))
 
 
@@ -112,7 +120,7 @@ def _model_weights(key: TraceKey) -> ModelWeights:
     return weights
 
 
-def _of_json(stored: Any) -> ModelWeights:
+def _of_json(stored: Mapping[str, Any]) -> ModelWeights:
     weights = tuple(Weight(**{**one, "shape": tuple(one["shape"])}) for one in stored["weights"])
     vocab, hidden = stored["lm_head_shape"]
     return ModelWeights(weights, stored["buffer_bytes"], (vocab, hidden))
@@ -120,7 +128,7 @@ def _of_json(stored: Any) -> ModelWeights:
 
 def _built_weights(key: TraceKey) -> ModelWeights:
     request, settings = key.request, key.request.settings
-    model: Any = build(request.model, request.config)
+    model = build(request.model, request.config)
     if settings.lora.quantize:
         adapters.quantize(model, settings)
     if settings.lora.rank is not None:
@@ -132,7 +140,7 @@ def _built_weights(key: TraceKey) -> ModelWeights:
     return ModelWeights(weights, buffer_bytes, (head.out_features, head.in_features))
 
 
-def _weights(model: Any, settings: Settings, own_parameters: str | None) -> tuple[Weight, ...]:
+def _weights(model: nn.Module, settings: Settings, own_parameters: str | None) -> tuple[Weight, ...]:
     formats = adapters.quantized_formats(model)
     layers = {
         id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
@@ -144,11 +152,17 @@ def _weights(model: Any, settings: Settings, own_parameters: str | None) -> tupl
         bytes_each = held.itemsize if p.is_floating_point() else p.itemsize
         weights.append(
             Weight(
-                name, tuple(p.shape), p.numel(), bytes_each, trained=p.requires_grad,
-                projected=id(p) in layers and p.ndim == 2, stored_as=formats.get(id(p)), embedding=id(p) in embeddings,
+                name,
+                tuple(p.shape),
+                p.numel(),
+                bytes_each,
+                trained=p.requires_grad,
+                projected=id(p) in layers and p.ndim == 2,
+                stored_as=formats.get(id(p)),
+                embedding=id(p) in embeddings,
                 of_objective=own_parameters is not None and name.startswith(own_parameters),
             )
-        )  # fmt: skip
+        )
     return tuple(weights)
 
 
@@ -166,10 +180,10 @@ def optimizer_parameters(weights: tuple[Weight, ...]) -> list[Parameter]:
 
 def state_tensor_bytes(request: Request, weights: tuple[Weight, ...]) -> list[int]:
     """Bytes of each tensor of optimizer state on the GPU, in the order in which the first step allocates them."""
-    optimizer = OPTIMIZERS[request.settings.train.optimizer]
+    optimizer = cost_of(request.settings)
     tensors = [optimizer.shared_bytes] if optimizer.shared_bytes else []
     for parameter in optimizer_parameters(weights):
-        states = optimizer.state_tensors(parameter, rank=request.settings.train.galore_rank)
+        states = optimizer.state_tensors(parameter)
         tensors += [state.nbytes for state in states if state.place == "device"]
     return tensors
 
@@ -188,29 +202,22 @@ class UpdateWork:
 
 def update_work(request: Request, weights: tuple[Weight, ...]) -> UpdateWork:
     """The work of one optimizer step on all `weights`."""
-    optimizer, rank = OPTIMIZERS[request.settings.train.optimizer], request.settings.train.galore_rank
-    parameters = optimizer_parameters(weights)
-    if optimizer.step_moves is None:
-        states = sum(state_tensor_bytes(request, weights)) + managed_bytes(request, weights)
-        moved_bytes = sum(3 * parameter.nbytes for parameter in parameters) + 2 * states
-    else:
-        moved_bytes = sum(optimizer.step_moves(parameter, rank) for parameter in parameters)
-    return UpdateWork(moved_bytes, optimizer.step_calls * len(parameters), sum(map(optimizer.step_sm_s, parameters)))
+    optimizer, parameters = cost_of(request.settings), optimizer_parameters(weights)
+    return UpdateWork(
+        optimizer.moved_bytes(parameters), optimizer.calls * len(parameters), sum(map(optimizer.sm_s, parameters))
+    )
 
 
 def managed_bytes(request: Request, weights: tuple[Weight, ...]) -> int:
     """Optimizer state in unified memory, which PyTorch does not count and which moves to the host."""
-    optimizer = OPTIMIZERS[request.settings.train.optimizer]
-    parameters = optimizer_parameters(weights)
-    return optimizer.state_bytes(parameters, rank=request.settings.train.galore_rank, place="managed")
+    return cost_of(request.settings).state_bytes(optimizer_parameters(weights), place="managed")
 
 
 def step_tensor_bytes(request: Request, weights: tuple[Weight, ...]) -> list[int]:
     """Bytes of each temporary tensor at the moment when the optimizer's step holds the most of them."""
-    optimizer, rank = OPTIMIZERS[request.settings.train.optimizer], request.settings.train.galore_rank
-    parameters = optimizer_parameters(weights)
-    if optimizer.step_holds_all:
-        return [optimizer.step_bytes(parameter, rank) for parameter in parameters]
+    optimizer, parameters = cost_of(request.settings), optimizer_parameters(weights)
+    if optimizer.holds_all:
+        return optimizer.step_tensor_bytes(parameters)
     whole = FP32 * max((parameter.numel for parameter in parameters), default=1)
-    count, rest = divmod(optimizer.step_peak_bytes(parameters, rank=rank), whole)
+    count, rest = divmod(optimizer.step_peak_bytes(parameters), whole)
     return [whole] * count + [rest] * (rest > 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tigon.planner.simulate.collectives import GatheredWeights, ReducedGradients
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.trace.tape import Tape, TapeSegment, Where
-from tigon.techniques.mechanisms.host_offload import LARGE_BYTES
+from tigon.techniques.checkpointing.host_offload import LARGE_BYTES
 
 # The phase of a tape's segment -> the phase of the run.
 _PHASES = {"forward": "forward", "loss": "loss", "backward": "backward", "end": "backward"}
@@ -28,9 +28,13 @@ class GradientRules:
 
 
 def replay(
-    ledger: Ledger, tape: Tape, rules: GradientRules, *, gathered: GatheredWeights | None = None,
+    ledger: Ledger,
+    tape: Tape,
+    rules: GradientRules,
+    *,
+    gathered: GatheredWeights | None = None,
     backward_bytes: int = 0,
-) -> list[Allocation | None]:  # fmt: skip
+) -> list[Allocation | None]:
     """Simulates one micro-batch and returns the gradients that it leaves.
 
     gathered: weights that are gathered and freed layer by layer. backward_bytes: further weights that the GPU holds
@@ -88,7 +92,7 @@ def replay_evaluation(ledger: Ledger, tape: Tape) -> None:
 
 
 def offloaded(tape: Tape, *, leaving: int) -> Tape:
-    """The tape with each layer's input on the host between its two uses (techniques/mechanisms/host_offload.py).
+    """The tape with each layer's input on the host between its two uses (techniques/checkpointing/host_offload.py).
 
     An input leaves the GPU when `leaving` later inputs are being copied out. It returns one layer ahead of its backward
     pass, or with it from `LARGE_BYTES` on.
@@ -111,7 +115,7 @@ def offloaded(tape: Tape, *, leaving: int) -> Tape:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphMemory:
-    """The bytes that CUDA graphs of the layers hold between steps (techniques/mechanisms/layer_graphs.py)."""
+    """The bytes that CUDA graphs of the layers hold between steps (techniques/cuda_graphs/layer_graphs.py)."""
 
     gradients: int
     activations: int
@@ -142,8 +146,8 @@ def in_graphs(tape: Tape, *, recomputes: bool) -> tuple[Tape, GraphMemory]:
         elif of_layer and component != "checkpoints":
             moved.add(block)
             kept_bytes += nbytes if len(uses.phases) == 2 else 0
-    hidden_bytes = max((size for size, kind in zip(tape.sizes, tape.components, strict=True) if kind == "checkpoints"),
-                       default=_hidden_bytes(tape, places))  # fmt: skip
+    inputs = (size for size, kind in zip(tape.sizes, tape.components, strict=True) if kind == "checkpoints")
+    hidden_bytes = max(inputs, default=_hidden_bytes(tape, places))
     out = Tape(sizes=list(tape.sizes), components=list(tape.components))
     pool = live = 0
     for segment in tape.segments:
@@ -156,9 +160,7 @@ def in_graphs(tape: Tape, *, recomputes: bool) -> tuple[Tape, GraphMemory]:
         out.segments.append(TapeSegment(Where(*segment.where), events, segment.cost))
         live = 0
     activations = 0 if recomputes else kept_bytes
-    return out, GraphMemory(
-        gradients=gradient_bytes, activations=activations, buffers=3 * hidden_bytes, pool=pool
-    )  # fmt: skip
+    return out, GraphMemory(gradients=gradient_bytes, activations=activations, buffers=3 * hidden_bytes, pool=pool)
 
 
 class _Uses:

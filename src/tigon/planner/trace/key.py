@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import Any
 
 from tigon.planner.request import Request
 from tigon.techniques.keys.settings import KEYS
@@ -31,7 +30,7 @@ class TraceKey:
     def __hash__(self) -> int:
         return hash(self._parts)
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, TraceKey) and self._parts == other._parts
 
     @property
@@ -41,6 +40,6 @@ class TraceKey:
         None if the model's or the objective's code is neither tigon's nor transformers', whose versions are known.
         """
         request, text = self.request, repr(self._parts)
-        kinds = (type(request.objective).__module__, getattr(request.config, "module", type(request.config).__module__))
+        kinds = (type(request.objective).__module__, type(request.config).__module__)
         known = all(module.split(".")[0] in ("tigon", "transformers") for module in kinds)
         return text if known and not _ADDRESS.search(text) else None

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +42,18 @@ from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import TECHNIQUES, checkpointing, layer_checkpointing, model_attention, model_kernels, tiling
-from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
+from tigon.techniques import TECHNIQUES, model_kernels, tiling
+from tigon.techniques.checkpointing import checkpointing, layer_checkpointing, layer_function
+from tigon.techniques.checkpointing.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
-from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4
+from tigon.techniques.precision import format_of
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch._ops import OpOverload
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
 # that write in place like Liger's. liger.py has Liger's loss.
@@ -64,7 +71,6 @@ NF4_CALLS = 55
 MatMul4Bit and its nested scales). It is 0.17 ms, fitted to Llama-3.2-1B's and Qwen3-0.6B's steps on an H200."""
 NF4_KERNELS = 3
 """Kernels of one dequantisation: the scales, their offset, the weight (bitsandbytes 0.50.2, dequantize_4bit)."""
-AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -79,16 +85,9 @@ Record = Callable[[Request, Gpu, int, bool, bool], Trace]
 """(request, GPU, layers, whether gradients exist, whether to evaluate) -> the tapes of the first layers."""
 
 
-def weight_itemsize(precision: str) -> int:
-    """Bytes of a trained weight while the run holds it."""
-    return getattr(torch, WEIGHT_DTYPES[precision]).itemsize  # type: ignore[no-any-return]
-
-
 def weight_dtype(settings: Settings, *, trained: bool) -> torch.dtype:
     """The dtype in which the run holds a weight. Beside adapters, frozen weights may have another than trained ones."""
-    name = WEIGHT_DTYPES[settings.train.precision] if trained else frozen_dtype(settings)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return format_of(settings).weights if trained else frozen_dtype(settings)
 
 
 def trace(
@@ -157,7 +156,7 @@ def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bo
     return few
 
 
-def shallow_config(config: Any, layers: int) -> Any:
+def shallow_config(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """A copy of the config with the first `layers` layers."""
     shallow = copy.deepcopy(config)
     text = text_config(shallow)
@@ -193,7 +192,7 @@ def recorded(
                 stack.enter_context(attention_replaced(each, attend, mask))
         ignored = request.objective.ignored_labels(request.batch)
         stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
-        if settings.train.precision in AUTOCAST:
+        if format_of(settings).autocast is not None:
             stack.enter_context(cuda_autocast.cuda_autocast())
         stack.enter_context(_foreign_code(request.model))
         if training:
@@ -208,10 +207,10 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     config = shallow_config(request.config, layers)
     if settings.model.attention == "eager":
         config._attn_implementation = "eager"  # of a vision tower too
-    model: Any = build(request.model, config)
+    model = build(request.model, config)
     if settings.lora.quantize:
         watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
-        adapters.quantize(model, settings, watch, compute_dtype(settings))
+        adapters.quantize(model, settings, watch, format_of(settings).products)
     fused_lora = settings.model.kernels in model_kernels.OF_TIGON and request.adapters_fused
     if not request.adapters_fused:
         _patch(model, request, layers, recorder, lora=False)
@@ -267,7 +266,7 @@ class _Frozen:
     The cost of its layers is multiplied to that of all layers.
     """
 
-    model: Any
+    model: PreTrainedModel
     repeats: float
     """Layers of the model per layer of the trace."""
 
@@ -282,10 +281,10 @@ class _Frozen:
     def watch(self, recorder: TraceRecorder, head: nn.Module) -> list[Any]:
         """Hooks that mark the layers as work outside the trained model's layers, and multiply their cost."""
 
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             recorder.mark(Where("forward"), "activations")
 
-        def leave(*_: Any) -> None:
+        def leave(*_: object) -> None:
             recorder.tape.segments[-1].cost.multiply(self.repeats)
             enter()
 
@@ -322,7 +321,7 @@ _seams: dict[Hashable, SeamsByPath] = {}
 """What `patch` decided for a model, by everything that the model is built from."""
 
 
-def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, lora: bool) -> None:
+def _patch(model: PreTrainedModel, request: Request, layers: int, recorder: TraceRecorder, lora: bool) -> None:
     kernels = request.settings.model.kernels
     flags = PATCH_FLAGS[kernels]
     if flags is None:
@@ -335,7 +334,7 @@ def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, l
     else:
         while len(_seams) >= _MAX_MODELS:
             del _seams[next(iter(_seams))]
-        sinks = model_attention.sinks_flag(request.settings)
+        sinks = model_kernels.sinks_flag(request.settings)
         _seams[key] = patch(model, **flags, lora=None if lora else False, attention_sinks=sinks).seams
     if kernels == "no-flce":
         model.loss_function = causal_lm_loss
@@ -346,7 +345,7 @@ def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, l
 @dataclass
 class _Run:
     request: Request
-    model: Any
+    model: PreTrainedModel
     recorder: TraceRecorder
     accumulating: bool
     frozen: tuple[_Frozen, ...]
@@ -431,7 +430,7 @@ class _Run:
         """A model's call as Accelerate wraps it."""
         if recorder.where != Where("forward"):
             recorder.mark(Where("forward"), "activations")
-        dtype = AUTOCAST.get(self.request.settings.train.precision)
+        dtype = format_of(self.request.settings).autocast
         with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
             outputs = forward()
         logits = getattr(outputs, "logits", None)
@@ -450,10 +449,10 @@ class _Run:
             layer_checkpointing.apply(self.model, states, recompute)
             return
         if kind == checkpointing.KEPT_ON_HOST:
-            checkpointing.enable(self.model)
-            checkpointing.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
+            layer_function.enable(self.model)
+            layer_function.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
             return
-        checkpointing.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
+        layer_function.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
 
     def _contexts(self, selective: bool) -> tuple[Any, Any]:
         """Context managers for checkpoint()'s forward and recomputation, which also record which of the two runs."""
@@ -509,7 +508,9 @@ class _Run:
         head = self.request.objective.head(self.model)
         return [*handles, head.register_forward_pre_hook(marker(Where("loss"), "logits"))]
 
-    def _enter_layer(self, number: int, checkpointed: bool, layer: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_layer(
+        self, number: int, checkpointed: bool, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._in_backward():
             return
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -519,7 +520,7 @@ class _Run:
             hidden.register_hook(self._marker(Where("backward")))
         self.recorder.mark(Where("forward", number), "activations")
 
-    def _leave_layer(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
+    def _leave_layer(self, number: int, layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         if self._in_backward():
             return
         hidden = output[0] if isinstance(output, tuple) else output
@@ -534,7 +535,7 @@ class _Run:
         return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _fill(model: Any, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
+def _fill(model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
     """Give a model fake CPU tensors in place of meta tensors; tied weights stay tied."""
     twins: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -560,12 +561,12 @@ def _is_checkpointed(layer: nn.Module) -> bool:
 _KEPT = frozenset({*KEPT_OPS, attention.OPERATOR})
 
 
-def _keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _keeps(ctx: object, op: OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
     """The run's policy of selective checkpointing, for the operator that stands for attention in a trace."""
     return CheckpointPolicy.MUST_SAVE if op._schema.name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield

@@ -12,10 +12,13 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 from pydantic import ConfigDict, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
+from typing_extensions import Unpack
+
+T = TypeVar("T")
 
 MAX_COUNT = 1_000_000_000  # for counts without another limit; larger values overflow in some library
 MAX_NAME = 1024  # characters in a path or another name; Linux allows paths of 4,096 bytes
@@ -23,31 +26,49 @@ FP32_RANGE = (1.2e-38, 3.4e38)
 CONFIG = ConfigDict(strict=True, extra="forbid")
 
 
-def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None, note: str = "",
-        minimum: float | None = None, maximum: float | None = None, above: float | None = None, prose: bool = False,
-        invalid: Callable[[str], str | None] = lambda text: None, traced: bool = False, planned: bool = True,
-        ) -> Any:  # fmt: skip
-    """Declare a recipe key.
+class Limits(TypedDict, total=False):
+    """The limits of a key's values, and what depends on it."""
+
+    choices: Sequence[str]
+    """The allowed values."""
+    pattern: str
+    """A regular expression for the allowed values, if `choices` does not list all of them."""
+    note: str
+    """The limits of a placeholder in `choices`, for messages."""
+    minimum: float
+    maximum: float
+    above: float
+    """A limit that the value must exceed."""
+    prose: bool
+    """The text may have line breaks."""
+    invalid: Callable[[str], str | None]
+    """Returns why a text is refused, as the end of a sentence; None if it is allowed."""
+    traced: bool
+    """A technique's key: a trace of the model depends on it."""
+    planned: bool
+    """A technique's key: a plan may depend on it, so the recipe of a plan names it. True if it is not given."""
+
+
+def key(default: T, **limits: Unpack[Limits]) -> T:
+    """Declare a recipe key. The docstring below it is its help, for the table of docs/train.md.
 
     Args:
         default: The default value; a tuple makes a list key.
-        help: The meaning of the key, for the table of docs/train.md.
-        choices: The allowed values.
-        pattern: A regular expression for the allowed values, if `choices` does not list all of them.
-        note: The limits of a placeholder in `choices`, for messages.
-        minimum: The smallest allowed value.
-        maximum: The largest allowed value.
-        above: A limit that the value must exceed.
-        prose: The text may have line breaks.
-        invalid: Returns why a text is refused, as the end of a sentence; None if it is allowed.
-        traced: A technique's key: a trace of the model depends on it.
-        planned: A technique's key: a plan may depend on it, so the recipe of a plan names it.
+        limits: What its values may be.
     """
-    # pydantic reads description, ge, le and gt from the metadata of a dataclass field.
+    # pydantic reads ge, le and gt from the metadata of a dataclass field.
     metadata = {
-        "description": help, "ge": minimum, "le": maximum, "gt": above, "choices": tuple(choices), "regex": pattern,
-        "note": note, "prose": prose, "invalid": invalid, "traced": traced, "planned": planned,
-    }  # fmt: skip
+        "ge": limits.get("minimum"),
+        "le": limits.get("maximum"),
+        "gt": limits.get("above"),
+        "choices": tuple(limits.get("choices", ())),
+        "regex": limits.get("pattern"),
+        "note": limits.get("note", ""),
+        "prose": limits.get("prose", False),
+        "invalid": limits.get("invalid", lambda text: None),
+        "traced": limits.get("traced", False),
+        "planned": limits.get("planned", True),
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -57,13 +78,13 @@ class Section:
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_yaml_forms(cls, value: Any, info: ValidationInfo) -> Any:
+    def _read_yaml_forms(cls, value: object, info: ValidationInfo) -> object:
         assert info.field_name is not None
         return _of_yaml(value, hints(cls)[info.field_name], metadata_of(cls)[info.field_name])
 
     @field_validator("*", mode="after")
     @classmethod
-    def _check_values(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_values(cls, value: object, info: ValidationInfo) -> object:
         assert info.field_name is not None
         limits = metadata_of(cls)[info.field_name]
         for item in value if isinstance(value, tuple) else (value,):
@@ -89,7 +110,7 @@ def metadata_of(section: type[Section]) -> Mapping[str, Mapping[str, Any]]:
     return _METADATA[section]
 
 
-def _of_yaml(value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
+def _of_yaml(value: object, hint: object, limits: Mapping[str, Any]) -> object:
     """Converts the forms in which YAML may give a value of this type."""
     targets = [option for option in _options(hint) if option is not types.NoneType]
     # YAML's word is null. A number cannot be called "none", as a text can.
@@ -107,11 +128,11 @@ def _of_yaml(value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
     return value
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def _options(hint: object) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def _check(value: Any, limits: Mapping[str, Any]) -> None:
+def _check(value: object, limits: Mapping[str, Any]) -> None:
     if isinstance(value, str):
         _check_text(value, limits["prose"])
         if (
@@ -179,17 +200,17 @@ def limits_text(limits: Mapping[str, Any]) -> str:
     return "must be " + " and ".join(word for word in words if word) if any(words) else ""
 
 
-def type_name(hint: Any) -> str:
+def type_name(hint: object) -> str:
     """A type by its name in YAML."""
     if isinstance(hint, types.UnionType):
         return " or ".join(type_name(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return f"{type_name(typing.get_args(hint)[0])} or list"
-    names = {str: "text", int: "integer", float: "number", bool: "true/false", types.NoneType: "null"}
-    return names.get(hint, "mapping")
+    types_by_name = (("text", str), ("integer", int), ("number", float), ("true/false", bool), ("null", types.NoneType))
+    return next((name for name, one in types_by_name if hint is one), "mapping")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as text for a message, at most 100 characters."""
     try:
         text = repr(value)
@@ -198,10 +219,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """The type of a value of YAML, in a word."""
-    names = {str: "text", int: "integer", float: "number", bool: "true/false value", list: "list", dict: "mapping"}
-    return names.get(type(value), "empty value" if value is None else type(value).__name__)
+    names = {"str": "text", "int": "integer", "float": "number", "bool": "true/false value", "dict": "mapping"}
+    name = type(value).__name__
+    return names.get(name, "empty value" if value is None else name)
 
 
 def article(noun: str) -> str:

@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,10 @@ from tigon.models.seams.head.logits import LogitAttributes, LogitMap
 from tigon.models.seams.head.token_metrics import TokenMetrics
 from tigon.models.seams.head.traced_logits import TracedLogits, UncomputedLogits
 from tigon.models.seams.router import with_balancing_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
 # Class names of wrappers that pass the input to a descendant and return its output unchanged: PEFT's `modules_to_save`,
 # and FSDP1.
@@ -67,7 +71,7 @@ def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | floa
     return num_items.to(device).reshape(()) if isinstance(num_items, Tensor) else num_items
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     return a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
 
 
@@ -169,7 +173,7 @@ class LossCall:
         self.predicted = result.predicted
         return result.loss
 
-    def answered(self, source: Any) -> None:
+    def answered(self, source: object) -> None:
         """Record that the head has computed its loss for logits of this source."""
         self.answers.append((source, self._read_at, self.target))
 
@@ -198,7 +202,7 @@ class LossCall:
         loss = logits.loss(self.losses)
         return self._nan_if_written(loss, answers[0][1]) if torch.compiler.is_compiling() else loss
 
-    def add_metrics(self, outputs: Any) -> Any:
+    def add_metrics(self, outputs: ModelOutput) -> Any:
         """The model's outputs with the metrics of the fused loss, or of its logits if the fused loss was not used."""
         if self.metrics is None:
             return outputs
@@ -208,7 +212,7 @@ class LossCall:
         target = self.target.to(self.predicted.device)
         return self.metrics.add(outputs, self.predicted, target, self.ignore_index)
 
-    def seal(self, output: Any) -> Any:
+    def seal(self, output: object) -> Any:
         """One element of the model's output; the head's object is replaced by one that the user may hold."""
         if isinstance(output, DeferredLogits):
             return output.seal()
@@ -230,7 +234,7 @@ def _shift_labels_alone(kwargs: dict[str, Any]) -> Tensor:
     return shift_labels
 
 
-def _metrics_of_logits(metrics: TokenMetrics, outputs: Any, target: Tensor, ignore_index: int) -> Any:
+def _metrics_of_logits(metrics: TokenMetrics, outputs: ModelOutput, target: Tensor, ignore_index: int) -> Any:
     """The outputs with the metrics of their logits; both metrics are None if logits and labels differ in number."""
     if isinstance(outputs, tuple):  # the losses come first; mixture-of-experts models may return two
         logits = next(part for part in outputs if not isinstance(part, Tensor) or part.ndim)
@@ -396,7 +400,7 @@ class CausalLMSeam(Seam):
         labels_at = _position(base_forward, "labels")
         loss_property: Any = inspect.getattr_static(base, "loss_function")
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             skip_logits, metrics = kwargs.pop("skip_logits", None), TokenMetrics.pop(kwargs)
             labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
             if labels is None and skip_logits:
@@ -426,11 +430,13 @@ class CausalLMSeam(Seam):
                 outputs.logits = call.seal(outputs.logits)
             return call.add_metrics(outputs)
 
-        def loss_function(self: Any) -> Any:
+        def loss_function(self: PreTrainedModel) -> Any:
             original = self._original_loss()
             return self._tigon_loss if is_causal_lm_loss(original) else original
 
-        def _tigon_loss(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        def _tigon_loss(
+            self: PreTrainedModel, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: object
+        ) -> Tensor:
             call = _active.call
             fused = None if call is None else call.take(logits, labels, {**kwargs, "vocab_size": vocab_size})
             if fused is not None:
@@ -453,12 +459,12 @@ class CausalLMSeam(Seam):
             "_tigon_loss": _tigon_loss,
         }
 
-    def logit_map(self, model: Any) -> LogitMap:
+    def logit_map(self, model: PreTrainedModel) -> LogitMap:
         """The map that the model will apply to its logits: the observed one, or the one of its config."""
         observed = None if torch.compiler.is_compiling() else _observed.get(model)
         return observed or self.logits.read(model.config.get_text_config())
 
-    def fusable_head(self, model: Any) -> nn.Module | None:
+    def fusable_head(self, model: PreTrainedModel) -> nn.Module | None:
         """The head that can compute the loss of this training step; None, with one warning, if it cannot."""
         if not self.fused or not is_causal_lm_loss(model._original_loss()):
             return None
@@ -493,7 +499,7 @@ def warn_full_logits(module: nn.Module, reason: str) -> None:
 _no_code = (lambda: None).__code__
 
 
-def is_causal_lm_loss(function: Any) -> bool:
+def is_causal_lm_loss(function: object) -> bool:
     """Whether `function` is transformers' own next-token loss, not one that the user has set."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -501,7 +507,7 @@ def is_causal_lm_loss(function: Any) -> bool:
     return bool(getattr(function, "__code__", None) == ForCausalLMLoss.__code__)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
@@ -518,7 +524,7 @@ def causal_lm_loss(
     num_items_in_batch: Tensor | float | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     """transformers' ForCausalLMLoss through tigon's cross_entropy: logits (..., T, V), labels (..., T) -> loss ().
 
