@@ -350,11 +350,15 @@ def _check(
         E, twice, _ = first.shape
         ranks = [0 if b is None else b.shape[-1] for b in (lora[1], lora[3])]
         wanted |= {
-            "gate_up": (first, (E, twice, H)), "down": (stored[1], (E, H, twice // 2)),
-            "gate_up_bias": (gate_up_bias, (E, twice)), "down_bias": (down_bias, (E, H)),
-            "gate_up_lora_a": (lora[0], (E, ranks[0], H)), "gate_up_lora_b": (lora[1], (E, twice, ranks[0])),
-            "down_lora_a": (lora[2], (E, ranks[1], twice // 2)), "down_lora_b": (lora[3], (E, H, ranks[1])),
-        }  # fmt: skip
+            "gate_up": (first, (E, twice, H)),
+            "down": (stored[1], (E, H, twice // 2)),
+            "gate_up_bias": (gate_up_bias, (E, twice)),
+            "down_bias": (down_bias, (E, H)),
+            "gate_up_lora_a": (lora[0], (E, ranks[0], H)),
+            "gate_up_lora_b": (lora[1], (E, twice, ranks[0])),
+            "down_lora_a": (lora[2], (E, ranks[1], twice // 2)),
+            "down_lora_b": (lora[3], (E, H, ranks[1])),
+        }
     for name, (tensor, shape) in wanted.items():
         if tensor is not None and tensor.shape != shape:
             raise ShapeError(f"{name} is {tuple(tensor.shape)}; with hidden {(T, H)} it must be {tuple(shape)}.")
@@ -426,10 +430,12 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
         lora = {
             name: randn(E, rows, columns, dtype=adapter_dtype, device=device, scale=columns**-0.5)
             for name, rows, columns in (
-                ("gate_up_lora_a", rank, H), ("gate_up_lora_b", 2 * inner, rank), ("down_lora_a", rank, inner),
+                ("gate_up_lora_a", rank, H),
+                ("gate_up_lora_b", 2 * inner, rank),
+                ("down_lora_a", rank, inner),
                 ("down_lora_b", H, rank),
             )
-        }  # fmt: skip
+        }
     index = torch.rand(T, max(E, K), device=device).argsort(1)[:, :K] % E
     if route == "one":
         index = torch.full_like(index, E - 1)

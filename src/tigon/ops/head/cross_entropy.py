@@ -98,11 +98,16 @@ class LinearCrossEntropy(torch.autograd.Function):
             head,
             TokenLabels(target, class_weight, token_weight, stored),
             ChunkOptions(
-                loss=call.options, chunk=plan.chunk, logit_tokens=plan.logit_tokens, keep=plan.mode == "keep",
-                fp32_accumulate=plan.fp32_accumulate, wanted=wanted if plan.mode in ("keep", "stream") else NOTHING,
-                entropy=call.entropy, predicted=call.predicted,
+                loss=call.options,
+                chunk=plan.chunk,
+                logit_tokens=plan.logit_tokens,
+                keep=plan.mode == "keep",
+                fp32_accumulate=plan.fp32_accumulate,
+                wanted=wanted if plan.mode in ("keep", "stream") else NOTHING,
+                entropy=call.entropy,
+                predicted=call.predicted,
             ),
-        )  # fmt: skip
+        )
         ctx.plan, ctx.options, ctx.wanted, ctx.tokens, ctx.dtype = plan, call.options, wanted, places.tokens, head.dtype
         if plan.mode == "keep":
             ctx.save_for_backward(chunks.kept_NV, chunks.factors, target, chunks.db_V, left, places.index_N, *head)
@@ -257,10 +262,13 @@ def _backward_recompute(ctx: Context, dloss: Tensor) -> _Grads:
         head,
         TokenLabels(target, class_weight, per_token, stored),
         ChunkOptions(
-            loss=ctx.options, chunk=plan.chunk, logit_tokens=plan.logit_tokens, fp32_accumulate=plan.fp32_accumulate,
+            loss=ctx.options,
+            chunk=plan.chunk,
+            logit_tokens=plan.logit_tokens,
+            fp32_accumulate=plan.fp32_accumulate,
             wanted=wanted,
         ),
-    ).gradients  # fmt: skip
+    ).gradients
     grad_VH, dw = gradient_to_add_to(ctx.leaf) if wanted.want_weight else None, None
     if grad_VH is not None:
         add_scaled_(grad_VH, made.dw_VH, left)

@@ -507,4 +507,4 @@ LINEAR_KL = Op(
     case=Case(id="forward-keep", shape=(2, 21, 24, 100), options={"chunk_bytes": 1 << 20}),
     cost=_cost,
     errors={"fp32": 5.1e-06, "bf16": 4.5e-02, "fp16": 1.2e-02},
-)  # fmt: skip
+)

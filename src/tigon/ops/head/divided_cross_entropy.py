@@ -216,10 +216,14 @@ def _divided_loss(divided: DividedHead, call: LossArguments) -> tuple[Tensor, Re
     head = divided.head
     check_divided_labels(divided, tokens.ids_N1, options.ignore_index)
     of_chunks = DividedChunksCall(
-        tokens=tokens, index=call.index, inv_denominator=call.inv_denominator,
+        tokens=tokens,
+        index=call.index,
+        inv_denominator=call.inv_denominator,
         scales=gradient_scales(head.dtype, call.inv_denominator, call.token_weight, call.class_weight, options),
-        options=of_logits, plan=plan, vocabulary=DividedVocabulary(divided.part),
-    )  # fmt: skip
+        options=of_logits,
+        plan=plan,
+        vocabulary=DividedVocabulary(divided.part),
+    )
     value, *fields = DividedChunks.apply(*head[:3], of_chunks)
     return value, Results._make(fields)
 

@@ -78,9 +78,7 @@ def _input_operand(x: Tensor, scaling: str, columns: bool, rows: bool) -> Operan
     # A first run and its recomputation must keep and take the same magnitudes, so they share no cast with other runs.
     # Each layer keeps them, because a recomputation may cast where the first run has shared a cast.
     kept, run = _last.kept, recomputation.current()
-    if kept is not None and not (
-        kept.of() is x and (x._version, scaling, capturing) == kept[1:4] and kept.run is run
-    ):  # fmt: skip
+    if kept is not None and not (kept.of() is x and (x._version, scaling, capturing) == kept[1:4] and kept.run is run):
         kept = None
     amax = _amax(x_NH, scaling, _found(x, scaling) if kept is None else kept.amax)
     if kept is not None and (kept.operand.columns is not None or not columns):

@@ -178,11 +178,14 @@ def lora_linears(x: Tensor, layers: Sequence[LoraLayer]) -> tuple[Tensor, ...]:
 def _layers(tensors: dict[str, Any]) -> list[LoraLayer]:
     return [
         LoraLayer(
-            weight=tensors[f"weight_{i}"], lora_a=tensors[f"lora_a_{i}"], lora_b=tensors[f"lora_b_{i}"],
-            scaling=tensors.get(f"scaling_{i}", 1.0), bias=tensors.get(f"bias_{i}"),
+            weight=tensors[f"weight_{i}"],
+            lora_a=tensors[f"lora_a_{i}"],
+            lora_b=tensors[f"lora_b_{i}"],
+            scaling=tensors.get(f"scaling_{i}", 1.0),
+            bias=tensors.get(f"bias_{i}"),
         )
         for i in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def _call(x: Tensor, **tensors: Any) -> tuple[Tensor, ...]:

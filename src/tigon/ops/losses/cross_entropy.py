@@ -191,14 +191,18 @@ def cross_entropy(
         class_weight=class_weight,
         token_weight=token_weight_N,
         inv_denominator=inverse_denominator(
-            logits_NV, target_N, class_weight,
-            num_items=num_items, ignore_index=ignore_index, reduction=reduction,
+            logits_NV,
+            target_N,
+            class_weight,
+            num_items=num_items,
+            ignore_index=ignore_index,
+            reduction=reduction,
         ),
         options=options,
         per_row=reduction == "none",
         entropy="entropy" in outputs,
         predicted="predicted" in outputs or "accuracy" in outputs,
-    )  # fmt: skip
+    )
     compiling = torch.compiler.is_compiling()
     if inplace and torch.is_grad_enabled() and logits.requires_grad and not compiling:
         _check_inplace(logits, logits_NV)

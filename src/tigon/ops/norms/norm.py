@@ -137,7 +137,7 @@ def _bwd_reference(
     rstd: Tensor,
     options: NormBackwardOptions,
     amax: Tensor | None = None,
-) -> NormGradients:  # fmt: skip
+) -> NormGradients:
     offset, center, fp32_weight, want_dx, want_dw, want_db = options
     acc = rstd.dtype
     dy = dy.to(acc)
@@ -186,7 +186,7 @@ def _bwd_fake(
     mean: Tensor,
     rstd: Tensor,
     options: NormBackwardOptions,
-) -> NormGradients:  # fmt: skip
+) -> NormGradients:
     parameter = x if weight is None else weight
     return NormGradients(
         x.new_empty(x.shape if options.want_dx else (0,)),
