@@ -93,9 +93,22 @@ class Experts(torch.autograd.Function):
             del y, weight
             out = combine_slots(z, weights, experts_TK, E)
         ctx.save_for_backward(
-            hidden, experts_TK, weights, order, offsets, pre, stored_gate_up, stored_down, down_bias,
-            gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, h_gate_up, h_down,
-        )  # fmt: skip
+            hidden,
+            experts_TK,
+            weights,
+            order,
+            offsets,
+            pre,
+            stored_gate_up,
+            stored_down,
+            down_bias,
+            gate_up_lora_a,
+            gate_up_lora_b,
+            down_lora_a,
+            down_lora_b,
+            h_gate_up,
+            h_down,
+        )
         ctx.unit, ctx.weights_dtype, ctx.weights_shape = unit, top_k_weights.dtype, top_k_weights.shape
         ctx.scalings = gate_up_scaling, down_scaling
         return out  # type: ignore[no-any-return]
@@ -115,9 +128,15 @@ def _scaled(lora: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
 
 
 def _low(
-    x: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, scaling: float, order: Tensor, offsets: Tensor,
-    top_k: int, gather: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    scaling: float,
+    order: Tensor,
+    offsets: Tensor,
+    top_k: int,
+    gather: bool,
+) -> tuple[Tensor | None, Tensor | None]:
     """h = s · A_e x of each sorted row, and B in the dtype of x; (None, None) without an adapter."""
     if lora_a is None or lora_b is None:
         return None, None
@@ -127,9 +146,15 @@ def _low(
 
 
 def _low_gradient(
-    dy: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, scaling: float, order: Tensor, offsets: Tensor,
-    top_k: int, gather: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    dy: Tensor,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    scaling: float,
+    order: Tensor,
+    offsets: Tensor,
+    top_k: int,
+    gather: bool,
+) -> tuple[Tensor | None, Tensor | None]:
     """g = B_eᵀ dy of each sorted row, and s · Aᵀ, whose product adds to dx; (None, None) without an adapter."""
     if lora_a is None or lora_b is None:
         return None, None
@@ -140,9 +165,22 @@ def _low_gradient(
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (
-        hidden, experts_TK, weights, order, offsets, pre, stored_gate_up, stored_down, down_bias,
-        gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, h_gate_up, h_down,
-    ) = ctx.saved_tensors  # fmt: skip
+        hidden,
+        experts_TK,
+        weights,
+        order,
+        offsets,
+        pre,
+        stored_gate_up,
+        stored_down,
+        down_bias,
+        gate_up_lora_a,
+        gate_up_lora_b,
+        down_lora_a,
+        down_lora_b,
+        h_gate_up,
+        h_down,
+    ) = ctx.saved_tensors
     want_x, _, want_w, want_gate_up, want_down, want_b, want_c, *want_lora = ctx.needs_input_grad[:11]
     want_gate_up_a, want_gate_up_b, want_down_a, want_down_b = want_lora
     gate_up_scaling, down_scaling = ctx.scalings
@@ -158,9 +196,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             del weight
     want_wy, dpre, wy, dweights = want_down or want_down_a, pre, pre, weights
     if want_dpre or want_wy or want_w:
-        dpre, wy, dweights = expert_unit_bwd(
-            pre, da, weights, order, offsets, *ctx.unit, want_dpre, want_wy, want_w
-        )  # fmt: skip
+        dpre, wy, dweights = expert_unit_bwd(pre, da, weights, order, offsets, *ctx.unit, want_dpre, want_wy, want_w)
     del da
     if want_w:
         if down_bias is not None:
@@ -301,9 +337,15 @@ def _as_read(weight: Weight, transposed: bool) -> Weight:
 
 
 def _check(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Weight, down: Weight,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, lora: tuple[Tensor | None, ...],
-) -> None:  # fmt: skip
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    lora: tuple[Tensor | None, ...],
+) -> None:
     stored = [None if callable(weight) else weight for weight in (gate_up, down)]
     check_dtype(hidden, top_k_weights, *stored, gate_up_bias, down_bias, *lora)
     if top_k_index.dtype not in (torch.int32, torch.int64):

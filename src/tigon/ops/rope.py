@@ -91,9 +91,14 @@ def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, tr
 
 
 def _amax_fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layout: RopeLayout,
+    transpose: bool,
     amax: Annotated[Tensor, WRITTEN],
-) -> Rotated:  # fmt: skip
+) -> Rotated:
     return _fake(q, k, cos, sin, layout, transpose)
 
 

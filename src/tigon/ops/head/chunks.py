@@ -359,15 +359,18 @@ class _Chunks:
 
     def write(
         self, part: tuple[Head, TokenLabels], rows: slice, columns: slice, grads: Sequence[Tensor | None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         (head, labels), options, grad = part, self.options, grads[0]
         logits = grad if self.logits is None else self.logits.view(head.tokens, head.vocab)
         assert logits is not None
         head.logits_into(logits)
         loss, stats, entropy, predicted = rows_with_gradient(
-            Rows(logits, labels.target, labels.class_weight, labels.token_weight, options.loss), options.entropy,
-            options.predicted, labels.grad_scale, grad if any(options.wanted) else None,
-        )  # fmt: skip
+            Rows(logits, labels.target, labels.class_weight, labels.token_weight, options.loss),
+            options.entropy,
+            options.predicted,
+            labels.grad_scale,
+            grad if any(options.wanted) else None,
+        )
         self.put(rows, loss=loss, stats=stats)
         if options.entropy:
             self.put(rows, entropy=entropy)

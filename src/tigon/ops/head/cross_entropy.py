@@ -239,7 +239,7 @@ def _scaled(ctx: Any, index: Tensor | None, scale: Tensor, made: tuple[Any, ...]
 def scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
     """x times the scale, in x's memory."""
     if dispatch.uses_kernel(x_NH):
-        from tigon.kernels.cross_entropy import scale_rows_
+        from tigon.kernels.scale_rows import scale_rows_
 
         return scale_rows_(x_NH, scale)  # type: ignore[no-any-return]
     return x_NH.mul_(scale)

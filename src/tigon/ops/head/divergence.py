@@ -144,7 +144,7 @@ class LinearKl(torch.autograd.Function):
             kept = computed[3:] if keep and pair.p.vocab else (None, None)
             ctx.save_for_backward(
                 *pair.p[:3], *pair.q[:3], call.index, call.counts_N, computed.stats_8N, computed.peaks_2N, *kept
-            )  # fmt: skip
+            )
         ctx.wanted, ctx.tokens, ctx.options, ctx.vocabulary = wanted, places.tokens, call.options, vocabulary
         ctx.block_bytes = most_kept if keep else block_bytes
         return places.spread(computed.value_N, 0.0)
@@ -204,9 +204,14 @@ def _add_up(rows: DivergenceRows, part: VocabParallelOptions, has_columns: bool)
 
 
 def _apply(
-    p_hidden: Tensor, p_weight: Tensor, p_bias: Tensor | None, q_hidden: Tensor, q_weight: Tensor,
-    q_bias: Tensor | None, call: LinearKlCall,
-) -> Tensor:  # fmt: skip
+    p_hidden: Tensor,
+    p_weight: Tensor,
+    p_bias: Tensor | None,
+    q_hidden: Tensor,
+    q_weight: Tensor,
+    q_bias: Tensor | None,
+    call: LinearKlCall,
+) -> Tensor:
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     sides = (p_hidden, p_weight, p_bias, q_hidden, q_weight, q_bias)
     return LinearKl.apply(*sides, call, _WHOLE, torch.is_grad_enabled())  # type: ignore[no-any-return]
@@ -241,15 +246,16 @@ class _Request(NamedTuple):
             check_mask(mask, rows)
         check_chunk_bytes(chunk_bytes)
         student, teacher = (
-            check_logit_map(softcap, logit_scale), check_logit_map(teacher_softcap, teacher_logit_scale, "teacher_")
-        )  # fmt: skip
+            check_logit_map(softcap, logit_scale),
+            check_logit_map(teacher_softcap, teacher_logit_scale, "teacher_"),
+        )
         temperature = check_temperature(temperature)
         student_first, share = _direction(kind, beta)
         maps = (*student, *teacher) if student_first else (*teacher, *student)
         mask_N = None if mask is None else mask.reshape(-1)
         return cls(
             student_first, KlOptions(share, temperature, *maps), mask_N, default_chunk_bytes(hidden, chunk_bytes)
-        )  # fmt: skip
+        )
 
     def call(self, index: Tensor | None) -> LinearKlCall:
         counts_N = None if self.mask_N is None or index is not None else self.mask_N.to(torch.uint8)

@@ -187,9 +187,15 @@ def divided_cross_entropy(
     target, class_weight = replicated(target, "target"), replicated(class_weight, "class_weight")
     _check_class_weight(class_weight, divided)
     call = LossArguments.of(
-        divided.head, divided.hidden.shape[:-1], target, whole=False, class_weight=class_weight, outputs=outputs,
-        token_weight=replicated(token_weight, "token_weight"), **options,
-    )  # fmt: skip
+        divided.head,
+        divided.hidden.shape[:-1],
+        target,
+        whole=False,
+        class_weight=class_weight,
+        outputs=outputs,
+        token_weight=replicated(token_weight, "token_weight"),
+        **options,
+    )
     value, found = _divided_loss(divided, call)
     labels = target.target if isinstance(target, PreparedTargets) else target
     value = value.view(labels.shape) if call.per_row else value

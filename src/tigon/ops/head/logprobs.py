@@ -53,9 +53,14 @@ class LinearLogprobsCall:
 class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, call: LinearLogprobsCall,
-        vocabulary: Vocabulary, grad_enabled: bool,
-    ) -> Results:  # fmt: skip
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias: Tensor | None,
+        call: LinearLogprobsCall,
+        vocabulary: Vocabulary,
+        grad_enabled: bool,
+    ) -> Results:
         ctx.wanted = wanted = Wanted.of(ctx.needs_input_grad[:3], grad_enabled)
         places = Places(call.index, hidden_NH.shape[0])
         head, ids_NK = Head(hidden_NH, weight_VH, bias).at(places), places.take(call.ids_NK)
@@ -87,9 +92,14 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, _dpredicted: Any,
-        dtopk: Tensor | None, _dids: Any,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        ctx: Any,
+        dlogprob: Tensor | None,
+        dlse: Tensor | None,
+        dentropy: Tensor | None,
+        _dpredicted: Any,
+        dtopk: Tensor | None,
+        _dids: Any,
+    ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias, kept_NV, index, *saved = ctx.saved_tensors
         head, wanted, places = Head(hidden_NH, weight_VH, bias), ctx.wanted, Places(index, ctx.tokens)
         # A compiled graph passes zeros for a result that was not asked for.
@@ -144,9 +154,17 @@ class _Request(NamedTuple):
 
     @classmethod
     def of(
-        cls, hidden: Tensor, ids: Tensor, mask: Tensor | None, *, vocab: int, ignore_index: int = -100,
-        outputs: tuple[str, ...] = (), chunk_bytes: int | None = None, **options: Any,
-    ) -> _Request:  # fmt: skip
+        cls,
+        hidden: Tensor,
+        ids: Tensor,
+        mask: Tensor | None,
+        *,
+        vocab: int,
+        ignore_index: int = -100,
+        outputs: tuple[str, ...] = (),
+        chunk_bytes: int | None = None,
+        **options: Any,
+    ) -> _Request:
         check_devices(hidden=hidden, ids=ids, mask=mask)
         checked = check_logprob_options(vocab=vocab, ignore_index=ignore_index, outputs=outputs, **options)
         check_chunk_bytes(chunk_bytes)
@@ -160,9 +178,15 @@ class _Request(NamedTuple):
 
 @outside_graphs
 def _divided(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None,
-    vocab_parallel: VocabParallelOptions | None = None, **options: Any,
-) -> Tensor | Logprobs:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    vocab_parallel: VocabParallelOptions | None = None,
+    **options: Any,
+) -> Tensor | Logprobs:
     """`linear_logprobs` for a head that is divided by vocabulary."""
     divided = DividedHead.of(hidden, weight, bias, vocab_parallel)
     ids, mask = replicated(ids, "ids"), replicated(mask, "mask")
@@ -247,9 +271,18 @@ def linear_logprobs(
     """
     head = Head.of(hidden, weight, bias)
     request = _Request.of(
-        hidden, ids, mask, vocab=head.vocab, ignore_index=ignore_index, outputs=outputs, top_k=top_k,
-        temperature=temperature, softcap=softcap, logit_scale=logit_scale, chunk_bytes=chunk_bytes,
-    )  # fmt: skip
+        hidden,
+        ids,
+        mask,
+        vocab=head.vocab,
+        ignore_index=ignore_index,
+        outputs=outputs,
+        top_k=top_k,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk_bytes=chunk_bytes,
+    )
     ids_NK = request.ids_NK
     if may_wait(ids_NK):
         # Checked here so that the message names the caller's position: tokens are dropped below.
@@ -267,9 +300,14 @@ def linear_logprobs(
 
 
 def linear_logprobs_oracle(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, chunk_bytes: int | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk_bytes: int | None = None,
     **options: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """The unfused formula: one product, logits in the product's dtype, then `logprobs_oracle`."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))

@@ -246,8 +246,11 @@ def multi_head_linear_cross_entropy(
     block_lists = [()] * len(shifts) if blocks is None else [tuple(of_head) for of_head in blocks]
     options, num_items = check_options(
         LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
-        reduction=reduction, num_items=num_items, outputs=outputs, names=OUTPUTS,
-    )  # fmt: skip
+        reduction=reduction,
+        num_items=num_items,
+        outputs=outputs,
+        names=OUTPUTS,
+    )
     if reduction == "none":
         raise OptionError("reduction='none' is not defined for a sum over heads; call linear_cross_entropy per head.")
     _check_shifts_and_factors(shifts, head_weights)
@@ -415,9 +418,13 @@ def _call(target: Tensor, **inputs: Any) -> Any:
 
 
 def _oracle(
-    target: Tensor, *, shifts: Sequence[int], head_weights: Sequence[float], chunk_bytes: int | None = None,
+    target: Tensor,
+    *,
+    shifts: Sequence[int],
+    head_weights: Sequence[float],
+    chunk_bytes: int | None = None,
     **inputs: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     hiddens, weights, blocks = _operands({"shifts": shifts, **inputs})
     inputs = {name: value for name, value in inputs.items() if name.split("_")[0] not in _TENSORS}
     losses = []

@@ -109,7 +109,7 @@ class Factors(NamedTuple):
 
 def factors_of(
     x: Tensor, weight_FH: Tensor, scaling: str, *, columns: bool, weight_columns: bool = False, rows: bool = True
-) -> Factors:  # fmt: skip
+) -> Factors:
     """Q(x) and Q(W). columns: whether x is also cast for the weight's gradient; weight_columns: W for x's.
 
     rows: whether both are cast for the forward product.
@@ -128,9 +128,14 @@ def forward_product(factors: Factors, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def input_gradient(
-    dy: Operand, weight_FH: Tensor, amax: Tensor, scaling: str, leading: list[int], columns: Tensor | None = None,
+    dy: Operand,
+    weight_FH: Tensor,
+    amax: Tensor,
+    scaling: str,
+    leading: list[int],
+    columns: Tensor | None = None,
     scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Q(dy) Q(Wᵀ)ᵀ. amax: that of the weight, from the forward; columns, scales: Q(Wᵀ), if it is there already."""
     if columns is None:
         w = operand(weight_FH, scaling, rows=False, columns=True, amax=amax)
@@ -155,9 +160,7 @@ def _columns_of(cast: Operand, of: Tensor, scaling: str) -> _Columns:
     return columns, cast.row_scales.new_empty(1).expand(K if scaling == "rowwise" else 1)
 
 
-def _factors_and_saved(
-    ctx: Any, x: Tensor, weight: Tensor, scaling: str
-) -> tuple[Factors, tuple[Tensor | None, ...]]:  # fmt: skip
+def _factors_and_saved(ctx: Any, x: Tensor, weight: Tensor, scaling: str) -> tuple[Factors, tuple[Tensor | None, ...]]:
     """The factors of the forward product, and what the backward needs."""
     want_x, want_weight, *_ = ctx.needs_input_grad
     run = recomputation.current()
@@ -167,9 +170,13 @@ def _factors_and_saved(
     is_last = run.unsaved is not None and run.unsaved() == 2 + 2 * (want_weight + now)
     with no_autocast(x):
         factors = factors_of(
-            x, weight, scaling, columns=want_weight and not run.drops_saved,
-            weight_columns=now and not run.drops_saved, rows=not is_last,
-        )  # fmt: skip
+            x,
+            weight,
+            scaling,
+            columns=want_weight and not run.drops_saved,
+            weight_columns=now and not run.drops_saved,
+            rows=not is_last,
+        )
     of_x = _columns_of(factors.x, x, scaling) if want_weight else (None, None)
     of_weight = _columns_of(factors.weight, weight, scaling) if now else (None, None)
     return factors, (weight, factors.weight_amax, *of_x, *of_weight)
@@ -197,9 +204,13 @@ class _Saved(torch.autograd.Function):
 class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scaling: str,
         saved: tuple[Tensor, Factors] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.scaling, ctx.shape, ctx.saved = scaling, x.shape, None
         if saved is None:
             factors, of_backward = _factors_and_saved(ctx, x, weight, scaling)
@@ -339,9 +350,7 @@ class _Unfused(torch.autograd.Function):
         return dx.view(x.shape), dw, dy_NF.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-def fp8_linear_oracle(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "tensorwise"
-) -> Tensor:  # fmt: skip
+def fp8_linear_oracle(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "tensorwise") -> Tensor:
     """The products of the rounded factors. The rounding to FP8 is no error here: `quantisation_errors` records it."""
     return _Unfused.apply(x, weight, bias, scaling)  # type: ignore[no-any-return]
 

@@ -47,9 +47,7 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return (weight() if callable(weight) else weight).to(dtype)
 
 
-def low_rank_into(
-    y_NF: Tensor, h_NR: Tensor, b_FR: Tensor, scaling: float, bias: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def low_rank_into(y_NF: Tensor, h_NR: Tensor, b_FR: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
     """scaling · h Bᵀ + bias, written to y."""
     if bias is None:
         return y_NF.addmm_(h_NR, b_FR.t(), beta=0, alpha=scaling)  # with beta=0, what y holds is not read
@@ -77,9 +75,11 @@ def saves_early(*tensors: Tensor | None) -> bool:
     """Whether saved tensors go to hooks, such as those of activation checkpointing, and there is a graph."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return (
-        top is not None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        top is not None
+        and torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in tensors)
         and top(False) is not None
-    )  # fmt: skip
+    )
 
 
 def _low(x: Tensor, lora_a_RH: Tensor, adapter_x: Tensor | None) -> Tensor:
@@ -91,9 +91,17 @@ def _low(x: Tensor, lora_a_RH: Tensor, adapter_x: Tensor | None) -> Tensor:
 class LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, lora_a_RH: Tensor, lora_b_FR: Tensor,
-        adapter_x: Tensor | None, scaling: float, fp8: str | None = None, early: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        lora_a_RH: Tensor,
+        lora_b_FR: Tensor,
+        adapter_x: Tensor | None,
+        scaling: float,
+        fp8: str | None = None,
+        early: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """early: the result of `Saved`, and h."""
         stored_FH, ctx.made = (None, weight) if callable(weight) else (weight, None)
         b_FR = lora_b_FR.to(x.dtype)
@@ -241,9 +249,14 @@ def lora_linear(
 
 
 def check_lora_linear(
-    x: Tensor, weight: Weight, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None, adapter_x: Tensor | None,
+    x: Tensor,
+    weight: Weight,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    bias: Tensor | None,
+    adapter_x: Tensor | None,
     scaling: float,
-) -> None:  # fmt: skip
+) -> None:
     """Raise the errors that `lora_linear` names."""
     if not -math.inf < check_number("scaling", scaling) < math.inf:
         raise OptionError(f"scaling={scaling} must be finite.")
@@ -272,9 +285,15 @@ def check_lora_linear(
 
 
 def lora_linear_oracle(
-    x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, *, scaling: float = 1.0, bias: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    *,
+    scaling: float = 1.0,
+    bias: Tensor | None = None,
     adapter_x: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """PEFT's order: two layers for the adapter, cast as autocast does, then a product and a sum of activations."""
     y = F.linear(x, weight, bias)
     entering = x if adapter_x is None else adapter_x

@@ -14,16 +14,30 @@ BLOCK, OUTER_BLOCK = 64, 256
 
 
 def _fake(
-    code: Tensor, packed: Tensor, scales: Tensor, code_of_scales: Tensor, outer_scales: Tensor, offset: Tensor,
-    rows: int, columns: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    code: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    code_of_scales: Tensor,
+    outer_scales: Tensor,
+    offset: Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
     return packed.new_empty((rows, columns), dtype=dtype)
 
 
 def _reference(
-    code: Tensor, packed: Tensor, scales: Tensor, code_of_scales: Tensor, outer_scales: Tensor, offset: Tensor,
-    rows: int, columns: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    code: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    code_of_scales: Tensor,
+    outer_scales: Tensor,
+    offset: Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
     block_scales = code_of_scales[scales.long()] * outer_scales.repeat_interleave(OUTER_BLOCK)[: scales.numel()]
     flat = packed.reshape(-1).long()
     nibbles = torch.stack([flat >> 4, flat & 15], dim=1).reshape(-1, BLOCK)

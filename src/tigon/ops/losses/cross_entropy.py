@@ -100,7 +100,7 @@ class CrossEntropyInplace(torch.autograd.Function):
         gradient, ctx.gradient = ctx.gradient, None
         scale = dloss if ctx.left is None else dloss * ctx.left
         if dispatch.uses_kernel(gradient):
-            from tigon.kernels.cross_entropy import scale_rows_
+            from tigon.kernels.scale_rows import scale_rows_
 
             return scale_rows_(gradient, scale), None
         return gradient.mul_(scale.unsqueeze(-1)), None
@@ -168,8 +168,10 @@ def cross_entropy(
     check_dtype(logits)
     options, num_items = check_options(
         LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
-        reduction=reduction, num_items=num_items, outputs=outputs,
-    )  # fmt: skip
+        reduction=reduction,
+        num_items=num_items,
+        outputs=outputs,
+    )
     if logits.ndim == 0:
         raise ShapeError("logits are 0-dim; pass (..., V).")
     V = logits.shape[-1]

@@ -209,6 +209,6 @@ scale_rows = Primitive(
     "scale_rows",
     "(Tensor x, Tensor scale, Tensor? index, SymInt rows, ScalarType dtype) -> Tensor",
     reference=_scale_rows_reference,
-    kernel="tigon.kernels.cross_entropy:scale_rows",
+    kernel="tigon.kernels.scale_rows:scale_rows",
     fake=_scale_rows_fake,
 )

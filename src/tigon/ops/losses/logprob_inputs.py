@@ -31,9 +31,15 @@ class LogprobOptions(NamedTuple):
 
 
 def check_logprob_options(
-    *, vocab: int, ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0,
-    temperature: float = 1.0, top_k: int = 0, outputs: Collection[str] = (),
-) -> LogprobOptions:  # fmt: skip
+    *,
+    vocab: int,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    outputs: Collection[str] = (),
+) -> LogprobOptions:
     """The options of a call; raises `OptionError` for an invalid value."""
     check_whole("ignore_index", ignore_index)
     softcap, logit_scale = check_logit_map(softcap, logit_scale)

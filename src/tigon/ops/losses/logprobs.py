@@ -76,9 +76,14 @@ class LogprobsOfLogits(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, _dpredicted: Any,
-        dtopk: Tensor | None, _dids: Any,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        ctx: Any,
+        dlogprob: Tensor | None,
+        dlse: Tensor | None,
+        dentropy: Tensor | None,
+        _dpredicted: Any,
+        dtopk: Tensor | None,
+        _dids: Any,
+    ) -> tuple[Tensor | None, ...]:
         logits_NV, *saved = ctx.saved_tensors
         # A compiled graph passes zeros for a result that was not asked for.
         grads = (dlogprob, dlse if ctx.lse else None, dentropy if ctx.call_options.entropy else None, dtopk)
@@ -94,9 +99,7 @@ _logprobs = Differentiable("logprobs", _apply)
 
 
 @outside_graphs
-def _divided(
-    logits: Tensor, ids: Tensor, *, vocab_parallel: VocabParallelOptions, **options: Any
-) -> Tensor | Logprobs:  # fmt: skip
+def _divided(logits: Tensor, ids: Tensor, *, vocab_parallel: VocabParallelOptions, **options: Any) -> Tensor | Logprobs:
     """`logprobs` for this process's columns of the logits."""
     inputs = _Inputs.of(logits, ids, vocab=ANY_VOCABULARY, **options)
     vocabulary = DividedVocabulary(check_columns(vocab_parallel, logits.shape[-1]))
@@ -116,9 +119,16 @@ class _Inputs:
 
     @classmethod
     def of(
-        cls, logits: Tensor, ids: Tensor, *, vocab: int | None = None, mask: Tensor | None = None,
-        ignore_index: int = -100, outputs: tuple[str, ...] = (), **options: Any,
-    ) -> _Inputs:  # fmt: skip
+        cls,
+        logits: Tensor,
+        ids: Tensor,
+        *,
+        vocab: int | None = None,
+        mask: Tensor | None = None,
+        ignore_index: int = -100,
+        outputs: tuple[str, ...] = (),
+        **options: Any,
+    ) -> _Inputs:
         """vocab: a bound of the whole vocabulary; None if the logits have it."""
         check_dtype(logits)
         if logits.ndim == 0:
@@ -168,9 +178,16 @@ def logprobs(
         DtypeError, OptionError, LabelError, DoubleBackwardError: as in `linear_logprobs`.
     """
     inputs = _Inputs.of(
-        logits, ids, mask=mask, ignore_index=ignore_index, outputs=outputs, temperature=temperature, softcap=softcap,
-        logit_scale=logit_scale, top_k=top_k,
-    )  # fmt: skip
+        logits,
+        ids,
+        mask=mask,
+        ignore_index=ignore_index,
+        outputs=outputs,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        top_k=top_k,
+    )
     return inputs.public((_logprobs if torch.compiler.is_compiling() else _apply)(inputs.logits_NV, inputs.call))
 
 
@@ -178,9 +195,17 @@ def logprobs(
 
 
 def logprobs_oracle(
-    logits: Tensor, ids: Tensor, *, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
-    ignore_index: int = -100, mask: Tensor | None = None, outputs: tuple[str, ...] = (), top_k: int = 0,
-) -> Tensor | Logprobs:  # fmt: skip
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    outputs: tuple[str, ...] = (),
+    top_k: int = 0,
+) -> Tensor | Logprobs:
     """Log-softmax in at least fp32, then a gather; differentiated by autograd."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     if softcap is not None:

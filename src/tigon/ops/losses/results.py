@@ -129,9 +129,7 @@ class Results(NamedTuple):
             places.spread(self.topk_ids_NJ, ignored),
         )
 
-    def public(
-        self, ids_shape: torch.Size, rows: torch.Size, options: LogprobOptions, lse: bool
-    ) -> Tensor | Logprobs:  # fmt: skip
+    def public(self, ids_shape: torch.Size, rows: torch.Size, options: LogprobOptions, lse: bool) -> Tensor | Logprobs:
         """The public function's result: the log-probabilities alone, or `Logprobs`."""
         logprob = self.logprob_NK.view(ids_shape)
         if not (lse or options.entropy or options.predicted or options.top_k):

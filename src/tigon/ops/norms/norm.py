@@ -93,9 +93,13 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
 
 
 def _fwd_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: NormOptions,
     amax: Tensor | None = None,
-) -> NormResults:  # fmt: skip
+) -> NormResults:
     eps, offset, center, fp32_weight = options
     s = x if residual is None else x + residual
     wide = s.to(torch.promote_types(x.dtype, torch.float32))
@@ -192,16 +196,26 @@ def _bwd_fake(
 
 
 def _fwd_amax_fake(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: NormOptions,
     amax: Annotated[Tensor, WRITTEN],
-) -> NormResults:  # fmt: skip
+) -> NormResults:
     return _fwd_fake(x, residual, weight, bias, options)
 
 
 def _bwd_amax_fake(
-    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    options: NormBackwardOptions, amax: Annotated[Tensor, WRITTEN],
-) -> NormGradients:  # fmt: skip
+    dy: Tensor,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    options: NormBackwardOptions,
+    amax: Annotated[Tensor, WRITTEN],
+) -> NormGradients:
     return _bwd_fake(dy, ds, x, weight, mean, rstd, options)
 
 

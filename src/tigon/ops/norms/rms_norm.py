@@ -46,9 +46,14 @@ def _normed(
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        fp32_weight: bool,
         find_amax: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         y, _, rstd = _normed(x, None, weight, norm.norm_options(eps, offset, False, fp32_weight), find_amax)
         ctx.save_for_backward(x, weight, rstd)
         ctx.eps, ctx.offset, ctx.fp32_weight = eps, offset, fp32_weight
@@ -67,9 +72,15 @@ class RMSNorm(torch.autograd.Function):
 class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool,
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        fp32_weight: bool,
         find_amax: bool = False,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         y, s, rstd = _normed(x, residual, weight, norm.norm_options(eps, offset, False, fp32_weight), find_amax)
         ctx.save_for_backward(s, weight, rstd)
         ctx.eps, ctx.offset, ctx.fp32_weight = eps, offset, fp32_weight
