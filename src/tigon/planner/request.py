@@ -128,12 +128,8 @@ def check(request: Request) -> None:
         raise UsageError("checkpointing is auto, which stands for a choice; planner.search.checkpointing makes it.")
     for reason in matrix.untraceable(request.settings):
         raise UsageError(f"{reason}.")
-    for key, size in (("sequence", request.settings.sharding.sequence), ("tensor", request.settings.sharding.tensor)):
-        if size > 1:
-            raise UsageError(f"sharding.{key} is {size}, which is not part of any plan; plan without sharding.{key}.")
-    if used := sharding.zero_plus_plus(request.settings):
-        keys = ", ".join(f"zero_optimization.{name}" for name in used)
-        raise UsageError(f"ZeRO++ ({keys}) is not part of any plan; plan without its keys.")
+    for reason in matrix.unplanned(request.settings):
+        raise UsageError(f"{reason}.")
     sharding.check_sizes(request.settings)
     text = text_config(request.config)
     if text.num_hidden_layers < 1:

@@ -31,7 +31,8 @@ from tigon.planner.simulate.model_states import ModelWeights, UpdateWork
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.precision import format_of
-from tigon.techniques.sharding.sharding import are_read_in_parts, gathers_layers
+from tigon.techniques.sharding.deepspeed_config import gathers_layers
+from tigon.techniques.sharding.sharding import are_read_in_parts
 from tigon.techniques.technique import RunInfo
 
 FP32, FP64 = 4, 8
