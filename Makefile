@@ -82,7 +82,7 @@ docs: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs tests/examples
 
 pages: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
+	$(BIN)/python -m benchmarks.pages.study --into docs
 	$(BIN)/python -m benchmarks.pages.medusa
 	$(BIN)/python -m benchmarks.pages.duel
 	$(BIN)/python -m benchmarks.pages.front_page

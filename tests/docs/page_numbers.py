@@ -55,7 +55,7 @@ def preset_sentence() -> str:
 
 @functools.cache
 def every_prediction() -> Sequence[Comparison]:
-    """All runs on GPUs whose records are committed, with the predictions in docs/planner.md."""
+    """All runs on GPUs whose records are committed, with the predictions in docs/planner-accuracy.md."""
     runs = ROOT / plan_accuracy.MEASUREMENTS
     sweeps = runs.parents[1]
     measured = plan_accuracy.load(runs).measured

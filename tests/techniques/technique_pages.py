@@ -163,7 +163,9 @@ def generated(page: str) -> str:
         listed = ["| technique | saves | costs |", "|---|---|---|"]
         for name, technique in TECHNIQUES.items():
             listed.append(f"| [`{name}`]({technique.page}.md) | {technique.saves} | {technique.costs} |")
-        return "\n".join([*listed, "", "## What is refused, and why", "", exclusion_table()])
+        return "\n".join(listed)
+    if page == "refused":
+        return exclusion_table()
     if page == "optimizers":
         return optimizer_table()
     techniques = [technique for technique in TECHNIQUES.values() if technique.page == page]
@@ -193,7 +195,7 @@ def with_generated(page: str, text: str) -> str:
 
 
 def pages() -> list[str]:
-    return ["README", *PAGES]
+    return ["README", "refused", *PAGES]
 
 
 def written(page: str, folder: Path = FOLDER) -> str:

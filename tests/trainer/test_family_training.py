@@ -25,7 +25,7 @@ from tigon.trainer.family_training import (
 )
 
 pytest.importorskip("peft")
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models-trained.md"
 KINDS = ("qwen3_5", "gemma3", "mamba", "llama4_text", "falcon_h1", "laguna")
 """A composite checkpoint whose text part is loaded, one that is loaded whole, a family without attention, a router that
 returns a tuple, a weight that a kernel reads, and adapters that PEFT would not find again."""
@@ -52,7 +52,7 @@ def test_family_trains_or_is_refused_in_one_line_as_the_page_says(name, here, mo
         assert all(len(refusal.splitlines()) == 1 for refusal in refusals)
         assert not any("have loss" in refusal for refusal in refusals), "known before the model is loaded"
     if f"transformers {transformers.__version__}:" in PAGE_LINES:
-        assert ROWS[name] == markdown([family]).splitlines()[-1], "run `tigon models --train --into docs/models.md`"
+        assert ROWS[name] == markdown([family]).splitlines()[-1], "run `tigon models --train --into` this page"
 
 
 def test_page_lists_every_family_of_the_installed_transformers():

@@ -27,7 +27,8 @@ def command(
         Path | None, typer.Option(metavar="FILE.md", help="Write the table between the markers in this file.")
     ] = None,
     others: Annotated[
-        bool, typer.Option("--others", help="With --into: also list families missing from the table; takes minutes.")
+        bool,
+        typer.Option("--others", help="With --into: the families without a row instead; takes minutes."),
     ] = False,
 ) -> None:
     """Show what tigon patches in each family, what it leaves and why; exit code 1 if one differs or is refused."""
@@ -121,10 +122,9 @@ def _read(document: Path) -> str:
 
 
 def _write(into: Path, others: bool) -> None:
-    document = listing.put_between_markers(_read(into), "rows", listing.rows_markdown())
-    if others:
-        document = listing.put_between_markers(document, "others", listing.survey_markdown())
-    into.write_text(document, encoding="utf-8")
+    name, table = ("others", listing.survey_markdown) if others else ("rows", listing.rows_markdown)
+    listing.put_between_markers(_read(into), name, "")  # it is checked before a survey, which takes minutes
+    into.write_text(listing.put_between_markers(_read(into), name, table()), encoding="utf-8")
 
 
 COMMAND = Command(command, place=6)

@@ -259,7 +259,7 @@ def translate(block: Mapping[Any, Any], prefix: str, lines: dict[str, int], wher
 
 
 def table() -> str:
-    """The Markdown table of docs/train.md."""
+    """The Markdown table of docs/recipe-aliases.md."""
     rows = ["| name | of | recipe key | values |", "|---|---|---|---|"]
     for alias in ALIASES.values():
         values = ", ".join(f"`{str(a).lower()}`: `{b}`" for a, b in alias.values.items())

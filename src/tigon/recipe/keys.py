@@ -1,7 +1,7 @@
 """The recipe of a run: one pydantic model, one typed field per key.
 
 A key is declared once, with its help, limits and choices; the loader (recipe_file.py), the error messages and the table
-in docs/train.md are generated from that declaration. The keys of techniques are declared in tigon.techniques.keys: the
+in docs/recipe.md are generated from that declaration. The keys of techniques are declared in tigon.techniques.keys: the
 sections `lora` and `sharding`, and those that `ModelConfig` and `TrainConfig` inherit. The section of an objective is
 declared here as data, because this package is below the objectives. Its rules are in objectives/recipe_checks.py.
 """
@@ -419,7 +419,7 @@ OBJECTIVE_SECTIONS = ("heads", "post_training")
 
 
 def reference_table() -> str:
-    """The Markdown tables of docs/train.md, one per section."""
+    """The Markdown tables of docs/recipe.md, one per section."""
     parts = []
     for section, cls in SECTIONS.items():
         parts.append(f"### `{section}`\n\n{cls.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|")

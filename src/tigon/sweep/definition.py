@@ -167,7 +167,7 @@ def check_key(dotted: Any, where: str) -> str:
         raise RecipeError(f"{where}: {text} is set by the sweep; write {OWN_KEYS[text]}")
     if text not in known and not re.fullmatch(r"model\.config\.[A-Za-z0-9_]+", text):
         near = difflib.get_close_matches(text, known, n=1)
-        hint = f"the nearest is {near[0]}" if near else "docs/train.md lists them"
+        hint = f"the nearest is {near[0]}" if near else "docs/recipe.md lists them"
         raise RecipeError(f"{where}: {text} is not a recipe key; {hint}")
     return text
 

@@ -43,7 +43,7 @@ def check(settings: Settings, *, device: str) -> None:
 
 
 def exclusion_table() -> str:
-    """Returns the Markdown table of docs/techniques/README.md."""
+    """Returns the Markdown table of docs/techniques/refused.md."""
     rows = ["| these together | are refused, because | instead | source |", "|---|---|---|---|"]
     for row in EXCLUSIONS:
         when = " and ".join(map(str, row.when))

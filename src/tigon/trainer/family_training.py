@@ -1,4 +1,4 @@
-"""Trains a small random model of a family as `tigon train` does, for `tigon models --train` and docs/models.md.
+"""Trains a small random model of a family as `tigon train` does, for `tigon models --train` and docs/models-trained.md.
 
 Each family is trained in full, and with adapters that are merged. A recipe that is refused with a next step, such as
 `set data.packing: false`, is tried again with it.
@@ -153,7 +153,7 @@ def letters() -> Any:
     )
 
 
-# --- as text and as docs/models.md -----------------------------------------------------------------------------------
+# --- as text and as docs/models-trained.md ---------------------------------------------------------------------------
 
 HEADING = f"{'family':24s}{'full':12s}{'LoRA, merged':14s}recipe keys, and why not"
 
@@ -165,7 +165,7 @@ def text_line(family: TrainedFamily) -> str:
 
 
 def markdown(families: Iterable[TrainedFamily]) -> str:
-    """The table for docs/models.md."""
+    """The table for docs/models-trained.md."""
     import transformers
 
     listed = list(families)

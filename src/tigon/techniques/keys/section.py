@@ -1,7 +1,7 @@
 """The base of a recipe's sections. pydantic checks types and limits; this file adds YAML's forms and the words.
 
 A key is one typed field, declared by `key` with its default, help and limits. Recipes, `--set`, the flags of
-`tigon plan`, the messages and the table of docs/train.md are made from that declaration.
+`tigon plan`, the messages and the table of docs/recipe.md are made from that declaration.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | 
 
     Args:
         default: The default value; a tuple makes a list key.
-        help: The meaning of the key, for the table of docs/train.md.
+        help: The meaning of the key, for the table of docs/recipe.md.
         choices: The allowed values.
         pattern: A regular expression for the allowed values, if `choices` does not list all of them.
         note: The limits of a placeholder in `choices`, for messages.
