@@ -84,9 +84,8 @@ def _maths(name: str) -> str:
         if found := re.search(rf"^## [^\n]*`{name}`[^\n]*\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
             body = re.sub(r"\]\(#", f"](../../{page.name}#", found[1])
             body = re.sub(r"\]\((math[\w-]*\.md)", r"](../../\1", body)
-            return (
-                f"From [the mathematics of the ops](../../{page.name}). {re.sub(r'^#', '##', body, flags=re.M).strip()}"
-            )
+            body = re.sub(r"^#", "##", body, flags=re.MULTILINE).strip()
+            return f"From [the mathematics of the ops](../../{page.name}). {body}"
     return ""
 
 

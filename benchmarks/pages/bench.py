@@ -79,14 +79,21 @@ def chart_folder(name: str) -> str:
 
 
 def section(run: RunRecord | TrainRecord, name: str) -> str:
-    """The record's section in the docs: tables, all figures, charts. Charts of sweeps are shown, bar charts folded."""
+    """The record's section in the docs: a table and charts. Charts of sweeps are shown, bar charts folded."""
     if isinstance(run, TrainRecord):
         images = [f"![{chart}]({chart_folder(name)}/{chart}.svg)" for chart in train_charts.chart_names(run)]
         return "\n\n".join([train_table.section(run), *images])
     shown = {chart: f"![{chart}]({chart_folder(name)}/{chart}.svg)" for chart in charts.chart_names(run)}
     sweeps = [image for chart, image in shown.items() if charts.is_sweep(run, chart)]
     bars = [image for chart, image in shown.items() if not charts.is_sweep(run, chart)]
-    parts = [table.section(run), *([table.folded("Charts", "\n".join(bars))] if bars else []), *sweeps]
+    command = f"`tigon bench report benchmarks/results/{name}.json` prints every implementation."
+    parts = [
+        table.provenance(run),
+        table.summary(run),
+        command,
+        *([table.folded("Charts", "\n".join(bars))] if bars else []),
+        *sweeps,
+    ]
     return "\n\n".join(parts)
 
 
