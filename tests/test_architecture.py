@@ -325,15 +325,91 @@ def test_a_private_name_of_another_package_is_found(text: str) -> None:
     assert private_names_of_others("from tigon._files import _write", "models")
 
 
-# --- private methods of libraries ------------------------------------------------------------------------------------
+# --- private names and attributes of libraries -----------------------------------------------------------------------
 
 
-def documented_overrides() -> set[str]:
-    """`Class.method` of each private method of another library that may be overridden."""
-    rows = CONTRIBUTING.partition("| overridden private method | reason why no public one serves |\n|---|---|\n")[2]
+def documented_names(heading: str) -> set[str]:
+    """The names in the first column of a table of CONTRIBUTING.md."""
+    rows = CONTRIBUTING.partition(f"| {heading} | reason why no public one serves |\n|---|---|\n")[2]
     return {
         name for row in rows.partition("\n\n")[0].splitlines() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])
     }
+
+
+def names_bound_by_imports(tree: ast.AST) -> dict[str, str]:
+    """Name in a file -> the dotted name that an import statement gave it."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return bound
+
+
+def private_imports(text: str) -> set[str]:
+    """The private names that a file imports from other libraries."""
+    names = names_bound_by_imports(tree_of(text)).values()
+    return {name for name in names if is_private(name) and not name.startswith("tigon.")}
+
+
+def within(name: str, entries: Iterable[str]) -> str | None:
+    """The entry that a dotted name is, or stands below."""
+    return next((entry for entry in entries if name == entry or name.startswith(f"{entry}.")), None)
+
+
+def test_private_names_of_libraries_are_imported_only_for_a_documented_reason() -> None:
+    imported = set().union(*(private_imports(text) for text in TEXT.values()))
+    documented = documented_names("imported private name")
+    assert {name for name in imported if not within(name, documented)} == set()
+    assert {within(name, documented) for name in imported} == documented
+
+
+def attributes_set_from_outside(text: str) -> list[str]:
+    """The attributes of imported modules, classes and objects that a file sets."""
+    tree = tree_of(text)
+    bound = names_bound_by_imports(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            pairs = [(target.value, target.attr) for target in targets if isinstance(target, ast.Attribute)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            pairs = [(node.args[0], ast.unparse(node.args[1]).strip("'"))]
+        else:
+            continue
+        for owner, name in pairs:
+            first, *rest = ast.unparse(owner).split(".")
+            if first in bound:
+                found.append(".".join((bound[first], *rest, name)))
+            elif re.match(r"(sys\.modules|(importlib\.)?import_module)\b", ast.unparse(owner)):
+                found.append(f"{ast.unparse(owner)}.{name}")
+    return [name for name in found if not name.startswith("sys.") or name.startswith("sys.modules")]
+
+
+def test_no_file_sets_an_attribute_of_what_it_imports() -> None:
+    documented = documented_names("imported private name") | documented_names("overridden private method")
+    found = [(str(path), name) for path, text in TEXT.items() for name in attributes_set_from_outside(text)]
+    assert not [
+        where
+        for where in found
+        if not within(where[1], documented) and ".".join(where[1].split(".")[-2:]) not in documented
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    {
+        "import torch\ntorch.nn.functional.cross_entropy = f": ["torch.nn.functional.cross_entropy"],
+        "from torch import nn\nsetattr(nn.Linear, 'forward', f)": ["torch.nn.Linear.forward"],
+        "import sys\nsetattr(sys.modules['x'], name, f)": ["sys.modules['x'].name"],
+        "from tigon.ops import rope\nrope.LIMIT += 1": ["tigon.ops.rope.LIMIT"],
+        "import sys\nsys.stdout = stream": [],
+        "self.limit = 1\nsetattr(module, name, f)": [],
+    }.items(),
+)
+def test_an_attribute_that_is_set_from_outside_is_found(text: str, found: list[str]) -> None:
+    assert attributes_set_from_outside(text) == found
 
 
 def overridden_private_methods(text: str) -> set[str]:
@@ -342,12 +418,7 @@ def overridden_private_methods(text: str) -> set[str]:
     A function that is assigned to a private name of another object counts as `method` alone.
     """
     tree = tree_of(text)
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            bound |= {alias.asname or alias.name: alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    bound = names_bound_by_imports(tree)
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     found = set()
     for node in ast.walk(tree):
@@ -383,7 +454,7 @@ def owner_of(base: type, name: str) -> str:
 def test_private_methods_of_libraries_are_overridden_only_for_a_documented_reason() -> None:
     pytest.importorskip("transformers")
     found = set().union(*(overridden_private_methods(text) for text in TEXT.values()))
-    documented = documented_overrides()
+    documented = documented_names("overridden private method")
     whole = {name for name in documented if name.rpartition(".")[2] not in found}
     assert {name for name in found if "." in name} == whole
     assert {name for name in found if "." not in name} <= {name.rpartition(".")[2] for name in documented}
@@ -518,6 +589,15 @@ def _defined(node: ast.stmt) -> Iterator[tuple[int, str]]:
     elif isinstance(node, (ast.Assign, ast.AnnAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         yield from ((node.lineno, target.id) for target in targets if isinstance(target, ast.Name))
+
+
+def test_no_recipe_key_is_declared_twice() -> None:
+    pytest.importorskip("pydantic")
+    from tigon.recipe.keys import SECTIONS
+
+    for section, form in SECTIONS.items():
+        declared = [name for part in form.__mro__ for name in inspect.get_annotations(part)]
+        assert sorted(declared) == sorted({*declared}), section
 
 
 def test_recipes_are_loaded_with_the_objectives_rules() -> None:

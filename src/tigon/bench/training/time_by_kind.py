@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from torch._C._autograd import DeviceType
+from torch.profiler import DeviceType
 
 from tigon.profiler.render.op_table import is_op
 

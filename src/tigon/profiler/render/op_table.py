@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch._C._autograd import DeviceType
+from torch.profiler import DeviceType
 
 Shape = Sequence[int]
 
