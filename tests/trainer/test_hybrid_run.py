@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tigon.models import hybrid_layers
-from tigon.models.verification.survey import small_model
+from tigon.models.verification.small_models import small_model
 from tigon.trainer import prepare
 from tigon.trainer.family_training import NAME, letters
 

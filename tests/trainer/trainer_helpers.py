@@ -12,7 +12,7 @@ import torch
 
 from tigon.data.packing import IGNORE_INDEX, Collator, SampleDataset, pack
 from tigon.data.tokenizer import Encoded
-from tigon.objectives.causal_lm import CausalLM
+from tigon.objectives.base import Objective
 from tigon.recipe.keys import ModelConfig, Recipe
 
 TINY_MODEL = {
@@ -47,7 +47,7 @@ def small_trainer(
 
     settings = recipe.settings(precision=preflight.resolve_precision(recipe.train.precision, device))
     config = model.load_config(recipe.model)
-    run_info = engine.run_info_of(recipe, config, model.parameter_shapes(config), device, CausalLM(recipe.model))
+    run_info = engine.run_info_of(recipe, config, model.parameter_shapes(config), device, Objective(recipe.model))
     built, _ = engine.build(
         recipe.model, config, settings, run_info, device=device, seed=1, kernels=kernels or recipe.model.kernels,
         base=folder / "base", saves_adapters=True,

@@ -16,20 +16,20 @@ from tigon.models import packed_documents
 from tigon.models.spec import SINKS_FLAG
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
-from tigon.techniques import TECHNIQUES, lora, model_attention
+from tigon.techniques import TECHNIQUES, model_kernels
+from tigon.techniques.keys.lora import LOFTQ
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.mechanisms import galore, loftq
-from tigon.techniques.mechanisms.adapter_targets import LOFTQ
-from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.technique import RunInfo
-from tigon.techniques.sharding import (
+from tigon.techniques.lora import loftq, lora
+from tigon.techniques.optimizers import galore
+from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.sharding.sharding import (
     are_drawn_in_place,
     are_read_in_parts,
     fit_whole,
     name_present_layers,
     partitioned_loading,
-    weights_are_sharded,
 )
+from tigon.techniques.technique import RunInfo
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.distributed import launch
@@ -93,16 +93,16 @@ def build(
     Returns:
         The model, and the patch report or None.
     """
-    dtype = getattr(torch, lora.frozen_dtype(settings))
+    dtype = lora.frozen_dtype(settings)
     used = [technique for technique in TECHNIQUES.values() if technique.used_by(settings)]
     loading: dict[str, Any] = {}
     for technique in used:
-        loading |= technique.loading(settings, run_info)
+        loading |= technique.load(settings, run_info)
     if models.is_preset(model.name) and not are_drawn_in_place(settings):
         with launch.main_process_first():
             model = saved_preset(model, config, seed=seed, folder=base, through=device)
     load = partial(models.build, model, config, dtype=dtype, seed=seed)
-    if loading or not weights_are_sharded(settings):
+    if loading or not settings.sharding.divides_weights:
         built = load(device=device, loading=loading)
     elif models.is_preset(model.name):
         stays = _stays_on(device, settings, run_info, dtype)
@@ -120,7 +120,7 @@ def build(
     saves_adapters = saves_adapters and settings.lora.rank is not None
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, config, base)
-    flags = {SINKS_FLAG: model_attention.sinks_flag(settings), **(ops or {})}
+    flags = {SINKS_FLAG: model_kernels.sinks_flag(settings), **(ops or {})}
     report = models.patch(built, kernels, **flags)
     for technique in used:
         built = technique.model(built, settings, run_info)

@@ -25,8 +25,7 @@ from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
 from tigon.objectives.post_training_rules import is_post_training
 from tigon.recipe.keys import Recipe
-from tigon.techniques import lora
-from tigon.techniques.sharding import weights_are_sharded
+from tigon.techniques.lora import lora
 from tigon.trainer import model, open_folder, run_folder, run_lines
 from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap, resume_rules
 from tigon.trainer.distributed import launch, signals, torchrun
@@ -262,7 +261,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         built, patched = _build(run, prepared, recipe.model.kernels)
     engine.refuse_nonfinite(built, recipe.model)
     # All processes would have to take part in sampling from sharded weights.
-    alone = launch.rank() == 0 and not weights_are_sharded(prepared.settings)
+    alone = launch.rank() == 0 and not prepared.settings.sharding.divides_weights
     writes_text = objective.trl is None or objective.trl.writes_text
     n_sample, seed = recipe.output.sample_tokens if alone and writes_text else 0, recipe.train.seed
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
@@ -280,7 +279,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     if n_sample and objective.added is not None:
         decoded = objective.added.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
-    if not weights_are_sharded(prepared.settings):
+    if not prepared.settings.sharding.divides_weights:
         _save_model(run, prepared, built, trainer)  # after sampling: it may detach the objective's heads
     return {
         **outcome,
@@ -303,7 +302,7 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
         output=recipe.output,
     )  # fmt: skip
     final = FinalSave(
-        folder=run.path, sharded=weights_are_sharded(prepared.settings), is_first=launch.rank() == 0,
+        folder=run.path, sharded=prepared.settings.sharding.divides_weights, is_first=launch.rank() == 0,
         gathered_state=trainer.gathered_state, save_model=partial(target.save, built, trainer),
         save_state=partial(target.save_state, built),
     )  # fmt: skip
@@ -353,7 +352,7 @@ def _train(
         _end_if_asked(prepared, trainer)
         trainer.gate.settle(trainer.state.global_step)
         guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
-        if weights_are_sharded(prepared.settings):
+        if prepared.settings.sharding.divides_weights:
             _save_model(run, prepared, built, trainer)
         eval_loss = _final_eval_loss(trainer) if prepared.eval_samples else None
         _end_if_asked(prepared, trainer)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.profiler.recording.device_memory import used_bytes
 from tigon.techniques import tensor_parallel
-from tigon.techniques.sequence_parallel import shards_of
+from tigon.techniques.sequence_parallel.sequence_parallel import shards_of
 
 
 class Speed:

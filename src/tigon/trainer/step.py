@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.techniques import tensor_parallel
-from tigon.techniques.mechanisms.fused_linear import has_fused_linears
+from tigon.techniques.accumulation.fused_linear import has_fused_linears
 from tigon.trainer.guards.nan_guard import ClippedNorm, NanGuard
 from tigon.trainer.speed import Speed
 

@@ -10,11 +10,10 @@ from transformers import TrainingArguments
 
 from tigon.data.packing import Collator, SampleDataset
 from tigon.objectives.base import Objective
-from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import GuardedTrainer, MakeOptimizer, Safeguards
 
@@ -119,5 +118,5 @@ def make(
     trainer = GuardedTrainer(
         model=model, args=args, data_collator=collator, train_dataset=train_samples, eval_dataset=eval_samples
     )
-    trainer.guard(objective or CausalLM(), safeguards or Safeguards(), make_optimizer)
+    trainer.guard(objective or Objective(), safeguards or Safeguards(), make_optimizer)
     return trainer

@@ -13,7 +13,6 @@ import torch
 from tigon.models.kv_cache import cache_as_in
 from tigon.recipe.keys import ModelConfig, OutputConfig
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.guards.nan_guard import first_overflow
@@ -29,7 +28,7 @@ def folders_in(run: Path) -> list[Path]:
 
 def save_as_trained(built: Any, trainer: Any, settings: Settings, folder: Path) -> None:
     """Save a model without adapters in `folder`, with the dtypes of training. Every process calls it."""
-    if weights_are_sharded(settings):  # gathered by all processes, written by the first
+    if settings.sharding.divides_weights:  # gathered by all processes, written by the first
         trainer.save_model(str(folder))
         (folder / "training_args.bin").unlink(missing_ok=True)
     elif trainer.is_world_process_zero():
@@ -76,7 +75,7 @@ class FinalModel:
         _declare_dtype(self.run / MODEL / "config.json", dtype)
 
     def _save_whole(self, built: Any, trainer: Any) -> None:
-        if weights_are_sharded(self.settings):
+        if self.settings.sharding.divides_weights:
             state = trainer.gathered_state()
             if trainer.is_world_process_zero():
                 self.save_state(built, state)

@@ -26,7 +26,7 @@ from tigon.objectives.base import Objective
 from tigon.profiler.recording.peak import Peak, PeakMeter, training_state
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed.signals import StopRequest
 from tigon.trainer.engine import make_optimizer
