@@ -22,12 +22,12 @@ from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import loftq, lora
 from tigon.techniques.optimizers import galore
 from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.sharding.deepspeed_config import partitioned_loading
 from tigon.techniques.sharding.sharding import (
     are_drawn_in_place,
     are_read_in_parts,
     fit_whole,
     name_present_layers,
-    partitioned_loading,
 )
 from tigon.techniques.technique import RunInfo
 from tigon.trainer import model as models
