@@ -19,14 +19,19 @@ from tigon.cli.plan_request import Flags, problem_of
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.search.largest_batch import longest_sequence
 from tigon.planner.search.space import with_headroom
+from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "what-fits.yaml"
 RECORD = ROOT / "benchmarks" / "results" / "planned" / "what-fits.json"
 MEASURED = ROOT / "benchmarks" / "results" / "nvidia-h200"
 CARDS: Mapping[str, str] = {
-    "8 GB": "8GB", "16 GB": "rtx-4080", "24 GB": "rtx-4090", "48 GB": "rtx-6000-ada", "80 GB": "h100",
-}  # fmt: skip
+    "8 GB": "8GB",
+    "16 GB": "rtx-4080",
+    "24 GB": "rtx-4090",
+    "48 GB": "rtx-6000-ada",
+    "80 GB": "h100",
+}
 """Size on the box -> a card of `tigon plan --gpu`."""
 
 
@@ -72,17 +77,13 @@ def _read(name: str) -> Any:
     return json.loads((MEASURED / name).read_text(encoding="utf-8"))
 
 
-def table(record: Mapping[str, Any]) -> str:
-    """The record as Markdown."""
-    lines = [
-        "| one sample | " + " | ".join(CARDS) + " | nearest measured run, GiB |",
-        "|---|" + "---:|" * (len(CARDS) + 1),
-    ]
+def table(record: Mapping[str, Any], more: Sequence[Sequence[str]] = ()) -> str:
+    """The record as Markdown, with more rows below it."""
+    rows = []
     for row in ROWS:
         cells = (record["tokens"][row][card] for card in CARDS)
-        shown = " | ".join(f"{tokens:,}" if tokens else "–" for tokens in cells)
-        lines.append(f"| {row} | {shown} | {nearest(row)} |")
-    return "\n".join(lines)
+        rows.append([row, *(f"{tokens:,}" if tokens else "–" for tokens in cells), nearest(row)])
+    return markdown_table(("one sample", *CARDS, "nearest measured run, GiB"), [*rows, *more], texts=(0,))
 
 
 def main() -> None:
