@@ -41,7 +41,9 @@ class VocabParallelOptions:
     reduce_hidden_grad: bool = True
 
     @classmethod
-    def for_vocab(cls, vocab_size: int, group: dist.ProcessGroup | None = None, *, reduce_hidden_grad: bool = True) -> VocabParallelOptions:
+    def for_vocab(
+        cls, vocab_size: int, group: dist.ProcessGroup | None = None, *, reduce_hidden_grad: bool = True
+    ) -> VocabParallelOptions:
         """The rows of this process if the first processes of the group hold one row more than the others."""
         check_whole("vocab_size", vocab_size)
         each, more = divmod(vocab_size, dist.get_world_size(group))
