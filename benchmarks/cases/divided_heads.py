@@ -42,9 +42,11 @@ class Shape:
 
 
 SHAPES = (
-    Shape("llama-3-8b", 4096, 4096, 128256), Shape("llama-3-8b", 16384, 4096, 128256),
-    Shape("gemma-3-4b", 8192, 2560, 262208), Shape("qwen3-8b", 8192, 4096, 151936),
-)  # fmt: skip
+    Shape("llama-3-8b", 4096, 4096, 128256),
+    Shape("llama-3-8b", 16384, 4096, 128256),
+    Shape("gemma-3-4b", 8192, 2560, 262208),
+    Shape("qwen3-8b", 8192, 4096, 151936),
+)
 CHECK = Shape("check", 96, 64, 1001)
 TINY = (Shape("tiny", 64, 32, 515),)
 
@@ -128,10 +130,11 @@ def measured(shape: Shape, device: str, dtype: torch.dtype, link: float) -> dict
     """Each way's median milliseconds, predicted milliseconds, and peak bytes above what was allocated."""
     ways = {name: together(run) for name, run in steps(shape, dtype, device)}
     return {
-        "shape": asdict(shape), "median_ms": times_ms(ways, torch.device(device)),
+        "shape": asdict(shape),
+        "median_ms": times_ms(ways, torch.device(device)),
         "predicted_ms": predicted_ms(shape, product_flops(shape, dtype, device), link),
         "peak_bytes": peaks_bytes(ways, torch.device(device)),
-    }  # fmt: skip
+    }
 
 
 def profiled(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tigon.trainer.guards import console
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML; docs/train.md lists its keys.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML; docs/recipe.md lists its keys.")],
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, with --beside of both recipes."),

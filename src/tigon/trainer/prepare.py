@@ -24,6 +24,7 @@ from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.data.tokens import Encoder, Tokens, learns_an_end
 from tigon.errors import DataError, RecipeError, TigonError
+from tigon.models.hybrid_layers import LayerPath, paths_of, slow_layers
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import ModelConfig, Recipe
@@ -106,6 +107,8 @@ class Prepared:
     """Lines that name the formats of the rows, unless all data is text, and the cache that their tokens came from."""
     warnings: tuple[str, ...] = ()
     """Settings of the recipe that are allowed but probably mistakes."""
+    layer_paths: tuple[LayerPath, ...] = ()
+    """Which code runs the layers that have a state instead of attention."""
     wrong_ops: Mapping[str, str] = field(default_factory=dict)
     """Ops that failed their self-test, with the reason. The model keeps its own code for them."""
     unused_tensors: tuple[str, ...] = ()
@@ -183,7 +186,9 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     harness.check(recipe.eval.lm_eval)
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
-    shapes = model.parameter_shapes(config)
+    built = model.without_data(config)
+    shapes, layer_paths = model.shapes_of(built), paths_of(built)
+    del built
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     settings = preflight.check_techniques(recipe, device)
     model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(settings))
@@ -299,12 +304,19 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         rows_line=preview.rows_line(read, tok, rendering) + packing_line + _cache_line(encoder),
         warnings=(
             *model.text_part_warning(recipe.model, config), *adapter_warnings, *of_rows,
+            *slow_layer_warning(layer_paths, device.type),
             *_row_warnings(encoded, tok, rendering, is_trl=rows is not None),
             *warnings_of(recipe, size, trains_tokenizer=_trains_tokenizer(recipe)),
         ),
-        wrong_ops=self_test.wrong_ops(recipe, settings, device),
+        layer_paths=layer_paths, wrong_ops=self_test.wrong_ops(recipe, settings, device),
         unused_tensors=unused_tensors,
     )  # fmt: skip
+
+
+def slow_layer_warning(paths: Sequence[LayerPath], device_type: str) -> tuple[str, ...]:
+    """A warning if a library that is not installed would run layers faster; on a CPU none would."""
+    slow = slow_layers(paths) if device_type == "cuda" else None
+    return () if slow is None else (slow,)
 
 
 def check_every_row_has_images(samples: Sequence[Sample], settings: Settings) -> None:
