@@ -48,7 +48,8 @@ from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.guards import preflight
-from tigon.trainer.timed_run import StepMeter, StepTimer
+from tigon.trainer.measuring.timed_run import StepMeter, StepTimer
+from tigon.trainer.setup import Setup, TrainingData
 
 PACKAGES = ("accelerate", "peft", "bitsandbytes", "torchao")
 DOCUMENTS = 4
@@ -235,17 +236,20 @@ def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) ->
     config = models.load_config(recipe.model)
     key, shapes = _shapes_of(recipe, config)
     settings = preflight.check_techniques(recipe, device)
-    run_info = engine.run_info_of(recipe, config, shapes, device, CausalLM(recipe.model))
-    built, _ = engine.build(
-        recipe.model, config, settings, run_info, device=device, seed=1, kernels=case.kernels, base=folder / key,
-    )  # fmt: skip
+    setup = Setup(
+        recipe=recipe,
+        device=device,
+        settings=settings,
+        config=config,
+        shapes=shapes,
+        objective=CausalLM(recipe.model),
+    )
+    built, _ = engine.build(setup, folder / key)
     meter.mark("load")
-    args = trainers.arguments(recipe.train, settings, run_info, folder=folder, device=device, evaluate=case.evaluated)
     rows = rows_of(case, case.steps * case.batch * case.accumulate, config.vocab_size)
     held_out = rows_of(case, case.batch, config.vocab_size) if case.evaluated else None
-    trainer = trainers.make(
-        built, args, Collator(0, packing=True), rows, held_out, engine.make_optimizer(recipe.train, settings)
-    )
+    data = TrainingData(train=rows, eval=held_out, collator=Collator(0, packing=True))
+    trainer = trainers.make(setup, built, data, folder)
     trainer.add_callback(StepTimer(meter, trainer))
     trainer.train()
     guarded.refuse_nonfinite_weights(built, trainer.state.global_step)

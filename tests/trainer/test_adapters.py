@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import EXPERTS, chats, put_experts_into_mxfp4, save
-from trainer_helpers import losses
+from trainer_helpers import cut_back, losses
 
 from vllm_loader import served
 
@@ -173,10 +173,7 @@ def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
     sets = ("lora.rank=4", "lora.dropout=0.1", "train.save_steps=2", "output.name=whole")
     assert run("bf16", *sets).code == 0
     runs = here / "runs"
-    shutil.copytree(runs / "whole", runs / "cut")
-    shutil.rmtree(runs / "cut" / "checkpoints" / "checkpoint-4")
-    shutil.rmtree(runs / "cut" / "adapters")
-    (runs / "cut" / "summary.json").unlink()
+    shutil.rmtree(cut_back(runs / "whole", "cut", 4) / "adapters")
     recipe = runs / "cut" / "recipe.yaml"
     recipe.write_text(recipe.read_text(encoding="utf-8").replace("name: whole", "name: cut"), encoding="utf-8")
     assert run("bf16", *sets[:-1], "output.name=cut", resume=True).code == 0

@@ -21,7 +21,7 @@ pytest.importorskip("datasets")
 from second_proofs import proved_by
 from tigon.data import preferences
 from tigon.objectives import post_training_rules
-from tigon.trainer.speed import Speed
+from tigon.trainer.step import Speed
 
 SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}
 QUICK: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from forks import forks, in_forks, python
 from tigon._install import install_command
 from tigon.objectives import recipe_checks
 from tigon.recipe.keys import ModelConfig
-from tigon.trainer import run_folder
+from tigon.trainer.folder import run_folder
 from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.prepare import prepare as look_ahead
 from tigon.trainer.run import train

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,10 @@ from tigon.data.render_chat import render_chat
 from tigon.errors import OptionError, TigonError, UsageError
 from tigon.models.loading.weight_files import one_line
 from tigon.trained.load import Loaded
+from tigon.trainer.evaluation.generate import end_tokens
+
+if TYPE_CHECKING:
+    pass
 
 DEFAULT_TEMPERATURE = 0.7
 LEAST_TEMPERATURE = 1e-3  # logits divided by less overflow in 16 bits
@@ -190,7 +194,7 @@ class Conversation:
 
         tokenizer, model, checks = self.loaded.tokenizer, self.loaded.model, LogitsProcessorList([_refuse_nonfinite])
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        ends = _end_tokens(model, tokenizer)
+        ends = end_tokens(model, tokenizer)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         try:
             if self.loaded.has_heads:
@@ -200,11 +204,16 @@ class Conversation:
                 return made.tokens
             with torch.no_grad():
                 ids = model.generate(
-                    input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=room, streamer=streamer,
-                    use_cache=True, eos_token_id=ends or None, logits_processor=checks,
+                    input_ids=ids_1T,
+                    attention_mask=torch.ones_like(ids_1T),
+                    max_new_tokens=room,
+                    streamer=streamer,
+                    use_cache=True,
+                    eos_token_id=ends or None,
+                    logits_processor=checks,
                     pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0],
                     **sampling,
-                )  # fmt: skip
+                )
         except (TigonError, OSError):
             raise
         except Exception as error:  # generation_config.json can ask for anything
@@ -230,13 +239,6 @@ def _refuse_nonfinite(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 def _in_parts(turn: dict[str, str]) -> dict[str, Any]:
     return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """The ids that end an answer: those of the generation config, and the tokenizer's."""
-    declared = getattr(model.generation_config, "eos_token_id", None)
-    ids = declared if isinstance(declared, list) else [declared]
-    return [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
 
 
 def check_text(text: str, what: str) -> None:

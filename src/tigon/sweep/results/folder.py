@@ -25,7 +25,7 @@ from tigon.errors import RunFolderError
 from tigon.sweep.points import Point
 from tigon.sweep.results import schema
 from tigon.sweep.worker import orders
-from tigon.trainer import run_folder as train_folder
+from tigon.trainer.folder import folder_lock
 
 SCHEMA = 1
 RESULTS, TABLE, PREDICTIONS, POINTS, LOGS = "results.json", "results.csv", "predictions.json", "points", "logs"
@@ -51,7 +51,7 @@ class SweepFolder:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Lock this folder. Raises RunFolderError if another sweep holds the lock."""
-        with train_folder.locked(self.path, LOCK, "measuring into this sweep folder"):
+        with folder_lock.locked(self.path, LOCK, "measuring into this sweep folder"):
             yield
 
     def machine(self) -> dict[str, Any] | None:
