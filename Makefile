@@ -90,7 +90,8 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.head_accuracy
 	$(BIN)/python -m benchmarks.pages.support
 	$(BIN)/python -m benchmarks.pages.engine_pairs
-	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
+	$(BIN)/python -m benchmarks.pages.techniques
+	$(BIN)/python -m benchmarks.pages.recipe_keys
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
 	PYTHONPATH=tests $(BIN)/python tests/compat/liger_page.py
 	PYTHONPATH=. $(BIN)/python tests/docs/page_examples.py

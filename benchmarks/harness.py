@@ -23,7 +23,8 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # PyTorch i
 from torch.profiler import ProfilerActivity, profile
 
 from tigon.bench import timing
-from tigon.bench.record import environment
+from tigon.bench.record import environment, save
+from tigon.bench.session import Session
 from tigon.bench.training.planned import gpu_of
 from tigon.errors import TigonError
 from tigon.planner.request import Request
@@ -112,7 +113,12 @@ class Bench:
         if "environment" not in self.fields:  # it starts CUDA in this process
             self.fields = {"environment": self.environment(), **self.fields}
         self.fields["seconds"] = round(time.monotonic() - self._start_s, 1)
-        write_json(self.given.json, self.fields)
+        save(self.fields, self.given.json)
+
+    def session(self) -> Session:
+        """The record of a case with `session_options`, in the form of `tigon bench`."""
+        given = self.given
+        return Session(json_path=given.json, resume=given.resume, time_limit_s=given.time_limit)
 
     def environment(self) -> dict[str, Any]:
         """The machine and the versions."""
@@ -125,9 +131,10 @@ class Bench:
         timing.release(self.device)
 
 
-def write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+def session_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `Bench.session`."""
+    parser.add_argument("--resume", action="store_true", help="measure only what the record at --json lacks")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start nothing more after this time")
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

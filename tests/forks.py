@@ -131,7 +131,7 @@ def forget_tigon() -> None:
     """Have the next import read tigon's files again, and those of its tests. The other libraries stay imported."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name.partition(".")[0] == "tigon":
+        if name.partition(".")[0] in ("tigon", "benchmarks"):
             for value in vars(module).values():
                 if isinstance(value, torch.library.Library):
                     value._destroy()  # its operators are defined anew

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tigon._files import open_regular, read_text
-from tigon.bench import report
+from tigon.bench.record import RunRecord
+from tigon.bench.record import load as load_record
 from tigon.data import sources
 from tigon.errors import TigonError
 from tigon.models.loading.config import load_config
@@ -55,7 +56,7 @@ def test_special_file_is_refused_with_its_kind_and_without_waiting(special):
 READERS = {
     "a recipe": lambda path: recipe_checks.load(path, gpu_present=lambda: False),
     "a sweep": definition.load,
-    "a bench record": report.load,
+    "a bench record": lambda path: load_record(path, RunRecord),
     "a profile": result.read,
     "a config.json": lambda path: load_config(str(path)),
     "data.source": lambda path: sources.check([sources.Source(str(path))]),

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Bench, Case, write_json
+from benchmarks.harness import Bench, Case
+from tigon.bench.record import save
 
 Binary = Mapping[str, Any]
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -60,7 +61,7 @@ def measure(bench: Bench) -> None:
     if given.json is None:
         print(json.dumps(record, indent=1))
     else:
-        write_json(given.json, record)
+        save(record, given.json)
 
 
 def options(parser: argparse.ArgumentParser) -> None:

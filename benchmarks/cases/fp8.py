@@ -8,8 +8,8 @@ errors    `fp8_linear` against fp64 products of the same rounded factors, and ag
 kernels   amax, the casts in GB/s, and one product in bf16 and in FP8 with each scaling and both ways to sum.
 linears   forward and backward of each linear module of a layer, bf16 and FP8 in turns, and torchao's if installed.
 
-`tigon bench train` measures steps, e.g. `--variant tigon:none --variant tigon-fp8-tensorwise:none`. The proof that
-training converges alike is two runs of `tigon train`, whose eval losses the reports hold:
+`python -m benchmarks train` measures steps, e.g. `--variant tigon:none --variant tigon-fp8-tensorwise:none`. The proof
+that training converges alike is two runs of `tigon train`, whose eval losses the reports hold:
 
     tigon train recipes/quickstart.yaml --set train.steps=1000 --set train.precision=bf16 --set output.name=bf16
     tigon train recipes/quickstart.yaml --set train.steps=1000 --set train.precision=fp8 --set output.name=fp8

@@ -37,7 +37,7 @@ from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS, has_expandable_
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.head_groups import key_heads
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 ROWS = ("131072:offload", "131072:offload-attention", "524288:offload-attention")
 TINY_ROWS = ("300:offload", "300:offload-attention")

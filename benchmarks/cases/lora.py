@@ -45,9 +45,9 @@ from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
 from tigon.planner.request import Request
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.mechanisms.adapter_targets import expert_parameters
-from tigon.techniques.mechanisms.mxfp4_experts import Mxfp4Parametrization
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.lora.adapter_targets import expert_parameters
+from tigon.techniques.lora.mxfp4_experts import Mxfp4Parametrization
+from tigon.techniques.technique import RunInfo
 
 # Its types are incomplete, and mypy checks this file.
 transformers = importlib.import_module("transformers")

@@ -16,7 +16,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Bench, Case, write_json
+from benchmarks.harness import Bench, Case
+from tigon.bench.record import save
 from tigon.sweep import failures
 
 SETTINGS = ("schema", "name", "axes", "rows", "steps", "warmup", "memory_limit_bytes")
@@ -59,7 +60,7 @@ def measure(bench: Bench) -> None:
         bench.refuse("--json RECORD is required")
     record, new = (json.loads(path.read_text(encoding="utf-8")) for path in (bench.given.json, bench.given.results))
     try:
-        write_json(bench.given.json, merged(record, new))
+        save(merged(record, new), bench.given.json)
     except ValueError as error:
         bench.refuse(str(error))
     print(f"{sum(row['status'] in failures.FINISHED for row in new['points'])} points are now those of today")

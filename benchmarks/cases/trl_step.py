@@ -32,8 +32,9 @@ import torch
 from torch import nn
 
 import tigon
-from benchmarks.harness import Bench, Case, write_json
+from benchmarks.harness import Bench, Case
 from tigon.bench import timing
+from tigon.bench.record import save
 from tigon.integrations.trl import fuse
 from tigon.objectives.choose import planned_objective
 from tigon.objectives.recipe_checks import of_assignments
@@ -233,7 +234,7 @@ def add_plans(record: Path) -> None:
         if line["head"] == "tigon":
             line["planned_gib"] = round(planned_gib(line["trainer"], line["weights"]), 2)
             print(json.dumps(line), flush=True)
-    write_json(record, fields)
+    save(fields, record)
 
 
 def measure_all(bench: Bench) -> None:

@@ -23,48 +23,29 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Bench, Case
-from tigon.bench import measure as bench_measure
 from tigon.bench import timing
-from tigon.bench.impls import impls_for
-from tigon.bench.suites import SMALL, Row
+from tigon.bench.impls import CATALOGUE
+from tigon.bench.inputs import Bound, Problem
+from tigon.bench.rows import SMALL, SUITES, USUAL, Row
+from tigon.bench.rows import row as large
 from tigon.ops import OPS
 
 ROUNDS, REPETITIONS, COMPILING = 4, 5, 6
-_PLAIN: dict[str, Any] = {"ignored": 0.0}
-_HEADS = {"hiddens": 3, "weights": 3, "shifts": (2, 3, 4), "head_weights": (1.0, 0.8, 0.64)}
 LARGE = (
-    Row(op="rms_norm", shape=(16384, 4096)),
-    Row(op="rms_norm", shape=(16384, 16384)),
-    Row(op="rms_norm", shape=(1_000_000, 128)),
-    Row(op="rms_norm", shape=(1, 4096)),
-    Row(op="add_rms_norm", shape=(16384, 4096)),
-    Row(op="layer_norm", shape=(16384, 4096)),
-    Row(op="layer_norm", shape=(16384, 16384)),
-    Row(op="rope", shape=(4, 32, 4096, 128), options={"kv_heads": 8}),
-    Row(op="swiglu", shape=(16384, 14336)),
-    Row(op="geglu", shape=(16384, 14336)),
-    Row(op="swiglu", shape=(1, 14336)),
-    Row(op="cross_entropy", shape=(8192, 128256), options={**_PLAIN, "inplace": True}),
-    Row(op="cross_entropy", shape=(8192, 32000), options={**_PLAIN, "inplace": True}),
-    Row(op="logprobs", shape=(4096, 128256), options=_PLAIN),
-    Row(op="linear_cross_entropy", shape=(8192, 4096, 128256), options=_PLAIN, graph=False),
-    Row(op="linear_cross_entropy", shape=(4096, 2048, 128256), options=_PLAIN, graph=False),
-    Row(
-        op="linear_cross_entropy", shape=(4096, 2048, 128256), options={**_PLAIN, "softcap": 30.0}, graph=False,
-        problem="softcap",
-    ),
-    Row(op="linear_logprobs", shape=(4096, 2048, 128256), options=_PLAIN, graph=False),
-    Row(op="linear_kl", shape=(4096, 2048, 128256), options={"kind": "jsd"}, graph=False),
-    Row(op="lora_linear", shape=(8192, 4096, 14336, 16), options={"scaling": 2.0}),
-    Row(op="lora_linears", shape=(4096, 4096, 4096, 1024, 16), options={"scaling_0": 2.0}),
-    Row(op="fp8_linear", shape=(8192, 4096, 14336)),
-    Row(op="experts", shape=(8192, 8, 128, 2048), options={"inner": 768}, graph=False),
-    Row(op="experts", shape=(4096, 2, 8, 4096), options={"inner": 14336}, graph=False),
-    Row(op="topk_softmax", shape=(16384, 128), options={"top_k": 8, "normalised": True}),
-    Row(op="load_balancing_loss", shape=(16384, 128), options={"top_k": 8}),
-    Row(op="multi_head_linear_cross_entropy", shape=(2, 2048, 2048, 32000), options=_HEADS, graph=False),
-)  # fmt: skip
-ROWS = {"large": LARGE, "small": SMALL}
+    *SUITES[USUAL],
+    large("rms_norm", 16384, 16384),
+    large("rms_norm", 1_000_000, 128),
+    large("rms_norm", 1, 4096),
+    large("layer_norm", 16384, 16384),
+    large("swiglu", 1, 14336),
+    large("cross_entropy", 8192, 32000),
+    large("linear_cross_entropy", 4096, 2048, 128256),
+    large("linear_cross_entropy", 4096, 2048, 128256, options={"softcap": 30.0}, problem="softcap"),
+    large("linear_logprobs", 4096, 2048, 128256),
+    large("linear_kl", 4096, 2048, 128256),
+    large("experts", 4096, 2, 8, 4096, options={"inner": 14336}),
+)
+ROWS = {"large": LARGE, "small": SUITES[SMALL]}
 
 
 class Prepared:
@@ -72,8 +53,8 @@ class Prepared:
 
     def __init__(self, row: Row, device: torch.device) -> None:
         self.device = device
-        problem = bench_measure.Problem.of(row, torch.bfloat16, device)
-        self.bound = bound = problem.bind(next(impl for impl in impls_for(OPS[row.op]) if impl.name == "tigon"))
+        (tigon,) = (impl for impl in CATALOGUE.impls_for(row.op) if impl.name == "tigon")
+        self.bound = bound = Bound(tigon, Problem.of(row, torch.bfloat16, device))
         for _ in range(2):
             bound.restore()
             bound.both()

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.duel.agreement import judged
 from benchmarks.duel.entries import ENTRIES, ORDER, TASKS, TINY_SIZES, Row, row_of
+from tigon.bench.record import save
 
 ROW_LIMIT_S = 240
 LEAST_S = {"unsloth": 110, "tigon": 70, "hf": 60, "liger": 60}
@@ -33,14 +34,6 @@ def load(path: Path) -> Record:
         record: Record = json.loads(path.read_text(encoding="utf-8"))
         return record
     return {"environment": None, "measurements": [], "refused": [], "failed": []}
-
-
-def save(record: Record, path: Path) -> None:
-    """Write the record so that an end at any time leaves the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
 
 
 def kept(record: Record, row: Row, line: Mapping[str, Any]) -> Record:
@@ -80,9 +73,12 @@ def measured(row: Row, limit_s: float, tiny: bool, xformers: Path | None) -> tup
         command = [sys.executable, "-m", "benchmarks.duel", "--one", str(row), "--json", str(answer_path)]
         with log_path.open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
-                command + ["--tiny"] * tiny, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                command + ["--tiny"] * tiny,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env=_environment(row, xformers),
-            )  # fmt: skip
+            )
             try:
                 reason = f"exit {process.wait(limit_s)}"
             except subprocess.TimeoutExpired:
@@ -110,10 +106,12 @@ def _environment(row: Row, xformers: Path | None) -> dict[str, str]:
     """The variables of a row's process: no network, and xformers only where the row asks for it."""
     found = dict(os.environ)
     found |= {
-        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1", "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "UNSLOTH_DISABLE_STATISTICS"), "1"),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "UNSLOTH_COMPILE_LOCATION": str(Path(tempfile.gettempdir()) / "unsloth_compiled_cache"),
-    }  # fmt: skip
+    }
     if ENTRIES[row.entry].xformers and xformers is not None:
         for name, folder in (("PYTHONPATH", xformers), ("LD_LIBRARY_PATH", xformers / "lib")):
             found[name] = os.pathsep.join(filter(None, [str(folder.resolve()), found.get(name)]))
@@ -181,13 +179,13 @@ def same_environment(before: Record | None, now: Record) -> Record:
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.duel", description=__doc__)
-    parser.add_argument("rows", nargs="*", metavar="TASK:ENTRY:BATCHxTOKENS", help="default: all, by importance; "
-                        f"tasks {', '.join(TASKS)}; entries {', '.join(ENTRIES)}")  # fmt: skip
+    known = f"tasks {', '.join(TASKS)}; entries {', '.join(ENTRIES)}"
+    parser.add_argument("rows", nargs="*", metavar="TASK:ENTRY:BATCHxTOKENS", help=f"default: all; {known}")
     parser.add_argument("--json", type=Path, required=True, metavar="RECORD", help="read and written after each row")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="start no row after this time")
     parser.add_argument("--again", action="store_true", help="measure rows that the record has, too")
-    parser.add_argument("--xformers", type=Path, metavar="FOLDER", help="xformers, with its libraries in FOLDER/lib; "
-                        "without it the rows with xformers are left out")  # fmt: skip
+    without = "without it the rows with xformers are left out"
+    parser.add_argument("--xformers", type=Path, metavar="FOLDER", help=f"xformers, its libraries in lib/; {without}")
     parser.add_argument("--tiny", action="store_true", help="a small model, also without a GPU")
     parser.add_argument("--one", metavar="ROW", help="only this row, in this process; --json gets its line")
     return parser

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks.duel.inputs import SEED
+from tigon.bench import timing
 
 WARM_UP_STEPS, TIMED_STEPS = 4, 7
 STEPS = WARM_UP_STEPS + TIMED_STEPS
@@ -27,47 +26,25 @@ def dtypes(model: Any) -> list[str]:
     return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained(model)})
 
 
-class Clock:
-    """The time of each step with the GPU's work, and the peak of the steps after the warm-up."""
+def new_clock(device: torch.device) -> timing.StepClock:
+    timing.release(device)
+    clock = timing.StepClock(device, WARM_UP_STEPS)
+    clock.begin()
+    return clock
 
-    def __init__(self, device: torch.device) -> None:
-        self.gpu = device.type == "cuda"
-        self.step_s: list[float] = []
-        self.warm_up_peak_bytes = 0
-        gc.collect()
-        if self.gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        self._last_s = self._now_s()
 
-    def _now_s(self) -> float:
-        if self.gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def step_ends(self) -> None:
-        now_s = self._now_s()
-        self.step_s.append(now_s - self._last_s)
-        if self.gpu and len(self.step_s) == WARM_UP_STEPS:
-            self.warm_up_peak_bytes = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        self._last_s = self._now_s()
-
-    def measured(self, tokens: int) -> dict[str, Any]:
-        """Tokens per second of the median step, its milliseconds, and the peaks in GiB."""
-        timed_s = self.step_s[WARM_UP_STEPS:]
-        median_s = statistics.median(timed_s)
-        peak, reserved = (
-            (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if self.gpu else (0, 0)
-        )  # fmt: skip
-        return {
-            "tokens_per_s": round(tokens / median_s),
-            "step_ms": [round(1e3 * s, 1) for s in (min(timed_s), median_s, max(timed_s))],
-            "peak_gib": round(peak / GIB, 2),
-            "reserved_gib": round(reserved / GIB, 2),
-            "warm_up_peak_gib": round(self.warm_up_peak_bytes / GIB, 2),
-            "warm_up_s": round(sum(self.step_s[:WARM_UP_STEPS]), 1),
-        }
+def measured(clock: timing.StepClock, tokens: int) -> dict[str, Any]:
+    """Tokens per second of the median step, its milliseconds, and the peaks in GiB."""
+    median_ms = statistics.median(clock.ms)
+    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+    return {
+        "tokens_per_s": round(1e3 * tokens / median_ms),
+        "step_ms": [round(ms, 1) for ms in (min(clock.ms), median_ms, max(clock.ms))],
+        "peak_gib": round((clock.peak_bytes or 0) / GIB, 2),
+        "reserved_gib": round(reserved / GIB, 2),
+        "warm_up_peak_gib": round((clock.warm_up_peak_bytes or 0) / GIB, 2),
+        "warm_up_s": round(sum(clock.warm_up_ms) / 1e3, 1),
+    }
 
 
 def in_loop(model: Any, ids: torch.Tensor, learning_rate: float, autocast: bool) -> dict[str, Any]:
@@ -82,7 +59,7 @@ def in_loop(model: Any, ids: torch.Tensor, learning_rate: float, autocast: bool)
     ids = ids.to(device)
     optimizer = torch.optim.AdamW(trained(model), lr=learning_rate, weight_decay=0.0, fused=device.type == "cuda")
     losses = []
-    clock = Clock(device)
+    clock = new_clock(device)
     for _ in range(STEPS):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
             loss = model(input_ids=ids, labels=ids).loss
@@ -90,14 +67,19 @@ def in_loop(model: Any, ids: torch.Tensor, learning_rate: float, autocast: bool)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-        clock.step_ends()
-    return {**clock.measured(ids.numel()), "losses": [round(float(one), 5) for one in losses]}
+        clock.end()
+        clock.begin()
+    return {**measured(clock, ids.numel()), "losses": [round(float(one), 5) for one in losses]}
 
 
 def in_trainer(
-    model: Any, tokenizer: Any, ids: torch.Tensor, learning_rate: float,
-    built: Callable[[Any], None] = lambda trainer: None, **config: Any,
-) -> dict[str, Any]:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    learning_rate: float,
+    built: Callable[[Any], None] = lambda trainer: None,
+    **config: Any,
+) -> dict[str, Any]:
     """The same steps in SFTTrainer. Import it after Unsloth, which replaces it.
 
     Args:
@@ -123,19 +105,20 @@ def in_trainer(
     for parameter, values in recast:
         parameter.data = values.to(device)
     built(trainer)
-    clock: list[Clock] = []
+    clock: list[timing.StepClock] = []
 
     class Timer(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            clock.append(Clock(device))
+            clock.append(new_clock(device))
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock[0].step_ends()
+            clock[0].end()
+            clock[0].begin()
 
     trainer.add_callback(Timer())
     trainer.train()
     losses = [round(float(entry["loss"]), 5) for entry in trainer.state.log_history if "loss" in entry]
     return {
-        **clock[0].measured(ids.numel()), "losses": losses[:STEPS], "recast_to_fp32": len(recast),
+        **measured(clock[0], ids.numel()), "losses": losses[:STEPS], "recast_to_fp32": len(recast),
         "trainer": f"{type(trainer).__module__}.{type(trainer).__name__}",
     }  # fmt: skip

@@ -10,9 +10,9 @@ from benchmarks.pages import published
 from tigon.models.loading.presets import PRESETS
 from tigon.report.table import Table
 from tigon.sweep import failures
-from tigon.sweep.report.charts import GIB, axis_words
-from tigon.sweep.report.report import ROWS_WORDS, left_out
-from tigon.sweep.results.results import in_processes
+from tigon.sweep.charts import GIB, axis_words
+from tigon.sweep.report import ROWS_WORDS, left_out
+from tigon.sweep.results import in_processes
 
 Row = Mapping[str, Any]
 Results = Mapping[str, Any]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.pages.planner_accuracy [--into docs/planner.md]
 
-The measurements are those of `python -m benchmarks plans`. Prints the errors of every case, and the peaks of each phase
-for cases whose memory is beyond a limit. With `--into`, the predictions are written beside the measurements, the table
+The measurements are those of planner/runs.json. Prints the errors of every case, and the peaks of each phase for cases
+whose memory is beyond a limit. With `--into`, the predictions are written beside the measurements, the table
 between the document's markers, and the chart into img/ beside the document.
 """
 
@@ -65,7 +65,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """A file of `python -m benchmarks plans`."""
+    """A file of measured runs."""
 
     environment: Mapping[str, Any]
     memory_bytes: int
@@ -97,8 +97,8 @@ class Comparison:
 
 
 def load(path: Path) -> Measurements:
-    """The measurements in `path`. Raises UsageError if the file is not one of `python -m benchmarks plans` on a GPU."""
-    measurements = _read(path, hint="`python -m benchmarks plans` makes it, on a GPU")
+    """The measurements in `path`. Raises UsageError if the file has no measured runs."""
+    measurements = _read(path, hint="benchmarks/README.md says how such runs are measured")
     try:
         if measurements["tiny"]:
             raise UsageError(f"{path} holds runs of small models on a CPU, whose peaks nobody measured.")
@@ -108,7 +108,7 @@ def load(path: Path) -> Measurements:
             others=tuple(case for case in measurements["cases"] if case["status"] != "ok"),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise UsageError(f"{path} was not written by `python -m benchmarks plans`: {error} is missing.") from None
+        raise UsageError(f"{path} has no measured runs: {error} is missing.") from None
 
 
 def _read(path: Path, *, hint: str) -> Any:

@@ -18,8 +18,9 @@ from benchmarks.pages import blocks, regions
 from benchmarks.pages.sweep_accuracy import REMAKE, predictions_path
 from tigon._files import read_text
 from tigon.errors import TigonError, UsageError
-from tigon.sweep.report import charts
-from tigon.sweep.results.folder import SCHEMA, write_text
+from tigon.sweep import charts
+from tigon.sweep.schema import SCHEMA
+from tigon.sweep.worker.orders import write_text
 
 RECORDS = Path("benchmarks/results")
 IMAGES = "img/study"

@@ -33,7 +33,7 @@ from tigon.objectives import recipe_checks
 from tigon.planner.gpus import GPUS, find_gpu
 from tigon.recipe.keys import Recipe
 from tigon.sweep import failures
-from tigon.sweep.prediction import predict
+from tigon.sweep.one_point import predict
 
 RESULTS = Path("benchmarks/results")
 ROOMS = ("study", "medusa")

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 
-def trunk_of(model: Any) -> Any:
+def trunk_of(model: nn.Module) -> Any:
     """The module below the head, or a model without a head itself.
 
     Llama 4's `base_model_prefix` names no attribute of its text model, so its `base_model` is the model itself.
@@ -16,7 +16,7 @@ def trunk_of(model: Any) -> Any:
     return getattr(model, "model", model) if trunk is model else trunk
 
 
-def language_model(model: Any) -> Any:
+def language_model(model: nn.Module) -> Any:
     """The trunk, or the part of it that reads text if the model has towers for images too."""
     trunk = trunk_of(model)
     towers = (getattr(trunk, name, None) for name in _LANGUAGE_MODELS)
@@ -27,7 +27,7 @@ _LANGUAGE_MODELS = ("language_model", "text_model")
 """The names that models of text and images have for the part that reads text."""
 
 
-def decoder_stack(model: Any) -> nn.ModuleList:
+def decoder_stack(model: nn.Module) -> nn.ModuleList:
     """The list of the repeated layers: the longest in the trunk; empty if there is none.
 
     An objective's modules and a vision tower, which may have more layers, are outside.
@@ -37,6 +37,6 @@ def decoder_stack(model: Any) -> nn.ModuleList:
     return max(stacks, key=len, default=nn.ModuleList())
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of `decoder_stack`."""
     return list(decoder_stack(model))

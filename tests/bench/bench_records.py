@@ -32,7 +32,7 @@ def row(op: str = "rms_norm", shape: tuple[int, ...] = (8, 16), **fields) -> Row
         measured("liger", "peer", 0.15),
         Measurement(impl="quack", role="peer", status="not installed", detail="No module named 'quack'"),
     ]
-    fields = {"reach": [], "flops": 0, "graph": True, "error_shape": list(shape), **fields}
+    fields = {"flops": 0, "graph": True, "error_shape": list(shape), **fields}
     return RowRecord(
         id=f"{op} {'x'.join(map(str, shape))}", op=op, shape=list(shape), dtype="bf16", options={}, logits="random",
         input_bytes=1000, moved_bytes=10**8, saved_bytes=0, limit_ms=0.1, measurements=measurements, **fields,
@@ -48,7 +48,3 @@ def run(*rows: RowRecord, **fields) -> RunRecord:
     return RunRecord(
         environment=environment, suite="targets", repetitions=10, ceilings=ceilings, rows=list(rows), **fields
     )
-
-
-def target(quantity: str, bound: float, **fields) -> dict:
-    return {"quantity": quantity, "bound": bound, "of": "", "vs": "", "memory_gib": None, **fields}

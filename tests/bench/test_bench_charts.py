@@ -10,8 +10,8 @@ pytest.importorskip("matplotlib")
 
 from bench_records import measured, row, run
 
-from tigon.bench import charts
-from tigon.bench.impls import impls_for
+from benchmarks.kernels import charts
+from benchmarks.kernels.peers import CATALOGUE
 from tigon.ops import OPS
 
 
@@ -74,6 +74,6 @@ def test_charts_of_one_page_have_distinct_ids():
 
 
 def test_every_implementation_has_a_colour_and_every_op_has_dimensions():
-    shown = {impl.name for op in OPS.values() for impl in impls_for(op) if impl.role != "variant"}
+    shown = {impl.name for op in OPS for impl in CATALOGUE.impls_for(op) if impl.role != "variant"}
     assert shown <= set(charts.COLOURS)
     assert set(charts.DIMENSIONS) == set(OPS)

@@ -9,32 +9,41 @@ from typing import Any
 import pytest
 import torch
 
-from tigon.bench import impls as impls_module
+from benchmarks.kernels.peers import CATALOGUE, OTHERS, TIGON
+from benchmarks.kernels.suites import SUITES
 from tigon.bench import measure, numerical_errors
-from tigon.bench.impls import Impl
-from tigon.bench.inputs import Bound, differentiable, make_inputs, make_upstream
-from tigon.bench.measure import measure_row
-from tigon.bench.record import Measurement
-from tigon.bench.suites import SMALL, row
+from tigon.bench.impls import LIMITS, Catalogue, Impl
+from tigon.bench.inputs import Bound, Problem
+from tigon.bench.measure import Setting, measure_row
+from tigon.bench.record import Measurement, RowRecord
+from tigon.bench.rows import SMALL, Row, row
 from tigon.bench.timing import Spread
 from tigon.errors import BenchError
 from tigon.ops import OPS
 
 CPU = torch.device("cpu")
 CEILINGS = {"copy_gb_per_s": 10.0, "matmul_tflop_per_s": 0.1, "matmul_size": 512}
-BASIC = ("tigon", "eager", "torch", "tigon new gradient", "tigon one chunk", "tigon half ignored", "tigon frozen head",
-         "tigon eval")  # fmt: skip
+SETTING = Setting(dtype=torch.float32, device=CPU, repetitions=2, ceilings=CEILINGS)
+BASIC = (
+    *("tigon", "eager", "torch", "tigon new gradient", "tigon one chunk", "tigon half ignored", "tigon frozen head"),
+    "tigon eval",
+)
 
 
-def measured(case, names=BASIC, repetitions=2, dtype=torch.float32):
-    return measure_row(case, names, dtype, CPU, repetitions, CEILINGS)
+def measured(case: Row, names=BASIC, catalogue: Catalogue = CATALOGUE) -> RowRecord:
+    return measure_row(case, catalogue.of_row(case, names), SETTING)
 
 
-def with_peers(monkeypatch, *peers: Impl) -> None:
-    monkeypatch.setattr(impls_module, "PEERS", peers)
+def only(*peers: Impl) -> Catalogue:
+    """tigon, the formula, and these peers."""
+    return Catalogue(SUITES, (*peers, *LIMITS))
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def problem(op: str, *shape: int, **fields: Any) -> Problem:
+    return Problem.of(row(op, *shape, **fields), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("case", SUITES[SMALL], ids=lambda case: case.id)
 def test_row_has_times_memory_errors_and_rates(case):
     record = measured(case)
     by_name = {m.impl: m for m in record.measurements}
@@ -44,7 +53,7 @@ def test_row_has_times_memory_errors_and_rates(case):
         assert m.extra_peak_bytes > 0 and 0 < m.fraction < math.inf
         assert (m.tflop_per_s is not None) == bool(record.flops) != (m.gb_per_s is not None)
         gradients = {n for n in m.errors if n.startswith("gradient of ")}
-        wanted = differentiable(OPS[case.op], make_inputs(case, torch.float32, CPU), case.frozen)
+        wanted = Problem.of(case, torch.float32, CPU).differentiable()
         assert gradients == {f"gradient of {n}" for n in wanted}
         assert not m.breaks_rule and max(m.errors.values()) < 1e-5
     assert record.error_shape == list(case.shape) and record.repetitions == 2
@@ -82,23 +91,22 @@ def test_tigon_with_a_nan_is_refused(monkeypatch):
     assert measured(row("swiglu", 16, 32), ("tigon",)).measurements[0].status == "refused"
 
 
-def test_wrong_peer_is_timed_and_marked(monkeypatch):
+def test_wrong_peer_is_timed_and_marked():
     def wrong(f: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return f(gate) * up * 1.001
 
     silu = "torch.nn.functional:silu"
-    with_peers(
-        monkeypatch,
+    peers = only(
         Impl(name="liger", op="swiglu", role="peer", target=silu, adapt=wrong),
         Impl(name="quack", op="swiglu", role="peer", target=silu, adapt=lambda f, gate, up: f(gate) * up),
     )
-    record = measured(row("swiglu", 16, 32), ("tigon", "liger", "quack"))
+    record = measured(row("swiglu", 16, 32), ("tigon", "liger", "quack"), peers)
     _, liger, quack = record.measurements
     assert liger.breaks_rule == ["output 0", "gradient of gate", "gradient of up"] and liger.eager_ms is not None
     assert not quack.breaks_rule
 
 
-def test_failure_of_one_implementation_leaves_the_others_measured(monkeypatch):
+def test_failure_of_one_implementation_leaves_the_others_measured():
     def out_of_memory(f: Any, gate: torch.Tensor, up: torch.Tensor) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
@@ -106,22 +114,25 @@ def test_failure_of_one_implementation_leaves_the_others_measured(monkeypatch):
         raise RuntimeError("shape\nsecond line")
 
     silu = "torch.nn.functional:silu"
-    with_peers(
-        monkeypatch,
+    peers = only(
         Impl(name="torch", op="swiglu", role="peer", target="torch.nn.functional:no_such_function"),
         Impl(name="liger", op="swiglu", role="peer", target="no_such_package:silu"),
         Impl(name="quack", op="swiglu", role="peer", target=silu, adapt=out_of_memory),
         Impl(name="cce", op="swiglu", role="peer", target=silu, adapt=bug),
         Impl(name="cce exact", op="swiglu", role="peer", target=silu, adapt=lambda f, gate: f(gate)),
     )
-    record = measured(row("swiglu", 16, 32), ("tigon", "torch", "liger", "quack", "cce", "cce exact"))
+    record = measured(row("swiglu", 16, 32), ("tigon", "torch", "liger", "quack", "cce", "cce exact"), peers)
     by_name = {m.impl: m for m in record.measurements}
     assert by_name["tigon"].eager_ms is not None
     statuses = {name: m.status for name, m in by_name.items()}
     assert statuses == {
-        "tigon": "ok", "torch": "no such op", "liger": "not installed", "quack": "out of memory", "cce": "failed",
+        "tigon": "ok",
+        "torch": "no such op",
+        "liger": "not installed",
+        "quack": "out of memory",
+        "cce": "failed",
         "cce exact": "not supported",
-    }  # fmt: skip
+    }
     assert by_name["cce"].detail == "RuntimeError: shape"
 
 
@@ -133,11 +144,9 @@ def test_dead_device_ends_the_run_and_names_who_left_it(monkeypatch):
         monkeypatch.setattr(measure.timing, "synchronize", dead)
         raise RuntimeError("illegal memory access")
 
-    with_peers(
-        monkeypatch, Impl(name="quack", op="swiglu", role="peer", target="torch.nn.functional:silu", adapt=crash)
-    )
+    peers = only(Impl(name="quack", op="swiglu", role="peer", target="torch.nn.functional:silu", adapt=crash))
     with pytest.raises(BenchError, match="quack left the device unusable"):
-        measured(row("swiglu", 16, 32), ("tigon", "quack"))
+        measured(row("swiglu", 16, 32), ("tigon", "quack"), peers)
 
 
 def test_overwritten_inputs_are_restored_and_belong_to_one_implementation():
@@ -151,49 +160,32 @@ def test_overwritten_inputs_are_restored_and_belong_to_one_implementation():
             gate.mul_(0)
         return result.detach().requires_grad_()
 
-    op = OPS["swiglu"]
-    inputs = make_inputs(row("swiglu", 16, 32), torch.float32, CPU)
-    before = {name: value.clone() for name, value in inputs.items()}
+    swiglu = problem("swiglu", 16, 32)
+    before = {name: value.clone() for name, value in swiglu.inputs.items()}
     impl = Impl(name="x", op="swiglu", role="peer", target="torch.nn.functional:silu", adapt=destroys, overwrites=True)
-    bound = Bound(impl, op, inputs, make_upstream(op, inputs))
+    bound = Bound(impl, swiglu)
     for _ in range(3):
         bound.restore()
         bound.forward()
     assert all(torch.equal(gate, before["gate"]) for gate in seen)
-    assert all(torch.equal(value, before[name]) for name, value in inputs.items())
+    assert all(torch.equal(value, before[name]) for name, value in swiglu.inputs.items())
 
 
 def test_copies_for_overwriting_keep_the_memory_order():
-    inputs = make_inputs(row("rope", 2, 4, 8, 16, options={"kv_heads": 2}), torch.float32, CPU)
-    impl = Impl(name="x", op="rope", role="peer", target=OPS["rope"].call, overwrites=True)
-    bound = Bound(impl, OPS["rope"], inputs, make_upstream(OPS["rope"], inputs))
-    own = bound._leaves()
-    assert own["q"].stride() == inputs["q"].stride() and own["q"].data_ptr() != inputs["q"].data_ptr()
-
-
-@pytest.mark.parametrize("logits", ["random", "peaked"])
-@pytest.mark.parametrize(("op", "shape"), [("cross_entropy", (40, 30)), ("linear_cross_entropy", (40, 8, 30))])
-def test_truth_by_chunks_equals_the_truth_at_once(op, shape, logits, monkeypatch):
-    inputs = make_inputs(row(op, *shape, options={"ignored": 0.4}, logits=logits), torch.float32, CPU)
-    upstream = make_upstream(OPS[op], inputs)
-    monkeypatch.setattr(numerical_errors, "_CHUNK_BYTES", 7 * 8 * 30)
-    chunked = numerical_errors.oracle(OPS[op], inputs, upstream, torch.float64)
-    wide = {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
-    whole = numerical_errors.oracle(OPS[op], wide, upstream)
-    assert chunked.keys() == whole.keys()
-    for name, value in whole.items():
-        assert value.dtype == torch.float64
-        assert numerical_errors.relative_error(chunked[name], value) < 1e-14, name
+    rope = problem("rope", 2, 4, 8, 16, options={"kv_heads": 2})
+    own = Bound(Impl(name="x", op="rope", role="peer", target=rope.op.call, overwrites=True), rope)._leaves()
+    q = rope.inputs["q"]
+    assert own["q"].stride() == q.stride() and own["q"].data_ptr() != q.data_ptr()
 
 
 def test_errors_are_measured_on_fewer_tokens_if_fp64_does_not_fit(monkeypatch):
     """Errors are then of fewer tokens, and the record says of how many."""
     whole = numerical_errors.oracle
 
-    def small_gpu(op, inputs, upstream, dtype=None, *problem):
-        if dtype == torch.float64 and inputs["q"].shape[2] > 10:
+    def small_gpu(problem, dtype=None):
+        if dtype == torch.float64 and problem.inputs["q"].shape[2] > 10:
             raise torch.cuda.OutOfMemoryError("out of memory")
-        return whole(op, inputs, upstream, dtype, *problem)
+        return whole(problem, dtype)
 
     monkeypatch.setattr(numerical_errors, "oracle", small_gpu)
     record = measured(row("rope", 1, 4, 32, 16, options={"kv_heads": 2}), ("tigon", "eager"))
@@ -211,16 +203,15 @@ def test_error_is_the_relative_frobenius_norm():
 
 
 def test_rule_allows_twice_the_error_of_rounding_or_of_the_unfused_op():
-    op = OPS["swiglu"]
-    inputs = make_inputs(row("swiglu", 64, 64), torch.float32, CPU)
-    truth = numerical_errors.oracle(op, inputs, make_upstream(op, inputs), torch.float64)
+    swiglu = problem("swiglu", 64, 64)
+    truth = numerical_errors.oracle(swiglu, torch.float64)
     rounding = numerical_errors.relative_error(truth["output 0"].bfloat16(), truth["output 0"])
-    allowed = numerical_errors.allowed_errors(op, inputs, truth, torch.bfloat16, dict.fromkeys(truth, 0.0))
+    allowed = numerical_errors.allowed_errors(swiglu, truth, torch.bfloat16, dict.fromkeys(truth, 0.0))
     assert allowed["output 0"] == pytest.approx(2 * rounding, rel=1e-3)
-    allowed = numerical_errors.allowed_errors(op, inputs, truth, torch.bfloat16, dict.fromkeys(truth, 0.5))
+    allowed = numerical_errors.allowed_errors(swiglu, truth, torch.bfloat16, dict.fromkeys(truth, 0.5))
     assert allowed["output 0"] == pytest.approx(1.0, rel=1e-3)
-    allowed = numerical_errors.allowed_errors(op, inputs, truth, torch.bfloat16, None)
-    assert allowed["output 0"] == pytest.approx(2 * max(op.errors["bf16"], rounding), rel=1e-3)
+    allowed = numerical_errors.allowed_errors(swiglu, truth, torch.bfloat16, None)
+    assert allowed["output 0"] == pytest.approx(2 * max(swiglu.op.errors["bf16"], rounding), rel=1e-3)
     assert numerical_errors.breaks_rule({"output 0": math.nan}, allowed) == ["output 0"]
     assert numerical_errors.breaks_rule({"output 0": allowed["output 0"]}, allowed) == []
 
@@ -235,8 +226,7 @@ def test_row_is_judged_by_its_graph_time_if_it_asks_for_one():
 
 def test_row_of_log_probabilities_has_its_settings_variants_and_both_bounds():
     pytest.importorskip("trl.kernels")
-    names = ("tigon", "tigon kept logits", "tigon recomputed logits", "tigon with entropy", "tigon half masked",
-             "tigon frozen head", "tigon eval", "eager", "trl")  # fmt: skip
+    names = ("tigon", *(impl.name for impl in TIGON if impl.op == "linear_logprobs"), "eager", "trl")
     record = measured(row("linear_logprobs", 64, 32, 1000, graph=False), names)
     by_name = {m.impl: m for m in record.measurements}
     assert set(by_name) == {*names, "products", "four products"}
@@ -246,12 +236,12 @@ def test_row_of_log_probabilities_has_its_settings_variants_and_both_bounds():
     assert record.flops == 8 * 64 * 32 * 1000
 
 
-KL_ROWS = {row.problem: row for row in SMALL if row.op == "linear_kl"}
+KL_ROWS = {row.problem: row for row in SUITES[SMALL] if row.op == "linear_kl"}
 
 
-def of_kl(problem: str, names: tuple[str, ...] = ("tigon", "eager", "trl", "liger jsd")) -> dict[str, Measurement]:
+def of_kl(problem: str, names=("tigon", "eager", "trl", "liger jsd"), catalogue=CATALOGUE) -> dict[str, Measurement]:
     pytest.importorskip("trl.kernels")
-    return {m.impl: m for m in measured(KL_ROWS[problem], names).measurements}
+    return {m.impl: m for m in measured(KL_ROWS[problem], names, catalogue).measurements}
 
 
 def test_divergence_of_two_trained_heads_has_gradients_of_both_and_eight_products():
@@ -278,17 +268,17 @@ def test_mean_divergence_is_compared_with_trls_function(problem):
         assert by_name[name].status == "ok" and not by_name[name].breaks_rule, (name, by_name[name].detail)
 
 
-def test_peer_that_returns_a_mean_is_called_with_the_arguments_of_its_divergence(monkeypatch):
+def test_peer_that_returns_a_mean_is_called_with_the_arguments_of_its_divergence():
     def function(hidden, weight, teacher_hidden, teacher_weight, *, jsd_beta):
         kind = "forward" if jsd_beta == 0.0 else "jsd"
         return OPS["linear_kl"].oracle(hidden, weight, teacher_hidden, teacher_weight, kind=kind).mean()
 
-    (liger,) = (impl for impl in impls_module.PEERS if impl.name == "liger jsd")
-    with_peers(monkeypatch, dataclasses.replace(liger, target=function))
+    (liger,) = (impl for impl in OTHERS if impl.name == "liger jsd")
+    peers = only(dataclasses.replace(liger, target=function))
     for problem in ("mean jsd, frozen teacher", "mean forward KL, frozen teacher"):
-        m = of_kl(problem, ("liger jsd",))["liger jsd"]
+        m = of_kl(problem, ("liger jsd",), peers)["liger jsd"]
         assert m.status == "ok" and not m.breaks_rule, m.detail
-    m = of_kl("jsd, frozen teacher", ("liger jsd",))["liger jsd"]
+    m = of_kl("jsd, frozen teacher", ("liger jsd",), peers)["liger jsd"]
     assert m.status == "not supported" and "mean over the tokens" in m.detail
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.kernels.peers import CATALOGUE
 from tigon.bench import timing
-from tigon.bench.impls import impl_names
-from tigon.bench.measure import measure_row
-from tigon.bench.suites import row
+from tigon.bench.measure import Setting, measure_row
+from tigon.bench.rows import row
 from tigon.bench.timing import Graphs
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,8 @@ def device() -> torch.device:
 )
 def test_row_on_a_gpu_has_graph_times_host_time_and_memory(case, device):
     ceilings = {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 700.0, "matmul_size": 8192}
-    record = measure_row(case, impl_names(), torch.bfloat16, device, 3, ceilings)
+    setting = Setting(dtype=torch.bfloat16, device=device, repetitions=3, ceilings=ceilings)
+    record = measure_row(case, CATALOGUE.of_row(case, CATALOGUE.names()), setting)
     for m in record.measurements:
         print(m.impl, m.status, m.detail, m.graph_detail)
     tigon = record.measurements[0]

@@ -6,14 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
-from bench_records import measured, row, run, target
+from bench_records import measured, row, run
 
+from benchmarks.kernels import suites
+from benchmarks.kernels.peers import CATALOGUE
+from benchmarks.kernels.table import MEANINGS, implementations, overview, provenance
+from benchmarks.kernels.targets import PerformanceTarget
 from benchmarks.pages import regions
-from benchmarks.pages.bench import MEANINGS, implementations, overview, record_name, records_of, section
+from benchmarks.pages.bench import load, record_name, records_of, section
 from tigon.bench import table
-from tigon.bench.impls import impl_names
 from tigon.bench.record import Measurement
-from tigon.bench.report import load
 from tigon.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +30,12 @@ def cells(text: str, line: int = 0) -> list[str]:
     return [cell.strip() for cell in text.splitlines()[2 + line].strip("|").split("|")]
 
 
+def target(quantity: str, bound: float, **fields) -> PerformanceTarget:
+    return PerformanceTarget(quantity=quantity, bound=bound, **fields)
+
+
 def test_summary_names_the_fastest_peer():
-    assert cells(table.summary(run(row())))[:5] == ["rms_norm 8x16", "0.11", "0.15 (liger)", "0.1 (copy)", "91 %"]
+    assert cells(table.summary([row()]))[:5] == ["rms_norm 8x16", "0.11", "0.15 (liger)", "0.1 (copy)", "91 %"]
 
 
 def test_peer_that_errs_too_much_is_marked_and_never_the_best():
@@ -39,19 +45,19 @@ def test_peer_that_errs_too_much_is_marked_and_never_the_best():
         measured("liger", "peer", 0.05, breaks_rule=["output 0"]),
         measured("compile", "peer", 0.2),
     ]
-    assert cells(table.summary(run(row(measurements=peers))))[2] == f"0.2 (compile), 0.05 (liger) {table.WRONG}"
+    assert cells(table.summary([row(measurements=peers)]))[2] == f"0.2 (compile), 0.05 (liger) {table.WRONG}"
     peers[2] = measured("liger", "peer", 0.9, breaks_rule=["output 0"])
-    assert cells(table.summary(run(row(measurements=peers))))[2] == "0.2 (compile)"
+    assert cells(table.summary([row(measurements=peers)]))[2] == "0.2 (compile)"
 
 
 def test_time_with_launches_is_labelled():
     peers = [measured("tigon", "ours", 0.11), measured("liger", "peer", 0.15, graph_ms=None)]
-    assert cells(table.summary(run(row(measurements=peers))))[2] == "0.25 (liger, with launches)"
+    assert cells(table.summary([row(measurements=peers)]))[2] == "0.25 (liger, with launches)"
 
 
 def test_refused_tigon_has_no_figure():
     refused = Measurement(impl="tigon", role="ours", status="refused", detail="wrong")
-    shown = cells(table.summary(run(row(measurements=[refused, measured("compile", "peer", 0.2)]))))
+    shown = cells(table.summary([row(measurements=[refused, measured("compile", "peer", 0.2)])]))
     assert shown[1] == "refused" and shown[4] == "-"
 
 
@@ -72,9 +78,9 @@ def test_refused_tigon_has_no_figure():
         (target("ms", 1.0, of="tigon eval"), None),  # not measured
         (target("kept_bytes", 0.0), None),
     ],
-)  # fmt: skip
+)
 def test_target_is_reached_missed_or_not_measured(wanted, ok):
-    text, verdict = table.target_result(row(), wanted)
+    text, verdict = wanted.result(row())
     assert verdict is ok
     assert text.endswith({True: "reached", False: "missed", None: "not measured"}[ok])
 
@@ -86,14 +92,14 @@ def test_target_within_a_memory_limit_ignores_settings_that_exceed_it():
         measured("products", "limit", 1.0),
     ]
     record = row("linear_cross_entropy", (8, 16, 32), measurements=settings, flops=10**9)
-    text, ok = table.target_result(record, target("ratio", 1.04, vs="products", memory_gib=2.0))
+    text, ok = target("ratio", 1.04, vs="products", memory_gib=2.0).result(record)
     assert not ok and text == "<= 1.04 x products within 2 GiB: 1.100, missed by tigon 1 GiB"
-    text, ok = table.target_result(record, target("ratio", 1.04, vs="products", memory_gib=3.0))
+    text, ok = target("ratio", 1.04, vs="products", memory_gib=3.0).result(record)
     assert ok and text == "<= 1.04 x products within 3 GiB: 1.000, reached"
 
 
 def test_details_list_every_implementation_and_why_one_is_missing():
-    text = table.details(run(row()))
+    text = table.details(row())
     assert "| quack | not installed: No module named 'quack' |" in text
     for name in ("tigon", "eager", "compile", "liger"):
         assert f"| {name} | " in text
@@ -101,7 +107,7 @@ def test_details_list_every_implementation_and_why_one_is_missing():
 
 
 def test_provenance_names_card_driver_versions_commit_and_date():
-    text = table.provenance(run(row(), not_run=["rope 1"]))
+    text = provenance(run(row(), not_run=["rope 1"]))
     for part in ("Testcard", "driver 1.2", "torch 2.11.0", "abc", "2026-11-21", "4000 GB/s", "700 TFLOP/s", "rope 1"):
         assert part in text
     assert "triton" not in text
@@ -121,19 +127,20 @@ def test_bound_is_the_measured_products_if_there_are_any():
     assert table.bound(row("linear_cross_entropy", (8, 16, 32), flops=10**9, measurements=[own])) == (0.1, "FLOPs")
     both = row("linear_cross_entropy", (8, 16, 32), flops=10**9, measurements=[own, products])
     assert table.bound(both) == (0.4, "products")
-    assert cells(table.summary(run(both)))[3:5] == ["0.4 (products)", "80 %"]
-    assert "| tigon | " in table.details(run(both)) and "bound 0.4 ms (products)" in table.details(run(both))
+    assert cells(table.summary([both]))[3:5] == ["0.4 (products)", "80 %"]
+    assert "| tigon | " in table.details(both) and "bound 0.4 ms (products)" in table.details(both)
 
 
-def test_overview_counts_rows_without_a_faster_peer_and_targets_that_are_reached():
+def test_overview_counts_rows_without_a_faster_peer_and_targets_that_are_reached(monkeypatch):
     slower = row(shape=(4, 8), measurements=[measured("tigon", "ours", 0.3), measured("compile", "peer", 0.2)])
-    slower.reach = [target("ratio", 1.05, vs="compile"), target("ms", 0.3)]
+    targets = (target("ratio", 1.05, vs="compile"), target("ms", 0.3))
+    monkeypatch.setitem(suites._REACH, "targets", {slower.id: targets})
     shown = cells(overview({"x/one": run(row(), slower)}))
     assert shown == ["x/one", "2", "1 of 2", "rms_norm 4x8: 1.50 x compile", "1 of 2"]
 
 
 def test_every_implementation_has_a_meaning():
-    assert set(MEANINGS) == set(impl_names())
+    assert set(MEANINGS) == set(CATALOGUE.names())
 
 
 def _shown_records() -> dict[str, str]:

@@ -18,11 +18,14 @@ pytest.importorskip("typer")
 import transformers
 from transformers.models.llama import modeling_llama
 
+from benchmarks.__main__ import main as benchmarks
 from benchmarks.pages import bench as bench_page
-from benchmarks.pages.bench import section
+from benchmarks.pages.bench import load, section
+from benchmarks.training import codes
+from benchmarks.training.codes import ALL
+from benchmarks.training.table import codes as codes_table
 from eager_capture import eager_capture
 from tigon.bench import timing
-from tigon.bench.report import load
 from tigon.bench.training import table, variants
 from tigon.bench.training.cases import Case
 from tigon.bench.training.measure import CaseRun
@@ -32,8 +35,8 @@ from tigon.bench.training.trainee import Trainee
 from tigon.bench.training.variants import CODES, parse
 from tigon.cli import app
 from tigon.ops import products
-from tigon.techniques import cuda_graphs
-from tigon.techniques.mechanisms import fused_linear
+from tigon.techniques.accumulation import fused_linear
+from tigon.techniques.cuda_graphs import cuda_graphs
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures on the CPU")
@@ -131,7 +134,7 @@ def test_peer_without_memory_is_recorded_and_the_others_are_measured(bench, mode
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB.")
 
     peer = dataclasses.replace(CODES["hf"], prepare=lambda _: variants.Ready(out_of_memory))
-    monkeypatch.setattr(variants, "CODES", {**CODES, "hf": peer})
+    monkeypatch.setitem(CODES, "hf", peer)
     path = tmp_path / "x.json"
     code, out, _ = bench(*quick(model, "hf:full", "tigon:none"), "--json", path)
     assert code == 0 and "| hf:full | out of memory: " in out
@@ -203,12 +206,12 @@ def test_variants_in_graphs_learn_the_same_and_the_fused_one_adds_in_the_product
         added.append(accumulate)
         products.product_into(a, b, out, accumulate)
 
-    monkeypatch.setattr(variants, "_graphs_of", eager_graphs)
+    monkeypatch.setattr(codes, "_graphs_of", eager_graphs)
     monkeypatch.setattr(fused_linear, "product_into", watched)
     case = Case(model=str(model), batch=4, seq=8, precision="fp32", memory=None)
     trainee, losses = Trainee(case, CPU, 2), {}
     for name in ("tigon", "tigon-graphs", "tigon-graphs-fused", "tigon-fused"):
-        ready = parse(f"{name}:{recomputed}").prepare(trainee.model, recomputed)
+        ready = parse(f"{name}:{recomputed}", codes=ALL).prepare(trainee.model, recomputed)
         trainee.restore()
         if "fused" not in name:
             assert not added
@@ -227,7 +230,7 @@ def test_variant_in_fp8_computes_nearly_the_same_loss(model, recomputed, tmp_pat
     case = Case(model=str(tmp_path), batch=2, seq=8, precision="bf16", memory=None)
     trainee, losses = Trainee(case, CPU, 2), {}
     for name in ("tigon", "tigon-fp8-tensorwise", "tigon-fp8-rowwise"):
-        ready = parse(f"{name}:{recomputed}").prepare(trainee.model, recomputed)
+        ready = parse(f"{name}:{recomputed}", codes=ALL).prepare(trainee.model, recomputed)
         trainee.restore()
         with ready.active():
             losses[name] = trainee.step(ready.loss, 0, 2)
@@ -255,10 +258,11 @@ def test_variant_that_no_micro_batch_lets_fit_is_recorded(bench, model, tmp_path
     assert second.status == "over the limit" and "| hf:none@fits | does not fit: " in out
 
 
-def test_trls_head_computes_the_same_loss(bench, model, tmp_path):
+def test_trls_head_computes_the_same_loss(model, tmp_path, monkeypatch):
     pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
     path = tmp_path / "x.json"
-    assert bench(*quick(model, "hf:full", "trl:full"), "--json", path)[0] == 0
+    monkeypatch.setattr(timing, "ceilings", lambda *_: CEILINGS)
+    benchmarks([*map(str, quick(model, "hf:full", "trl:full")), "--tiny", "--json", str(path)])
     reference, trl = load(path).cases[0].measurements
     if trl.status == "not supported":
         pytest.skip(trl.detail)
@@ -297,8 +301,7 @@ def test_nothing_is_written_if_nothing_was_measured(bench, model, tmp_path, monk
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--variant", "unsloth:full"), "choose one of hf, compile, liger, trl, tigon, tigon-graphs, "),
-        (("--variant", "tigon-graphs:auto"), "tigon-graphs recomputes none, full; got 'auto'"),
+        (("--variant", "unsloth:full"), "choose one of hf, compile, liger, tigon."),
         (("--variant", "hf"), "hf recomputes none, full; got ''"),
         (("--variant", "liger:auto"), "liger recomputes none, full; got 'auto'"),
         (("--variant", "tigon:auto@4"), "the planner chooses the micro-batch of auto; write tigon:auto"),
@@ -330,13 +333,13 @@ def test_unwritable_place_and_a_foreign_file_are_refused_before_measuring(bench,
     assert code == 2 and "cannot be written" in err and "preparing" not in out
 
 
-def test_report_writes_tables_and_charts_and_the_section_of_a_page(bench, measured, tmp_path):
+def test_report_writes_tables_and_charts_and_the_section_of_a_page(measured, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plots, document = tmp_path / "plots", tmp_path / "page.md"
     document.write_text("before\n<!-- training card/x -->\nEARLIER TEXT\n<!-- end -->\nafter\n")
-    code, out, err = bench("report", measured, "--plot", plots)
+    benchmarks(["report", str(measured), "--plot", str(plots)])
     bench_page.main([str(measured), "--into", str(document)])
-    assert code == 0, err
+    out = capsys.readouterr().out
     assert "x hf:full" in out and "| tigon:full@2 | 2 x 2 | full |" in out
     names = {p.name for p in plots.iterdir()}
     assert "table.md" in names and sorted(name.partition("-")[0] for name in names - {"table.md"}) == ["speed", "time"]
@@ -354,7 +357,7 @@ def test_docs_show_the_figures_of_the_records():
         name = f"training/{path.stem}"
         expected = f"<!-- training {name} -->\n{section(load(path), name)}\n<!-- end -->"
         assert expected in document, f"run python -m benchmarks.pages.bench {path} --into docs/training-benchmarks.md"
-    codes = f"<!-- codes -->\n{table.codes()}\n<!-- end -->"
+    codes = f"<!-- codes -->\n{codes_table()}\n<!-- end -->"
     assert codes in document
 
 
@@ -386,7 +389,10 @@ def test_wait_is_no_time_of_a_kernel(name):
     wait = types.SimpleNamespace(name=name, duration=9000.0)
     work = types.SimpleNamespace(name="multi_tensor_apply_kernel<...>", duration=2000.0)
     step = types.SimpleNamespace(device_type=DeviceType.CPU, name="aten::_fused_adamw_", kernels=[wait, work])
-    alone = types.SimpleNamespace(device_type=DeviceType.CUDA, name=name, is_user_annotation=False)
+    time_range = types.SimpleNamespace(elapsed_us=lambda: 9000.0)
+    alone = types.SimpleNamespace(
+        device_type=DeviceType.CUDA, name=name, is_user_annotation=False, time_range=time_range
+    )
     times_ms = time_by_kind([step, alone], on_cuda=True, step_ms=3.0)
     assert times_ms == {**dict.fromkeys(KINDS, 0.0), "optimizer": 2.0, "idle": 1.0}
 
@@ -425,8 +431,8 @@ def test_restored_weights_are_those_of_the_start_for_every_step_number(model):
     assert all(not value.any() for state in trainee.optimizer.state.values() for value in state.values())
 
 
-def test_record_of_an_older_tigon_is_refused_by_its_schema(bench, tmp_path):
+def test_record_of_an_older_tigon_is_refused_by_its_schema(bench, model, tmp_path):
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"kind": "training steps", "schema": 0}))
-    code, _, err = bench("report", path)
+    code, _, err = bench(*quick(model), "--json", path, "--resume")
     assert code == 2 and "schema 0" in err and len(err.splitlines()) == 1

@@ -15,7 +15,7 @@ from tigon.compat.liger.errors import FlagConflict
 from tigon.compat.liger.kto import LigerFusedLinearKTOLoss, liger_fused_linear_kto
 from tigon.compat.liger.preference import DPO_LOSS_TYPES
 from tigon.errors import DtypeError, LabelError, OptionError, ShapeError
-from tigon.ops.head.plan import default_chunk_bytes
+from tigon.ops.head.inputs import default_chunk_bytes
 
 BETA, ALPHA, SMOOTHING, TAU = 0.3, 0.7, 0.1, 0.5
 PAIRS = 3

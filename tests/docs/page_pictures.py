@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 
 from browser import look
-from tigon.sweep.report import report
+from tigon.sweep import report
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "img" / "pages"

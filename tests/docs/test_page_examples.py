@@ -349,4 +349,4 @@ def test_wrong_flags_keys_and_files_are_found() -> None:
     assert wrong_in("tigon train recipes/no.yaml --set train.stepz=3") == "recipes/no.yaml, train.stepz"
     assert wrong_in("tigon fly") == "tigon fly"
     assert wrong_in("make pages demos") == "demos"
-    assert not wrong_in("tigon bench report odd.json --plot charts")
+    assert not wrong_in("tigon bench kernels --op rope --json ops.json")

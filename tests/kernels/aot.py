@@ -239,7 +239,7 @@ class Pretence:
 def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[None]:
     """Launches go to `launches` instead of a GPU, once for every target; all targets have one warp size, as much shared
     memory and one tile for the logits."""
-    from tigon.kernels import _device, glu, norm
+    from tigon.kernels import _launch, glu, norm
 
     pretence, run = Pretence(), JITFunction.run
 
@@ -275,9 +275,9 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         patch.object(JITFunction, "run", run_for_each),
         patch.object(knobs.runtime, "jit_cache_hook", take),
         patch.object(dispatch, "INTERPRET", True),  # CPU tensors take the kernels
-        patch.object(_device, "lanes", lambda: lanes),
-        patch.object(_device, "shared_bytes", lambda index: shared),
-        patch.object(_device, "multiprocessors", lambda index: 1),
+        patch.object(_launch, "lanes", lambda: lanes),
+        patch.object(_launch, "shared_bytes", lambda index: shared),
+        patch.object(_launch, "multiprocessors", lambda index: 1),
         patch.object(chips, "chip", lambda index: chip),
         # The launches do not depend on the values, and products of a model's size take minutes on a CPU.
         patch.object(products, "_product_into", lambda a, b, out, accumulate: None),

@@ -9,7 +9,7 @@ from torch import nn
 
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 IDS = torch.arange(24).view(2, 12) % 64
 

@@ -20,7 +20,7 @@ from tigon.models.patch import flags_of, unpatch
 from tigon.models.seams.attention_sinks import CausalRows
 from tigon.models.verification.tiny import tiny_config, tiny_model
 from tigon.ops.attention_with_sinks import attention_with_sinks_fwd
-from tigon.techniques import checkpointing
+from tigon.techniques.checkpointing import checkpointing, layer_function
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 4}
 FAMILIES = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
@@ -160,7 +160,7 @@ def test_selective_checkpointing_keeps_the_results_of_attention() -> None:
     model = model_of()
     want = step(model)
     tigon.patch(model, attention_sinks=True)
-    checkpointing.enable(model, context_fn=checkpointing.selective_contexts)
+    layer_function.enable(model, context_fn=checkpointing.selective_contexts)
     with patch.object(attention_with_sinks_fwd, "_composite", wraps=attention_with_sinks_fwd._composite) as computed:
         assert_close(step(model), want)
     assert computed.call_count == 2

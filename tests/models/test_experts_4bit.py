@@ -13,7 +13,7 @@ from models_helpers import assert_agree
 import tigon
 from tigon.models.verification.tiny import tiny_model
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.mechanisms import adapter_targets
+from tigon.techniques.lora import adapter_targets
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -40,7 +40,7 @@ def read(folder: Path, **options: Any) -> Any:
 
 def in_4_bits(folder: Path) -> Any:
     """The checkpoint as `tigon train` reads it with lora.quantize, for products in fp32."""
-    from tigon.techniques.mechanisms import expert_quantizer
+    from tigon.techniques.lora import expert_quantizer
 
     model = read(folder, quantization_config=expert_quantizer.config(torch.float32), device_map={"": "cpu"})
     for module in model.modules():

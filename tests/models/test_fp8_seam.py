@@ -21,8 +21,8 @@ from tigon.models.seams.norm import finds_amax
 from tigon.models.verification.tiny import tiny_model
 from tigon.ops.linear import fp8, fp8_linear
 from tigon.ops.linear.fp8 import SCALINGS
-from tigon.techniques.checkpointing import enable, replace_function
-from tigon.techniques.mechanisms.recompute import recomputed
+from tigon.techniques.checkpointing.layer_function import enable, replace_function
+from tigon.techniques.checkpointing.recompute import recomputed
 
 IDS = torch.arange(24).view(2, 12) % 64
 

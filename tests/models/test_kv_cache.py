@@ -11,7 +11,7 @@ from models_helpers import tiny_model
 
 from tigon.models import MODELS
 from tigon.models.kv_cache import cache_as_in, without_cache
-from tigon.models.verification.survey import small_model
+from tigon.models.verification.small_models import small_model
 
 
 def caches(config: Any) -> dict[str, Any]:

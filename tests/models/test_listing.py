@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from models_helpers import FITS_FROM, too_old
 
+from benchmarks.pages import model_families
 from tigon.cli.models import models
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS
-from tigon.models.verification import listing, survey
+from tigon.models.verification import listing
+from tigon.models.verification.small_models import families_without_a_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -27,12 +29,12 @@ every_row_fits = pytest.mark.skipif(
 
 @every_row_fits
 def test_table_of_the_docs_matches_the_installed_rows():
-    """Run `tigon models --into docs/models.md`."""
-    assert between(PAGE.read_text(encoding="utf-8"), "rows") == listing.rows_markdown()
+    """Run `python -m benchmarks.pages.model_families rows`."""
+    assert between(PAGE.read_text(encoding="utf-8"), "rows") == model_families.rows()
 
 
 def test_families_without_a_row_in_the_docs_match_the_installed_transformers():
-    """Run `tigon models --into docs/models.md --others`. Another version of transformers knows other families."""
+    """Run `python -m benchmarks.pages.model_families others`. Another version of transformers knows other families."""
     import transformers
 
     table = between(PAGE.read_text(encoding="utf-8"), "others")
@@ -40,7 +42,7 @@ def test_families_without_a_row_in_the_docs_match_the_installed_transformers():
     if not summary.startswith(f"transformers {transformers.__version__}:"):
         pytest.skip(f"the page was made with another version of transformers: {summary}")
     listed = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1] for line in lines[3:]}
-    assert set(listed) == set(survey.families_without_a_row())
+    assert set(listed) == set(families_without_a_row())
     assert "differs" not in listed.values()
 
 
@@ -105,19 +107,8 @@ def test_family_that_patch_refuses_is_listed_with_the_reason_and_the_next_ones_f
         ({"verified": True, "dtype": "fp16"}, "fp16"),
         ({"verified": True, "device": "nowhere"}, "nowhere"),
         ({"device": "cpu"}, "--verify"),
-        ({"others": True}, "--into"),
-        ({"into": PAGE, "as_json": True}, "--json"),
-        ({"into": PAGE.parent / "absent.md"}, "absent.md"),
     ],
 )
 def test_option_that_has_no_effect_is_refused(options, message):
     with pytest.raises(OptionError, match=message):
         models(**options)
-
-
-def test_document_without_markers_is_refused_and_left_unchanged(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("text")
-    with pytest.raises(OptionError, match="no markers"):
-        models(into=page)
-    assert page.read_text() == "text"

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import tigon
 from tigon.models.verification.tiny import tiny_model
-from tigon.techniques.mechanisms.adapter_targets import expert_parameters
+from tigon.techniques.lora.adapter_targets import expert_parameters
 
 peft = pytest.importorskip("peft")
 WIDTHS = {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 96}
@@ -23,7 +23,7 @@ WIDTHS = {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 9
 
 def models() -> tuple[Any, Any]:
     """A GPT-OSS whose experts are in MXFP4, and one with the same numbers as dense weights."""
-    from tigon.techniques.mechanisms.mxfp4_experts import Mxfp4Parametrization
+    from tigon.techniques.lora.mxfp4_experts import Mxfp4Parametrization
 
     torch.manual_seed(0)
     stored = tiny_model("gpt_oss", WIDTHS).float()

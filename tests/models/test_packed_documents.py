@@ -16,7 +16,7 @@ from tigon._trunk import trunk_of
 from tigon.models import MODELS
 from tigon.models.kv_cache import cache_argument
 from tigon.models.packed_documents import MASK_WITHOUT_POSITIONS, MIX_DOCUMENTS, RECURRENT, keep_apart, objection
-from tigon.models.verification.survey import NotBuilt, small_model
+from tigon.models.verification.small_models import NotBuilt, small_model
 
 FIRST, SECOND = 9, 12  # tokens of the two documents of a sample
 

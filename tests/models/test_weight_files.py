@@ -16,7 +16,7 @@ from tigon.errors import UsageError
 from tigon.models.loading import weight_files
 from tigon.models.loading.auto_class import auto_class, text_part
 from tigon.models.loading.config import declared_in, load_config
-from tigon.models.verification.survey import small_model
+from tigon.models.verification.small_models import small_model
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

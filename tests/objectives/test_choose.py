@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 from tigon.errors import RecipeError
 from tigon.models.loading.config import load_config
-from tigon.objectives.causal_lm import CausalLM
+from tigon.objectives.base import Objective
 from tigon.objectives.choose import OBJECTIVES, objective_of
 from tigon.objectives.medusa import MedusaTraining
 from tigon.recipe.keys import HeadsConfig, ModelConfig, Recipe, TrainConfig
@@ -23,7 +23,7 @@ def recipe_of(**heads: Any) -> Recipe:
 
 def test_recipe_without_a_section_of_an_objective_trains_the_next_token() -> None:
     chosen = objective_of(recipe_of(), None, lambda: pytest.fail("the shapes were computed"))
-    assert type(chosen) is CausalLM and chosen is not objective_of(recipe_of(), None, dict)
+    assert type(chosen) is Objective and chosen is not objective_of(recipe_of(), None, dict)
 
 
 def test_recipe_with_a_stage_trains_heads_that_fit_the_model() -> None:
@@ -39,7 +39,7 @@ def test_heads_that_would_learn_nothing_are_refused() -> None:
 
 
 def test_last_objective_takes_every_recipe() -> None:
-    assert OBJECTIVES[-1] is CausalLM and len(set(OBJECTIVES)) == len(OBJECTIVES)
+    assert OBJECTIVES[-1] is Objective and len(set(OBJECTIVES)) == len(OBJECTIVES)
 
 
 @pytest.mark.parametrize("name", ["medusa", "unknown"])

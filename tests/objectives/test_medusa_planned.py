@@ -14,7 +14,7 @@ from tigon.errors import RecipeError
 from tigon.medusa import HeadsSpec, Objective
 from tigon.models.loading.config import load_config
 from tigon.objectives import recipe_checks
-from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.objectives.base import PlannedObjective
 from tigon.objectives.medusa import PlannedMedusa
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
@@ -71,5 +71,5 @@ def test_search_recommends_nothing_that_the_heads_exclude() -> None:
     problem = space.SearchProblem(request=request, free=frozenset({"train.precision"}), gpu=find_gpu("h200"))
     found, why = recommend.search(problem)
     assert not found and any("keeps no activations" in reason for reason in why)
-    plain = dataclasses.replace(problem, request=dataclasses.replace(request, objective=PlannedCausalLM()))
+    plain = dataclasses.replace(problem, request=dataclasses.replace(request, objective=PlannedObjective()))
     assert recommend.search(plain)[0]

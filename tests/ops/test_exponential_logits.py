@@ -15,10 +15,9 @@ from helpers import assert_within, relative_error
 from tigon.errors import OptionError
 from tigon.kernels import chips
 from tigon.ops import dispatch, linear_cross_entropy
-from tigon.ops.head import exponentials, loop
+from tigon.ops.head import chunks
 from tigon.ops.head.inputs import Head, Wanted
-from tigon.ops.losses.cross_entropy_rows import TokenLabels
-from tigon.ops.losses.options import LossOptions
+from tigon.ops.losses.inputs import LossOptions, TokenLabels
 
 N, H, V = 24, 16, 120
 
@@ -73,7 +72,7 @@ def test_confident_token_keeps_its_loss_and_gradient(backend: Any) -> None:
 @pytest.mark.parametrize("rows", [15, 16])
 def test_few_tokens_keep_their_upstream_factors(rows: int, backend: Any) -> None:
     """Below 16 the logits come from the vendor's product, and their gradient is whole already."""
-    assert exponentials.FEWEST_EXP_ROWS == 16
+    assert chunks.FEWEST_EXP_ROWS == 16
     x, w, target = bf16_head(backend.device)
     x, target = x.detach()[:rows].requires_grad_(), target[:rows]
     losses, dx, dw = truth_of(x, w, target)
@@ -101,10 +100,10 @@ def test_every_label_ignored_without_counting_gives_zeros(backend: Any) -> None:
     x, w, target = bf16_head(backend.device, scale=40.0)
     target[:] = -100
     options = LossOptions(-100, 0.0, None, 1.0, 0.0)
-    results = loop.chunk_loop(
+    results = chunks.chunk_loop(
         Head(x.detach(), w.detach()),
         TokenLabels(target, None, None, torch.ones((), device=x.device)),
-        loop.ChunkOptions(loss=options, chunk=7, wanted=Wanted(want_hidden=True, want_weight=True)),
+        chunks.ChunkOptions(loss=options, chunk=7, wanted=Wanted(want_hidden=True, want_weight=True)),
     )
     loss, dx, dw = results.loss, results.dx_NH, results.dw_VH
     assert not bool(loss.any()) and not bool(dx.any()) and not bool(dw.any())
@@ -153,14 +152,14 @@ def test_16_bit_sum_takes_half_the_memory_and_has_few_addends(monkeypatch: Any) 
     x, w = torch.randn(600, H).bfloat16().requires_grad_(), torch.randn(V, H).bfloat16().requires_grad_()
     target = torch.randint(0, V, (600,))
     sums = []
-    inner = loop._chunks_outputs
+    inner = chunks._chunks_outputs
 
     def outputs(*args: Any) -> Any:
         result = inner(*args)
         sums.append(result[5].nbytes)
         return result
 
-    monkeypatch.setattr(loop, "_chunks_outputs", outputs)
+    monkeypatch.setattr(chunks, "_chunks_outputs", outputs)
     for fp32 in (True, False):
         linear_cross_entropy(x, w, target, chunk_bytes=4 * V * 128, fp32_accumulate=fp32).backward()
     linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 60, fp32_accumulate=False).backward()
@@ -192,13 +191,13 @@ def test_plan_follows_the_chip_it_is_for_not_the_machine() -> None:
     options = LossOptions(-100, 0.0, None, 1.0, 0.0)
 
     def tile() -> Any:
-        return exponentials.exp_tile(x, x, options, False)
+        return chunks.exp_tile(x, x, options, False)
 
     assert tile() is None
     with dispatch.planned_for(dispatch.Planned(arch=(9, 0))):
         assert dispatch.planned_device(x) == "cuda"
         assert tile() == chips.chip_of_arch((9, 0)).logits_tile  # type: ignore[union-attr]
-        assert exponentials.exp_tile(x, x, options, True) is None
+        assert chunks.exp_tile(x, x, options, True) is None
         with dispatch.planned_for(dispatch.Planned(arch=(8, 0))):
             assert tile() is None
         assert tile() is not None

@@ -23,8 +23,8 @@ from tigon.ops.norms.norm import (
     norm_fwd_amax,
 )  # fmt: skip
 from tigon.ops.rope import RopeLayout, rotate, rotate_amax
-from tigon.techniques.checkpointing import enable, replace_function
-from tigon.techniques.mechanisms.recompute import recomputed
+from tigon.techniques.checkpointing.layer_function import enable, replace_function
+from tigon.techniques.checkpointing.recompute import recomputed
 
 pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ from helpers import relative_error
 from tigon.ops.accumulation_fusion import LeafGradient, accumulation_fusion
 
 N, H, V = 84, 24, 100
-# Mode -> options of the loss that choose it (ops/head/plan.py).
+# Mode -> options of the loss that choose it (ops/head/chunks.py).
 MODES: dict[str, dict[str, Any]] = {
     "keep": {"chunk_bytes": 1 << 20},
     "stream": {"chunk_bytes": 22 * V * 2},

@@ -14,10 +14,12 @@ from torch import Tensor
 from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import dispatch, linear_cross_entropy, prepare_targets, products
+from tigon.ops.head import chunks
 from tigon.ops.head import cross_entropy as op_module
-from tigon.ops.head import loop, loss_arguments
-from tigon.ops.head.plan import MIB, ChunkRequest, buffer_bytes, make_chunk_plan, plan_within
-from tigon.ops.losses import labels
+from tigon.ops.head import inputs as head_inputs
+from tigon.ops.head.chunks import ChunkRequest, buffer_bytes, make_chunk_plan, plan_within
+from tigon.ops.head.inputs import MIB
+from tigon.ops.losses import inputs
 from tigon.ops.losses.cross_entropy_rows import Rows
 
 N, H, V = 24, 16, 53
@@ -128,13 +130,13 @@ class Shapes:
     def __init__(self, monkeypatch: Any) -> None:
         self.logits_rows: list[int] = []
         self.products: list[tuple[int, ...]] = []
-        inner = loop.rows_with_gradient
+        inner = chunks.rows_with_gradient
 
         def run(rows: Rows, *args: Any) -> Any:
             self.logits_rows.append(rows.logits_NV.shape[0])
             return inner(rows, *args)
 
-        monkeypatch.setattr(loop, "rows_with_gradient", run)
+        monkeypatch.setattr(chunks, "rows_with_gradient", run)
         for name in ("mm", "addmm"):
             real = getattr(torch, name)
 
@@ -158,7 +160,7 @@ def test_results_of_a_chunk_are_freed_before_the_next_chunk(backend: Any, monkey
     x, w, target = head(backend.device)
     previous: list[weakref.ref[Tensor]] = []
     alive = []
-    inner = loop.rows_with_gradient
+    inner = chunks.rows_with_gradient
 
     def run(*args: Any) -> Any:
         alive.append(sum(ref() is not None for ref in previous))
@@ -166,7 +168,7 @@ def test_results_of_a_chunk_are_freed_before_the_next_chunk(backend: Any, monkey
         previous[:] = [weakref.ref(result) for result in results]
         return results
 
-    monkeypatch.setattr(loop, "rows_with_gradient", run)
+    monkeypatch.setattr(chunks, "rows_with_gradient", run)
     linear_cross_entropy(x, w, target, chunk_bytes=bytes_for(7), outputs=("entropy", "predicted"))
     assert alive == [0, 0, 0, 0]
 
@@ -174,7 +176,7 @@ def test_results_of_a_chunk_are_freed_before_the_next_chunk(backend: Any, monkey
 def test_ignored_tokens_are_left_out_of_every_product(backend: Any, monkeypatch: Any) -> None:
     """Both with a plain target and with a prepared one."""
     for prepare in (False, True):
-        monkeypatch.setattr(loss_arguments, "_WORTH_A_WAIT_FLOPS", 0)
+        monkeypatch.setattr(head_inputs, "_WORTH_A_WAIT_FLOPS", 0)
         x, w, target = head(backend.device, ignored=15)
         shapes = Shapes(monkeypatch)
         linear_cross_entropy(x, w, prepare_targets(target) if prepare else target).backward()
@@ -187,15 +189,15 @@ def test_ignored_tokens_are_left_out_of_every_product(backend: Any, monkeypatch:
 
 def test_few_ignored_tokens_are_computed_instead_of_gathering_the_rest(backend: Any, monkeypatch: Any) -> None:
     """One row of 64 ignored: taking it along is cheaper than gathering 63 and scattering their gradient."""
-    monkeypatch.setattr(loss_arguments, "_WORTH_A_WAIT_FLOPS", 0)
+    monkeypatch.setattr(head_inputs, "_WORTH_A_WAIT_FLOPS", 0)
     torch.manual_seed(4)
     x, w = torch.randn(64, H).to(backend.device), torch.randn(V, H).to(backend.device)
     target = torch.randint(0, V, (64,)).to(backend.device)
     target[-1] = -100
     found = []
-    for left_out, rows in ((labels._LEFT_OUT, 64), (0.0, 63)):
+    for left_out, rows in ((inputs._LEFT_OUT, 64), (0.0, 63)):
         with monkeypatch.context() as patch:
-            patch.setattr(labels, "_LEFT_OUT", left_out)
+            patch.setattr(inputs, "_LEFT_OUT", left_out)
             shapes = Shapes(patch)
             leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
             loss = linear_cross_entropy(*leaves, target)
@@ -207,7 +209,7 @@ def test_few_ignored_tokens_are_computed_instead_of_gathering_the_rest(backend: 
 
 
 def test_all_labels_ignored_computes_no_logits(backend: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(loss_arguments, "_WORTH_A_WAIT_FLOPS", 0)
+    monkeypatch.setattr(head_inputs, "_WORTH_A_WAIT_FLOPS", 0)
     x, w, target = head(backend.device, ignored=N)
     shapes = Shapes(monkeypatch)
     linear_cross_entropy(x, w, target).backward()

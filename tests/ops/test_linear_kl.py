@@ -25,7 +25,7 @@ from tigon.losses import topk_divergence
 from tigon.ops import Case
 from tigon.ops import products as matrix_products
 from tigon.ops.head.divergence import LINEAR_KL, linear_kl_oracle
-from tigon.ops.losses import labels
+from tigon.ops.losses import inputs as loss_inputs
 
 N, H, G, V = 6, 8, 12, 40
 KINDS: list[dict[str, Any]] = [{"kind": "forward"}, {"kind": "reverse"}, {"kind": "jsd", "beta": 0.3}]
@@ -277,7 +277,7 @@ def test_mask_that_cannot_be_read_is_applied_in_the_kernels(
     inputs = heads(backend.device)
     mask = torch.tensor([True, False, False, True, True, False], device=backend.device)
     expected, want = linear_kl(**inputs, mask=mask, **options), gradients(inputs, 2.0, mask=mask, **options)
-    monkeypatch.setattr(labels, "may_wait", lambda mask: False)
+    monkeypatch.setattr(loss_inputs, "may_wait", lambda mask: False)
     torch.testing.assert_close(linear_kl(**inputs, mask=mask, **options), expected)
     for name, g in gradients(inputs, 2.0, mask=mask, **options).items():
         assert relative_error(g, want[name]) <= 1e-5, name

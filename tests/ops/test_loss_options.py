@@ -17,7 +17,7 @@ import tigon
 from tigon import cross_entropy, linear_cross_entropy, multi_head_linear_cross_entropy
 from tigon.errors import OptionError
 from tigon.ops import prepare_targets
-from tigon.ops.losses.options import LossOptions
+from tigon.ops.losses.inputs import LossOptions
 
 LOSSES = (cross_entropy, linear_cross_entropy, multi_head_linear_cross_entropy)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from helpers import relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy, prepare_targets
-from tigon.ops.losses import labels
+from tigon.ops.losses import inputs
 
 # The package's attributes of these names are the functions.
 B, T, H, V = 2, 11, 8, 29
@@ -84,15 +84,15 @@ def test_few_ignored_rows_give_the_same_gradient_gathered_or_not(
     target = torch.randint(0, V, (1, 9)).to(backend.device)
     leaves, found, taken = [trunk, *weights, *block], [], []
 
-    worth_gathering = labels.worth_gathering
+    worth_gathering = inputs.worth_gathering
 
     def rows_taken(index_N: torch.Tensor, rows: int) -> torch.Tensor | None:
         taken.append(worth_gathering(index_N, rows))
         return taken[-1]
 
-    monkeypatch.setattr(labels, "worth_gathering", rows_taken)
+    monkeypatch.setattr(inputs, "worth_gathering", rows_taken)
     for left_out in (1 / 8, 0.0):
-        monkeypatch.setattr(labels, "_LEFT_OUT", left_out)
+        monkeypatch.setattr(inputs, "_LEFT_OUT", left_out)
         loss = multi_head_linear_cross_entropy(
             trunk, weights if own_weights else weights[0], target, shifts=(1, 2), blocks=[[block], []],
             chunk_bytes=5 * V * 4,

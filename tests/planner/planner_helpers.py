@@ -9,7 +9,6 @@ from transformers import AutoConfig
 
 from tests.short_names import settings_of
 from tigon.objectives.base import PlannedObjective
-from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.gpus import MIB, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.trace.tape import Tape
@@ -53,7 +52,7 @@ def request_of(
     """A request for a small model with these settings."""
     return Request(
         model=name, config=config_of(name, **(shape or {})), batch=batch, seq=seq, masked=masked,
-        objective=objective or PlannedCausalLM(), evaluated=evaluated,
+        objective=objective or PlannedObjective(), evaluated=evaluated,
         adapters_fused=adapters_fused, settings=settings_of(settings),
     )  # fmt: skip
 

@@ -17,9 +17,9 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.search.checkpointing import choose, fastest
 from tigon.planner.search.option import Option, estimate_option
+from tigon.techniques.checkpointing.layer_checkpointing import groups_of, written
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import STATES
-from tigon.techniques.layer_checkpointing import groups_of, written
 from tigon.trainer.guards import auto_checkpointing, prediction
 
 LAYERS = 3

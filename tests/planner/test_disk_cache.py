@@ -15,8 +15,6 @@ from planner_helpers import H200, request_of
 
 from forks import forks, python
 from tigon.cli import plan_answers
-from tigon.models.loading.config import load_config
-from tigon.planner import remembered_config as configs
 from tigon.planner.estimate import estimate
 from tigon.planner.request import Request
 from tigon.planner.simulate import model_states
@@ -178,29 +176,6 @@ def test_objective_without_a_text_of_its_own_is_not_written(folder: Path) -> Non
     assert TraceKey(replace(REQUEST, objective=Own())).text is None
 
 
-def test_remembered_config_stands_for_the_loaded_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = configs.remembered_config("tigon-demo")
-    assert not isinstance(loaded, configs.RememberedConfig)
-    remembered = configs.remembered_config("tigon-demo")
-    assert isinstance(remembered, configs.RememberedConfig)
-    with monkeypatch.context() as patched:
-        patched.setattr(configs, "load_config", lambda name: pytest.fail("transformers was asked"))
-        assert remembered.to_json_string(use_diff=False) == loaded.to_json_string(use_diff=False)
-        assert remembered.get_text_config().hidden_size == loaded.hidden_size
-    assert remembered.rope_parameters == loaded.rope_parameters  # not a plain value
-    assert configs.real_config(remembered).to_dict() == load_config("tigon-demo").to_dict()
-    with pytest.raises(AttributeError):
-        remembered.no_such_key  # noqa: B018
-
-
-def test_changed_config_file_is_loaded_again(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    request_of().config.save_pretrained(tmp_path)
-    configs.remembered_config(str(file))
-    file.write_text(file.read_text().replace('"hidden_size": 64', '"hidden_size": 32'))
-    assert configs.remembered_config(str(file)).hidden_size == 32
-
-
 OPTIONS: dict[str, Any] = {"as_json": False, "images": None, "assignments": (), "plot": None, "batch": 2}
 
 
@@ -272,8 +247,9 @@ def test_plan_that_depends_on_more_is_computed_each_time(model: str, options: di
 @forks
 def test_repeated_plan_prints_the_same_without_transformers(tmp_path: Path) -> None:
     script = (
-        "import sys, tigon.cli.plan as plan; plan.run('tigon-demo', gpu='1GiB', batch=2, seq=64, kernels='none', "
-        "checkpointing='none', precision='bf16', optimizer='adamw', as_json=True); "
+        "import sys; from tigon.cli import plan, plan_answers; plan_answers.print_once(plan.run, 'tigon-demo', {"
+        "'gpu': '1GiB', 'batch': 2, 'seq': 64, 'kernels': 'none', 'checkpointing': 'none', 'precision': 'bf16', "
+        "'optimizer': 'adamw', 'as_json': True, 'assignments': (), 'plot': None, 'images': None}); "
         "print('transformers' in sys.modules, file=sys.stderr)"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

@@ -14,7 +14,7 @@ from tigon.medusa import HeadsSpec, Objective
 from tigon.models import MODELS
 from tigon.models.loading.config import load_config
 from tigon.models.verification.tiny import tiny_config
-from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.objectives.base import PlannedObjective
 from tigon.objectives.medusa import PlannedMedusa
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import COMPONENTS, PHASES, estimate
@@ -394,7 +394,7 @@ def test_an_evaluation_of_the_fused_head_holds_no_logits(precision: str) -> None
 def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
     """The trainer evaluates the model's loss and then the heads', which need a chunk of logits beside their weights."""
     request = request_of(objective=heads_of(stage, 4), precision="bf16", batch=64, seq=256)
-    without = dataclasses.replace(request, objective=PlannedCausalLM())
+    without = dataclasses.replace(request, objective=PlannedObjective())
     alone, with_heads = (estimate(dataclasses.replace(one, evaluated=True), gpu=BARE) for one in (without, request))
     at_rest = with_heads.phases["save"] - alone.phases["save"]
     assert with_heads.phases["eval"] - alone.phases["eval"] > at_rest + 2 * 64 * 256 * 64

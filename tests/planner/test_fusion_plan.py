@@ -19,8 +19,8 @@ from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, replay
 from tigon.planner.trace.trace import trace
 from tigon.profiler.recording.peak import PeakMeter, training_state
-from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
+from tigon.techniques.accumulation.fused_embedding import fuse_embeddings
+from tigon.techniques.accumulation.fused_linear import fuse_linears
 
 BATCH, SEQ = 1, 12
 # Weights are large and samples short, so that gradients decide the peak.

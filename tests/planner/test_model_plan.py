@@ -15,7 +15,7 @@ from tigon.errors import UsageError
 from tigon.ops import recomputation
 from tigon.planner import model_plan
 from tigon.planner.search.option import estimate_option
-from tigon.techniques.mechanisms import host_offload
+from tigon.techniques.checkpointing import host_offload
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 256}
 

@@ -16,7 +16,7 @@ from torch import nn
 from tests.planner.planner_helpers import BARE, request_of
 from tests.short_names import settings_of
 from tigon.models.loading.config import load_config
-from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.objectives.base import PlannedObjective
 from tigon.planner.engines.base import Placement
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.estimate import estimate
@@ -35,8 +35,8 @@ import json, sys
 import deepspeed, torch
 from torch import nn
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.sharding import deepspeed_config
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.sharding.sharding import deepspeed_config
+from tigon.techniques.technique import RunInfo
 
 def optimizer_of(name, parameters):
     if name == "adamw":
@@ -184,7 +184,7 @@ def test_gathered_layers_are_freed_after_their_backward() -> None:
 # --- what is loaded whole ---------------------------------------------------------------------------------------------
 
 
-_CAUSAL_LM = PlannedCausalLM()
+_CAUSAL_LM = PlannedObjective()
 
 
 def _loaded_gib(model: str, gpu: str = "h200", *, objective: Any = _CAUSAL_LM, **settings: Any) -> float:
@@ -205,7 +205,7 @@ def test_loading_a_checkpoint_is_planned_in_partitions() -> None:
     assert _loaded_gib("org/model", fsdp=True, gpus=2, offload="cpu") < 0.7
 
 
-class ReadsWholeWeights(PlannedCausalLM):
+class ReadsWholeWeights(PlannedObjective):
     """An objective that adds nothing to a model and still needs whole weights."""
 
     @property
@@ -235,7 +235,7 @@ def test_random_weights_are_planned_on_the_device_they_are_drawn_on() -> None:
 def test_draft_heads_are_planned_outside_the_layers() -> None:
     """FSDP2 gathers them with the rest of what is outside the layers, for both passes."""
 
-    class Heads(PlannedCausalLM):
+    class Heads(PlannedObjective):
         own_parameters = "draft_heads."
 
         def attach(self, model: Any) -> Any:

@@ -35,7 +35,7 @@ made with, and with others. Eager attention of transformers 5.23 reserves 3.4 % 
 
 committed = pytest.mark.skipif(
     not MEASURED.exists(),
-    reason=f"no {planner_accuracy.MEASUREMENTS} yet: `python -m benchmarks plans` makes it, on a GPU",
+    reason=f"no {planner_accuracy.MEASUREMENTS} to compare with",
 )
 
 

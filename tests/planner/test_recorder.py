@@ -17,8 +17,8 @@ from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
 from tigon.profiler.recording.peak import PeakMeter, training_state
+from tigon.techniques.checkpointing.layer_checkpointing import apply, is_by_layer, states_of
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.layer_checkpointing import apply, is_by_layer, states_of
 
 
 def _live_peak(tape: Tape) -> int:

@@ -15,8 +15,8 @@ from tigon.planner.simulate.playback import GradientRules, offloaded, replay
 from tigon.planner.trace.layer_pattern import Pattern, layer_pattern
 from tigon.planner.trace.tape import BACKWARD, FORWARD, NotPeriodic, Tape, TapeSegment, Where, unrollable, unrolled
 from tigon.planner.trace.trace import trace
+from tigon.techniques.checkpointing.layer_checkpointing import groups_of
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.layer_checkpointing import groups_of
 
 
 def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]:

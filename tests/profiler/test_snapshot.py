@@ -27,7 +27,7 @@ LOSS = [
     frame(f"{TRAIN}transformers/loss/loss_utils.py", 40, "fixed_cross_entropy"),
 ]
 CHUNKS = [frame("/opt/tigon/src/tigon/ops/linear_cross_entropy.py", 186, "forward")]
-BACK = [frame("/opt/tigon/src/tigon/techniques/mechanisms/host_offload.py", 90, "unpack")]
+BACK = [frame("/opt/tigon/src/tigon/techniques/checkpointing/host_offload.py", 90, "unpack")]
 GATHERED = [frame(f"{TRAIN}deepspeed/runtime/zero/partition_parameters.py", 74, "__init__")]
 SEGMENT = {"action": "segment_alloc", "addr": 0x10, "size": 20 * MIB, "frames": []}
 

@@ -33,7 +33,7 @@ def contrast(first, second):
 
 
 def test_every_colour_of_data_is_seen_on_a_light_and_on_a_dark_page():
-    from tigon.sweep.report import charts as of_sweeps
+    from tigon.sweep import charts as of_sweeps
 
     drawn = {
         *charts._COLOURS,

@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.pages import blocks, published, study
 from tigon.errors import UsageError
-from tigon.sweep import definition, failures, points
-from tigon.sweep.results import results
+from tigon.sweep import definition, failures, points, results
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "study.md"

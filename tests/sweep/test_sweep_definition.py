@@ -27,7 +27,8 @@ WRONG = {
     "variants and recipes": ({"variants": {"a": {}}, "recipes": "*.yaml"}, "give one of them"),
     "a pattern without files": ({"recipe": None, "recipes": "x*.yaml"}, "matches no file"),
     "no recipe": ({"recipe": None}, "recipe is the path of a recipe file"),
-    "half a step": ({"steps": 2.5}, "a whole number from 1"),
+    "half a step": ({"steps": 2.5}, "steps is 2.5, a number; it must be an integer"),
+    "no step": ({"steps": 0}, "steps is 0; it must be at least 1 and at most 10,000"),
 }  # fmt: skip
 
 

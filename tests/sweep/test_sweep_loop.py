@@ -16,8 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from tigon.errors import RunFolderError
-from tigon.sweep import failures, processes
-from tigon.sweep.results import folder
+from tigon.sweep import failures, folder, processes
 from tigon.sweep.run import sweep
 
 
@@ -163,7 +162,7 @@ def test_record_of_a_gpu_can_be_drawn_on_a_machine_without_one(write_sweep, fake
     path = write_sweep(recipe=None, recipes="r.yaml", grid={})
     monkeypatch.setenv("TIGON_TEST_GPU", "NVIDIA H200")
     monkeypatch.setattr("tigon.trainer.guards.preflight.gpu_present", lambda: True)
-    monkeypatch.setattr("tigon.sweep.run._predict", lambda run, point: None)
+    monkeypatch.setattr("tigon.sweep.run.Run.predict", lambda run, point: None)
     assert rows(sweep(path))["r"]["keys"]["train.learning_rate"] == 0.5
     monkeypatch.setattr("tigon.trainer.guards.preflight.gpu_present", lambda: False)
     row = rows(sweep(path, draw=True))["r"]
@@ -178,7 +177,7 @@ def test_point_on_a_gpu_has_a_prediction_and_a_worker_started_ahead(write_sweep,
     prepare = processes.Workers.prepare
     monkeypatch.setattr(processes.Workers, "prepare", lambda self, count: started.append(count) or prepare(self, count))
     out = sweep(write_sweep(grid={"train.batch_size": [1, 2, 3, 4, 5, 6]}), memory_limit="24GiB")
-    assert started == [4, 2] and len(fake_workers()) == 6
+    assert started == [1, 4, 2] and len(fake_workers()) == 6
     assert not [file.name for file in (out / folder.LOGS).iterdir() if file.name.startswith(".")]
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
     told = [row["predicted_allocated_bytes"] for row in found["points"]]
@@ -250,7 +249,7 @@ def _ends(pid: int) -> bool:
 
 
 def test_second_sweep_into_a_locked_folder_is_refused(write_sweep, fake_workers, here, monkeypatch, tigon):
-    from tigon.sweep.results import folder as folders
+    from tigon.sweep import folder as folders
     from tigon.trainer.folder import folder_lock
 
     monkeypatch.setattr(folder_lock, "LOCK_PATIENCE", 0)
@@ -320,7 +319,7 @@ def test_repeats_of_a_failed_point_are_skipped(write_sweep, fake_workers, capsys
 
 def test_results_are_written_before_the_charts(write_sweep, fake_workers, tmp_path, monkeypatch):
     """A sweep that is being ended may not have the seconds that matplotlib takes."""
-    monkeypatch.setattr("tigon.sweep.report.report.write", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("tigon.sweep.report.write", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         sweep(write_sweep(grid={"train.batch_size": [4]}), out=tmp_path / "out")
     assert rows(tmp_path / "out")["all batch_size=4"]["status"] == "ok"

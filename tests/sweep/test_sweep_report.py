@@ -10,8 +10,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from tigon.sweep import failures
-from tigon.sweep.report import charts
+from tigon.sweep import charts, failures
 from tigon.sweep.run import sweep
 
 pytestmark = pytest.mark.charts

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from eager_capture import eager_capture
 from tigon.ops.accumulation_fusion import accumulation_fusion
-from tigon.techniques import cuda_graphs
-from tigon.techniques.checkpointing import enable, replace_function
-from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
-from tigon.techniques.mechanisms.layer_graphs import CudaCapture, LayerGraphs
-from tigon.techniques.mechanisms.recompute import recomputed
+from tigon.techniques.accumulation.fused_embedding import fuse_embeddings
+from tigon.techniques.accumulation.fused_linear import fuse_linears
+from tigon.techniques.checkpointing.layer_function import enable, replace_function
+from tigon.techniques.checkpointing.recompute import recomputed
+from tigon.techniques.cuda_graphs import cuda_graphs
+from tigon.techniques.cuda_graphs.layer_graphs import CudaCapture, LayerGraphs
 
 transformers = pytest.importorskip("transformers")
 

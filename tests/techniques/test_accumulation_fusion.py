@@ -17,10 +17,10 @@ from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.accumulation.fused_linear import fuse_linears, has_fused_linears
+from tigon.techniques.checkpointing.layer_checkpointing import apply
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.layer_checkpointing import apply
-from tigon.techniques.mechanisms.fused_linear import fuse_linears, has_fused_linears
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 from tigon.techniques.tiling import tile
 
 pytest.importorskip("transformers")

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tigon.errors import RecipeError
-from tigon.models.verification.survey import small_model
-from tigon.techniques.mechanisms.adapter_targets import LINEAR, check, left_out, short_names, targets_of
+from tigon.models.verification.small_models import small_model
+from tigon.techniques.keys.lora import LINEAR, LoraConfig
+from tigon.techniques.lora.adapter_targets import check, left_out, short_names, targets_of
 
 LEFT_OUT = {
     "bloom": set(),  # it reads weights for a setting of its pretraining
@@ -86,4 +87,4 @@ class NoLinear(nn.Module):
 
 def test_targets_that_name_nothing_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"lora\.targets: all-linear names no module"):
-        check(NoLinear(), rank=2, targets=(LINEAR,), init="default", saved=(), bias="none", quantized=False)
+        check(NoLinear(), LoraConfig(rank=2, targets=(LINEAR,)))

@@ -14,10 +14,10 @@ from tests.short_names import settings_of
 from tigon import patch
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.checkpointing import host_offload
+from tigon.techniques.checkpointing.host_offload import HostOffload, Waiting
 from tigon.techniques.head_groups import _KERNELS
-from tigon.techniques.mechanisms import host_offload
-from tigon.techniques.mechanisms.host_offload import HostOffload, Waiting
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,7 +82,7 @@ class CopiesOnCpu(HostOffload):
 def copies(request: Any, monkeypatch: Any) -> str:
     """What happens to the tensors: nothing, as on a CPU; copies that stay until they are used; copies that do not."""
     if request.param != "on the device":
-        monkeypatch.setattr("tigon.techniques.mechanisms.attention_offload.HostOffload", CopiesOnCpu)
+        monkeypatch.setattr("tigon.techniques.checkpointing.attention_offload.HostOffload", CopiesOnCpu)
         monkeypatch.setattr(host_offload, "MIN_BYTES", 1)
     if request.param == "fetched again":
         monkeypatch.setattr(host_offload, "LARGE_BYTES", 1)
@@ -128,7 +128,7 @@ def test_tiles_are_not_computed_in_the_recomputation(monkeypatch):
 def test_large_tensors_are_dropped_between_their_uses(monkeypatch):
     """At the end of a recomputation neither the layer's input nor its first norm's output nor attention's output is
     on the device. PyTorch's allocator on the CPU is watched."""
-    monkeypatch.setattr("tigon.techniques.mechanisms.attention_offload.HostOffload", CopiesOnCpu)
+    monkeypatch.setattr("tigon.techniques.checkpointing.attention_offload.HostOffload", CopiesOnCpu)
     monkeypatch.setattr(host_offload, "MIN_BYTES", 1)
     held = {}
     for name, large in (("held", 2**40), ("dropped", 1)):

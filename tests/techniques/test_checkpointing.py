@@ -12,9 +12,9 @@ from helpers import Count
 from tigon import patch
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.checkpointing import KEPT_OPS
+from tigon.techniques.checkpointing.checkpointing import KEPT_OPS
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,7 +36,7 @@ def model(
         patch(made)
     settings = Settings.of({"train.checkpointing": word})
     for technique in TECHNIQUES.values():
-        if technique.page == "checkpointing" and technique.used_by(settings):
+        if technique.name.startswith("checkpointing") and technique.used_by(settings):
             made = technique.model(made, settings, RunInfo())
     return made
 

@@ -15,8 +15,8 @@ from helpers import relative_error
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.peak import PeakMeter
-from tigon.techniques.mechanisms.fused_embedding import FusedEmbedding, fuse_embeddings
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
+from tigon.techniques.accumulation.fused_embedding import FusedEmbedding, fuse_embeddings
+from tigon.techniques.accumulation.fused_linear import fuse_linears
 
 pytest.importorskip("transformers")
 

@@ -17,9 +17,9 @@ from helpers import relative_error
 from tigon.ops import products
 from tigon.ops.accumulation_fusion import GradientBuffers, accumulation_fusion, gradients_into
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.accumulation import fused_linear
+from tigon.techniques.accumulation.fused_linear import fuse_linears
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.mechanisms import fused_linear
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
 
 LINEARS_OF_A_LAYER = 7
 

@@ -15,8 +15,8 @@ import two_ranks
 from helpers import farthest
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.ops.accumulation_fusion import LeafGradient, accumulation_fusion
-from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
+from tigon.techniques.accumulation.fused_embedding import fuse_embeddings
+from tigon.techniques.accumulation.fused_linear import fuse_linears
 from two_ranks import RANKS, Scenarios, gradients_of
 
 pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.techniques.mechanisms import galore
-from tigon.techniques.mechanisms.galore import GaLoreAdamW, basis, build, projected_names
+from tigon.techniques.optimizers import galore
+from tigon.techniques.optimizers.galore import GaLoreAdamW, basis, build, projected_names
 
 
 def gradient_of_rank(rank: int, m: int, n: int, noise: float = 1e-3) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_update_in_chunks_equals_the_whole_one(shape, rank, monkeypatch):
     start, gradients = torch.randn(shape), torch.randn(3, *shape)
     moved = []
     for elements in (1 << 23, 7 * shape[1], 1):
-        monkeypatch.setattr(galore, "GALORE_ELEMENTS", elements)
+        monkeypatch.setattr(galore, "ELEMENTS", elements)
         for view in (start.clone(), start.t().contiguous().t()):
             weight, scale = nn.Parameter(view), nn.Parameter(torch.ones(()))
             groups = [{"params": [weight], "rank": rank}, {"params": [scale]}]

@@ -14,7 +14,7 @@ from tigon.errors import RecipeError
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.head_groups import _KERNELS, _Grouped, _kernel_for, check_groups
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,11 +18,11 @@ from tigon.errors import RecipeError
 from tigon.models.verification.tiny import tiny_model
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, matrix
+from tigon.techniques.checkpointing import dropped_inputs
+from tigon.techniques.checkpointing.layer_checkpointing import apply, groups_of, states_of, written
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import STATES
-from tigon.techniques.layer_checkpointing import apply, groups_of, states_of, written
-from tigon.techniques.mechanisms import dropped_inputs
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 
@@ -266,7 +266,7 @@ def test_malformed_value_is_refused(value):
 def test_technique_of_a_recipe_applies_it():
     model = llama()
     settings = Settings.of({"train.checkpointing": "full:2,none:2"})
-    (technique,) = (t for t in TECHNIQUES.values() if t.page == "checkpointing" and t.used_by(settings))
+    (technique,) = (t for t in TECHNIQUES.values() if t.name.startswith("checkpointing") and t.used_by(settings))
     technique.model(model, settings, RunInfo())
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, True, False, False]
     with pytest.raises(RecipeError, match="is for 3 layers, but the model has 4"):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import tigon
 from eager_capture import eager_capture
 from tigon.errors import RecipeError
-from tigon.techniques import cuda_graphs
-from tigon.techniques.mechanisms.layer_graphs import MOST_SHAPES, Capture, CudaCapture, _Held
+from tigon.techniques.cuda_graphs import cuda_graphs
+from tigon.techniques.cuda_graphs.layer_graphs import MOST_SHAPES, Capture, CudaCapture, _Held
 
 
 @on_each_device

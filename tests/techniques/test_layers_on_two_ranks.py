@@ -13,7 +13,7 @@ import tigon
 import two_ranks
 from helpers import farthest
 from tigon.models.verification.tiny import tiny_batch, tiny_model
-from tigon.techniques.layer_checkpointing import apply
+from tigon.techniques.checkpointing.layer_checkpointing import apply
 from two_ranks import RANKS, Scenarios, gradients_of
 
 pytest.importorskip("transformers")

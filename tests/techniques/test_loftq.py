@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.techniques.mechanisms.loftq import factors, initialise
+from tigon.techniques.lora.loftq import factors, initialise
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPES = [(128, 64), (64, 128), (64, 64)]

@@ -9,13 +9,13 @@ import torch
 
 import tigon
 from tigon.models.verification.tiny import tiny_batch, tiny_model
-from tigon.ops.head import plan
+from tigon.ops.head import chunks
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 pytest.importorskip("transformers")
 
@@ -30,13 +30,13 @@ def limited(memory_mib: int) -> Any:
 
 def test_limit_reaches_the_loss_and_keeps_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = []
-    plain = plan.plan_within
+    plain = chunks.plan_within
 
-    def watched(memory_bytes: int, request: plan.ChunkRequest) -> plan.Plan:
+    def watched(memory_bytes: int, request: chunks.ChunkRequest) -> chunks.Plan:
         limits.append(memory_bytes)
         return plain(1, request)  # as if nothing fits: the smallest chunks
 
-    monkeypatch.setattr(plan, "plan_within", watched)
+    monkeypatch.setattr(chunks, "plan_within", watched)
     results = []
     for memory_mib in (0, 3):
         model = limited(memory_mib)

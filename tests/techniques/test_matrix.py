@@ -6,18 +6,18 @@ import re
 from typing import Any
 
 import pytest
-import technique_pages
 
+from benchmarks.pages import techniques as technique_pages
 from tests.short_names import settings_of
 from tigon._install import install_command
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe
-from tigon.techniques import EXCLUSIONS, PAGES, TECHNIQUES
-from tigon.techniques.checkpointing import every_n_layers
+from tigon.techniques import EXCLUSIONS, TECHNIQUES
+from tigon.techniques.checkpointing.checkpointing import every_n_layers
+from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.matrix import check, exclusion_table, refusals
-from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.condition import Condition, Exclusion
+from tigon.techniques.matrix import check, refusals
+from tigon.techniques.optimizers.table import OPTIMIZERS
 
 # values that a negative condition holds for
 OTHER = {
@@ -93,15 +93,20 @@ def test_every_n_is_read_only_from_its_own_word():
 
 @pytest.mark.parametrize("page", technique_pages.pages())
 def test_pages_of_techniques_are_current(page):
-    """If this fails: python tests/techniques/technique_pages.py rewrites docs/techniques."""
+    """If this fails: python -m benchmarks.pages.techniques rewrites docs/techniques."""
     text = (technique_pages.FOLDER / f"{page}.md").read_text(encoding="utf-8")
     assert technique_pages.BEGIN in text
-    assert text == technique_pages.with_generated(page, text)
+    assert text == technique_pages.renewed(page)
 
 
-def test_every_technique_has_a_page():
-    assert {technique.page for technique in TECHNIQUES.values()} == set(PAGES)
-    assert exclusion_table() in technique_pages.generated("README")
+def test_every_technique_has_a_section_with_all_that_is_written_by_hand():
+    texts = [(technique_pages.FOLDER / f"{page}.md").read_text(encoding="utf-8") for page in technique_pages.pages()]
+    found = [(name, words) for text in texts for name, words in technique_pages.sections(text).items()]
+    assert sorted(name for name, _ in found) == sorted(TECHNIQUES.keys() - OPTIMIZERS.keys())
+    for name, words in found:
+        assert all(words.get(word) for word in technique_pages.WRITTEN), name
+        for needed in TECHNIQUES[name].needs + ("a GPU",) * (TECHNIQUES[name].devices == ("cuda",)):
+            assert needed in words["Needs"], name
 
 
 def test_defaults_use_autocast_and_adamw_only():

@@ -9,23 +9,21 @@ import forks
 import tigon
 
 pytestmark = forks.forks
-PAGES = str(Path(__file__).parent)
-"""The folder of technique_pages.py."""
+ROOT = str(Path(__file__).parents[2])
+"""The folder of benchmarks/pages/techniques.py."""
 FILE = '''
 """A made-up technique."""
 
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, Search, Technique
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.technique import Declaration, Search, Technique
 
 DECLARATION = Declaration(
-    pages={"ring": "Ring attention"},
-    keys=("train.ring_size",),
     searches=(Search(key="train.ring_size", how="run", candidates=lambda config: (1, 2)),),
-    labels={"train.ring_size": lambda s: f"ring of {s.train.ring_size}" if s.train.ring_size > 1 else ""},
+    labels={"train.ring_size": "ring of {}"},
     techniques=(
         Technique(
-            name="ring", page="ring", saves="Made-up memory.", costs="Made-up time.", recipe={"train.ring_size": 2},
-            chosen=(Condition("train.ring_size", "is at least", 2),), change_rank=9, source="made up",
+            name="ring", recipe={"train.ring_size": 2}, effect_on_result="Made-up numbers.", change_rank=9,
+            chosen=(Condition("train.ring_size", "is at least", 2),),
         ),
     ),
     exclusions=(
@@ -39,7 +37,7 @@ DECLARATION = Declaration(
 CHECKS = """
 from pathlib import Path
 
-import technique_pages
+from benchmarks.pages import techniques as technique_pages
 from tigon.cli.plan_request import Flags, problem_of
 from tigon.errors import RecipeError
 from tigon.planner.trace.key import _TRACED
@@ -49,7 +47,7 @@ from tigon.planner.request import Request
 from tigon.planner.search import recommend, space
 from tigon.models.loading.config import load_config
 from tigon.objectives import recipe_checks
-from tigon.recipe.keys import reference_table
+from benchmarks.pages.recipe_keys import reference_table
 from tigon.techniques import SEARCHES, TECHNIQUES
 from tigon.techniques import matrix
 from tigon.techniques.keys.settings import Settings
@@ -57,7 +55,7 @@ from tigon.techniques.keys.settings import Settings
 path = Path("recipe.yaml")
 path.write_text("train: {steps: 1, ring_size: 2}")
 settings = recipe_checks.load(path, gpu_present=lambda: False).settings()
-assert settings.train.ring_size == 2 and "`train.ring_size`" in reference_table()
+assert settings.train.ring_size == 2 and "Ranks of the ring." in reference_table()
 
 asked = problem_of(Flags(target="tigon-demo", gpu=find_gpu("24GiB"), assignments=("train.ring_size=2",)))
 assert asked.request.settings.train.ring_size == 2 and "train.ring_size" not in asked.free
@@ -80,9 +78,10 @@ assert "ring of 2" in recommend.label(settings)
 tried = space.as_request(request, settings, 1)
 assert as_recipe.keys(tried)["train.ring_size"] == 2
 
-assert "[`ring`](ring.md)" in technique_pages.generated("README")
-page = technique_pages.written("ring", Path("."))
-assert page.startswith("# Ring attention") and "made-up reason" in page and "train: {ring_size: 2}" in page
+words = "".join(f"- **{word}.** Made up.\\n" for word in technique_pages.WRITTEN)
+text = f"# Ring\\n\\n{technique_pages.BEGIN}\\n## `ring`\\n\\n{words}{technique_pages.END}\\n"
+page = technique_pages.generated("ring", {"ring": text})
+assert "made-up reason" in page and "train: {ring_size: 2}" in page and "Made-up numbers." in page
 print("reached")
 """
 
@@ -98,8 +97,8 @@ def copy_with_technique(folder: Path) -> Path:
 def test_a_technique_in_one_file_reaches_recipe_set_search_checks_and_pages(tmp_path: Path):
     source = copy_with_technique(tmp_path)
     with (source / "tigon" / "techniques" / "keys" / "train.py").open("a", encoding="utf-8") as keys:
-        keys.write('    ring_size: int = key(1, "Ranks of the ring.", minimum=1, maximum=8, traced=True)\n')
-    done = forks.python(code=f"import sys; sys.path.append({PAGES!r})\n{CHECKS}", cwd=tmp_path, source=source)
+        keys.write('    ring_size: int = key(1, minimum=1, maximum=8, traced=True)\n    """Ranks of the ring."""\n')
+    done = forks.python(code=f"import sys; sys.path.append({ROOT!r})\n{CHECKS}", cwd=tmp_path, source=source)
     assert done.stdout.strip() == "reached", done.stderr[-2000:]
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from helpers import Count
 from tigon.profiler.recording.peak import PeakMeter
-from tigon.techniques.mechanisms.recompute import recomputed
+from tigon.techniques.checkpointing.recompute import recomputed
 
 WIDTH = 16
 
@@ -229,7 +229,7 @@ def test_subclass_meta_and_fake_tensors_are_recomputed_by_pytorchs_checkpoint(ki
     """They get the gradients that they get without checkpointing, of the same type, and the function runs twice."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    from tigon.techniques.mechanisms import recompute
+    from tigon.techniques.checkpointing import recompute
 
     calls = []
     monkeypatch.setattr(recompute, "checkpoint", lambda *args, **kw: calls.append("") or checkpoint(*args, **kw))

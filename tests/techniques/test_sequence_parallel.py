@@ -17,11 +17,10 @@ from tests.short_names import settings_of
 from tigon.errors import RecipeError
 from tigon.models import MODELS, DeferredLogits
 from tigon.models.verification.tiny import tiny_config, tiny_model
-from tigon.techniques import sequence_parallel
+from tigon.techniques.checkpointing.layer_checkpointing import apply
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.layer_checkpointing import apply
-from tigon.techniques.mechanisms import ring_attention
-from tigon.techniques.sequence_parallel import cut_rows, document_mask, share_rows
+from tigon.techniques.sequence_parallel import ring_attention, sequence_parallel
+from tigon.techniques.sequence_parallel.sequence_parallel import cut_rows, document_mask, share_rows
 from two_ranks import RANKS, Scenarios, gradients_of
 
 pytest.importorskip("transformers")

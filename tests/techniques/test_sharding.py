@@ -26,9 +26,9 @@ from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.matrix import refusals
-from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.technique import RunInfo
-from tigon.techniques.sharding import deepspeed_config, gathers_layers, nvme_buffers
+from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.sharding.sharding import deepspeed_config, gathers_layers, nvme_buffers
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from tigon.errors import RecipeError
 from tigon.models import MODELS
 from tigon.models.verification.tiny import tiny_config
 from tigon.techniques import matrix, tensor_parallel
-from tigon.techniques.sharding import check_sizes
+from tigon.techniques.sharding.sharding import check_sizes
 
 TWO = {"gpus": 4, "fsdp": True, "tensor_shards": 2}
 

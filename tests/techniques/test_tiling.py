@@ -14,7 +14,7 @@ from tigon.errors import RecipeError
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, tiling
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 

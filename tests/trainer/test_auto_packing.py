@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from transformers import BloomConfig, LlamaConfig
 
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
-from tigon.objectives.causal_lm import CausalLM
+from tigon.objectives.base import Objective
 from tigon.objectives.recipe_checks import loads_saved
 from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
 from tigon.trainer.guards.auto_packing import LEAST_STEPS, chosen
@@ -26,7 +26,7 @@ def encoded(count: int, *, is_text: bool = False) -> list[Encoded]:
 
 def choice(documents: list[Encoded], train: dict[str, Any], **data: Any) -> tuple[bool | None, int, tuple[str, ...]]:
     recipe = Recipe(train=TrainConfig(**{"batch_size": 4, **train}), data=DataConfig(**{"sequence_length": 80, **data}))
-    made, packed, line = chosen(recipe, LlamaConfig(), documents, CausalLM(recipe.model), 1)
+    made, packed, line = chosen(recipe, LlamaConfig(), documents, Objective(recipe.model), 1)
     return made.data.packing, len(packed.samples), line
 
 
@@ -38,7 +38,7 @@ def test_a_model_that_mixes_the_documents_of_a_sample_gets_them_apart():
         (LlamaConfig(), recipe.data, True),
     ):
         asked = replace(recipe, data=data)
-        made, _, lines = chosen(asked, config, encoded(80 * LEAST_STEPS), CausalLM(recipe.model), 1)
+        made, _, lines = chosen(asked, config, encoded(80 * LEAST_STEPS), Objective(recipe.model), 1)
         assert made.data.packing is packs
         assert lines == (() if packs else ("packing  off: bloom numbers the tokens of a whole sample itself",))
 

@@ -15,7 +15,7 @@ from trainer_helpers import losses
 from forks import forks, in_forks
 from tigon.data.packing import Sample
 from tigon.models import packed_documents
-from tigon.models.verification.survey import small_model
+from tigon.models.verification.small_models import small_model
 from tigon.techniques.keys.settings import Settings
 from tigon.trainer import model as models
 from tigon.trainer.family_training import NAME, letters

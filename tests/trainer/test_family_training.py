@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from benchmarks.pages.model_families import training_table
 from second_proofs import proved_by
 from tigon.cli.models import train
 from tigon.errors import OptionError
@@ -19,7 +20,6 @@ from tigon.trainer.family_training import (
     Attempt,
     TrainedFamily,
     all_families,
-    markdown,
     text_line,
     trained_family,
 )
@@ -52,7 +52,8 @@ def test_family_trains_or_is_refused_in_one_line_as_the_page_says(name, here, mo
         assert all(len(refusal.splitlines()) == 1 for refusal in refusals)
         assert not any("have loss" in refusal for refusal in refusals), "known before the model is loaded"
     if f"transformers {transformers.__version__}:" in PAGE_LINES:
-        assert ROWS[name] == markdown([family]).splitlines()[-1], "run `tigon models --train --into docs/models.md`"
+        line = training_table([family]).splitlines()[-1]
+        assert ROWS[name] == line, "run `python -m benchmarks.pages.model_families trained`"
 
 
 def test_page_lists_every_family_of_the_installed_transformers():
@@ -67,7 +68,8 @@ def test_outcome_names_the_keys_and_the_reason():
         "mamba", Attempt(True, keys, ("packing",)), Attempt(False, keys, ("packing", "no | adapters"))
     )
     assert (family.outcome("full"), family.outcome("lora"), family.why) == (TRAINS, REFUSED, "no | adapters")
-    assert markdown([family]).splitlines()[-1] == "| mamba | trains | refused | `data.packing: false` | no / adapters |"
+    line = training_table([family]).splitlines()[-1]
+    assert line == "| mamba | trains | refused | `data.packing: false` | no / adapters |"
     assert text_line(family).split() == ["mamba", "trains", "refused", "data.packing:", "false;", "no", "|", "adapters"]
     absent = TrainedFamily("dbrx", None, None, "too large")
     assert (absent.outcome("full"), absent.outcome("lora"), absent.why) == (NOT_BUILT, NOT_BUILT, "too large")
@@ -80,10 +82,6 @@ def test_command_trains_the_named_families(capsys, monkeypatch, here):
     assert heading == HEADING and line.split() == ["gpt2", "trains", "trains"]
 
 
-@pytest.mark.parametrize(
-    ("names", "into", "message"),
-    [(["nothing"], None, "nothing is no causal"), (["gpt2"], Path("m.md"), "whole table"), ([], Path("m.md"), "m.md")],
-)
-def test_options_that_cannot_be_carried_out_are_refused(names, into, message, here):
-    with pytest.raises(OptionError, match=message):
-        train(names, into)
+def test_family_that_does_not_exist_is_refused():
+    with pytest.raises(OptionError, match="nothing is no causal"):
+        train(["nothing"])

@@ -20,7 +20,7 @@ from trainer_helpers import SMALL, records, rows, small_trainer
 
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe, TrainConfig
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe, TrainConfig
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.measuring import timed_run
 

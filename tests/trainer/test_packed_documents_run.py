@@ -9,7 +9,7 @@ import torch
 from tiny_checkpoint import chats, save
 from trainer_helpers import records
 
-from tigon.objectives.causal_lm import CausalLM
+from tigon.objectives.base import Objective
 
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}
 MAMBA = {
@@ -31,7 +31,7 @@ def oss(here: Any, recipe: Any) -> Any:
 def test_documents_of_gpt_oss_train_apart(oss: Any, here: Any, tigon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of the run gives a document the same logits after another one as after the first."""
     seen: list[float] = []
-    original = CausalLM.loss
+    original = Objective.loss
 
     def loss(self: Any, model: Any, inputs: Any, of_model: Any) -> Any:
         positions = inputs["position_ids"][:1]
@@ -44,7 +44,7 @@ def test_documents_of_gpt_oss_train_apart(oss: Any, here: Any, tigon: Any, monke
         return original(self, model, inputs, of_model)
 
     with monkeypatch.context() as patched:
-        patched.setattr(CausalLM, "loss", loss)
+        patched.setattr(Objective, "loss", loss)
         outcome = tigon("train", oss)
     assert outcome.code == 0, outcome.err
     assert seen[0] > 1e-3 and seen[1] < 1e-5

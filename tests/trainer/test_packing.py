@@ -11,7 +11,7 @@ import torch
 from tigon.data.packing import Collator, Sample, pack, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.errors import DataError
-from tigon.techniques.checkpointing import enable
+from tigon.techniques.checkpointing.layer_function import enable
 
 LENGTHS = (3, 9, 1, 20, 8, 2, 7)
 

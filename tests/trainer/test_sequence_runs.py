@@ -13,7 +13,7 @@ from trainer_helpers import TINY_MODEL, assert_same_losses, losses, records
 
 from forks import forks
 from tigon.errors import RecipeError
-from tigon.techniques.mechanisms import ring_attention
+from tigon.techniques.sequence_parallel import ring_attention
 from tigon.trainer.run import train
 
 MODEL = {"kernels": "tigon", "config": {**TINY_MODEL, "num_attention_heads": 4, "num_key_value_heads": 2}}

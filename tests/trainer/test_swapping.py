@@ -18,7 +18,7 @@ from test_technique_runs import cut_back, losses, need, succeeds
 
 from forks import forks
 from tigon.errors import RunFolderError
-from tigon.techniques import sharding
+from tigon.techniques.sharding import sharding
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.folder import folder_lock
 from tigon.trainer.run import train

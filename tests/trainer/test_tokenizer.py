@@ -41,13 +41,13 @@ def test_bpe_holds_at_most_the_vocabulary_asked_for_and_is_deterministic(bpe):
 
 def test_bpe_is_cached_by_text_and_size_and_a_damaged_cache_is_replaced(tmp_path):
     first = train_bpe(["abc abc abc"], 300, tmp_path)
-    (cached,) = tmp_path.glob("*.json")
+    (cached,) = tmp_path.rglob("*.json")
     before = cached.stat().st_mtime_ns
     assert train_bpe(["abc abc abc"], 300, tmp_path).get_vocab() == first.get_vocab()
     assert cached.stat().st_mtime_ns == before, "the cache was not read"
     train_bpe(["abc abc abd"], 300, tmp_path)
     train_bpe(["abc abc abc"], 301, tmp_path)
-    assert len(list(tmp_path.glob("*.json"))) == 3
+    assert len(list(tmp_path.rglob("*.json"))) == 3
     cached.write_text("{", encoding="utf-8")
     assert train_bpe(["abc abc abc"], 300, tmp_path).get_vocab() == first.get_vocab()
     assert cached.stat().st_size > 1

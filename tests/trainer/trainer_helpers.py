@@ -14,7 +14,6 @@ import torch
 from tigon.data.packing import IGNORE_INDEX, Collator, SampleDataset, pack
 from tigon.data.tokenizer import Encoded
 from tigon.objectives.base import Objective
-from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import ModelConfig, Recipe
 from tigon.trainer import model as models
 from tigon.trainer.setup import Setup, TrainingData
@@ -51,7 +50,7 @@ def small_setup(recipe: Recipe, objective: Objective | None = None, device: torc
         settings=recipe.settings(precision=preflight.resolve_precision(recipe.train.precision, device)),
         config=config,
         shapes=models.parameter_shapes(config),
-        objective=objective or CausalLM(recipe.model),
+        objective=objective or Objective(recipe.model),
     )
 
 

@@ -1,14 +1,16 @@
-"""Compares every op with other libraries and the hardware's limit: time, memory and error, in one interleaved run.
+"""Compares every op with its formula, PyTorch, Liger and the hardware's limit: time, memory and error, in turns.
 
-- `suites.py`: the rows (op and shape) of each suite, with their targets.
-- `impls.py`: the implementations: tigon, the unfused formula, torch, torch.compile and other kernel libraries.
+- `rows.py`: the rows (op and shape) of each suite.
+- `impls.py`: the implementations: tigon, the unfused formula, torch, torch.compile and Liger.
 - `inputs.py`: makes a row's tensors, and binds an implementation to them.
 - `numerical_errors.py`: errors of outputs and gradients against fp64, and the limit on them.
 - `timing.py`: eager and CUDA-graph times, with implementations taking turns.
 - `measure.py`: measures one row.
 - `record.py`: the JSON record with its environment.
+- `session.py`: the record's file, a time limit and the end, for both commands.
 - `kernels.py`: the command `tigon bench kernels`.
-- `session.py`: places to write, time limit and end, for both commands.
-- `report.py`: the command `tigon bench report`.
-- `table.py`, `charts.py`: a record as Markdown and as charts.
+- `table.py`: a row as Markdown.
+- `training/`: the command `tigon bench train`, which measures whole steps.
+
+The repository's own suites, libraries and pages are in `benchmarks/`, outside the wheel.
 """

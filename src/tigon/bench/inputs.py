@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tigon.bench.impls import Impl
-from tigon.bench.suites import Row
+from tigon.bench.rows import Row
 from tigon.ops import OPS, Case, Op
 
-# N tokens, H hidden, V vocabulary.
+# N tokens, V vocabulary.
 
 Inputs = dict[str, Any]
 
@@ -22,6 +24,8 @@ Inputs = dict[str, Any]
 PEAKED_STD = 4.0
 # Standard deviation of the logits in the ops' own inputs (Op.make).
 _RANDOM_STD = 2.0
+# The dimension of an op's shape that shrinks until fp64 fits. It is the first dimension for ops not listed here.
+_TOKENS = {"rope": 2, "multi_head_linear_cross_entropy": 1}
 # Inputs that an implementation may ignore.
 PERMISSIONS = ("inplace", "chunk_bytes", "fp32_accumulate")
 
@@ -53,71 +57,79 @@ def _peak(inputs: Inputs) -> None:
         target[rows] = torch.where(kept[rows], drawn, target[rows])
 
 
-def differentiable(op: Op, inputs: Mapping[str, Any], frozen: Collection[str] = ()) -> list[str]:
-    """The inputs that get a gradient."""
-    return [name for name in op.grads if isinstance(inputs.get(name), Tensor) and name not in frozen]
+@dataclass(frozen=True)
+class Problem:
+    """A row with its tensors."""
+
+    row: Row
+    inputs: Inputs
+    upstream: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, row: Row, dtype: torch.dtype, device: torch.device) -> Problem:
+        inputs = make_inputs(row, dtype, device)
+        return cls(row, inputs, make_upstream(row, inputs))
+
+    @property
+    def op(self) -> Op:
+        return OPS[self.row.op]
+
+    def differentiable(self) -> list[str]:
+        """The inputs that get a gradient."""
+        tensors = [name for name in self.op.grads if isinstance(self.inputs.get(name), Tensor)]
+        return [name for name in tensors if name not in self.row.frozen]
+
+    def leaves(self) -> Inputs:
+        """The inputs, of which those that get a gradient require one. Some costs depend on it."""
+        return leaves_of(self.inputs, self.differentiable() if self.row.frozen else ())
+
+    def with_half_the_tokens(self, dtype: torch.dtype, device: torch.device) -> Problem | None:
+        """The same problem on half the tokens, or None if there is only one token."""
+        shape, at = list(self.row.shape), _TOKENS.get(self.row.op, 0)
+        if shape[at] == 1:
+            return None
+        shape[at] //= 2
+        return Problem.of(replace(self.row, shape=tuple(shape)), dtype, device)
 
 
-def outputs_of(result: Any, mean: bool = False) -> list[Tensor]:
+def leaves_of(inputs: Mapping[str, Any], names: Sequence[str]) -> Inputs:
+    """The inputs with new leaves for tensors. Those named require a gradient."""
+    return {n: v.detach().requires_grad_(n in names) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+
+
+def outputs_of(result: Tensor | Sequence[Tensor], mean: bool = False) -> list[Tensor]:
     """The differentiable outputs of a call that returns a tensor or a tuple; with `mean`, the mean of each."""
     tensors = (result,) if isinstance(result, Tensor) else tuple(result)
     outputs = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
     return [t.mean() if t.ndim else t for t in outputs] if mean else outputs
 
 
-def make_upstream(op: Op, inputs: Inputs, mean: bool = False) -> list[Tensor]:
+def make_upstream(row: Row, inputs: Inputs) -> list[Tensor]:
     """Upstream gradients: 1 for a loss or a mean, as in training, else random with the strides of the outputs.
 
     Those of log-probabilities and divergences are random: every loss on them has another gradient per token.
     """
     torch.manual_seed(21)
-    if mean or "target" in inputs or op.name == "load_balancing_loss":
-        return [torch.ones((), device=inputs[op.grads[0]].device)]
-    if "ids" in inputs:
-        return [torch.randn(inputs["ids"].shape, device=inputs["ids"].device)]
-    if "teacher_hidden" in inputs:
-        return [torch.randn(inputs["hidden"].shape[:-1], device=inputs["hidden"].device)]
-    if op.name in ("lora_linear", "fp8_linear"):
-        x = inputs["x"]
-        return [torch.randn(*x.shape[:-1], inputs["weight"].shape[0], device=x.device).to(x.dtype)]
-    if op.name == "lora_linears":
-        x = inputs["x"]
-        widths = [inputs[f"weight_{i}"].shape[0] for i in range(2)]
-        return [torch.randn(*x.shape[:-1], width, device=x.device).to(x.dtype) for width in widths]
-    if op.name == "topk_softmax":
-        logits = inputs["logits"]
-        return [torch.randn(logits.shape[0], inputs["top_k"], device=logits.device).to(logits.dtype)]
-    if op.name == "rope":
-        like = [inputs["q"], inputs["k"]]
-    elif op.name == "add_rms_norm":
-        like = [inputs["x"], inputs["x"]]
-    elif op.name == "attention_with_sinks":
-        like = [inputs["q"].transpose(1, 2).contiguous()]
-    else:
-        like = [inputs[op.grads[0]]]
-    return [torch.randn_like(t) for t in like]
+    with FakeTensorMode() as mode, torch.no_grad():
+        fake = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+        outputs = outputs_of(OPS[row.op].call(**fake), row.mean)
+    made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in outputs]
+    return [t.normal_() if t.ndim else t.fill_(1.0) for t in made]
 
 
 class Bound:
-    """An implementation bound to its inputs. `forward()` and `both()` use the same tensors in every call.
+    """An implementation bound to a problem's tensors. `forward()` and `both()` use the same tensors in every call.
 
     Tensors that the implementation overwrites are copies, and `restore()` resets their values.
-
-    Args:
-        frozen: inputs that get no gradient.
-        mean: take the mean of each output.
 
     Raises:
         NotImplementedError: the implementation lacks a gradient, or returns a mean where values per token are wanted.
     """
 
-    def __init__(
-        self, impl: Impl, op: Op, inputs: Inputs, upstream: Sequence[Tensor], frozen: Collection[str] = (),
-        mean: bool = False,
-    ) -> None:  # fmt: skip
-        self.impl = impl
-        self._mean = mean and impl.role != "limit"
-        if impl.mean_only and not mean:
+    def __init__(self, impl: Impl, problem: Problem) -> None:
+        self.impl, row, inputs = impl, problem.row, problem.inputs
+        self._mean = row.mean and impl.role != "limit"
+        if impl.mean_only and not row.mean:
             raise NotImplementedError("it returns the mean over the tokens, and this row has values per token")
         kept = inputs if impl.role == "ours" else {n: v for n, v in inputs.items() if n not in PERMISSIONS}
         self._pristine = {**kept, **impl.fixed}
@@ -125,20 +137,21 @@ class Bound:
             self._pristine = impl.vary(dict(self._pristine))
         self._call = impl.load()
         inspect.signature(self._call).bind(**self._pristine)
-        self._given = list(upstream)
-        names = differentiable(op, self._pristine, frozen)
+        self._given = list(problem.upstream)
+        names = problem.differentiable()
         if lacking := [name for name in names if name in impl.frozen]:
             raise NotImplementedError(f"it has no gradient of {' and '.join(lacking)}")
         self.names = [n for n in names if impl.grads is None or n in impl.grads]
         if impl.overwrites:
             self._own = {n: _copy(v) if isinstance(v, Tensor) else v for n, v in self._pristine.items()}
-            self._upstream = [_copy(g) for g in upstream]
+            self._upstream = [_copy(g) for g in self._given]
         else:
-            self._own = {
-                n: v.detach().requires_grad_(n in self.names) if isinstance(v, Tensor) else v
-                for n, v in self._pristine.items()
-            }
+            self._own = leaves_of(self._pristine, self.names)
             self._upstream = self._given
+
+    @property
+    def device(self) -> torch.device:
+        return next(t.device for t in self._own.values() if isinstance(t, Tensor))
 
     def tensors(self) -> list[Tensor]:
         """The tensors that exist before the call: inputs and upstream gradients."""
@@ -156,12 +169,8 @@ class Bound:
             own.copy_(given)
 
     def _leaves(self) -> Inputs:
-        if not self.impl.overwrites:
-            return self._own
         # autograd cannot differentiate a leaf again after an in-place write
-        return {
-            n: v.detach().requires_grad_(n in self.names) if isinstance(v, Tensor) else v for n, v in self._own.items()
-        }
+        return leaves_of(self._own, self.names) if self.impl.overwrites else self._own
 
     def forward(self) -> list[Tensor]:
         """The outputs."""
@@ -176,8 +185,13 @@ class Bound:
             return self.forward(), []
         leaves = self._leaves()
         outputs = outputs_of(self._call(**leaves), self._mean)
-        upstream = [g.to(t.dtype) for g, t in zip(self._upstream, outputs, strict=True)]
-        return outputs, list(torch.autograd.grad(outputs, [leaves[n] for n in self.names], upstream))
+        return outputs, gradients(outputs, [leaves[n] for n in self.names], self._upstream)
+
+
+def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the leaves for upstream gradients, which are rounded to the outputs' dtypes."""
+    rounded = [g.to(t.dtype) for g, t in zip(upstream, outputs, strict=True)]
+    return list(torch.autograd.grad(outputs, leaves, rounded))
 
 
 def _copy(t: Tensor) -> Tensor:

@@ -12,19 +12,14 @@ eps / sqrt(N). tigon is not timed on a row where it breaks the rule. Another lib
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from tigon.bench.inputs import PERMISSIONS, Inputs, differentiable, outputs_of
-from tigon.ops import Op
-
-# N tokens, V vocabulary.
+from tigon.bench.inputs import PERMISSIONS, Problem, gradients, leaves_of, outputs_of
 
 Named = dict[str, Tensor]
-# Limit on the fp64 logits that a loss holds at once.
-_CHUNK_BYTES = 4 << 30
 _FP32_EPS = torch.finfo(torch.float32).eps
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -35,57 +30,17 @@ def name_results(outputs: Sequence[Tensor], names: Sequence[str], grads: Sequenc
     return named | {f"gradient of {name}": t for name, t in zip(names, grads, strict=True)}
 
 
-def oracle(
-    op: Op, inputs: Inputs, upstream: Sequence[Tensor], dtype: torch.dtype | None = None,
-    frozen: Collection[str] = (), mean: bool = False,
-) -> Named:  # fmt: skip
-    """Outputs and gradients of the unfused formula, in `dtype` or in the dtype of the inputs.
-
-    A mean loss in fp64 is computed in chunks of tokens, because its logits can exceed the memory of a GPU.
-    """
-    plain = {name: value for name, value in inputs.items() if name not in PERMISSIONS}
+def oracle(problem: Problem, dtype: torch.dtype | None = None) -> Named:
+    """Outputs and gradients of the unfused formula, in `dtype` or in the dtype of the inputs."""
     cast = {
         name: value.to(dtype) if dtype and isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in plain.items()
+        for name, value in problem.inputs.items()
+        if name not in PERMISSIONS
     }
-    if dtype == torch.float64 and op.name in _BY_TOKENS and "reduction" not in plain:
-        return _mean_by_tokens(op, cast)
-    names = differentiable(op, cast, frozen)
-    leaves = {n: v.detach().requires_grad_(n in names) if isinstance(v, Tensor) else v for n, v in cast.items()}
-    outputs = outputs_of(op.oracle(**leaves), mean)
-    grads = torch.autograd.grad(
-        outputs, [leaves[n] for n in names], [g.to(t.dtype) for g, t in zip(upstream, outputs, strict=True)]
-    )
-    return name_results(outputs, names, grads)
-
-
-# op -> its inputs that have one row per token
-_BY_TOKENS = {"cross_entropy": ("logits", "target"), "linear_cross_entropy": ("hidden", "target")}
-
-
-def _mean_by_tokens(op: Op, inputs: Inputs) -> Named:
-    """The fp64 mean loss and its gradients for an upstream gradient of 1."""
-    by_token = _BY_TOKENS[op.name]
-    flat = {n: inputs[n].flatten(0, -2 if inputs[n].is_floating_point() else -1) for n in by_token}
-    rest = {n: v for n, v in inputs.items() if n not in by_token}
-    V = inputs["logits"].shape[-1] if "logits" in inputs else inputs["weight"].shape[0]
-    N, chunk = flat["target"].shape[0], max(1, _CHUNK_BYTES // (8 * V))
-    count = (flat["target"] != -100).sum()
-    names = differentiable(op, inputs)
-    total = torch.zeros((), dtype=torch.float64, device=count.device)
-    grads = {n: torch.zeros_like(inputs[n]) for n in names}
-    for start in range(0, N, chunk):
-        rows = slice(start, start + chunk)
-        part = {**{n: t[rows] for n, t in flat.items()}, **rest}
-        leaves = {n: v.detach().requires_grad_(n in names) if isinstance(v, Tensor) else v for n, v in part.items()}
-        loss = op.oracle(**leaves, reduction="sum") / count
-        total += loss.detach()
-        for name, gradient in zip(names, torch.autograd.grad(loss, [leaves[n] for n in names]), strict=True):
-            if name in by_token:
-                grads[name].view_as(flat[name])[rows] = gradient
-            else:
-                grads[name] += gradient
-    return name_results([total], names, [grads[n] for n in names])
+    names = problem.differentiable()
+    leaves = leaves_of(cast, names)
+    outputs = outputs_of(problem.op.oracle(**leaves), problem.row.mean)
+    return name_results(outputs, names, gradients(outputs, [leaves[n] for n in names], problem.upstream))
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
@@ -111,9 +66,10 @@ def errors_of(got: Named, truth: Named) -> dict[str, float]:
 
 
 def allowed_errors(
-    op: Op, inputs: Inputs, truth: Named, dtype: torch.dtype, baseline: Mapping[str, float] | None
+    problem: Problem, truth: Named, dtype: torch.dtype, baseline: Mapping[str, float] | None
 ) -> dict[str, float]:
     """The error limit of each result. Without a baseline (it did not fit) it comes from the errors in the Op record."""
+    op, inputs = problem.op, problem.inputs
     recorded = op.errors[DTYPE_NAMES[dtype]]
     allowed = {}
     for name, exact in truth.items():

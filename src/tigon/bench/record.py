@@ -6,9 +6,7 @@ host times in microseconds. `null` means "not measured", and the entry says why.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import functools
 import importlib.metadata
 import json
 import os
@@ -26,7 +24,6 @@ from tigon.bench.timing import Spread  # pydantic reads the annotations
 from tigon.errors import BenchError
 
 SCHEMA = 1
-PHASES = ("forward", "backward", "both")
 Times = dict[str, Spread]
 
 _PACKAGES = ("triton", "transformers", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
@@ -59,7 +56,7 @@ class Measurement:
     """Bytes of the op's cost divided by the judged time; null for ops of matrix products, which have TFLOP/s."""
     tflop_per_s: float | None = None
     fraction: float | None = None
-    """The row's `limit_ms` divided by the judged time."""
+    """The row's `limit_ms` divided by the judged time; null for variants."""
     prepare_s: float | None = None
     """Seconds before timing: import, compilation, tuning, and the measurement of errors and memory."""
 
@@ -82,7 +79,6 @@ class RowRecord:
     options: dict[str, Any]
     logits: str
     graph: bool
-    reach: list[dict[str, Any]]
     input_bytes: int
     moved_bytes: int
     saved_bytes: int
@@ -176,47 +172,64 @@ def _commit() -> str | None:
     return commit + ("+" if _output_of("git", "status", "--porcelain", "--", "..", cwd=here) else "")
 
 
-def save(record: Any, path: Path) -> None:
-    """Write a record, a dataclass, atomically. Raises BenchError if the folder cannot be written."""
-    text = json.dumps(dataclasses.asdict(record), indent=1, allow_nan=True)
+def provenance(run: Record, origins: Sequence[tuple[str | None, str | None]], *, between: str = "") -> str:
+    """One paragraph: card, versions, commits and dates, and the ceilings that the last run measured.
+
+    origins: commit and date of each row. between: a sentence before the ceilings.
+    """
+    env, ceilings = run.environment, run.ceilings
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)
+    driver = f", driver {env['driver']}" if env["driver"] else ""
+    known = dict.fromkeys((commit or env["tigon_commit"], date or env["date"]) for commit, date in origins)
+    commits = " and ".join(f"{commit}, {date}" for commit, date in known or [(env["tigon_commit"], env["date"])])
+    which = "last" if between or len(known) > 1 else "same"
+    return (
+        f"{env['device']}{driver}; {versions}; tigon at commit {commits}. {between}In the {which} run a "
+        f"copy moved {ceilings['copy_gb_per_s']:.0f} GB/s (read plus written) and a product of "
+        f"{ceilings['matmul_size']:.0f}³ made {ceilings['matmul_tflop_per_s']:.3g} TFLOP/s."
+    )
+
+
+def save(record: Mapping[str, Any], path: Path) -> None:
+    """Write a record so that an end at any time leaves the old one or the new one. Raises BenchError."""
+    _write(path, json.dumps(record, indent=1, allow_nan=True) + "\n")
+
+
+def check_place(path: Path) -> None:
+    """Raise BenchError if `save` would fail, before anything is measured. Existing files are kept."""
+    _write(path, None)
+
+
+def _write(path: Path, text: str | None) -> None:
     beside = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text + "\n", encoding="utf-8")
-        beside.replace(path)
+        beside.write_text(text or "", encoding="utf-8")
+        if text is None:
+            beside.unlink()
+        else:
+            beside.replace(path)
     except OSError as error:
         raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for --json.") from None
 
 
-def check_place(path: Path, flag: str = "--json") -> None:
-    """Raise BenchError if `save` would fail, before anything is measured. Existing files are kept."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.touch()
-        beside.unlink()
-    except OSError as error:
-        raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for {flag}.") from None
-
-
-def check_written_over(path: Path, form: type[Record]) -> None:
-    """Raise BenchError if `save` would overwrite a file that is no record of this form.
-
-    An empty file may be overwritten.
-    """
-    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
-        return
-    try:
-        load(path, form)
-    except BenchError as error:
-        raise BenchError(f"--json would write over another file: {error} Choose another place, or remove it.") from None
-
-
-@functools.cache
-def _reader(form: type[Record]) -> Any:
+def load(path: Path, form: type[R]) -> R:
+    """Read a record of this form. Raises BenchError if the file has none."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(form)
+    wanted = form.__dataclass_fields__["kind"].default
+    try:
+        raw = json.loads(read_text(path))
+        kind = raw.get("kind", "kernels")
+        if kind != wanted or raw["schema"] != SCHEMA:
+            found = f"kind {kind}, schema {raw['schema']}"
+            raise BenchError(f"{path} has {found}; this command reads {wanted}, {SCHEMA}. Measure again.")
+        return TypeAdapter(form).validate_python(raw)
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise BenchError(f"{path} is not a record of `tigon bench` with {wanted}: {why}.") from None
 
 
 def kind_of(path: Path) -> str:
@@ -228,43 +241,11 @@ def kind_of(path: Path) -> str:
     return str(raw.get("kind", "kernels")) if isinstance(raw, dict) else ""
 
 
-def load(path: Path, form: type[R]) -> R:
-    """Read a record of this form. Raises BenchError if the file has none."""
-    wanted = form.__dataclass_fields__["kind"].default
-    try:
-        raw = json.loads(read_text(path))
-        kind = raw.get("kind", "kernels")
-        if kind != wanted or raw["schema"] != SCHEMA:
-            found = f"kind {kind}, schema {raw['schema']}"
-            raise BenchError(f"{path} has {found}; this command reads {wanted}, {SCHEMA}. Measure again.")
-        return _reader(form).validate_python(raw)  # type: ignore[arg-type,no-any-return]
-    except OSError as error:
-        raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise BenchError(f"{path} is not a record of `tigon bench` with {wanted}: {why}.") from None
+def other_machine(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first part of the environment that differs: its name, and both values.
 
-
-def continued(run: R, path: Path) -> R:
-    """The record at `path`, or `run` if there is none.
-
-    Raises BenchError if the record has another card, other versions or another number of repetitions.
+    Older records lack the versions of packages that were added later.
     """
-    if not path.exists():
-        return run
-    earlier = load(path, type(run))
-    there, here = earlier.environment, run.environment
-    # Older records lack the versions of packages that were added later.
-    there = {**there, "versions": {**here["versions"], **there["versions"]}}
-    for name, was, now in (
-        *((name, there.get(name), here[name]) for name in ("device", "driver", "threads", "versions")),
-        *((name, getattr(earlier, name), getattr(run, name)) for name in run.SAME),
-    ):
-        if was != now:
-            raise BenchError(f"{path} has {name} {was}, this run {now}; leave out --resume, or write another file.")
-    return earlier
-
-
-def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options converted to JSON types."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    was = {**was, "versions": {**now["versions"], **was["versions"]}}
+    names = ("device", "driver", "threads", "versions")
+    return next(((name, was.get(name), now[name]) for name in names if was.get(name) != now[name]), None)

@@ -1,9 +1,10 @@
-"""What the commands `tigon bench kernels` and `train` share: places to write, a time limit, and an end with reasons."""
+"""What the commands share: the record's file, a time limit, and an end with reasons."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,23 +22,40 @@ class Session:
 
     json_path: Path | None = None
     resume: bool = False
-    plot_dir: Path | None = None
     time_limit_s: float | None = None
     _start_s: float = field(default_factory=time.monotonic)
 
     def check(self, form: type[Record]) -> None:
         """Raise OptionError or BenchError if a file could not be written, before anything is measured."""
-        if self.resume and self.json_path is None:
-            raise OptionError("--resume requires --json FILE, the record to continue.")
-        if self.json_path is not None:
-            records.check_place(self.json_path)
-            records.check_written_over(self.json_path, form)
-        if self.plot_dir is not None:
-            records.check_place(self.plot_dir / "table.md", flag="--plot")
+        path = self.json_path
+        if path is None:
+            if self.resume:
+                raise OptionError("--resume requires --json FILE, the record to continue.")
+            return
+        records.check_place(path)
+        if path.exists() and not (path.is_file() and path.stat().st_size == 0):
+            try:
+                records.load(path, form)
+            except BenchError as error:
+                raise BenchError(
+                    f"--json would write over another file: {error} Choose another place, or remove it."
+                ) from None
 
     def continued(self, run: R) -> R:
-        """The record that `--resume` continues, or `run` itself."""
-        return records.continued(run, self.json_path) if self.resume and self.json_path is not None else run
+        """The record that `--resume` continues, or `run` itself.
+
+        Raises BenchError if the record has another card, other versions or another number of repetitions.
+        """
+        if not self.resume or self.json_path is None or not self.json_path.exists():
+            return run
+        earlier = records.load(self.json_path, type(run))
+        differing = [(name, getattr(earlier, name), getattr(run, name)) for name in run.SAME]
+        other = records.other_machine(earlier.environment, run.environment)
+        for name, was, now in ([other] if other else []) + [one for one in differing if one[1] != one[2]]:
+            raise BenchError(
+                f"{self.json_path} has {name} {was}, this run {now}; leave out --resume, or write another file."
+            )
+        return earlier
 
     def is_over(self, run: Record, left: Sequence[str]) -> bool:
         """Whether the time limit is over. The record then names what is left."""
@@ -46,14 +64,14 @@ class Session:
         run.not_run += [f"{name} ({_TIME_LIMIT})" for name in left]
         return True
 
-    def save(self, run: Record, *, has_figures: bool) -> None:
+    def save(self, run: Record, *, has_figures: bool = True) -> None:
         """Write the record after a row, if it has figures yet."""
         run.seconds = round(time.monotonic() - self._start_s, 1)
         if self.json_path is not None and has_figures:
-            records.save(run, self.json_path)
+            records.save(dataclasses.asdict(run), self.json_path)
 
-    def finish(self, run: R, *, has_figures: bool, reasons: Sequence[str], draw: Callable[[R, Path], None]) -> None:
-        """Write record and charts.
+    def finish(self, run: Record, *, has_figures: bool, reasons: Sequence[str]) -> None:
+        """Write the record.
 
         Raises BenchError if nothing was measured, unless only the time limit was the reason: an empty record misleads.
         reasons: why rows have no figures.
@@ -64,8 +82,6 @@ class Session:
             raise BenchError(f"nothing was measured, and nothing is written: {'; '.join(why[:_MOST_REASONS])}{more}")
         if run.not_run:
             print(f"not measured: {', '.join(run.not_run)}")
+        self.save(run)
         if self.json_path is not None:
-            records.save(run, self.json_path)
             print(f"wrote {self.json_path}")
-        if self.plot_dir is not None:
-            draw(run, self.plot_dir)

@@ -75,6 +75,45 @@ class Steps:
         return statistics.median(self.ms)
 
 
+class StepClock:
+    """Times steps, each between synchronisations, and reads the allocator's peaks before and after the warm-up."""
+
+    def __init__(self, device: torch.device, warm_ups: int) -> None:
+        self._device, self._warm_ups = device, warm_ups
+        self._all_ms: list[float] = []
+        self.warm_up_peak_bytes: int | None = None
+        self._reset_peak()
+
+    def begin(self) -> None:
+        if len(self._all_ms) == self._warm_ups:
+            self.warm_up_peak_bytes = self.peak_bytes
+            self._reset_peak()
+        synchronize(self._device)
+        self._start_s = time.perf_counter()
+
+    def end(self) -> None:
+        synchronize(self._device)
+        self._all_ms.append(1000 * (time.perf_counter() - self._start_s))
+
+    @property
+    def warm_up_ms(self) -> list[float]:
+        return self._all_ms[: self._warm_ups]
+
+    @property
+    def ms(self) -> list[float]:
+        """Milliseconds of the steps after the warm-up."""
+        return self._all_ms[self._warm_ups :]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak since the warm-up; None on a CPU."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+
+    def _reset_peak(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+
 @functools.cache
 def _flush_buffer(device: torch.device) -> torch.Tensor:
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -89,6 +128,12 @@ def flush_cache(device: torch.device) -> None:
 def free_flush_buffer() -> None:
     """Free the buffer of `flush_cache`, which would count in the peaks of what is measured next."""
     _flush_buffer.cache_clear()
+
+
+def device() -> torch.device:
+    """The GPU if there is one, else the CPU."""
+    gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
 def synchronize(device: torch.device) -> None:
@@ -118,6 +163,13 @@ def take_turns(runs: Mapping[str, Run], repetitions: int, device: torch.device) 
     return times
 
 
+def joined(first: list[float] | Exception, more: list[float] | Exception) -> list[float] | Exception:
+    """The times of two calls of `take_turns`, or the exception of the first that failed."""
+    if isinstance(first, Exception):
+        return first
+    return more if isinstance(more, Exception) else first + more
+
+
 def _timed(run: Run, device: torch.device) -> Callable[[], float]:
     run.before()
     if device.type != "cuda":
@@ -135,25 +187,17 @@ def _timed(run: Run, device: torch.device) -> Callable[[], float]:
     return lambda: float(start.elapsed_time(end))
 
 
-def time_steps(
-    step: Callable[[int], torch.Tensor], device: torch.device, *, steps: int, warm_ups: int = 1
-) -> Steps:  # fmt: skip
+def time_steps(step: Callable[[int], torch.Tensor], device: torch.device, *, steps: int, warm_ups: int = 1) -> Steps:
     """Run training steps one after the other, each between synchronisations.
 
     step: runs the optimizer step of this number, counted from 0, and returns its loss.
     """
-    gpu, times_ms, losses = device.type == "cuda", list[float](), list[torch.Tensor]()
+    clock, losses = StepClock(device, warm_ups), list[torch.Tensor]()
     for number in range(warm_ups + steps):
-        if number == warm_ups and gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        synchronize(device)
-        start_s = time.perf_counter()
+        clock.begin()
         losses.append(step(number).detach())
-        synchronize(device)
-        if number >= warm_ups:
-            times_ms.append(1000 * (time.perf_counter() - start_s))
-    peak_bytes = torch.cuda.max_memory_allocated(device) if gpu else None
-    return Steps(times_ms, torch.stack(losses).tolist(), peak_bytes)
+        clock.end()
+    return Steps(clock.ms, torch.stack(losses).tolist(), clock.peak_bytes)
 
 
 class Graphs:

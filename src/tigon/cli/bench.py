@@ -1,4 +1,4 @@
-"""`tigon bench kernels`, `tigon bench train` and `tigon bench report`."""
+"""`tigon bench kernels` and `tigon bench train`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ import typer
 
 from tigon.cli.shared import Command
 
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the record to this file after every line.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Measure only what the record at --json lacks.")]
+TimeLimit = Annotated[
+    float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start nothing more after this time.")
+]
+
 
 def kernels_command(
     *,
     suite: Annotated[
-        str | None,
-        typer.Option(help="targets, paper, odd or small. Default: targets on a GPU, small on a CPU."),
+        str | None, typer.Option(help="usual (a layer of an 8B model) or small. Default: by whether there is a GPU.")
     ] = None,
     ops: Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")] = None,
     impls: Annotated[
-        list[str] | None, typer.Option("--impl", help="Only this implementation; may be repeated.")
+        list[str] | None, typer.Option("--impl", help="tigon, eager, compile, torch or liger; may be repeated.")
     ] = None,
     without: Annotated[list[str] | None, typer.Option(help="Leave this implementation out; may be repeated.")] = None,
     shapes: Annotated[
@@ -31,34 +36,26 @@ def kernels_command(
         str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 on a GPU, fp32 on a CPU.")
     ] = None,
     repetitions: Annotated[int, typer.Option(help="Rounds. Every implementation runs once per round.")] = 20,
-    time_limit: Annotated[
-        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no row after this time.")
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the record to this file after every row.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Measure only what the record at --json lacks.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
+    time_limit: TimeLimit = None,
+    json: Json = None,
+    resume: Resume = False,
 ) -> None:
-    """Measure time, memory and error of every op, and compare with the other libraries installed here."""
-    from tigon.bench.kernels import bench_kernels  # not for --help
+    """Measure time, memory and error of every op, beside PyTorch, torch.compile and Liger."""
+    from tigon.bench.kernels import KernelOptions, bench_kernels  # not for --help
     from tigon.bench.session import Session  # not for --help
 
     bench_kernels(
-        suite=suite, ops=ops or (), impls=impls or (), without=without or (), shapes=shapes or (), dtype=dtype,
-        repetitions=repetitions,
-        session=Session(time_limit_s=time_limit, json_path=json, resume=resume, plot_dir=plot),
-    )  # fmt: skip
-
-
-def report_command(
-    record: Annotated[Path, typer.Argument(metavar="FILE.json", help="A record that `--json` wrote.")],
-    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
-) -> None:
-    """Print the table of a record and draw its charts, on any machine."""
-    from tigon.bench.report import report_file  # not for --help
-
-    report_file(record, plot)
+        KernelOptions(
+            suite=suite,
+            ops=ops or (),
+            impls=impls or (),
+            without=without or (),
+            shapes=shapes or (),
+            dtype=dtype,
+            repetitions=repetitions,
+            session=Session(time_limit_s=time_limit, json_path=json, resume=resume),
+        )
+    )
 
 
 def train_command(
@@ -85,14 +82,9 @@ def train_command(
     without: Annotated[list[str] | None, typer.Option(help="Leave this variant out; may be repeated.")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds. Every variant has one turn per round.")] = 3,
     steps: Annotated[int, typer.Option(help="Timed steps of a turn, after one that is not timed.")] = 2,
-    time_limit: Annotated[
-        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no case after this time.")
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the record to this file after every case.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Measure only what the record at --json lacks.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the tables.")] = None,
+    time_limit: TimeLimit = None,
+    json: Json = None,
+    resume: Resume = False,
 ) -> None:
     """Measure whole training steps against other libraries: tokens/s, peak memory and time by kind.
 
@@ -101,12 +93,21 @@ def train_command(
     from tigon.bench.session import Session  # not for --help
     from tigon.bench.training.command import TrainOptions, bench_train  # not for --help
 
-    bench_train(TrainOptions(
-        models=models or (), batches=batches or (), seqs=seqs or (), precisions=precisions or (),
-        memories=memories or (), variants=variants or (), without=without or (), rounds=rounds, steps=steps,
-        session=Session(time_limit_s=time_limit, json_path=json, resume=resume, plot_dir=plot),
-        command=shlex.join(["tigon", *sys.argv[1:]]),
-    ))  # fmt: skip
+    bench_train(
+        TrainOptions(
+            models=models or (),
+            batches=batches or (),
+            seqs=seqs or (),
+            precisions=precisions or (),
+            memories=memories or (),
+            variants=variants or (),
+            without=without or (),
+            rounds=rounds,
+            steps=steps,
+            session=Session(time_limit_s=time_limit, json_path=json, resume=resume),
+            command=shlex.join(["tigon", *sys.argv[1:]]),
+        )
+    )
 
 
 _GROUP = typer.Typer(
@@ -114,5 +115,4 @@ _GROUP = typer.Typer(
 )
 _GROUP.command("kernels")(kernels_command)
 _GROUP.command("train")(train_command)
-_GROUP.command("report")(report_command)
 COMMAND = Command(_GROUP, place=8)

@@ -1,10 +1,9 @@
-"""`tigon models`: print what tigon does with each model family, as text or JSON, or write it into docs/models.md."""
+"""`tigon models`: print what tigon does with each model family, as text or JSON."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,22 +22,14 @@ def command(
     trained: Annotated[
         bool, typer.Option("--train", help="Train a small model of each family for a step; ten minutes for all.")
     ] = False,
-    into: Annotated[
-        Path | None, typer.Option(metavar="FILE.md", help="Write the table between the markers in this file.")
-    ] = None,
-    others: Annotated[
-        bool, typer.Option("--others", help="With --into: also list families missing from the table; takes minutes.")
-    ] = False,
 ) -> None:
     """Show what tigon patches in each family, what it leaves and why; exit code 1 if one differs or is refused."""
     if trained:
-        if as_json or verified or device or dtype or others:
-            raise OptionError("--train goes with families and --into alone; leave out the other options.")
-        train(families or (), into)
+        if as_json or verified or device or dtype:
+            raise OptionError("--train goes with families alone; leave out the other options.")
+        train(families or ())
         return
-    same = models(
-        families or (), as_json=as_json, verified=verified, device=device, dtype=dtype, into=into, others=others
-    )
+    same = models(families or (), as_json=as_json, verified=verified, device=device, dtype=dtype)
     raise typer.Exit(0 if same else 1)
 
 
@@ -49,25 +40,15 @@ def models(
     verified: bool = False,
     device: str | None = None,
     dtype: str | None = None,
-    into: Path | None = None,
-    others: bool = False,
 ) -> bool:
-    """Print the table or write it into a document. Returns False if a family is refused, or differs when patched.
+    """Print the table. Returns False if a family is refused, or differs when patched.
 
     Raises:
-        OptionError: A family has no row, a device or dtype is unknown, the document lacks markers, or options exclude
-            each other.
+        OptionError: A family has no row, a device or dtype is unknown, or options exclude each other.
     """
-    if into is not None and (as_json or verified or names):
-        raise OptionError("--into writes the whole table; leave out the families, --json and --verify.")
     if (device or dtype) and not (verified or as_json):
         raise OptionError("--device and --dtype require --verify or --json; add one of them.")
-    if others and into is None:
-        raise OptionError("--others requires --into FILE.md.")
     _silence_transformers()
-    if into is not None:
-        _write(into, others)
-        return True
     families = listing.families(names, verified=verified or as_json, device=device or "cpu", dtype=dtype or "fp32")
     listed = []
     if as_json:
@@ -81,11 +62,11 @@ def models(
     return all(not family.refused and (family.verification is None or family.verification.passed) for family in listed)
 
 
-def train(names: Sequence[str] = (), into: Path | None = None) -> None:
-    """Train a small model of each family, and print the outcomes or write them into a document.
+def train(names: Sequence[str] = ()) -> None:
+    """Train a small model of each family, and print the outcomes.
 
     Raises:
-        OptionError: A family is unknown, or --into has no markers or is given families.
+        OptionError: A family is unknown.
     """
     _silence_transformers()
     from tigon.trainer import family_training  # not for --help
@@ -93,13 +74,6 @@ def train(names: Sequence[str] = (), into: Path | None = None) -> None:
     unknown = sorted(set(names) - set(family_training.all_families()))
     if unknown:
         raise OptionError(f"{unknown[0]} is no causal language model of the installed transformers, nor in the table.")
-    if into is not None and names:
-        raise OptionError("--into writes the whole table; leave out the families.")
-    if into is not None:
-        document = listing.put_between_markers(_read(into), "trained", "")
-        table = family_training.markdown(family_training.trained_families())
-        into.write_text(listing.put_between_markers(document, "trained", table), encoding="utf-8")
-        return
     print(family_training.HEADING)
     for family in family_training.trained_families(names):
         print(family_training.text_line(family), flush=True)
@@ -111,20 +85,6 @@ def _silence_transformers() -> None:
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-
-
-def _read(document: Path) -> str:
-    try:
-        return document.read_text(encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"--into {document}: {error.strerror}.") from None
-
-
-def _write(into: Path, others: bool) -> None:
-    document = listing.put_between_markers(_read(into), "rows", listing.rows_markdown())
-    if others:
-        document = listing.put_between_markers(document, "others", listing.survey_markdown())
-    into.write_text(document, encoding="utf-8")
 
 
 COMMAND = Command(command, place=6)

@@ -12,12 +12,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from tigon._files import read_text
 from tigon.cli.plan_request import RECIPE_ENDINGS
 from tigon.cli.shared import stdout_console
-from tigon.models.loading.presets import carried
-from tigon.planner import remembered_config
+from tigon.models.loading.presets import PRESETS, carried
 from tigon.planner.render.terminal import not_installed
 from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS
 from tigon.planner.trace import disk_cache
@@ -47,10 +48,22 @@ def _question(model: str, options: Mapping[str, Any]) -> str | None:
     """Text that holds everything that the output depends on; None if that is not known."""
     if model.endswith(RECIPE_ENDINGS) or any(options[name] for name in _READS_FILES):
         return None
-    config = remembered_config.question_of(carried(model) or model)
+    config = _config(carried(model) or model)
     if config is None:
         return None
     return json.dumps([model, config, options, os.environ.get(ALLOCATOR_SETTINGS), _screen(options), _missing()])
+
+
+def _config(name: str) -> str | None:
+    """Text that holds all that a model's config is made of; None if that cannot be known without the network."""
+    if name in PRESETS:
+        return json.dumps(["preset", name])  # the presets are part of tigon's sources
+    path = Path(name)
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        return json.dumps(["file", str(file.absolute()), read_text(file)]) if name and file.exists() else None
+    except (OSError, UnicodeDecodeError):  # load_config says what is wrong
+        return None
 
 
 def _missing() -> list[str]:

@@ -18,7 +18,6 @@ from tigon.objectives import post_training_rules, recipe_checks
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.choose import objective_of, planned_objective
 from tigon.planner.gpus import GIB, Gpu, size_bytes
-from tigon.planner.remembered_config import real_config, remembered_config
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request, request_of
 from tigon.planner.search.space import CROSS_DOCUMENT, Fallback, SearchProblem
@@ -27,8 +26,8 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import SEARCHES
 from tigon.techniques.keys.settings import DEFAULT
 from tigon.techniques.keys.train import AUTO
-from tigon.techniques.lora import DEFAULT_RANK
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.lora.lora import DEFAULT_RANK
+from tigon.techniques.optimizers.table import OPTIMIZERS
 
 MOST = 1 << 20
 """The largest value of an integer flag, except --seq. Beyond it tensor sizes overflow 64 bits."""
@@ -208,7 +207,7 @@ def _of_model(flags: Flags) -> SearchProblem:
 def _config_of(target: str) -> Any:
     """The config of a model by its name. Only a hub id that tigon does not carry uses the network."""
     _quiet([target])
-    return remembered_config(carried(target) or target)
+    return load_config(carried(target) or target)
 
 
 def _planned(recipe: Recipe, config: Any) -> PlannedObjective:
@@ -217,12 +216,11 @@ def _planned(recipe: Recipe, config: Any) -> PlannedObjective:
         return planned_objective(recipe)
 
     def shapes() -> dict[str, tuple[int, ...]]:
-        model = build_on_meta(recipe.model.name, real_config(config))
+        model = build_on_meta(recipe.model.name, config)
         return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
-    special = recipe.heads.stage is not None or recipe.data.images > 0
     try:
-        return objective_of(recipe, real_config(config) if special else config, shapes).planned()
+        return objective_of(recipe, config, shapes).planned()
     except RecipeError as error:
         text = str(error).replace("model.name: ", "").replace("data.images is", "--images is")
         raise UsageError(text.replace("set data.images: 0", "leave --images out")) from None

@@ -11,7 +11,7 @@ from typing import Any
 from tigon.objectives import post_training_rules
 from tigon.recipe.keys import SECTIONS
 from tigon.techniques.keys.section import hints
-from tigon.techniques.lora import DEFAULT_RANK
+from tigon.techniques.lora.lora import DEFAULT_RANK
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tigon.errors import DataError, TigonError
 
@@ -28,12 +28,12 @@ KEPT_S = 24 * 3600
 """For so long after its last use an entry is kept all the same, because a run may read it."""
 
 
-def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/tigon/tokens`, else under ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tigon" / "tokens"
+def default_folder(kind: str = "tokens") -> Path:
+    """`$XDG_CACHE_HOME/tigon/<kind>`, else under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tigon" / kind
 
 
-def key_of(parts: Iterable[Any]) -> str:
+def key_of(*parts: object) -> str:
     """A hash of the `repr` of each part."""
     digest = hashlib.sha256()
     for part in parts:
@@ -77,7 +77,7 @@ def _scratch() -> Path:
 
 
 def made(folder: Path | None, key: str | None, make: Callable[[Path], T]) -> tuple[T, bool]:
-    """(what `make` makes in the folder of an entry, whether the entry had a file before).
+    """(what `make` makes in the folder of an entry, whether the entry was stored before).
 
     `make` reads a file that is there already. A file that it cannot read is made again.
 
@@ -85,7 +85,7 @@ def made(folder: Path | None, key: str | None, make: Callable[[Path], T]) -> tup
         DataError: The disk is full.
     """
     place = entry(folder, key)
-    is_cached = any(place.rglob("*.arrow"))
+    is_cached = any(path.suffix in (".arrow", ".json") for path in place.rglob("*"))
     try:
         result = make(place)
     except TigonError:

@@ -20,13 +20,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tigon._files import read_text
 from tigon.data.documents import Document, Message, Segment
 from tigon.data.messages import REASONING
 from tigon.data.render_chat import EndlessTemplate, render_chat
 from tigon.errors import DataError, RecipeError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 WORDS = ("auto", "chat", "plain")
 MAX_TEMPLATE_BYTES = 2**20
@@ -52,7 +55,7 @@ class Rendering:
     """Ids that end an answer besides the tokenizer's end-of-text token: those of the model's generation config."""
 
 
-def choose(tokenizer: Any, template: str, learn: str, ends: Sequence[int] = ()) -> Rendering:
+def choose(tokenizer: PreTrainedTokenizerBase, template: str, learn: str, ends: Sequence[int] = ()) -> Rendering:
     """The rendering that the recipe asks for. A template in a file becomes the tokenizer's.
 
     Args:
@@ -96,11 +99,11 @@ def _from_file(path: Path) -> str:
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own tags
 
 
-def has_template(tokenizer: Any) -> bool:
+def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def is_chat(document: Document, tokenizer: Any, rendering: Rendering) -> bool:
+def is_chat(document: Document, tokenizer: PreTrainedTokenizerBase, rendering: Rendering) -> bool:
     """Whether the document is written as messages, and not as its segments."""
     if not document.messages or not document.segments:
         return bool(document.messages)
@@ -109,7 +112,7 @@ def is_chat(document: Document, tokenizer: Any, rendering: Rendering) -> bool:
     return has_template(tokenizer) and (document.as_chat or rendering.template == "chat")
 
 
-def segments_of(document: Document, tokenizer: Any, rendering: Rendering) -> tuple[Segment, ...]:
+def segments_of(document: Document, tokenizer: PreTrainedTokenizerBase, rendering: Rendering) -> tuple[Segment, ...]:
     """The document's text in segments.
 
     Raises:
@@ -126,7 +129,7 @@ def segments_of(document: Document, tokenizer: Any, rendering: Rendering) -> tup
 class _Chat:
     """The text of one document's messages. template: the source of the template; empty writes plain headers."""
 
-    def __init__(self, document: Document, tokenizer: Any, template: str) -> None:
+    def __init__(self, document: Document, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         self.messages, self.tools, self.where = document.messages, document.tools, document.origin
         self.tokenizer, self.template = tokenizer, template
         for kind, given in (("tools", bool(self.tools)), ("tool_calls", _calls_tools(self.messages))):
@@ -172,9 +175,11 @@ class _Chat:
             return ""
         try:
             return render_chat(
-                self.tokenizer, [message.as_mapping() for message in messages], tools=list(self.tools) or None,
+                self.tokenizer,
+                [message.as_mapping() for message in messages],
+                tools=list(self.tools) or None,
                 add_generation_prompt=opened,
-            )  # fmt: skip
+            )
         except EndlessTemplate:
             raise
         except UsageError as error:  # the template's own rules, as a rule
@@ -189,9 +194,12 @@ class _Chat:
 
         try:
             (text,), (spans,) = render_jinja_template(
-                [[message.as_mapping() for message in self.messages]], tools=list(self.tools) or None,
-                chat_template=self.template, return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
-            )  # fmt: skip
+                [[message.as_mapping() for message in self.messages]],
+                tools=list(self.tools) or None,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
         except Exception:  # the template's refusal; `text` reports it with the number of the row
             return None
         if text != self.text(self.messages) or not spans:
@@ -315,7 +323,7 @@ class _Chat:
         return "", " "  # a header that is not found
 
 
-def template_of(document: Document, tokenizer: Any, rendering: Rendering) -> str:
+def template_of(document: Document, tokenizer: PreTrainedTokenizerBase, rendering: Rendering) -> str:
     """The source of the chat template that writes the document; empty for plain headers.
 
     Raises:
@@ -329,7 +337,7 @@ def template_of(document: Document, tokenizer: Any, rendering: Rendering) -> str
         raise DataError(f"{document.origin}: {_short(error)}; set data.template to a .jinja file") from None
 
 
-def special_tokens(tokenizer: Any, *, marks_only: bool = False) -> re.Pattern[str] | None:
+def special_tokens(tokenizer: PreTrainedTokenizerBase, *, marks_only: bool = False) -> re.Pattern[str] | None:
     """Finds the tokenizer's added tokens in a text; None if it has none.
 
     marks_only: only the special ones, such as `<|im_end|>`, and not words like `<think>`.

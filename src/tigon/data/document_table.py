@@ -35,13 +35,15 @@ def features() -> datasets.Features:
     """The columns. Names of files need not be UTF-8, so texts that may hold one are bytes."""
     import datasets
 
-    return datasets.Features({
-        "row": datasets.Value("large_binary"),  # JSON: [file and line, format, row, columns that nothing reads]
-        "shape": datasets.Value("string"),
-        "weight": datasets.Value("float64"),
-        "size": datasets.Value("int64"),  # bytes of text
-        "problem": datasets.Value("binary"),
-    })  # fmt: skip
+    return datasets.Features(
+        {
+            "row": datasets.Value("large_binary"),  # JSON: [file and line, format, row, columns that nothing reads]
+            "shape": datasets.Value("string"),
+            "weight": datasets.Value("float64"),
+            "size": datasets.Value("int64"),  # bytes of text
+            "problem": datasets.Value("binary"),
+        }
+    )
 
 
 def stored(document: Document, row: Mapping[str, Any], weight: float = 1.0) -> dict[str, Any]:
@@ -51,9 +53,12 @@ def stored(document: Document, row: Mapping[str, Any], weight: float = 1.0) -> d
     content = json.dumps(values, ensure_ascii=False, default=_as_json)
     shape = [document.format, bool(document.messages), bool(document.segments), document.as_chat, document.unread]
     return {
-        "row": to_bytes(content), "shape": json.dumps(shape), "weight": weight, "problem": None,
+        "row": to_bytes(content),
+        "shape": json.dumps(shape),
+        "weight": weight,
+        "problem": None,
         "size": len(document.text.encode("utf-8", errors="replace")),
-    }  # fmt: skip
+    }
 
 
 def stored_problem(problem: str) -> dict[str, Any]:
@@ -69,11 +74,11 @@ def to_text(content: bytes) -> str:
     return content.decode("utf-8", errors="surrogatepass")
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> str:
     """A value of a table that JSON does not have. Images become `data:` URLs, which rows of JSON may have too."""
-    if callable(getattr(value, "save", None)):  # an image of Pillow, as the package datasets decodes them
+    if callable(save := getattr(value, "save", None)):  # an image of Pillow, as the package datasets decodes them
         content = io.BytesIO()
-        value.save(content, format="PNG")
+        save(content, format="PNG")
         value = content.getvalue()
     return "data:;base64," + base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 

@@ -124,9 +124,10 @@ def _prompt_completion(row: dict[str, Any], where: str) -> Document:
     if isinstance(row["prompt"], list) and isinstance(row["completion"], list):  # messages, as TRL takes them
         turns = read_messages(row["prompt"], f"{where}: prompt", learned=False)
         return Document(
-            where, messages=(*turns, *read_messages(row["completion"], f"{where}: completion")),
+            where,
+            messages=(*turns, *read_messages(row["completion"], f"{where}: completion")),
             tools=read_tools(row, where),
-        )  # fmt: skip
+        )
     prompt, completion = string(row, "prompt", where), string(row, "completion", where)
     turns = (Message("user", prompt), Message("assistant", completion))
     return Document(where, (Segment(prompt, False), Segment(completion, True)), turns, as_chat=False)

@@ -155,7 +155,7 @@ def _texts_of(row: Mapping[str, Any], where: str, folder: Path, *, marked: bool)
     return plain, every
 
 
-def _read_parts(content: Any, where: str, folder: Path, *, marked: bool) -> tuple[_Parts, Any]:
+def _read_parts(content: object, where: str, folder: Path, *, marked: bool) -> tuple[_Parts, Any]:
     """The parts of a message's content; and the content itself if it is for `read_messages` to refuse, else None."""
     if isinstance(content, str):
         return _split(content, marked=marked), None
@@ -210,7 +210,7 @@ def _as_parts(parts: _Parts) -> tuple[Mapping[str, Any], ...]:
     return tuple({"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts)
 
 
-def _picture(value: Any, where: str, folder: Path) -> Picture:
+def _picture(value: object, where: str, folder: Path) -> Picture:
     """The image that a row names: a path, an object that holds one, or the bytes of a file."""
     if isinstance(value, Mapping):
         held = next((value[key] for key in (*_REFERENCES[-1:], *_REFERENCES) if value.get(key) is not None), None)
@@ -218,9 +218,9 @@ def _picture(value: Any, where: str, folder: Path) -> Picture:
             return _picture(held, where, folder)
     if isinstance(value, bytes):
         return Picture(where, data=value)
-    if callable(getattr(value, "save", None)):  # an image of Pillow, as the package datasets decodes them
+    if callable(save := getattr(value, "save", None)):  # an image of Pillow, as the package datasets decodes them
         content = io.BytesIO()
-        value.save(content, format="PNG")
+        save(content, format="PNG")
         return Picture(where, data=content.getvalue())
     if not isinstance(value, str) or not value:
         raise DataError(f"{where}: an image is {type(value).__name__}; write its path")

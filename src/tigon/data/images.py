@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,13 @@ from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded, Ending, forget_loading
 from tigon.errors import DataError, RecipeError, UsageError
 
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
 # --- the processor ----------------------------------------------------------------------------------------------------
 
 
-def load_processor(name: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+def load_processor(name: str, *, revision: str | None, trust_remote_code: bool) -> ProcessorMixin:
     """The processor of a checkpoint, whose tokenizer has its chat template.
 
     Raises:
@@ -56,7 +59,7 @@ def load_processor(name: str, *, revision: str | None, trust_remote_code: bool) 
     return processor
 
 
-def image_tokens(processor: Any) -> tuple[str, ...]:
+def image_tokens(processor: ProcessorMixin) -> tuple[str, ...]:
     """The texts that stand for one image in a chat before the processor replaces them."""
     names = (getattr(processor, name, None) for name in ("image_token", "boi_token"))
     return tuple(dict.fromkeys(str(name) for name in names if name))
@@ -95,7 +98,7 @@ class Encoder:
     bad: the policy for rows that cannot be used.
     """
 
-    processor: Any
+    processor: ProcessorMixin
     rendering: Rendering
     vocab_size: int
     size: int | None
@@ -186,9 +189,7 @@ class Encoder:
     def _processed(self, text: str, images: list[Any], where: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(tokens, place of each token in the text with replaced images)."""
         try:
-            made = self.processor(
-                text=[text], images=[images], add_special_tokens=False, return_offsets_mapping=True
-            )  # fmt: skip
+            made = self.processor(text=[text], images=[images], add_special_tokens=False, return_offsets_mapping=True)
         except Exception as error:  # processors raise many types for images that they do not take
             raise DataError(f"{where}: the model's processor refuses the row: {short(error)}") from None
         return [int(i) for i in made["input_ids"][0]], [(int(a), int(b)) for a, b in made["offset_mapping"][0]]
@@ -233,11 +234,11 @@ def samples(encoded: Sequence[Encoded], length: int, *, too_long: str) -> Packed
     return Packed(made, sum(len(sample.tokens_T) for sample in made), packed.n_truncated, n_dropped)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PicturedCollator(Collator):
     """Turns samples into the model's keyword arguments: those of `Collator`, padded, and the processor's for images."""
 
-    processor: Any = None
+    processor: ProcessorMixin
     size: int | None = None
     """Most pixels of an image's longer side."""
 
@@ -291,7 +292,7 @@ class Layout:
     """(name, shape, dtype, values) of the other arguments. Values are left out for pixels and their masks."""
 
     @classmethod
-    def of(cls, processor: Any, n_images: int, size: int) -> Layout:
+    def of(cls, processor: ProcessorMixin, n_images: int, size: int) -> Layout:
         """The layout of a row with `n_images` blank images of `size` x `size` pixels.
 
         Raises:
@@ -304,9 +305,11 @@ class Layout:
         try:
             text = tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             made = processor(
-                text=[text], images=[[Image.new("RGB", (size, size), "grey")] * n_images], add_special_tokens=False,
+                text=[text],
+                images=[[Image.new("RGB", (size, size), "grey")] * n_images],
+                add_special_tokens=False,
                 return_tensors="pt",
-            )  # fmt: skip
+            )
         except Exception as error:  # templates and processors raise many types
             raise DataError(f"{n_images} images of {size} x {size} pixels cannot be planned: {short(error)}") from None
         ids = made["input_ids"]
@@ -315,13 +318,15 @@ class Layout:
         others = {n: v for n, v in made.items() if isinstance(v, Tensor) and n not in ("input_ids", "attention_mask")}
         kinds = {name: value for name, value in others.items() if value.shape == ids.shape}
         return cls(
-            tuple(ids[0].tolist()), sum(token in own for token in ids[0].tolist()),
+            tuple(ids[0].tolist()),
+            sum(token in own for token in ids[0].tolist()),
             tuple((name, tuple(value[0].tolist())) for name, value in kinds.items()),
             tuple(
                 (name, tuple(value.shape), str(value.dtype).removeprefix("torch."), _values(value))
-                for name, value in others.items() if name not in kinds
+                for name, value in others.items()
+                if name not in kinds
             ),
-        )  # fmt: skip
+        )
 
     def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
         """The arguments for `batch` rows of `seq` tokens. Tensors without values are not initialised.

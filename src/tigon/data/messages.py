@@ -9,9 +9,15 @@ from typing import Any
 from tigon.data.documents import Message, string
 from tigon.errors import DataError
 
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-         "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
-         "observation": "tool", "function": "tool", "ipython": "tool", "function_call": "assistant"}  # fmt: skip
+_NAMES = {
+    "user": "human user",
+    "assistant": "gpt chatgpt bot model assistant function_call",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool observation function ipython",
+}
+ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
+"""A role as people write it -> its name in chat templates."""
 _FORMS = (("role", "from"), ("content", "value"))
 """OpenAI's and ShareGPT's names of the same key."""
 _FORM_KEYS = ("role", "content", "from", "value")
@@ -23,7 +29,7 @@ LEARNED = ("weight", "train", "loss")
 """Keys that say whether an assistant's turn is learned: OpenAI's and Axolotl's names."""
 
 
-def read_messages(turns: Any, where: str, *, learned: bool = True) -> tuple[Message, ...]:
+def read_messages(turns: object, where: str, *, learned: bool = True) -> tuple[Message, ...]:
     """OpenAI's `[{role, content}]` or ShareGPT's `[{from, value}]`.
 
     Args:
@@ -39,7 +45,7 @@ def read_messages(turns: Any, where: str, *, learned: bool = True) -> tuple[Mess
     return tuple(_message(turn, f"{where}: message {i}", learned) for i, turn in enumerate(turns))
 
 
-def _message(turn: Any, where: str, learned: bool) -> Message:
+def _message(turn: object, where: str, learned: bool) -> Message:
     if not isinstance(turn, Mapping):
         raise DataError(f"{where} is {type(turn).__name__}, not an object with role and content")
     role_key, content_key = ("from", "value") if "from" in turn else ("role", "content")
@@ -92,7 +98,7 @@ def _content(turn: Mapping[str, Any], key: str, where: str) -> str:
     return "".join(texts)
 
 
-def _tool_calls(calls: Any, where: str) -> tuple[list[Any], tuple[str, ...]]:
+def _tool_calls(calls: object, where: str) -> tuple[list[Any], tuple[str, ...]]:
     """The calls with arguments as mappings, and the arguments as JSON text.
 
     OpenAI writes arguments as JSON text, and most templates take mappings.
@@ -151,7 +157,7 @@ _NESTED = ("messages", "conversations", "prompt", "completion", "chosen", "rejec
 """Columns with messages or tools."""
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):

@@ -164,9 +164,14 @@ class BlankPadded(Sampler[int]):
 
 
 def pack(
-    documents: Sequence[Encoded], length: int, *, packing: bool, cross_document: bool, too_long: str,
+    documents: Sequence[Encoded],
+    length: int,
+    *,
+    packing: bool,
+    cross_document: bool,
+    too_long: str,
     keep_unlearned: bool = False,
-) -> Packed:  # fmt: skip
+) -> Packed:
     """Pack documents into samples of at most `length` tokens: text first, then prompts with answers.
 
     Args:
@@ -227,9 +232,7 @@ def _cut(begins: Ints, sizes: Ints, length: int) -> Pieces:
     """Documents cut into samples of `length` tokens. The last sample of each may be shorter."""
     counts = -(-sizes // length)
     inside = length * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
-    return Pieces.alone(
-        np.repeat(begins, counts) + inside, np.minimum(np.repeat(sizes, counts) - inside, length)
-    )  # fmt: skip
+    return Pieces.alone(np.repeat(begins, counts) + inside, np.minimum(np.repeat(sizes, counts) - inside, length))
 
 
 def _best_fit(begins: Ints, sizes: Ints, length: int) -> Pieces:

@@ -26,6 +26,7 @@ from tigon.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerBase
 
 ROWS_TYPED = 1024
 """Rows whose types are found at a time."""
@@ -190,7 +191,7 @@ def as_dataset(documents: Documents, cached: Path | None) -> datasets.Dataset:
     if features is None:
         return datasets.Dataset.from_dict({})
     versions = [importlib.metadata.version(name) for name in ("trl", "transformers")]
-    key = cache.key_of((documents.digest(), versions))
+    key = cache.key_of(documents.digest(), versions)
 
     def columns(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         of_batch = rows(batch)
@@ -198,9 +199,14 @@ def as_dataset(documents: Documents, cached: Path | None) -> datasets.Dataset:
 
     def mapped(folder: Path) -> datasets.Dataset:
         return documents.rows.map(
-            columns, batched=True, batch_size=BATCH, features=features, remove_columns=documents.rows.column_names,
-            cache_file_name=str(folder / "rows.arrow"), new_fingerprint=key,
-        )  # fmt: skip
+            columns,
+            batched=True,
+            batch_size=BATCH,
+            features=features,
+            remove_columns=documents.rows.column_names,
+            cache_file_name=str(folder / "rows.arrow"),
+            new_fingerprint=key,
+        )
 
     return cache.made(cached, key, mapped)[0]
 
@@ -210,7 +216,7 @@ def is_chat(document: Document) -> bool:
     return any(text.messages for text in document.texts)
 
 
-def without_template(parts: Parts, tokenizer: Any) -> str | None:
+def without_template(parts: Parts, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A warning about rows of text for a chat model, or None. TRL's trainers apply the chat template to messages only.
 
     Text with a special token of the tokenizer counts as formatted by the user.
@@ -244,16 +250,14 @@ def _plain(content: Content) -> str:
 
 # --- the generated data set -------------------------------------------------------------------------------------------
 
-_ACTIONS = (
-    "open", "close", "clean", "paint", "repair", "carry", "measure", "fold", "store", "sell", "weigh", "move", "hide",
-    "wash", "mark", "pack", "test", "return", "count", "replace",
-)  # fmt: skip
-_THINGS = (
-    "box", "door", "table", "lamp", "chair", "window", "bottle", "basket", "clock", "ladder", "bicycle", "mirror",
-    "carpet", "drawer", "kettle", "bucket", "helmet", "jacket", "pillow", "shelf", "camera", "candle", "guitar",
-    "hammer", "kite", "pencil", "piano", "radio", "rope", "spoon", "tent", "torch", "towel", "wagon", "wheel",
-    "blanket", "broom", "cup", "fence", "glove",
-)  # fmt: skip
+_WORDS = (
+    "open close clean paint repair carry measure fold store sell weigh move hide wash mark pack test return count "
+    "replace",
+    "box door table lamp chair window bottle basket clock ladder bicycle mirror carpet drawer kettle bucket helmet "
+    "jacket pillow shelf camera candle guitar hammer kite pencil piano radio rope spoon tent torch towel wagon wheel "
+    "blanket broom cup fence glove",
+)
+_ACTIONS, _THINGS = map(str.split, _WORDS)
 _POLITE = (
     " Please {action} the {thing} slowly, and ask me if you need help.",
     " Please take your time and {action} the {thing} with care.",
@@ -275,6 +279,10 @@ def _toy_rows() -> Iterator[Mapping[str, Any]]:
         chosen, rejected = (generator.choice(style).format(action=action, thing=thing) for style in (_POLITE, _BLUNT))
         polite = generator.random() < 0.5
         yield {
-            "prompt": f"How do I {action} the {thing}?\nAnswer:", "chosen": chosen, "rejected": rejected,
-            "completion": chosen if polite else rejected, "label": polite, "thing": thing,
-        }  # fmt: skip
+            "prompt": f"How do I {action} the {thing}?\nAnswer:",
+            "chosen": chosen,
+            "rejected": rejected,
+            "completion": chosen if polite else rejected,
+            "label": polite,
+            "thing": thing,
+        }

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tigon.data.chat_template import Rendering, has_template, is_chat
 from tigon.data.document_table import Documents
 from tigon.data.documents import TEXT
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
 
 MAX_TOKENS = 1024
 MAX_COLUMNS = 8
@@ -21,7 +25,7 @@ BRACKETS = ("\u00ab", "\u00bb")
 """Marks learned tokens where the output is without colour."""
 
 
-def rows_line(documents: Documents, tokenizer: Any, rendering: Rendering) -> tuple[str, ...]:
+def rows_line(documents: Documents, tokenizer: PreTrainedTokenizerBase, rendering: Rendering) -> tuple[str, ...]:
     """One line that names the formats of the rows and how they become text; nothing if all documents are text."""
     counts: Counter[tuple[str, bool]] = Counter()
     unread: Counter[str] = Counter()
@@ -50,7 +54,7 @@ def _named(columns: Counter[str]) -> str:
     return ", ".join(names[:MAX_COLUMNS]) + (f" and {len(names) - MAX_COLUMNS} more" if names[MAX_COLUMNS:] else "")
 
 
-def print_row(console: Any, row: Encoded, tokenizer: Any) -> None:
+def print_row(console: Console, row: Encoded, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print one row as tokens: learned ones in colour, or in brackets where the output is without colour."""
     from rich.text import Text
 
@@ -78,7 +82,7 @@ def print_row(console: Any, row: Encoded, tokenizer: Any) -> None:
     console.print(text, soft_wrap=True)
 
 
-def pieces(row: Encoded, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+def pieces(row: Encoded, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
     """(text, learned) of the row's tokens. Tokens that are parts of one character come together."""
     waiting: list[int] = []
     for token, label in list(zip(row.tokens, row.labels, strict=True))[:MAX_TOKENS]:

@@ -38,9 +38,13 @@ FIRST_LOOK_S = 0.6
 
 
 def read(
-    sources: Sequence[str | Source], reader: str | RowReader, max_text_mib: float | None, bad: BadRows | None = None,
-    key: str = "data.source", cached: Path | None = None,
-) -> Documents:  # fmt: skip
+    sources: Sequence[str | Source],
+    reader: str | RowReader,
+    max_text_mib: float | None,
+    bad: BadRows | None = None,
+    key: str = "data.source",
+    cached: Path | None = None,
+) -> Documents:
     """Read the documents of `sources` in order, up to `max_text_mib` of text.
 
     Args:
@@ -60,7 +64,7 @@ def read(
     named.check(listed, key)
     reading = _Reading(listed, key, reader, bad.policy, max_text_mib)
     # With a limit little is read, and the walk through a folder ends early.
-    name = None if cached is None or max_text_mib is not None else cache.key_of(reading.identity())
+    name = None if cached is None or max_text_mib is not None else cache.key_of(*reading.identity())
     stored_rows, _ = cache.made(cached, name, functools.partial(_in_arrow, reading.rows))
     documents = Documents(stored_rows, None if isinstance(reader, str) else reader)
     problems = documents.column("problem")

@@ -9,9 +9,12 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 10  # templates of published models take milliseconds
 
@@ -20,7 +23,7 @@ class EndlessTemplate(UsageError):
     """A chat template that has not ended in time. Another row or form of the messages would take as long."""
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
     """The messages as text.
 
     Args:
@@ -54,7 +57,7 @@ def _limited_time() -> Iterator[None]:
         yield
         return
 
-    def end(*_: Any) -> None:
+    def end(*_: object) -> None:
         raise TimeoutError
 
     before = signal.signal(signal.SIGVTALRM, end)

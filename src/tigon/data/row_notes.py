@@ -158,7 +158,7 @@ def _parts(message: Message) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}.{name}", call[name]) for name in call if name not in ("type", "function"))
 
 
-def _schema(value: Any) -> Any:
+def _schema(value: object) -> object:
     """A tool's description without the words that only its form needs: keys of `_STRUCTURE` and names of types."""
     if isinstance(value, Mapping):
         kept = [_schema(item) for key, item in value.items() if key in _STRUCTURE and key != "type"]
@@ -177,7 +177,7 @@ def _missing_share(message: Message, text: str) -> tuple[int, int] | None:
     return (missing, sum(map(len, pieces))) if missing else None
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     """Every text and number in a value, and the keys of its objects."""
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -195,8 +195,5 @@ def _leaves(value: Any) -> Iterator[str]:
 def _is_in(leaf: str, text: str) -> bool:
     """Whether the text has the leaf, as it is or as JSON writes it."""
     leaf = leaf.strip()
-    return (
-        leaf in text
-        or json.dumps(leaf)[1:-1] in text
-        or json.dumps(leaf, ensure_ascii=False)[1:-1] in text
-    )  # fmt: skip
+    forms = (leaf, json.dumps(leaf)[1:-1], json.dumps(leaf, ensure_ascii=False)[1:-1])
+    return any(form in text for form in forms)

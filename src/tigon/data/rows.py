@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon._files import open_regular
 from tigon.data.sources import Refuse, Source, unreadable
 from tigon.errors import DataError
 from tigon.units import in_bytes
+
+if TYPE_CHECKING:
+    import datasets
 
 MAX_ROW_BYTES = 2**28  # a row is one document; a longer line is not JSONL, or is text for a .txt file
 MAX_JSON_BYTES = 2**31  # a .json file is read whole, and becomes about four times as large in memory
@@ -265,13 +268,16 @@ def load(source: Source) -> Any:
     datasets.logging.set_verbosity_error()
     with _named(source):
         rows = datasets.load_dataset(
-            source.name, source.subset, split=source.split or DEFAULT_SPLIT, revision=source.revision,
+            source.name,
+            source.subset,
+            split=source.split or DEFAULT_SPLIT,
+            revision=source.revision,
             streaming=source.streaming,
-        )  # fmt: skip
+        )
         return with_stored_images(rows)
 
 
-def loaded_rows(source: Source, rows: Any) -> Rows:
+def loaded_rows(source: Source, rows: datasets.Dataset | datasets.IterableDataset) -> Rows:
     """(data set, split and number, row) of every row that `load` has loaded."""
     where = f"{source.name}/{source.split or DEFAULT_SPLIT}"
     with _named(source):
@@ -290,7 +296,7 @@ def _named(source: Source) -> Iterator[None]:
         raise DataError(_message(source, source.split or DEFAULT_SPLIT, error)) from None
 
 
-def with_stored_images(rows: Any) -> Any:
+def with_stored_images(rows: datasets.Dataset) -> datasets.Dataset:
     """The rows with images as the bytes of their files. Decoded, each would hold all of its pixels in memory."""
     import datasets
 

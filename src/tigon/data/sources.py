@@ -11,7 +11,7 @@ import importlib.util
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,14 @@ class Source:
             DataError: A key or value of the mapping is wrong.
         """
         given: dict[str, Any] = {"source": entry} if isinstance(entry, str) else dict(entry)
-        kinds: dict[str, tuple[type, ...]] = {
-            "source": (str,), "weight": (int, float), "format": (str,), "columns": (dict,), "subset": (str,),
-            "split": (str,), "revision": (str,), "streaming": (bool,),
-        }  # fmt: skip
+        others = {"weight": float, "columns": dict, "streaming": bool}
+        kinds = {"source": str} | {f.name: others.get(f.name, str) for f in fields(cls) if f.name != "name"}
         for name, value in given.items():
             if name not in kinds:
                 raise DataError(f"{key}: {name} is not a key of a source; its keys are {', '.join(kinds)}")
-            if not isinstance(value, kinds[name]) or (isinstance(value, bool) and name != "streaming"):
-                raise DataError(f"{key}: {name} is {value!r}; it must be {_KINDS[kinds[name][-1]]}")
+            kind = int if kinds[name] is float and type(value) is int else kinds[name]
+            if not isinstance(value, kind):
+                raise DataError(f"{key}: {name} is {value!r}; it must be {_KINDS[kinds[name]]}")
         if "source" not in given:
             raise DataError(f"{key}: an entry lacks the key source; write {{source: data.jsonl, weight: 2}}")
         if not 0 < given.get("weight", 1) <= MAX_WEIGHT:

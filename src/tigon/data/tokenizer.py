@@ -16,14 +16,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon._files import refuse_odd_files
-from tigon.data import row_notes
+from tigon.data import cache, row_notes
 from tigon.data.chat_template import Rendering, is_chat, segments_of, special_tokens, template_of
 from tigon.data.documents import BadRows, Document, Segment
 from tigon.data.row_notes import Note
 from tigon.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT, PADDING = "<|end|>", "<|pad|>"
 IGNORE_INDEX = -100
@@ -57,9 +60,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, cache_folder: Path | None =
     digest = hashlib.sha256(f"{CACHE_FORMAT} {vocab_size} ".encode())
     for text in texts:
         digest.update(hashlib.sha256(text.encode("utf-8", errors="replace")).digest())
-    cached = cache_folder / f"bpe-{digest.hexdigest()[:24]}.json" if cache_folder else None
-    tokenizer = _read_cache(cached)
-    if tokenizer is None:
+
+    def trained(folder: Path) -> Tokenizer:
+        file, scratch = folder / "bpe.json", folder / f"bpe.{os.getpid()}"
+        if file.exists():
+            return Tokenizer.from_file(str(file))
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -70,15 +75,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, cache_folder: Path | None =
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
-        _write_cache(cached, tokenizer)
+        tokenizer.save(str(scratch))
+        scratch.replace(file)
+        return tokenizer
+
+    tokenizer, _ = cache.made(cache_folder, digest.hexdigest()[:32], trained)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=PADDING, clean_up_tokenization_spaces=False
     )
-
-
-def default_cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/tigon/tokenizers`, else under ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tigon" / "tokenizers"
 
 
 def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> Any:
@@ -97,7 +101,7 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
     return loaded
 
 
-def forget_loading(tokenizer: Any) -> None:
+def forget_loading(tokenizer: PreTrainedTokenizerBase) -> None:
     """Forget how this machine has loaded a tokenizer, so that no saved tokenizer_config.json says it.
 
     transformers 5.23 saves both arguments with the tokenizer's own settings. With `local_files_only` in the file of an
@@ -121,9 +125,13 @@ def _check_files(folder: Path) -> None:
 
 
 def encode(
-    documents: Sequence[Document], tokenizer: Any, *, vocab_size: int | None = None, bad: BadRows | None = None,
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int | None = None,
+    bad: BadRows | None = None,
     rendering: Rendering | None = None,
-) -> list[Encoded]:  # fmt: skip
+) -> list[Encoded]:
     """Tokenise every document. The end-of-text token follows, and is learned, unless a chat ends by itself.
 
     Args:
@@ -169,7 +177,7 @@ def encode(
 
 
 def _worded(
-    documents: Sequence[Document], tokenizer: Any, bad: BadRows, rendering: Rendering
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, bad: BadRows, rendering: Rendering
 ) -> tuple[list[Document], list[tuple[Segment, ...]], list[tuple[Note, ...]]]:
     """The documents that the chat template accepts, their segments, and what is to be said about them."""
     marks = special_tokens(tokenizer, marks_only=True)
@@ -195,7 +203,7 @@ def _worded(
 
 
 def _ids(
-    segments: Sequence[tuple[Segment, ...]], chats: Sequence[bool], tokenizer: Any
+    segments: Sequence[tuple[Segment, ...]], chats: Sequence[bool], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[int]]]:
     """(tokens, labels) of every document."""
     adds_space = _adds_space(tokenizer)
@@ -221,7 +229,7 @@ def _ids(
 
 
 def _wholes(
-    documents: Sequence[tuple[Segment, ...]], chat: bool, tokenizer: Any
+    documents: Sequence[tuple[Segment, ...]], chat: bool, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Tokens and labels of documents whose segments are tokenised as one text."""
     if not documents:
@@ -280,7 +288,7 @@ def _by_prefixes(tokens: Sequence[int], parts: Sequence[Segment], encode: Callab
 class Ending:
     """Finds the ends of answers among tokens."""
 
-    def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> None:
         self.tokenizer, self.ids = tokenizer, ends
         self._blank: dict[int, bool] = {}
 
@@ -319,7 +327,7 @@ def _learned(labels: Sequence[int]) -> list[int]:
     return [label for label in labels if label != IGNORE_INDEX]
 
 
-def _adds_space(tokenizer: Any) -> bool:
+def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts a space before every text, as Llama 2's does. Only fast ones tell where tokens are."""
     if not getattr(tokenizer, "is_fast", False):
         return False
@@ -327,29 +335,6 @@ def _adds_space(tokenizer: Any) -> bool:
     return bool(ids) and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith("▁")
 
 
-def _adds_bos(tokenizer: Any) -> bool:
+def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-
-
-def _read_cache(path: Path | None) -> Any:
-    from tokenizers import Tokenizer
-
-    if path is None or not path.is_file():
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception:  # the library raises bare Exceptions for a damaged file; the BPE is then trained again
-        return None
-
-
-def _write_cache(path: Path | None, tokenizer: Any) -> None:
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        scratch = path.with_suffix(f".{os.getpid()}")
-        tokenizer.save(str(scratch))
-        scratch.replace(path)
-    except Exception:  # a read-only home: the next run trains again
-        return

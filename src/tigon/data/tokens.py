@@ -29,6 +29,7 @@ from tigon.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT = 3  # part of the key; increase it when `tokenizer.encode` or `chat_template` gives other tokens
 BYTES_PER_PROCESS = 2**24
@@ -56,14 +57,16 @@ def _environment_kept() -> Iterator[None]:
 def features() -> datasets.Features:
     import datasets
 
-    return datasets.Features({
-        "tokens": datasets.LargeList(datasets.Value("int32")),
-        "learned": datasets.LargeList(datasets.Value("int8")),  # whether each token is
-        "is_text": datasets.Value("bool"),
-        "origin": datasets.Value("binary"),
-        "notes": datasets.List(datasets.List(datasets.Value("string"))),
-        "problem": datasets.Value("binary"),
-    })  # fmt: skip
+    return datasets.Features(
+        {
+            "tokens": datasets.LargeList(datasets.Value("int32")),
+            "learned": datasets.LargeList(datasets.Value("int8")),  # whether each token is
+            "is_text": datasets.Value("bool"),
+            "origin": datasets.Value("binary"),
+            "notes": datasets.List(datasets.List(datasets.Value("string"))),
+            "problem": datasets.Value("binary"),
+        }
+    )
 
 
 def _stored(encoded: Sequence[Encoded], problems: Sequence[str]) -> dict[str, list[Any]]:
@@ -106,9 +109,9 @@ class Tokens(Sequence[Encoded]):
         """The same texts, as they are or in memory."""
         import datasets
 
-        return encoded if isinstance(encoded, Tokens) else cls(
-            datasets.Dataset.from_dict(_stored(encoded, ()), features=features())
-        )  # fmt: skip
+        if isinstance(encoded, Tokens):
+            return encoded
+        return cls(datasets.Dataset.from_dict(_stored(encoded, ()), features=features()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tokens, (self.rows, self._kept)  # another process maps the file too
@@ -157,7 +160,7 @@ class Tokens(Sequence[Encoded]):
         return any(bool((np.isin(tokens, wanted) & learned.view(bool)).any()) for tokens, learned in chunks)
 
 
-def learns_an_end(encoded: Sequence[Encoded], tokenizer: Any, rendering: Rendering) -> bool:
+def learns_an_end(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBase, rendering: Rendering) -> bool:
     """Whether a token that ends an answer is learned anywhere in the data set."""
     return Tokens.of(encoded).learns_any_of(
         token for token in (tokenizer.eos_token_id, *rendering.ends) if token is not None
@@ -169,7 +172,7 @@ class _Batch:
     """Tokenises a batch of rows, in a process of `datasets`."""
 
     reader: RowReader | None
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
     rendering: Rendering
     policy: str
@@ -194,7 +197,7 @@ class Encoder:
     folder: the cache; None: nothing is kept. n_cached: how many texts' tokens came from the cache.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
     rendering: Rendering
     bad: BadRows
@@ -223,10 +226,17 @@ class Encoder:
         n_processes = min(n_cores, documents.n_bytes // BYTES_PER_PROCESS, len(documents))
         with _environment_kept():
             rows = documents.rows.map(
-                batch, batched=True, batch_size=BATCH, writer_batch_size=BATCH, features=features(),
-                remove_columns=documents.rows.column_names, num_proc=n_processes if n_processes > 1 else None,
-                cache_file_name=str(folder / "tokens.arrow"), load_from_cache_file=True, new_fingerprint=folder.name,
-            )  # fmt: skip
+                batch,
+                batched=True,
+                batch_size=BATCH,
+                writer_batch_size=BATCH,
+                features=features(),
+                remove_columns=documents.rows.column_names,
+                num_proc=n_processes if n_processes > 1 else None,
+                cache_file_name=str(folder / "tokens.arrow"),
+                load_from_cache_file=True,
+                new_fingerprint=folder.name,
+            )
         return Tokens(rows)
 
     def _key(self, documents: Documents) -> str | None:
@@ -235,10 +245,12 @@ class Encoder:
         if self.folder is None or backend is None:
             return None
         template = str(self.tokenizer.chat_template)
-        return cache.key_of((
-            FORMAT, importlib.metadata.version("tokenizers"), importlib.metadata.version("transformers"),
-            type(self.tokenizer).__name__, backend.to_str(), self.tokenizer.special_tokens_map, template,
+        return cache.key_of(
+            FORMAT,
+            [importlib.metadata.version(name) for name in ("tokenizers", "transformers")],
+            (type(self.tokenizer).__name__, backend.to_str(), self.tokenizer.special_tokens_map, template),
             # Llama 3's template writes the date into a chat.
-            time.strftime("%Y-%m-%d") if "strftime_now" in template else "", self.rendering, self.vocab_size,
-            self.bad.policy, documents.digest(),
-        ))  # fmt: skip
+            time.strftime("%Y-%m-%d") if "strftime_now" in template else "",
+            (self.rendering, self.vocab_size, self.bad.policy),
+            documents.digest(),
+        )

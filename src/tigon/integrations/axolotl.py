@@ -9,13 +9,16 @@ The plugin patches the model before adapters are added. After the training it un
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from tigon.errors import PatchError, UsageError
 from tigon.integrations import trl
 from tigon.models import PatchReport, patch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
 try:  # Axolotl calls every hook of its base class. Without Axolotl this class documents and tests its own hooks.
     from axolotl.integrations.base import BasePlugin
@@ -61,7 +64,7 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is optional
         if others:
             raise UsageError(f"plugins has {others[0]}, which replaces the same layers as tigon; remove one of them.")
 
-    def post_model_build(self, cfg: Any, model: Any) -> None:
+    def post_model_build(self, cfg: Any, model: PreTrainedModel) -> None:
         """Patch the model, before adapters are added.
 
         Raises:
@@ -71,14 +74,14 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is optional
         self.report = patch(model, **dict.fromkeys(left_out, False))
         LOG.info("%s", self.report)
 
-    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+    def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
         """Fuse the head of a trainer of TRL. Other trainers use the patched model's loss."""
         try:
             self.fused = trl.fuse(trainer)
         except UsageError as reason:
             LOG.info("tigon does not fuse %s: %s", type(trainer).__name__, reason)
 
-    def post_train(self, cfg: Any, model: Any) -> None:
+    def post_train(self, cfg: Any, model: PreTrainedModel) -> None:
         """Undo all changes. A model that was wrapped in the meantime keeps its patch, with a warning."""
         if self.fused is not None:
             self.fused.restore()

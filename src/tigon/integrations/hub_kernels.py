@@ -17,13 +17,16 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tigon import ops
 from tigon.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VARIANT = "torch-universal"
 """The build of a repository without compiled code."""
@@ -94,7 +97,7 @@ def mapping(folder: str | os.PathLike[str]) -> dict[str, str]:
     return {name: f"{Path(folder).absolute()}:{layer}" for name, layer in REGISTERED.items()}
 
 
-def undo(model: Any) -> int:
+def undo(model: PreTrainedModel) -> int:
     """Give the layers that run tigon's forward their own again, which transformers cannot.
 
     Args:

@@ -1,14 +1,15 @@
-"""Kernel launches that take little CPU time.
+"""Kernel launches that take little CPU time, and the limits of the device that they are for.
 
 At every launch `kernel[grid](...)` binds and specialises the arguments in Python, and its C launcher asks the driver
 about every pointer. A `Launch` keeps the compiled kernels under its own key and passes addresses.
 """
 
+import contextlib
+import functools
+
 import torch
 import triton
 from triton import knobs
-
-from tigon.kernels import _device
 
 # The launcher's arguments are known for these versions of Triton only. Other versions, AMD and the interpreter use
 # `kernel[grid](...)`.
@@ -120,9 +121,9 @@ def launch_by_triton(kernel, grid, x, *, num_warps, num_stages=None, **arguments
     if list(arguments) != kernel.arg_names:
         raise TypeError(f"{kernel.__name__} takes {', '.join(kernel.arg_names)} in this order, not {list(arguments)}.")
     options = {} if num_stages is None else {"num_stages": num_stages}
-    with _device.on_device(x):
+    with on_device(x):
         return kernel[grid](
-            **arguments, num_warps=_device.clamp_warps(num_warps), enable_fp_fusion=True, **options
+            **arguments, num_warps=clamp_warps(num_warps), enable_fp_fusion=True, **options
         )  # fmt: skip
 
 
@@ -130,3 +131,48 @@ def _count_pointers(kernel, values):
     """How many of the kernel's leading arguments are tensors or None."""
     _pointers[id(kernel)] = count = 1 + max(i for i, a in enumerate(values) if a is None or hasattr(a, "data_ptr"))
     return count
+
+
+# --- the device ---
+
+
+@functools.cache
+def multiprocessors(index):
+    """Number of SMs (CUs on AMD) of a device. The interpreter has 4, so that persistent loops run several turns."""
+    return torch.cuda.get_device_properties(index).multi_processor_count if index is not None else 4
+
+
+def cdiv(a, b):
+    """ceil(a / b). triton.cdiv and triton.next_power_of_2 take 2 us of CPU time because kernels can call them too."""
+    return -(-a // b)
+
+
+def next_power_of_2(n):
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.cache
+def shared_bytes(index):
+    """The most bytes of shared memory (LDS on AMD) that one program may use."""
+    if index is None:
+        return 48 << 10
+    properties = torch.cuda.get_device_properties(index)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+@functools.cache
+def lanes():
+    """Threads of a warp: 64 on AMD's Instinct, 32 on its Radeon and on NVIDIA."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).warp_size if torch.version.hip else 32
+
+
+def clamp_warps(num_warps):
+    """`num_warps`, at most 1024 threads. With warps of 64 lanes (AMD Instinct), 32 warps compile but fail at launch."""
+    return min(num_warps, 1024 // lanes())
+
+
+def on_device(x):
+    """Makes x's device the current one, because Triton launches on the current device, not on the tensors' device."""
+    if x.is_cuda and torch.cuda.current_device() != x.device.index:
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()

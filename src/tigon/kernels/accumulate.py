@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device
-from tigon.kernels._launch import launch
+from tigon.kernels._launch import cdiv, launch, next_power_of_2
 
 # N tokens, H hidden.
 # (elements, warps) of a program. 16 elements per thread: two loads of 16 bytes in bf16, four in fp32.
@@ -110,7 +109,7 @@ def add_scaled_(grad, x, scale):
     if n := grad.numel():
         block, warps = SCALED
         launch(
-            add_scaled_kernel, (_device.cdiv(n, block),), grad,
+            add_scaled_kernel, (cdiv(n, block),), grad,
             X=x, Scale=scale, Grad=grad, N=n, BLOCK=block, num_warps=warps,
         )  # fmt: skip
 
@@ -123,19 +122,19 @@ def add_rows_(grad_VH, dy_NH, ids_N, padding):
     dy_NH = dy_NH if dy_NH.stride(1) == 1 else dy_NH.contiguous()
     # A 32-bit key halves the passes of the sort.
     ids_N, order_N = (ids_N.int() if grad_VH.shape[0] < 1 << 31 else ids_N).sort(stable=True)
-    block = min(block, _device.next_power_of_2(H))
-    chunks = _device.cdiv(N, CHUNK)
+    block = min(block, next_power_of_2(H))
+    chunks = cdiv(N, CHUNK)
     part = dy_NH.new_empty((2 * chunks if chunks > 1 else 0, H), dtype=torch.float32)
     launch(
-        add_rows_kernel, (N, _device.cdiv(H, block)), grad_VH,
+        add_rows_kernel, (N, cdiv(H, block)), grad_VH,
         DY=dy_NH, Order=order_N, Ids=ids_N, Part=part, Grad=grad_VH, N=N, H=H, stride_dy=dy_NH.stride(0),
         stride_grad=grad_VH.stride(0), padding=padding, ROWS=rows, CHUNK=CHUNK, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if chunks > 1:
         block, warps = PARTS
-        block = min(block, _device.next_power_of_2(H))
+        block = min(block, next_power_of_2(H))
         launch(
-            add_parts_kernel, (chunks - 1, _device.cdiv(H, block)), grad_VH,
+            add_parts_kernel, (chunks - 1, cdiv(H, block)), grad_VH,
             Part=part, Ids=ids_N, Grad=grad_VH, N=N, H=H, stride_grad=grad_VH.stride(0), padding=padding, CHUNK=CHUNK,
             BLOCK=block, num_warps=warps,
         )  # fmt: skip

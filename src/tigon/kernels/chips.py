@@ -1,7 +1,7 @@
 """GPU architectures, the measurements that their launch settings come from, and the settings that only some chips have.
 
 The tiles of the norms, the gated units, rope and cross entropy are the same on all chips. They are chosen by width and
-were tuned on an H200. They shrink if shared memory or a workgroup's threads do not suffice (kernels/_device.py). A chip
+were tuned on an H200. They shrink if shared memory or a workgroup's threads do not suffice (kernels/_launch.py). A chip
 that was not measured uses the same tiles, and its `measured` says so.
 """
 

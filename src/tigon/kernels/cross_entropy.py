@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device, _math
-from tigon.kernels._launch import launch
+from tigon.kernels import _math
+from tigon.kernels._launch import cdiv, launch, next_power_of_2
 
 # N rows (tokens), V columns (vocabulary).
 # The widest vector of loads and stores.
@@ -496,7 +496,7 @@ def cross_entropy_fwd(rows, entropy, predicted, grad_scale=None, grad_NV=None):
     argmax = logits_NV.new_empty(N if predicted else 0, dtype=torch.int64)
     want_grad = grad_NV is not None
     if 0 < N <= FEW_ROWS and V > FEW_ROWS_TILE and not (label_smoothing or entropy or predicted):
-        P = _device.cdiv(V, FEW_ROWS_TILE)
+        P = cdiv(V, FEW_ROWS_TILE)
         part = logits_NV.new_empty((N, 2, P), dtype=torch.float32)
         z_y = logits_NV.new_empty(N, dtype=torch.float32)
         cap = 1.0 if softcap is None else softcap
@@ -515,12 +515,12 @@ def cross_entropy_fwd(rows, entropy, predicted, grad_scale=None, grad_NV=None):
             scale=logit_scale, z_loss=z_loss,
             HAS_CLASS_WEIGHT=flags["HAS_CLASS_WEIGHT"], HAS_TOKEN_WEIGHT=flags["HAS_TOKEN_WEIGHT"],
             HAS_Z_LOSS=flags["HAS_Z_LOSS"], HAS_SOFTCAP=flags["HAS_SOFTCAP"], HAS_SCALE=flags["HAS_SCALE"],
-            WANT_GRAD=want_grad, BLOCK_P=_device.next_power_of_2(P), BLOCK=FEW_ROWS_TILE, num_warps=4,
+            WANT_GRAD=want_grad, BLOCK_P=next_power_of_2(P), BLOCK=FEW_ROWS_TILE, num_warps=4,
         )  # fmt: skip
     elif N:
         vector = VECTOR_BYTES // logits_NV.element_size()
         block, warps, stages = (FWD_GRAD if V <= WIDE_ROW else FWD_GRAD_WIDE) if want_grad else FWD
-        block = min(block, _device.next_power_of_2(V))
+        block = min(block, next_power_of_2(V))
         launch(
             cross_entropy_fwd_kernel, (N,), logits_NV,
             R=logits_NV, Target=target, ClassWeight=class_weight, WeightSum=_class_weight_sum(rows),
@@ -545,7 +545,7 @@ def cross_entropy_bwd(rows, stats, dloss, scale):
     if grad.numel():
         block, warps = BWD
         launch(
-            cross_entropy_bwd_kernel, (N, _device.cdiv(V, block)), logits_NV,
+            cross_entropy_bwd_kernel, (N, cdiv(V, block)), logits_NV,
             R=logits_NV, Target=target, ClassWeight=class_weight, WeightSum=_class_weight_sum(rows),
             TokenWeight=token_weight, Stats=stats, DLoss=dloss, Scale=scale, Grad=grad, N=N, V=V,
             stride_r=logits_NV.stride(0), stride_dloss=dloss.stride(0), ignore_index=ignore_index,

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels._device import cdiv
-from tigon.kernels._launch import launch
+from tigon.kernels._launch import cdiv, launch
 from tigon.kernels.topk_softmax import largest_left, row_tile, unit_stride_rows
 
 # Programs at most. A tile's k largest are found one after another, so that many programs have to hide the waiting. 64

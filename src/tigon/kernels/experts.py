@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device, chips
-from tigon.kernels._launch import launch
+from tigon.kernels import _launch, chips
+from tigon.kernels._launch import cdiv, launch, next_power_of_2
 from tigon.kernels._math import INTERPRETED
 from tigon.kernels.glu import activation
 
@@ -277,17 +277,17 @@ def _tile(x, columns, rows=None, low=False):
     """
     if INTERPRETED.value:
         return Tile(16, 16, 16, warps=4, group=2)
-    shared_bytes = _device.shared_bytes(x.device.index)
+    shared_bytes = _launch.shared_bytes(x.device.index)
     thin_rows = rows is not None and rows <= NARROW
     if thin_rows or columns <= NARROW:
         wide, steps = (64, 32) if x.dtype is torch.float32 or shared_bytes <= 64 << 10 else (128, 64)
         if low:  # Triton 3.6, sm_90: with steps of 64 for K and 32 for R, wgmma reads behind the shared memory
             steps = 32
-        narrow = max(_device.next_power_of_2(rows if thin_rows else columns), 16)
+        narrow = max(next_power_of_2(rows if thin_rows else columns), 16)
         # A step of 64 rows that are read element by element, as those of rank 3 are, spills registers.
         return Tile(narrow, wide, 32, warps=4) if thin_rows else Tile(wide, narrow, steps, warps=4)
     # NVIDIA's Turing and AMD's Radeon spill registers with larger tiles.
-    if shared_bytes <= 64 << 10 and _device.lanes() == 32:
+    if shared_bytes <= 64 << 10 and _launch.lanes() == 32:
         return Tile(64, 64, 32, warps=8)
     if x.dtype is torch.float32:
         return Tile(64, 64, 32, warps=8 if low else 4)  # with 4 warps the adapter's factors spill registers
@@ -317,8 +317,8 @@ def grouped_product(x, weight, bias, low, low_weight, order, offsets, top_k, gat
     y = x.new_empty((S, N))
     if y.numel():
         tile = _tile(x, N, low=low is not None)
-        most = (_device.cdiv(S, tile.rows) + min(E, S)) * _device.cdiv(N, tile.columns)
-        programs = min(most, _device.multiprocessors(x.device.index) * 2)
+        most = (cdiv(S, tile.rows) + min(E, S)) * cdiv(N, tile.columns)
+        programs = min(most, _launch.multiprocessors(x.device.index) * 2)
         rank = 0 if low is None else low_weight.shape[2]
         low_strides = (0, 0, 0) if low is None else low_weight.stride()
         launch(
@@ -327,8 +327,8 @@ def grouped_product(x, weight, bias, low, low_weight, order, offsets, top_k, gat
             N=N, K=K, R=rank, E=E, top_k=top_k, stride_x=x.stride(0), stride_we=weight.stride(0),
             stride_wn=weight.stride(1), stride_wk=weight.stride(2), stride_be=low_strides[0], stride_bn=low_strides[1],
             stride_br=low_strides[2], GATHER=gather, SCATTER=scatter, HAS_BIAS=bias is not None,
-            HAS_LOW=low is not None, BLOCK_E=_device.next_power_of_2(E),
-            BLOCK_R=min(_device.next_power_of_2(max(rank, 16)), tile.steps), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+            HAS_LOW=low is not None, BLOCK_E=next_power_of_2(E),
+            BLOCK_R=min(next_power_of_2(max(rank, 16)), tile.steps), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
             BLOCK_K=tile.steps, GROUP=tile.group, STAGES=tile.stages, PROGRAMS=programs,
         )  # fmt: skip
     return y
@@ -340,7 +340,7 @@ def grouped_weight_gradient(a, b, offsets, weight):
     E, P, Q = dw.shape
     if dw.numel():
         tile = _tile(a, Q, rows=P)
-        tiles = E * _device.cdiv(P, tile.rows) * _device.cdiv(Q, tile.columns)
+        tiles = E * cdiv(P, tile.rows) * cdiv(Q, tile.columns)
         launch(
             grouped_weight_gradient_kernel, (tiles,), a, num_warps=tile.warps,
             A=a, B=b, Offsets=offsets, DW=dw, P=P, Q=Q, stride_a=a.stride(0), stride_b=b.stride(0),
@@ -355,9 +355,9 @@ def grouped_sum(x, weights, order, offsets, top_k, gather):
     x, E = _rows(x), offsets.shape[0] - 1
     sums = x.new_empty((E, x.shape[1]))
     if sums.numel():
-        block = min(_device.next_power_of_2(x.shape[1]), 128)
+        block = min(next_power_of_2(x.shape[1]), 128)
         launch(
-            grouped_sum_kernel, (E * _device.cdiv(x.shape[1], block),), x, num_warps=4,
+            grouped_sum_kernel, (E * cdiv(x.shape[1], block),), x, num_warps=4,
             X=x, Weight=_dense(weights), Order=order, Offsets=offsets, DB=sums, N=x.shape[1], top_k=top_k,
             stride_x=x.stride(0), GATHER=gather, WEIGHTED=weights is not None, BLOCK_M=32, BLOCK_N=block,
         )  # fmt: skip
@@ -369,9 +369,9 @@ def combine(z, weights, experts, number_of_experts):
     (T, top_k), H = experts.shape, z.shape[1]
     y = z.new_empty((T, H))
     if y.numel():
-        block = min(_device.next_power_of_2(H), ROW_BLOCK)
+        block = min(next_power_of_2(H), ROW_BLOCK)
         launch(
-            combine_kernel, (T * _device.cdiv(H, block),), z, num_warps=_warps(block),
+            combine_kernel, (T * cdiv(H, block),), z, num_warps=_warps(block),
             Z=z, Weight=_dense(weights), Expert=_dense(experts), Y=y, H=H, E=number_of_experts, top_k=top_k,
             WEIGHTED=weights is not None, BLOCK=block,
         )  # fmt: skip
@@ -383,9 +383,9 @@ def unit_fwd(pre, activation, alpha, limit, up_offset, interleaved):
     S, F = pre.shape[0], pre.shape[1] // 2
     y = pre.new_empty((S, F))
     if y.numel():
-        block = min(_device.next_power_of_2(F), ROW_BLOCK)
+        block = min(next_power_of_2(F), ROW_BLOCK)
         launch(
-            unit_fwd_kernel, (S * _device.cdiv(F, block),), pre, num_warps=_warps(block),
+            unit_fwd_kernel, (S * cdiv(F, block),), pre, num_warps=_warps(block),
             Pre=pre, Y=y, F=F, alpha=float(alpha), limit=float(limit), up_offset=float(up_offset),
             ACTIVATION=activation, LIMITED=limit != float("inf"), INTERLEAVED=interleaved, BLOCK=block,
         )  # fmt: skip
@@ -401,7 +401,7 @@ def unit_bwd(
     wy = pre.new_empty((S, F) if want_wy else (0,))
     dweights = weights.new_empty((S,) if want_dweight else (0,))
     if S:
-        block = min(_device.next_power_of_2(F), ROW_BLOCK)
+        block = min(next_power_of_2(F), ROW_BLOCK)
         launch(
             unit_bwd_kernel, (S,), pre, num_warps=_warps(block),
             Pre=pre, DA=da, Weight=_dense(weights), Order=order, Offsets=offsets, DPre=dpre, WY=wy, DWeight=dweights,

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 
 from tigon.kernels import chips
-from tigon.kernels._device import cdiv
-from tigon.kernels._launch import launch
+from tigon.kernels._launch import cdiv, launch
 from tigon.kernels._math import INTERPRETED
 
 # M rows, K columns. Tiles of 64 x 128: a transposed store then writes 64 consecutive bytes.

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device
-from tigon.kernels._launch import Launch
+from tigon.kernels import _launch
+from tigon.kernels._launch import Launch, cdiv, next_power_of_2
 from tigon.kernels._math import magnitude_bits, take_amax
 from tigon.kernels.layout import row_view, rows_of
 
@@ -114,12 +114,12 @@ def _halves(gate, up):
 
 def _tile(M, F, elements, index):
     warps = NUM_WARPS
-    while warps > 1 and elements * _device.multiprocessors(index) > M * F:
+    while warps > 1 and elements * _launch.multiprocessors(index) > M * F:
         # With few rows, smaller tiles with as many elements per lane use more multiprocessors.
         elements, warps = elements // 2, warps // 2
-    block = min(_device.next_power_of_2(F), elements)
+    block = min(next_power_of_2(F), elements)
     rows = elements // block
-    return (_device.cdiv(M, rows) * _device.cdiv(F, block),), {
+    return (cdiv(M, rows) * cdiv(F, block),), {
         "ROWS": rows, "BLOCK": block, "num_warps": warps
     }  # fmt: skip
 

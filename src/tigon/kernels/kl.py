@@ -26,8 +26,8 @@ one logit would not cancel. Both logits of the largest p and of the largest q ar
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device
-from tigon.kernels._launch import launch
+from tigon.kernels import _launch
+from tigon.kernels._launch import cdiv, launch, next_power_of_2
 from tigon.kernels.cross_entropy import LOG2E
 from tigon.kernels.logprobs import FARTHEST, _squash
 
@@ -315,7 +315,7 @@ def _numbers(options):
 
 
 def _tile(columns_per_lane, warps, C):
-    return min(columns_per_lane * warps * _device.lanes(), _device.next_power_of_2(C))
+    return min(columns_per_lane * warps * _launch.lanes(), next_power_of_2(C))
 
 
 def divergence(logits, rows, options, statistics=True, terms=True):
@@ -343,7 +343,7 @@ def divergence_gradient(logits, upstream, options, p_grad_NC, q_grad_NC):
     columns, warps = GRADIENT
     size = _tile(columns, warps, C)
     launch(
-        divergence_gradient_kernel, (N, _device.cdiv(C, size)), p_NC,
+        divergence_gradient_kernel, (N, cdiv(C, size)), p_NC,
         RP=p_NC, RQ=q_NC, Counts=upstream.counts_N, Stats=upstream.stats_8N, Peaks=upstream.peaks_2N,
         DValue=upstream.dvalue_N, ScaleP=upstream.p_scale, ScaleQ=upstream.q_scale, GradP=p_grad_NC, GradQ=q_grad_NC,
         C=C, first=logits.first, stride_p=p_NC.stride(0), stride_q=q_NC.stride(0),

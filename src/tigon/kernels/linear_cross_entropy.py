@@ -29,8 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device
-from tigon.kernels._launch import launch, launch_by_triton
+from tigon.kernels import _launch
+from tigon.kernels._launch import cdiv, launch, launch_by_triton
 from tigon.kernels._math import INTERPRETED
 from tigon.kernels.cross_entropy import LOG2E, row_weights, squash
 
@@ -350,8 +350,8 @@ _GROUP = 8
 
 def _rows_in_l2(rows, row_bytes, tile):
     """Row tiles per group: as many as stay in L2, in groups of equal size."""
-    tiles = _device.cdiv(rows, tile.tokens)
-    return _device.cdiv(tiles, _device.cdiv(tiles * tile.tokens * row_bytes, tile.group_bytes))
+    tiles = cdiv(rows, tile.tokens)
+    return cdiv(tiles, cdiv(tiles * tile.tokens * row_bytes, tile.group_bytes))
 
 
 def exp_logits(head, labels, options, tile, e_CV):
@@ -367,7 +367,7 @@ def exp_logits(head, labels, options, tile, e_CV):
     target, class_weight, token_weight, grad_scale = labels
     ignore_index, _, softcap, logit_scale, z_loss = options
     (C, H), V = x_CH.shape, weight_VH.shape[0]
-    P = _device.cdiv(V, tile.vocab)
+    P = cdiv(V, tile.vocab)
     fp32 = {"dtype": torch.float32}
     loss, stats = x_CH.new_empty(C, **fp32), x_CH.new_empty((3, C), **fp32)
     z_y, shift, partial = x_CH.new_empty(C, **fp32), x_CH.new_empty(C, **fp32), x_CH.new_empty((C, P), **fp32)
@@ -383,7 +383,7 @@ def exp_logits(head, labels, options, tile, e_CV):
     e_desc = w_desc
     if want_grad:
         e_desc = TensorDescriptor(e_CV, [C, V], [e_CV.stride(0), 1], [tile.tokens, tile.vocab // 2])
-    programs = min(_device.multiprocessors(x_CH.device.index), _device.cdiv(C, tile.tokens) * P)
+    programs = min(_launch.multiprocessors(x_CH.device.index), cdiv(C, tile.tokens) * P)
     launch(
         label_logit_kernel, (C,), x_CH,
         X=x_CH, W=weight_VH, Bias=bias, Target=target, ZY=z_y, Shift=shift, Slope=slope, V=V, H=H,
@@ -418,9 +418,9 @@ def suits_scaled_product(rows, hidden, tile, index):
     """
     if hidden % 16:
         return False
-    tiles = _device.cdiv(rows, tile.tokens) * _device.cdiv(hidden, tile.vocab)
-    programs = _device.multiprocessors(index)
-    return tiles >= 0.75 * programs * _device.cdiv(tiles, programs)
+    tiles = cdiv(rows, tile.tokens) * cdiv(hidden, tile.vocab)
+    programs = _launch.multiprocessors(index)
+    return tiles >= 0.75 * programs * cdiv(tiles, programs)
 
 
 def scaled_product(e_CV, weight_VH, factors, target, tile):
@@ -432,7 +432,7 @@ def scaled_product(e_CV, weight_VH, factors, target, tile):
     if not C:
         return dx_CH
     columns = tile.vocab  # the wide side of the tile
-    programs = min(_device.multiprocessors(e_CV.device.index), _device.cdiv(C, tile.tokens) * _device.cdiv(H, columns))
+    programs = min(_launch.multiprocessors(e_CV.device.index), cdiv(C, tile.tokens) * cdiv(H, columns))
     launch_by_triton(
         scaled_product_kernel, (programs,), e_CV,
         e_desc=TensorDescriptor(e_CV, [C, V], [e_CV.stride(0), 1], [tile.tokens, tile.hidden]),
@@ -469,11 +469,11 @@ def add_label_rows(x_CH, target, factors, dw_VH):
     order = torch.empty(C, dtype=torch.int32, device=x_CH.device)
     block = 1024
     launch(
-        label_order_kernel, (_device.cdiv(C, 32),), x_CH,
+        label_order_kernel, (cdiv(C, 32),), x_CH,
         Target=target, Order=order, C=C, V=V, BLOCK=32, BLOCK_OTHERS=128, num_warps=4,
     )  # fmt: skip
     launch(
-        label_rows_kernel, (C, _device.cdiv(H, block)), x_CH,
+        label_rows_kernel, (C, cdiv(H, block)), x_CH,
         X=x_CH, Target=target, Factors=factors, Order=order, DW=dw_VH, C=C, V=V, H=H, N=C, stride_x=x_CH.stride(0),
         stride_dw=dw_VH.stride(0), BLOCK_C=4, BLOCK_H=block, num_warps=4,
     )  # fmt: skip

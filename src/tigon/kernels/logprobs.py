@@ -15,8 +15,7 @@ So one pass turns the logits into their gradient, for any upstream gradient.
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device
-from tigon.kernels._launch import launch
+from tigon.kernels._launch import cdiv, launch, next_power_of_2
 from tigon.kernels.cross_entropy import LOG2E, squash
 
 # N rows (tokens), C columns of the block of logits, V columns of all blocks (vocabulary), K ids of a row.
@@ -272,7 +271,7 @@ def logprob_statistics(block, rows, options):
         N=N, C=C, V=block.vocab, K=K, first=block.first, stride_r=logits_NC.stride(0),
         **_numbers(options), WANT_ENTROPY=options.entropy, WANT_PREDICTED=options.predicted,
         FIRST=block.first == 0, LAST=block.first + C == block.vocab,
-        BLOCK=min(size, _device.next_power_of_2(C)), BLOCK_K=_device.next_power_of_2(K), STAGES=stages,
+        BLOCK=min(size, next_power_of_2(C)), BLOCK_K=next_power_of_2(K), STAGES=stages,
         num_warps=warps,
     )  # fmt: skip
 
@@ -284,12 +283,12 @@ def logprob_gradient(block, upstream, options, grad_NC):
     if not N:
         return
     size, warps = GRADIENT
-    size = min(size, _device.next_power_of_2(C))
+    size = min(size, next_power_of_2(C))
     launch(
-        logprob_gradient_kernel, (N, _device.cdiv(C, size)), logits_NC,
+        logprob_gradient_kernel, (N, cdiv(C, size)), logits_NC,
         R=logits_NC, Ids=ids_NK, Stats=upstream.stats_2N, Entropy=upstream.entropy_N, DLogprob=upstream.dlogprob_NK,
         DLse=upstream.dlse_N, DEntropy=upstream.dentropy_N, Scale=upstream.scale, Grad=grad_NC,
         N=N, C=C, V=block.vocab, K=K, first=block.first, stride_r=logits_NC.stride(0), stride_grad=grad_NC.stride(0),
         **_numbers(options), HAS_LSE=upstream.dlse_N is not None, HAS_ENTROPY=upstream.dentropy_N is not None,
-        SCALED=upstream.scale is not None, BLOCK=size, BLOCK_K=_device.next_power_of_2(K), num_warps=warps,
+        SCALED=upstream.scale is not None, BLOCK=size, BLOCK_K=next_power_of_2(K), num_warps=warps,
     )  # fmt: skip

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels._device import cdiv
-from tigon.kernels._launch import launch
+from tigon.kernels._launch import cdiv, launch
 
 BLOCK = 32
 # Blocks of weights per program: 4096 weights, 2 KiB read and 8 KiB written in 16 bits. Not tuned.

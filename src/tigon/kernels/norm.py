@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device
-from tigon.kernels._launch import Launch
+from tigon.kernels import _launch
+from tigon.kernels._launch import Launch, cdiv, next_power_of_2
 from tigon.kernels._math import INTERPRETED, magnitude_bits, take_amax
 from tigon.kernels.layout import rows_of
 
@@ -325,7 +325,7 @@ WIDE_DX, WIDE_DW = (16384, 16), (512, 1)
 
 @functools.cache
 def block_of(width):
-    return min(_device.next_power_of_2(width), MAX_BLOCK)
+    return min(next_power_of_2(width), MAX_BLOCK)
 
 
 @functools.cache
@@ -346,7 +346,7 @@ def bwd_tile(width, center, loaded_bytes, device):
     else:
         best = (BWD_TILES_CENTERED if center else BWD_TILES)[block]
     # 2048 bytes are reserved for the exchange between warps.
-    if (best.stages - 1) * best.rows * block * loaded_bytes + 2048 <= _device.shared_bytes(device):
+    if (best.stages - 1) * best.rows * block * loaded_bytes + 2048 <= _launch.shared_bytes(device):
         return best
     return Tile(max(1, 2048 // block), 4 if block <= 2048 else 8 if block <= 4096 else 16, 2)
 
@@ -360,7 +360,7 @@ def _fwd_launch(width, M, stride_x, stride_r, has_weight, has_bias, parts, optio
     eps, offset, center, fp32_weight = options
     block, t = block_of(width), fwd_tile(width, center)
     return Launch(
-        norm_fwd_kernel, (_device.cdiv(M, t.rows),),
+        norm_fwd_kernel, (cdiv(M, t.rows),),
         M=M, H=width, stride_x=stride_x, stride_r=0 if stride_r is None else stride_r,
         eps=float(eps), offset=float(offset), CENTER=center, HAS_RESIDUAL=stride_r is not None, HAS_WEIGHT=has_weight,
         HAS_BIAS=has_bias, ROUND_XHAT=not fp32_weight, PARTS=parts, ONE_TILE=width <= block, ROWS=t.rows, BLOCK=block,
@@ -406,12 +406,12 @@ class _Backward:
         has_ds, has_weight = stride_ds is not None, weight_bytes > 0
         block = block_of(width)
         reload_w = has_weight and block == MAX_BLOCK
-        multiprocessors = _device.multiprocessors(device)
+        multiprocessors = _launch.multiprocessors(device)
         t = bwd_tile(width, center, loaded_bytes + (weight_bytes if reload_w else 0), device)
         if multiprocessors >= M:
             # One turn each: nothing to load ahead, and a second row of a tile would be empty.
             t = Tile(1 if block >= 1024 else t.rows, t.num_warps)
-        self.programs = min(_device.cdiv(M, t.rows), t.per_sm * multiprocessors)
+        self.programs = min(cdiv(M, t.rows), t.per_sm * multiprocessors)
         self.wide = width > block
         # The sums of one program are the result.
         self.alone = self.programs == 1 and not self.wide
@@ -429,12 +429,12 @@ class _Backward:
         else:
             self.launch_dx = Launch(norm_bwd_dx_wide_kernel, (M,), **given, BLOCK=WIDE_DX[0], num_warps=WIDE_DX[1])
             self.launch_dw = Launch(
-                norm_bwd_dw_wide_kernel, (_device.cdiv(width, WIDE_DW[0]), self.programs),
+                norm_bwd_dw_wide_kernel, (cdiv(width, WIDE_DW[0]), self.programs),
                 M=M, H=width, stride_dy=stride_dy, stride_x=stride_x, CENTER=center, ROUND_XHAT=not fp32_weight,
                 WANT_DW=want_dw, WANT_DB=want_db, BLOCK=WIDE_DW[0], num_warps=WIDE_DW[1],
             )  # fmt: skip
         self.sum = Launch(
-            sum_rows_kernel, (_device.cdiv(width, 64), 2 if want_dw and want_db else 1),
+            sum_rows_kernel, (cdiv(width, 64), 2 if want_dw and want_db else 1),
             rows=self.programs, H=width, BLOCK_R=32, BLOCK=64, num_warps=4,
         )  # fmt: skip
 

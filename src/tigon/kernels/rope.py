@@ -20,8 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device
-from tigon.kernels._launch import Launch
+from tigon.kernels._launch import Launch, cdiv, next_power_of_2
 from tigon.kernels._math import magnitude_bits, take_amax
 from tigon.kernels.layout import ordered_strides
 
@@ -200,7 +199,7 @@ def rope_flat_kernel(
 
 def fits_flat(R, D, interleaved):
     """Whether rope_flat_kernel rotates R of D columns. It is 8 to 16 % faster there (H200, widths 192 to 448)."""
-    return R == D and R % 16 == 0 and _device.next_power_of_2(R // 2) > R // 2 and not interleaved
+    return R == D and R % 16 == 0 and next_power_of_2(R // 2) > R // 2 and not interleaved
 
 
 def _unit_last(x):
@@ -230,19 +229,19 @@ class _Plan:
         self.empty = not B * T * (q_heads + k_heads)
         if self.empty:
             return
-        groups = _device.cdiv(q_heads, HEADS) + _device.cdiv(k_heads, HEADS)
+        groups = cdiv(q_heads, HEADS) + cdiv(k_heads, HEADS)
         numbers = dict(
             N=B * T, T=T, q_heads=q_heads, k_heads=k_heads,
             **_strides("stride_q", q_strides, heads_dim), **_strides("stride_k", k_strides, heads_dim),
             **_table_strides("stride_c", cos_shape, cos_strides), **_table_strides("stride_s", sin_shape, sin_strides),
             **_strides("stride_yq", self.q_out, heads_dim), **_strides("stride_yk", self.k_out, heads_dim),
         )  # fmt: skip
-        block = _device.next_power_of_2(R // 2)
+        block = next_power_of_2(R // 2)
         self.flat = not parts and fits_flat(R, D, interleaved)
         if self.flat:
-            groups = _device.cdiv(q_heads, FLAT_HEADS) + _device.cdiv(k_heads, FLAT_HEADS)
+            groups = cdiv(q_heads, FLAT_HEADS) + cdiv(k_heads, FLAT_HEADS)
             rows = TILE // math.gcd(TILE, R // 2)
-            tiles = _device.cdiv(B * T, rows) * (rows * (R // 2) // TILE)
+            tiles = cdiv(B * T, rows) * (rows * (R // 2) // TILE)
             self.launch = Launch(
                 rope_flat_kernel, (groups * tiles,), **numbers, SPLIT=R // 2, TRANSPOSE=transpose, HEADS=FLAT_HEADS,
                 ROWS=rows, TILE=TILE, num_warps=NUM_WARPS,
@@ -250,9 +249,9 @@ class _Plan:
             return
         rows = max(1, TILE // block)
         self.launch = Launch(
-            rope_kernel, (groups * _device.cdiv(B * T, rows),), **numbers, R=R, D=D, INTERLEAVED=interleaved,
+            rope_kernel, (groups * cdiv(B * T, rows),), **numbers, R=R, D=D, INTERLEAVED=interleaved,
             TRANSPOSE=transpose, PARTS=parts, HEADS=HEADS, ROWS=rows, BLOCK=block,
-            BLOCK_PASS=_device.next_power_of_2(max(D - R, 1)), num_warps=NUM_WARPS,
+            BLOCK_PASS=next_power_of_2(max(D - R, 1)), num_warps=NUM_WARPS,
         )  # fmt: skip
 
 

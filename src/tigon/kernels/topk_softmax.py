@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels import _device
-from tigon.kernels._device import cdiv
-from tigon.kernels._launch import launch
+from tigon.kernels import _launch
+from tigon.kernels._launch import cdiv, launch, next_power_of_2
 
 TILE = 1024  # logits of a program
 
@@ -95,10 +94,10 @@ def topk_softmax_bwd_kernel(
 
 def row_tile(E, itemsize):
     """(rows and columns of a program's tile, warps)"""
-    block = _device.next_power_of_2(E)
+    block = next_power_of_2(E)
     rows = max(TILE // block, 1)
     per_lane = 16 // itemsize  # what one load of 16 bytes gives to a lane
-    return rows, block, max(min(rows * block // (per_lane * _device.lanes()), 8), 1)
+    return rows, block, max(min(rows * block // (per_lane * _launch.lanes()), 8), 1)
 
 
 def unit_stride_rows(logits):
@@ -115,7 +114,7 @@ def topk_softmax_fwd(logits, top_k, normalised, dtype):
         launch(
             topk_softmax_fwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
             Logits=logits, Weights=weights, Index=index, T=T, E=E, stride_t=logits.stride(0), TOP_K=top_k,
-            NORMALISED=normalised, ROWS=rows, BLOCK_E=block, BLOCK_K=_device.next_power_of_2(top_k),
+            NORMALISED=normalised, ROWS=rows, BLOCK_E=block, BLOCK_K=next_power_of_2(top_k),
         )  # fmt: skip
     return weights, index
 

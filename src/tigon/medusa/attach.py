@@ -35,7 +35,7 @@ from tigon.models.seams.head.head_path import observed_logit_map
 from tigon.models.seams.head.logits import LogitMap
 from tigon.models.seams.head.loss import HeadSeam
 from tigon.ops.head.multi_head import MultiHeadOutput
-from tigon.ops.losses.labels import PreparedTargets
+from tigon.ops.losses.prepared_targets import PreparedTargets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon import ops
 from tigon.models.seams.head.logits import LogitMap
 from tigon.ops.head.multi_head import MultiHeadOutput
-from tigon.ops.losses.labels import PreparedTargets
+from tigon.ops.losses.prepared_targets import PreparedTargets
 
 # B batch, T positions, H hidden, V vocabulary, K heads.
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def kv_widths(config: Any, tokens: int) -> list[tuple[int, int]]:
+def kv_widths(config: PreTrainedConfig, tokens: int) -> list[tuple[int, int]]:
     """(elements of the keys, elements of the values) that the cache of each layer holds for one sequence.
 
     Layers without attention count as layers with attention, so that the size is an upper bound.
@@ -24,7 +27,7 @@ def kv_widths(config: Any, tokens: int) -> list[tuple[int, int]]:
     return [(_key_heads(text) * key_width * n, _key_heads(text) * value_width * n) for n in kept]
 
 
-def queries_per_key(config: Any) -> int:
+def queries_per_key(config: PreTrainedConfig) -> int:
     """How many query heads share the keys and values of one key head."""
     text = config.get_text_config()
     return int(text.num_attention_heads // _key_heads(text))
@@ -50,7 +53,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
-def without_cache(model: Any) -> Callable[[], None]:
+def without_cache(model: PreTrainedModel) -> Callable[[], None]:
     """Set `use_cache: false` in every config that a forward of the model reads. Returns a function that undoes it.
 
     With a cache, transformers ignores the document boundaries in position_ids. The part of a composite model that reads
@@ -70,7 +73,7 @@ def without_cache(model: Any) -> Callable[[], None]:
 
 
 @contextmanager
-def cache_as_in(model: Any, original: Any) -> Iterator[None]:
+def cache_as_in(model: PreTrainedModel, original: Any) -> Iterator[None]:
     """Give the model's configs the `use_cache` of another config of its family, so that they are saved with it.
 
     Args:
@@ -92,7 +95,7 @@ def cache_as_in(model: Any, original: Any) -> Iterator[None]:
                 part.use_cache = values["use_cache"]
 
 
-def _parts(config: Any) -> Iterator[Any]:
+def _parts(config: PreTrainedConfig) -> Iterator[Any]:
     """A config, and those of the parts of a composite model."""
     yield config
     for name in getattr(config, "sub_configs", {}):

@@ -17,7 +17,7 @@ trainer/guards/document_mixing.py compares losses in each run, and refuses the f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,17 @@ from torch import Tensor, nn
 from tigon._trunk import trunk_of
 from tigon.models.kv_cache import cache_in
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 MASK_WITHOUT_POSITIONS = frozenset({"afmoe", "biogpt", "falcon", "gpt_oss", "xglm"})
 COUNT_THEIR_OWN_POSITIONS = frozenset({"bloom", "mpt", "opt"})
-MIX_DOCUMENTS = frozenset({
-    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert",
-    "cpmant", "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "openai-gpt", "pegasus",
-    "plbart", "prophetnet", "rembert", "roc_bert", "roberta", "roberta-prelayernorm", "roformer", "trocr",
-    "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
-})  # fmt: skip
+_MIXING = (
+    "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert cpmant data2vec-text "
+    "electra ernie marian mbart megatron-bert mvp openai-gpt pegasus plbart prophetnet rembert roc_bert roberta "
+    "roberta-prelayernorm roformer trocr xlm-roberta xlm-roberta-xl xlnet xmod"
+)
+MIX_DOCUMENTS = frozenset(_MIXING.split())
 RECURRENT = frozenset({"rwkv", "xlstm"})
 FOUR_ROWS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 _LAYERS_THAT_FORGET = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -40,7 +43,7 @@ _STATE_KEYS = ("mamba_d_state", "mamba_d_conv", "state_size", "ssm_state_size", 
 WINDOW = "sliding_attention"
 
 
-def objection(config: Any) -> str | None:
+def objection(config: PreTrainedConfig) -> str | None:
     """Why a model of this config mixes the documents of a packed sample, or None."""
     text = config.get_text_config()
     if text.model_type in COUNT_THEIR_OWN_POSITIONS:
@@ -57,7 +60,7 @@ def objection(config: Any) -> str | None:
     return None
 
 
-def keep_apart(model: Any) -> Callable[[], None]:
+def keep_apart(model: PreTrainedModel) -> Callable[[], None]:
     """Let the model's forward keep the documents of packed samples apart. Returns a function that undoes it.
 
     model: a transformers model, before wrappers, with sdpa or eager attention.

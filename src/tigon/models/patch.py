@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -49,10 +48,10 @@ from tigon.models.table import MODELS
 
 Flags = Mapping[str, bool | None]
 ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPTIONAL_FLAGS, *LOSS_FLAGS)
-REMOVED_FLAGS: Mapping[str, str] = MappingProxyType({
+REMOVED_FLAGS = {
     "add_rms_norm": "it saved less than 1 % of a step. Leave it out: `rms_norm` patches the norms, and "
     "`tigon.add_rms_norm` is the op for layers of your own.",
-})  # fmt: skip
+}
 """Former flag -> what the caller does without it."""
 
 # Objections that do not name the package that caused them. Another package's kernels often refuse the probe's tensors.
@@ -336,9 +335,12 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
     head_path = spec.head or output_head(model)
     fused, cross_entropy = flags["linear_cross_entropy"] is not False, flags["cross_entropy"] is not False
     seam = CausalLMSeam(
-        head=head_path or "lm_head", fused=fused, cross_entropy=cross_entropy, logits=spec.logits,
+        head=head_path or "lm_head",
+        fused=fused,
+        cross_entropy=cross_entropy,
+        logits=spec.logits,
         balancing=flags["router"] is not False,
-    )  # fmt: skip
+    )
     head = seam.find_head(model)
     if isinstance(model, PatchedModule):
         if model._tigon_seam != seam:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "tigon_traced"
 
 
 @contextlib.contextmanager
-def attention_replaced(model: Any, attend: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+def attention_replaced(model: PreTrainedModel, attend: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
     """Let `model` call `attend` instead of its attention function, and `mask` instead of its mask function.
 
     attend: (module, query, key, value, attention_mask, **keywords) -> (output (B, T, heads, D), None).

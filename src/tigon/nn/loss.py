@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tigon import ops
 from tigon.ops.losses.cross_entropy import Reduction
-from tigon.ops.losses.labels import PreparedTargets
+from tigon.ops.losses.prepared_targets import PreparedTargets
 from tigon.ops.losses.results import LossOutput
 
 # H hidden size, V vocabulary size.

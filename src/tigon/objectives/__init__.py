@@ -1,6 +1,6 @@
-"""Training objectives: one protocol for the trainer, one for the planner, and one file per objective.
+"""Training objectives: one base for the trainer, one for the planner, and one file per objective.
 
-base.py             The protocols, and the dataclasses that objectives exchange with the trainer and the report.
+base.py             The bases, and the dataclasses that objectives exchange with the trainer and the report.
 causal_lm.py        Next-token prediction.
 vision_language.py  Next-token prediction with images.
 medusa.py           Prediction of later tokens, by heads on the model.

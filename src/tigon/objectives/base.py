@@ -1,4 +1,4 @@
-"""The protocols of a training objective: one for the trainer, one for the planner, and the dataclasses they exchange.
+"""The bases of training objectives: one for the trainer, one for the planner, and the dataclasses that they exchange.
 
 The trainer and the planner import this package. No objective imports either of them; an objective gets what it needs as
 arguments. A run has one objective object. It keeps no reference to a model, because a comparison builds several models.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
 from tigon.data.documents import RowReader
-from tigon.data.packing import Collator, Packed, Sample
+from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.preferences import RowFormat
 from tigon.data.tokenizer import Encoded
+from tigon.models.seams.head.loss import without_logits
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe, TrainConfig
 from tigon.techniques.keys.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all processes; all of them call it."""
@@ -84,7 +89,7 @@ class FrozenModel:
 
     name: str
     """The model's name, for messages."""
-    config: Any
+    config: PreTrainedConfig
     """Its transformers config."""
 
 
@@ -109,115 +114,103 @@ class Generation:
     """Most tokens of a completion."""
 
 
-class PlannedObjective(Protocol):
-    """The facts that the planner needs about an objective.
+@dataclass(frozen=True)
+class PlannedObjective:
+    """What the planner needs to know about an objective. The defaults are those of the next token's loss.
 
     Objects are hashable, and two are equal if their traces are: the planner then traces once for both.
     """
 
-    @property
-    def next_token(self) -> bool:
-        """Whether the loss is that of the next token, of whose logits a fused loss holds a chunk."""
-        ...
+    next_token: ClassVar[bool] = True
+    """Whether the loss is that of the next token, of whose logits a fused loss holds a chunk."""
+    pads: ClassVar[bool] = False
+    """Whether samples are padded to one length, so that attention needs a mask."""
+    reads_values: ClassVar[bool] = False
+    """Whether the model reads the values of its integer inputs, such as the places of images."""
+    reads_whole_weights: ClassVar[bool] = False
+    """Whether `attach` reads weights of the model, so that ZeRO-3 must not partition them while they are loaded."""
+    own_parameters: ClassVar[str | None] = None
+    """The prefix of the names of the parameters that `attach` adds; None if it adds none.
 
-    @property
-    def pads(self) -> bool:
-        """Whether samples are padded to one length, so that attention needs a mask."""
-        ...
-
-    @property
-    def reads_values(self) -> bool:
-        """Whether the model reads the values of its integer inputs, such as the places of images."""
-        ...
+    By this prefix the planner tells them from the model's own weights."""
 
     @property
     def least_batch(self) -> int:
         """The fewest samples of a micro-batch. The search for the largest batch tries multiples of it."""
-        ...
+        return 1
 
     @property
     def most_batch(self) -> int:
         """The most samples of a micro-batch that the planner traces."""
-        ...
+        return 1 << 16
 
-    @property
-    def reads_whole_weights(self) -> bool:
-        """Whether `attach` reads weights of the model, so that ZeRO-3 must not partition them while they are loaded."""
-        ...
-
-    @property
-    def own_parameters(self) -> str | None:
-        """The prefix of the names of the parameters that `attach` adds; None if it adds none.
-
-        By this prefix the planner tells them from the model's own weights.
-        """
-        ...
-
-    def attach(self, model: Any) -> Any:
+    def attach(self, model: PreTrainedModel) -> Any:
         """Add the objective's modules to a model without weights, and return the model that is trained."""
-        ...
+        return model
 
     def frozen_models(self, trained: FrozenModel, settings: Settings) -> tuple[FrozenModel, ...]:
         """The models that the run holds beside the trained one, such as a reference or a teacher.
 
         trained: the trained model's name and config, which a reference shares.
         """
-        ...
+        return ()
 
     def sequences(self, batch: int) -> int:
         """How many sequences a micro-batch of `batch` samples has, such as two for a pair of answers."""
-        ...
+        return batch
 
     def sequence_tokens(self, seq: int) -> int:
         """The most tokens of a sequence, if `data.sequence_length` is `seq`."""
-        ...
+        return seq
 
     def inputs(self, batch: int, seq: int) -> dict[str, torch.Tensor]:
         """The inputs of a micro-batch of `batch` samples of `seq` tokens. The planner calls it under a fake mode."""
-        ...
+        return {name: torch.empty(batch, seq, dtype=torch.int64) for name in ("input_ids", "labels")}
 
     def ignored_labels(self, batch: int) -> int:
         """How many labels of a micro-batch are ignored at least."""
-        ...
+        return batch
 
     def loss(self, models: TracedModels, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, by the forward passes that the run makes. Called under a fake mode."""
-        ...
+        count = torch.empty((), dtype=torch.int64)
+        outputs = models.call(lambda: models.trained(**inputs, num_items_in_batch=count, use_cache=False))
+        return outputs.loss  # type: ignore[no-any-return]
 
-    def head(self, model: Any) -> Any:
+    def head(self, model: PreTrainedModel) -> Any:
         """The module, usually `lm_head`, at whose call the phase `loss` of a forward pass begins.
 
         model: the trained model, or one of the frozen models.
         """
-        ...
+        return model.get_output_embeddings()
 
-    def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
+    def evaluation_passes(self, model: PreTrainedModel) -> tuple[AbstractContextManager[Any], ...]:
         """Evaluation calls `loss` for a batch once inside each of these contexts."""
-        ...
+        return (without_logits(),)
 
     def generation(self, seq: int) -> Generation | None:
         """The completions that the run writes itself, if `data.sequence_length` is `seq`; None: it writes none."""
-        ...
+        return None
 
     def batch_refusal(self, batch: int) -> str | None:
         """The reason why a micro-batch cannot have `batch` samples, in one sentence; None if it can."""
-        ...
+        return None
 
     def refusals(self, settings: Settings) -> tuple[str, ...]:
         """The reasons why no run with these techniques can train this objective, one sentence each."""
-        ...
+        return ()
 
     def recipe_keys(self) -> Mapping[str, Any]:
         """Dotted recipe keys -> values that set the objective."""
-        ...
+        return {}
 
     def notes(self) -> tuple[str, ...]:
         """The estimate's assumptions and omissions, one sentence each."""
-        ...
+        return ()
 
     def description(self) -> str:
-        """The objective's part of the line that describes a planned run; empty for causal language modelling."""
-        ...
+        """The objective's part of the line that describes a planned run; empty for the next token's loss."""
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,41 +245,48 @@ class AddedModules(Protocol):
         """A checkpoint holds only the weights whose names begin with it; None: all of them."""
         ...
 
-    def begin_evaluation(self, model: Any) -> None:
+    def begin_evaluation(self, model: PreTrainedModel) -> None:
         """Forget what an earlier evaluation has summed up that ended without metrics."""
         ...
 
-    def counted(self, model: Any) -> dict[str, Any]:
+    def counted(self, model: PreTrainedModel) -> dict[str, Any]:
         """What this process has summed up since the last record; a checkpoint between two records saves it."""
         ...
 
-    def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
+    def resume_counting(self, model: PreTrainedModel, counted: Mapping[str, Any], device: torch.device) -> None:
         """Restore, in a resumed run, the sums that `counted` returned."""
         ...
 
-    def save_beside(self, model: Any, folder: Path) -> None:
+    def save_beside(self, model: PreTrainedModel, folder: Path) -> None:
         """Write the weights that a checkpoint would leave out."""
         ...
 
-    def load_beside(self, model: Any, folder: Path) -> None:
+    def load_beside(self, model: PreTrainedModel, folder: Path) -> None:
         """Read the files of `save_beside`, if the checkpoint has them."""
         ...
 
-    def save(self, built: Any, final: FinalSave) -> bool:
+    def save(self, built: PreTrainedModel, final: FinalSave) -> bool:
         """Save the final weights. Every process calls it. Returns whether a model was written."""
         ...
 
-    def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any]:
+    def sampled(self, built: PreTrainedModel, samples: Sequence[Sample], eos: int | None) -> dict[str, Any]:
         """Decode from prompts of eval samples, for the summary's `decoded`; `line` describes the result."""
         ...
 
 
-class Objective(Protocol):
-    """The loss that a run minimises: its rows, its forward and loss, its metrics, and its plan."""
+@dataclass
+class Objective:
+    """The loss that a run minimises: its rows, its forward and loss, its metrics, and its plan.
+
+    The defaults are those of an ordinary run: the model's own loss, and nothing added to model, records or files.
+    """
+
+    config: ModelConfig = field(default_factory=ModelConfig)
+    """The recipe's model."""
 
     @classmethod
     def of_recipe(
-        cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+        cls, recipe: Recipe, config: PreTrainedConfig, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
     ) -> Objective | None:
         """Make the objective if the recipe sets it; return None otherwise.
 
@@ -298,46 +298,57 @@ class Objective(Protocol):
         Raises:
             RecipeError: The objective does not fit the model.
         """
-        ...
+        return cls(recipe.model)
 
     # --- facts -------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
         """A short name. A line for the console about the objective begins with it."""
-        ...
+        return "causal LM"
 
     @property
     def announcement(self) -> str | None:
         """One line for the console before training, or None."""
-        ...
+        return None
 
     @property
     def trl(self) -> TrlTraining | None:
         """The trainer of TRL that carries out the run; None: tigon's own."""
-        ...
+        return None
 
     @property
     def base(self) -> BaseTraining | None:
         """The ordinary training of a preset before the run, or None."""
-        ...
+        return None
 
     @property
     def added(self) -> AddedModules | None:
         """The modules that `attach` adds, for the trainer; None if it adds none."""
-        ...
+        return None
 
     # --- the four parts ----------------------------------------------------------------------------------------------
 
     def rows(self, data: DataConfig) -> Rows:
         """How the rows of the recipe's `data` section are read and packed."""
-        ...
+        packed = partial(
+            pack,
+            length=data.sequence_length,
+            packing=data.packs,
+            cross_document=data.cross_document_attention,
+            too_long=data.too_long,
+        )
 
-    def attach(self, built: Any) -> Any:
+        def collator(pad_id: int, flatten: bool) -> Collator:
+            return Collator(pad_id, data.packs, flatten, data.cross_document_attention)
+
+        return Rows(layout=data.format, pack=packed, collator=collator)
+
+    def attach(self, built: PreTrainedModel) -> Any:
         """Return the model whose forward is trained: `built`, patched and with its techniques, and added modules."""
-        ...
+        return built
 
-    def loss(self, model: Any, inputs: Mapping[str, Any], of_model: Callable[[], Any]) -> Any:
+    def loss(self, model: PreTrainedModel, inputs: Mapping[str, Any], of_model: Callable[[], Any]) -> Any:
         """The loss of a micro-batch.
 
         Args:
@@ -345,12 +356,12 @@ class Objective(Protocol):
             inputs: The keyword arguments of its forward.
             of_model: Computes the loss by the model's own forward, as the Trainer of transformers does.
         """
-        ...
+        return of_model()
 
-    def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
+    def metrics(self, model: PreTrainedModel, reduce: Reduce) -> dict[str, float]:
         """More metrics for a record: of the evaluation that has ended, or else of the steps since the last record."""
-        ...
+        return {}
 
     def planned(self) -> PlannedObjective:
         """The objective as the planner traces it."""
-        ...
+        return PlannedObjective()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tigon import objectives
 from tigon.errors import RecipeError, UsageError
@@ -13,6 +13,9 @@ from tigon.objectives import post_training_rules
 from tigon.objectives.base import Objective, PlannedObjective
 from tigon.objectives.post_training import PostTraining
 from tigon.recipe.keys import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _TAKES_EVERY_RECIPE = "causal_lm"
 _CHOOSES = __name__.rpartition(".")[2]
@@ -31,7 +34,9 @@ OBJECTIVES: tuple[type[Objective], ...] = tuple(_BY_NAME.values())
 """Every recipe has the first objective whose `of_recipe` does not return None; the last takes every recipe."""
 
 
-def objective_of(recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> Objective:
+def objective_of(
+    recipe: Recipe, config: PreTrainedConfig, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+) -> Objective:
     """The objective of a run, checked against its model.
 
     Args:

@@ -12,7 +12,7 @@ from tigon.data.preferences import PROMPTS
 from tigon.errors import UsageError
 from tigon.integrations.trl.traced import TracedModel, divergence
 from tigon.models.loading.config import load_config
-from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels
 from tigon.objectives.planned_post_training import (
     TIME_WITHOUT_WRITING,
     UNCOMPARED,
@@ -61,15 +61,9 @@ class PlannedDistillation(PlannedWithCompletions):
 class Distillation(PostTraining):
     """Match a teacher's next-token distribution on completions that the model itself writes."""
 
-    @property
-    def trl(self) -> TrlTraining:
-        return TrlTraining(
-            package="trl", trainer="DistillationTrainer", config="DistillationConfig", rows=PROMPTS,
-            teacher=self.teacher,
-            options={
-                "max_completion_length": self.own.completion_length, **self.given("beta", "temperature"),
-            },
-        )  # fmt: skip
+    trainer = "DistillationTrainer"
+    row_format = PROMPTS
+    has_teacher = True
 
     def teacher(self, run: Path) -> ModelConfig:
         if self.own.teacher is not None:
@@ -84,10 +78,12 @@ class Distillation(PostTraining):
     def planned(self) -> PlannedObjective:
         own = self.own
         return PlannedDistillation(
-            self.name, self.planned_keys(), completion_tokens=own.completion_length,
+            self.name,
+            self.planned_keys(),
+            completion_tokens=own.completion_length,
             beta=1.0 if own.beta is None else own.beta,
             teacher=None if own.teacher is None else PlannedTeacher.of(own.teacher, load_config(own.teacher)),
-        )  # fmt: skip
+        )
 
 
 OBJECTIVE = Distillation

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tigon.data.preferences import PAIRS
 from tigon.integrations.trl.traced import DPO_OUTPUTS
-from tigon.objectives.base import PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import TracedModels
 from tigon.objectives.planned_post_training import PlannedWithReference, labels_of, logprobs_of, padded
 from tigon.objectives.post_training import PostTraining
 
@@ -39,17 +39,10 @@ class PlannedDPO(PlannedWithReference):
 class DPO(PostTraining):
     """Prefer the chosen answer to the rejected one, more than the model before training does."""
 
-    @property
-    def trl(self) -> TrlTraining:
-        return TrlTraining(
-            package="trl", trainer="DPOTrainer", config="DPOConfig", rows=PAIRS, takes_reference=True,
-            options={
-                "max_length": self.recipe.data.sequence_length, **self.given("beta", "loss_type", "label_smoothing")
-            },
-        )  # fmt: skip
-
-    def planned(self) -> PlannedObjective:
-        return PlannedDPO(self.name, self.planned_keys())
+    trainer = "DPOTrainer"
+    row_format = PAIRS
+    planned_class = PlannedDPO
+    takes_reference = True
 
 
 OBJECTIVE = DPO

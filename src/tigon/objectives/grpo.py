@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tigon.data.preferences import PROMPTS
 from tigon.errors import RecipeError
 from tigon.integrations.trl.traced import GRPO_OUTPUTS
 from tigon.models.loading.presets import PRESETS
-from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels
 from tigon.objectives.planned_post_training import (
     COMPARED,
     TIME_WITHOUT_WRITING,
@@ -22,6 +22,9 @@ from tigon.objectives.planned_post_training import (
 )
 from tigon.objectives.post_training import PostTraining
 from tigon.techniques.keys.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,10 @@ class PlannedGRPO(PlannedWithCompletions, PlannedWithReference):
 class GRPO(PostTraining):
     """Make the completions with more reward than the others of their prompt more likely."""
 
-    def check(self, config: Any) -> None:
+    trainer = "GRPOTrainer"
+    row_format = PROMPTS
+
+    def check(self, config: PreTrainedConfig) -> None:
         recipe = self.recipe
         whole = recipe.lora.rank is None and recipe.model.name in PRESETS and not self.own.base_steps
         if self.own.beta and whole:
@@ -72,21 +78,14 @@ class GRPO(PostTraining):
                 "random weights of a preset are in no file; set beta: 0, base_steps, or lora.rank"
             )
 
-    @property
-    def trl(self) -> TrlTraining:
-        return TrlTraining(
-            package="trl", trainer="GRPOTrainer", config="GRPOConfig", rows=PROMPTS, rewards=self.own.rewards,
-            options={
-                "num_generations": self.own.generations, "max_completion_length": self.own.completion_length,
-                **self.given("beta", "loss_type", "temperature"),
-            },
-        )  # fmt: skip
-
     def planned(self) -> PlannedObjective:
         return PlannedGRPO(
-            self.name, self.planned_keys(), generations=self.own.generations,
-            completion_tokens=self.own.completion_length, has_reference=bool(self.own.beta),
-        )  # fmt: skip
+            self.name,
+            self.planned_keys(),
+            generations=self.own.generations,
+            completion_tokens=self.own.completion_length,
+            has_reference=bool(self.own.beta),
+        )
 
 
 OBJECTIVE = GRPO

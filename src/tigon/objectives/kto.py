@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tigon.data.preferences import UNPAIRED
 from tigon.integrations.trl.traced import KTO_OUTPUTS
-from tigon.objectives.base import PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import TracedModels
 from tigon.objectives.planned_post_training import PlannedWithReference, labels_of, logprobs_of, padded
 from tigon.objectives.post_training import PostTraining
 
@@ -56,18 +56,10 @@ class PlannedKTO(PlannedWithReference):
 class KTO(PostTraining):
     """Make good answers more likely and bad ones less likely than they are before training."""
 
-    @property
-    def trl(self) -> TrlTraining:
-        return TrlTraining(
-            package="trl", trainer="KTOTrainer", config="KTOConfig", rows=UNPAIRED, takes_reference=True,
-            options={
-                "max_length": self.recipe.data.sequence_length,
-                **self.given("beta", "loss_type", "desirable_weight", "undesirable_weight"),
-            },
-        )  # fmt: skip
-
-    def planned(self) -> PlannedObjective:
-        return PlannedKTO(self.name, self.planned_keys())
+    trainer = "KTOTrainer"
+    row_format = UNPAIRED
+    planned_class = PlannedKTO
+    takes_reference = True
 
 
 OBJECTIVE = KTO

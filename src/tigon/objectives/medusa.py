@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -22,11 +22,13 @@ from tigon.medusa.heads import make_heads
 from tigon.medusa.spec import HeadsSpec, scheduled, shares_head
 from tigon.models.loading.config import build_on_meta
 from tigon.models.loading.presets import PRESETS
-from tigon.objectives.base import AddedModules, BaseTraining, Reduce
-from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
+from tigon.objectives.base import AddedModules, BaseTraining, Objective, PlannedObjective, Reduce
 from tigon.objectives.recipe_checks import heads_refusals
 from tigon.recipe.keys import HeadsConfig, Recipe
 from tigon.techniques.keys.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 HEADS = "heads"
 
@@ -34,7 +36,7 @@ HEADS = "heads"
 # --- before the model -------------------------------------------------------------------------------------------------
 
 
-def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec:
+def check(recipe: Recipe, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec:
     """Check the heads of a recipe against its model, and return their spec.
 
     Args:
@@ -111,25 +113,19 @@ def _read(start: str) -> tuple[HeadsSpec, dict[str, torch.Tensor]]:
 
 
 @dataclass(frozen=True)
-class PlannedMedusa(PlannedCausalLM):
+class PlannedMedusa(PlannedObjective):
     """These heads, ready to be attached to a model that the planner traces."""
 
+    reads_whole_weights: ClassVar[bool] = True
+    own_parameters: ClassVar[str | None] = f"{NAME}."
     spec: HeadsSpec
     minimised: medusa.Objective
 
-    @property
-    def reads_whole_weights(self) -> bool:
-        return True
-
-    @property
-    def own_parameters(self) -> str | None:
-        return f"{NAME}."
-
-    def attach(self, model: Any) -> Any:
+    def attach(self, model: PreTrainedModel) -> Any:
         medusa.attach(model, self.spec, self.minimised)
         return model
 
-    def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
+    def evaluation_passes(self, model: PreTrainedModel) -> tuple[AbstractContextManager[Any], ...]:
         return (*super().evaluation_passes(model), scoring(model))
 
     def refusals(self, settings: Settings) -> tuple[str, ...]:
@@ -139,9 +135,8 @@ class PlannedMedusa(PlannedCausalLM):
         spec = self.spec
         output = "shared" if spec.shared else "separate"
         own = {} if spec.kind == "mtp" else {"heads.layers": spec.layers, "heads.output": output}
-        return {
-            "heads.stage": self.minimised.stage, "heads.kind": spec.kind, "heads.count": spec.count, **own
-        }  # fmt: skip
+        common = {"heads.stage": self.minimised.stage, "heads.kind": spec.kind, "heads.count": spec.count}
+        return common | own
 
     def description(self) -> str:
         what = "MTP modules" if self.spec.kind == "mtp" else "Medusa heads"
@@ -153,7 +148,7 @@ class PlannedMedusa(PlannedCausalLM):
 
 
 @dataclass
-class MedusaTraining(CausalLM):
+class MedusaTraining(Objective):
     """Medusa heads or MTP modules, trained on a frozen model (stage 1) or with it (stage 2)."""
 
     recipe: Recipe = field(kw_only=True)
@@ -161,7 +156,7 @@ class MedusaTraining(CausalLM):
 
     @classmethod
     def of_recipe(
-        cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+        cls, recipe: Recipe, config: PreTrainedConfig, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
     ) -> MedusaTraining | None:
         if recipe.heads.stage is None:
             return None
@@ -189,10 +184,14 @@ class MedusaTraining(CausalLM):
             return None
         return BaseTraining(
             train=replace(
-                self.recipe.train, steps=self.heads.base_steps, epochs=None, eval_steps=None, save_steps=None,
+                self.recipe.train,
+                steps=self.heads.base_steps,
+                epochs=None,
+                eval_steps=None,
+                save_steps=None,
                 checkpointing="none",
             )
-        )  # fmt: skip
+        )
 
     @property
     def added(self) -> AddedModules:
@@ -200,12 +199,14 @@ class MedusaTraining(CausalLM):
 
         heads, model = self.heads, self.recipe.model
         return HeadsCallback(
-            stage=self._minimised().stage, multiplier=heads.learning_rate_multiplier,
+            stage=self._minimised().stage,
+            multiplier=heads.learning_rate_multiplier,
             schedule=partial(scheduled, heads.schedule, ramp=heads.ramp),
-            trained_on=None if model.name in PRESETS else model.name, sample_tokens=self.recipe.output.sample_tokens,
-        )  # fmt: skip
+            trained_on=None if model.name in PRESETS else model.name,
+            sample_tokens=self.recipe.output.sample_tokens,
+        )
 
-    def attach(self, built: Any) -> Any:
+    def attach(self, built: PreTrainedModel) -> Any:
         start = self.heads.start
         state = _read(start)[1] if start is not None else None
         try:
@@ -214,7 +215,7 @@ class MedusaTraining(CausalLM):
             raise RecipeError(f"heads.start: {start}: {error}") from None
         return built
 
-    def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
+    def metrics(self, model: PreTrainedModel, reduce: Reduce) -> dict[str, float]:
         metrics: dict[str, float] = medusa.heads_of(model).state.take(reduce)
         return metrics
 

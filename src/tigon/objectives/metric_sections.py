@@ -78,11 +78,14 @@ PROGRESS_METRICS = 2
 def section(title: str, chart_text: str, columns_text: str, *metrics: tuple[str, MetricColumn]) -> MetricSection:
     """A section with one row. metrics: (name in metrics.jsonl, column); the first is also a tile of the report."""
     return MetricSection(
-        name=title.lower().replace(" ", "-"), title=title, chart_text=chart_text, columns_text=columns_text,
+        name=title.lower().replace(" ", "-"),
+        title=title,
+        chart_text=chart_text,
+        columns_text=columns_text,
         columns=tuple(column for _, column in metrics),
         rows=(MetricRow(title="the model", label="training", metrics=tuple(name for name, _ in metrics)),),
         tile=metrics[0][1].title,
-    )  # fmt: skip
+    )
 
 
 def column(title: str, axis: str | None = None, *, is_share: bool = False) -> MetricColumn:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tigon.data.preferences import PAIRS
 from tigon.integrations.trl.traced import TracedModel, preference_logprobs
-from tigon.objectives.base import PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import TracedModels
 from tigon.objectives.planned_post_training import PlannedPostTraining, padded
 from tigon.objectives.post_training import PostTraining
 
@@ -37,15 +37,10 @@ class PlannedORPO(PlannedPostTraining):
 class ORPO(PostTraining):
     """Learn the chosen answer, and raise its odds against the rejected one."""
 
-    @property
-    def trl(self) -> TrlTraining:
-        return TrlTraining(
-            package="trl.experimental.orpo", trainer="ORPOTrainer", config="ORPOConfig", rows=PAIRS,
-            options={"max_length": self.recipe.data.sequence_length, **self.given("beta")},
-        )  # fmt: skip
-
-    def planned(self) -> PlannedObjective:
-        return PlannedORPO(self.name, self.planned_keys())
+    package = "trl.experimental.orpo"
+    trainer = "ORPOTrainer"
+    row_format = PAIRS
+    planned_class = PlannedORPO
 
 
 OBJECTIVE = ORPO

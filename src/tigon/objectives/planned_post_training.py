@@ -6,16 +6,18 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tigon.integrations.trl.traced import TracedModel, adapters_off, token_logprobs
 from tigon.objectives import post_training_rules
-from tigon.objectives.base import FrozenModel, Generation, TracedModels
-from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.objectives.base import FrozenModel, Generation, PlannedObjective, TracedModels
 from tigon.techniques.keys.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # B sequences, T tokens.
 
@@ -26,26 +28,20 @@ TIME_WITHOUT_WRITING = "The step time is that of training; the time in which com
 
 
 @dataclass(frozen=True)
-class PlannedPostTraining(PlannedCausalLM):
+class PlannedPostTraining(PlannedObjective):
     """The parts that TRL's trainers share. A subclass defines the micro-batch and its forward passes."""
 
+    next_token: ClassVar[bool] = False
+    pads: ClassVar[bool] = True
     objective: str
     """The value of `train.objective`."""
     keys: tuple[tuple[str, Any], ...] = ()
     """The keys of `post_training` that the recipe gives, with their values."""
 
-    @property
-    def next_token(self) -> bool:
-        return False
-
-    @property
-    def pads(self) -> bool:
-        return True
-
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError
 
-    def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
+    def evaluation_passes(self, model: PreTrainedModel) -> tuple[AbstractContextManager[Any], ...]:
         return (nullcontext(),)
 
     def refusals(self, settings: Settings) -> tuple[str, ...]:
@@ -104,9 +100,13 @@ class PlannedWithCompletions(PlannedPostTraining):
 
 
 def logprobs_of(
-    models: TracedModels, model: Any, ids_BT: Tensor, labels_BT: Tensor, outputs: tuple[str, ...] = (),
+    models: TracedModels,
+    model: PreTrainedModel,
+    ids_BT: Tensor,
+    labels_BT: Tensor,
+    outputs: tuple[str, ...] = (),
     kept: int | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """One forward pass of `model`: the labels' log-probabilities (B, T - 1), and each of `outputs`."""
     traced = TracedModel.of(model)
     results: tuple[Tensor, ...] = models.call(lambda: token_logprobs(traced, ids_BT, labels_BT, outputs, kept))
@@ -131,8 +131,8 @@ class PlannedTeacher:
     name: str
     shape: str
     """The config as JSON."""
-    config: Any = field(compare=False, repr=False)
+    config: PreTrainedConfig = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, name: str, config: Any) -> PlannedTeacher:
+    def of(cls, name: str, config: PreTrainedConfig) -> PlannedTeacher:
         return cls(name, json.dumps(config.to_dict(), sort_keys=True, default=str), config)

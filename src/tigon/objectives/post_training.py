@@ -7,28 +7,42 @@ weights are random.
 from __future__ import annotations
 
 import importlib.metadata
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from tigon.data.packing import Collator, Packed, pack
-from tigon.data.tokenizer import Encoded
+from tigon.data.packing import Collator, pack
+from tigon.data.preferences import RowFormat
 from tigon.errors import RecipeError
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives import post_training_rules
-from tigon.objectives.base import BaseTraining, PlannedObjective, Rows, TrlTraining
-from tigon.objectives.causal_lm import CausalLM
-from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe
+from tigon.objectives.base import BaseTraining, Objective, PlannedObjective, Rows, TrlTraining
+from tigon.objectives.planned_post_training import PlannedPostTraining
+from tigon.recipe.keys import DataConfig, ModelConfig, PostTrainingConfig, Recipe
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_OPTIONS: Mapping[str, str] = {"generations": "num_generations", "completion_length": "max_completion_length"}
+"""Keys of `post_training` that TRL calls otherwise."""
+_NO_OPTIONS = ("base_steps", "rewards", "teacher")
 TRL_VERSIONS = ((1, 16), (1, 17))
 """The first version of TRL with these trainers, and the first one that tigon has not been tried with."""
 
 
 @dataclass(kw_only=True)
-class PostTraining(CausalLM):
+class PostTraining(Objective):
     """The base class of the objectives. `tigon.objectives.base.Objective` documents each method."""
 
+    package: ClassVar[str] = "trl"
+    trainer: ClassVar[str]
+    row_format: ClassVar[RowFormat]
+    planned_class: ClassVar[type[PlannedPostTraining]]
+    takes_reference: ClassVar[bool] = False
+    has_teacher: ClassVar[bool] = False
+    writes_text: ClassVar[bool] = True
     recipe: Recipe
 
     @classmethod
@@ -38,7 +52,7 @@ class PostTraining(CausalLM):
 
     @classmethod
     def of_recipe(
-        cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+        cls, recipe: Recipe, config: PreTrainedConfig, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
     ) -> PostTraining | None:
         if recipe.train.objective != cls.file_name():
             return None
@@ -57,28 +71,44 @@ class PostTraining(CausalLM):
         """The objective of a recipe as the planner traces it. The plan needs neither TRL nor the rows."""
         return cls(config=recipe.model, recipe=recipe).planned()
 
-    def check(self, config: Any) -> None:
+    def check(self, config: PreTrainedConfig) -> None:
         """Raise RecipeError if the objective does not fit the model with this config."""
+
+    def teacher(self, run: Path) -> ModelConfig:
+        """The model to learn from, if `has_teacher`. run: The run folder."""
+        raise NotImplementedError
 
     @property
     def own(self) -> PostTrainingConfig:
         return self.recipe.post_training
 
     @property
-    @abstractmethod
-    def trl(self) -> TrlTraining: ...
+    def trl(self) -> TrlTraining:
+        return TrlTraining(
+            package=self.package,
+            trainer=self.trainer,
+            config=self.trainer.replace("Trainer", "Config"),
+            rows=self.row_format,
+            options=self._options(),
+            takes_reference=self.takes_reference,
+            teacher=self.teacher if self.has_teacher else None,
+            rewards=self.own.rewards,
+            writes_text=self.writes_text,
+        )
+
+    def _options(self) -> dict[str, Any]:
+        """The arguments of TRL's config that the recipe gives besides those of its `train` section."""
+        takes = post_training_rules.TAKES[self.name]
+        values = {_OPTIONS.get(name, name): getattr(self.own, name) for name in takes if name not in _NO_OPTIONS}
+        length = {} if "completion_length" in takes else {"max_length": self.recipe.data.sequence_length}
+        return length | {name: value for name, value in values.items() if value is not None}
 
     @property
     def name(self) -> str:
         return self.file_name()
 
-    def given(self, *names: str) -> dict[str, Any]:
-        """The keys of `post_training` that the recipe gives, as arguments of TRL's config of the same name."""
-        values = {name: getattr(self.own, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @abstractmethod
-    def planned(self) -> PlannedObjective: ...
+    def planned(self) -> PlannedObjective:
+        return self.planned_class(self.name, self.planned_keys())
 
     def planned_keys(self) -> tuple[tuple[str, Any], ...]:
         """The keys of `post_training` that the recipe sets, with their values."""
@@ -97,24 +127,36 @@ class PostTraining(CausalLM):
             return None
         return BaseTraining(
             train=replace(
-                self.recipe.train, steps=self.own.base_steps, epochs=None, eval_steps=None, save_steps=None,
-                checkpointing="none", learning_rate=BASE_LEARNING_RATE, batch_size=BASE_BATCH_SIZE,
+                self.recipe.train,
+                steps=self.own.base_steps,
+                epochs=None,
+                eval_steps=None,
+                save_steps=None,
+                checkpointing="none",
+                learning_rate=BASE_LEARNING_RATE,
+                batch_size=BASE_BATCH_SIZE,
                 gradient_accumulation=1,
             ),
-            makes_teacher=self.trl.teacher is not None,
-        )  # fmt: skip
+            makes_teacher=self.has_teacher,
+        )
 
     def rows(self, data: DataConfig) -> Rows:
         """The samples are those of the ordinary training before the run."""
 
-        def packed(encoded: Sequence[Encoded]) -> Packed:
-            # Rows of prompts have no learned token. They stand for the rows in the fingerprint and the text sample.
-            return pack(
-                encoded, data.sequence_length, packing=False, cross_document=False, too_long="error",
-                keep_unlearned=not self.own.base_steps,
-            )  # fmt: skip
+        # Rows of prompts have no learned token. They stand for the rows in the fingerprint and the text sample.
+        packed = partial(
+            pack,
+            length=data.sequence_length,
+            packing=False,
+            cross_document=False,
+            too_long="error",
+            keep_unlearned=not self.own.base_steps,
+        )
 
-        return Rows(layout=self.trl.rows, pack=packed, collator=lambda pad_id, flatten: Collator(pad_id, packing=False))
+        def collator(pad_id: int, flatten: bool) -> Collator:
+            return Collator(pad_id, packing=False)
+
+        return Rows(layout=self.row_format, pack=packed, collator=collator)
 
 
 BASE_LEARNING_RATE, BASE_BATCH_SIZE = 3e-3, 16

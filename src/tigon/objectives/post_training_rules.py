@@ -110,7 +110,7 @@ _SETTINGS_RULES = (
 """Techniques that do not go with post-training. Recipe and planner use the same rules."""
 _PLANNED_RULES = (
     Rule(
-        lambda r: is_post_training(r) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
+        lambda r: is_post_training(r) and (r.sharding.gpus > 1 or r.sharding.divides_states),
         "the planner predicts post-training in one process only; set sharding.gpus: 1 (--gpus 1), sharding.zero: 0 and "
         "sharding.fsdp: false",
     ),
@@ -173,33 +173,56 @@ RULES = Rules(
     (
         *KEY_RULES,
         *_SETTINGS_RULES,
-        Rule(lambda r: r.sharding.zero in (1, 2) and r.train.precision == "bf16" and _holds_frozen_model(r),
-             "train.precision: bf16 with sharding.zero: 1 or 2: TRL's reference or teacher then runs without ZeRO, and "
-             "DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16"),
-        Rule(lambda r: is_post_training(r) and r.comparison.steps > 0,
-             "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0"),
-        Rule(lambda r: r.train.objective in ("dpo", "kto", "grpo") and r.lora.rank is not None and (
-                 r.lora.bias != "none" or r.lora.init not in ("default", "gaussian", "orthogonal")),
-             "lora.bias and lora.init: the reference of this objective is the model without adapters, which these "
-             "settings change; set lora.bias: none and lora.init: default"),
+        Rule(
+            lambda r: r.sharding.zero in (1, 2) and r.train.precision == "bf16" and _holds_frozen_model(r),
+            "train.precision: bf16 with sharding.zero: 1 or 2: TRL's reference or teacher then runs without ZeRO, and "
+            "DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16",
+        ),
+        Rule(
+            lambda r: is_post_training(r) and r.comparison.steps > 0,
+            "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0",
+        ),
+        Rule(
+            lambda r: (
+                r.train.objective in ("dpo", "kto", "grpo")
+                and r.lora.rank is not None
+                and (r.lora.bias != "none" or r.lora.init not in ("default", "gaussian", "orthogonal"))
+            ),
+            "lora.bias and lora.init: the reference of this objective is the model without adapters, which these "
+            "settings change; set lora.bias: none and lora.init: default",
+        ),
         *(
-            Rule(lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
-                 f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "
-                 f"leave data.{name} out")
+            Rule(
+                lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
+                f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "
+                f"leave data.{name} out",
+            )
             for name in _OF_TEXT
         ),
-        Rule(lambda r: is_post_training(r) and r.data.too_long == "truncate",
-             "data.too_long: truncate would cut answers off, and a cut answer is another answer; set drop or error"),
-        Rule(lambda r: r.train.objective == "kto" and r.train.batch_size < 2,
-             "train.batch_size is 1, but kto estimates its KL term from the other answers of a micro-batch; set 2 or "
-             "more"),
-        Rule(lambda r: r.train.objective == "grpo" and not r.post_training.rewards,
-             "train.objective: grpo needs a reward function; set post_training.rewards: module:function"),
-        Rule(lambda r: r.train.objective == "grpo" and r.train.batch_size % r.post_training.generations != 0,
-             "train.batch_size counts completions with grpo, and must be a multiple of post_training.generations"),
-        Rule(lambda r: r.train.objective == "distill" and (r.post_training.teacher is None)
-             == (r.post_training.base_steps == 0),
-             "train.objective: distill needs one teacher: set post_training.teacher to a model, or for a preset "
-             "post_training.base_steps to train one"),
+        Rule(
+            lambda r: is_post_training(r) and r.data.too_long == "truncate",
+            "data.too_long: truncate would cut answers off, and a cut answer is another answer; set drop or error",
+        ),
+        Rule(
+            lambda r: r.train.objective == "kto" and r.train.batch_size < 2,
+            "train.batch_size is 1, but kto estimates its KL term from the other answers of a micro-batch; set 2 or "
+            "more",
+        ),
+        Rule(
+            lambda r: r.train.objective == "grpo" and not r.post_training.rewards,
+            "train.objective: grpo needs a reward function; set post_training.rewards: module:function",
+        ),
+        Rule(
+            lambda r: r.train.objective == "grpo" and r.train.batch_size % r.post_training.generations != 0,
+            "train.batch_size counts completions with grpo, and must be a multiple of post_training.generations",
+        ),
+        Rule(
+            lambda r: (
+                r.train.objective == "distill"
+                and (r.post_training.teacher is None) == (r.post_training.base_steps == 0)
+            ),
+            "train.objective: distill needs one teacher: set post_training.teacher to a model, or for a preset "
+            "post_training.base_steps to train one",
+        ),
     )
-)  # fmt: skip
+)

@@ -16,8 +16,8 @@ from tigon.objectives import post_training_rules
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
 from tigon.recipe.rules import Rule, Rules, other_keys, watches_eval_loss
+from tigon.techniques.condition import Switch
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Switch
 
 
 def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:

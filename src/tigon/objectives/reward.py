@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,22 +11,25 @@ from torch.nn import functional as F
 from tigon.data.preferences import PAIRS
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.reward_model import with_score
-from tigon.objectives.base import PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.base import TracedModels
 from tigon.objectives.planned_post_training import UNCOMPARED, PlannedPostTraining, padded
 from tigon.objectives.post_training import PostTraining
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class PlannedReward(PlannedPostTraining):
     """Chosen and rejected answers in one pass of a model with one score in place of the logits."""
 
-    def attach(self, model: Any) -> Any:
+    def attach(self, model: PreTrainedModel) -> Any:
         scored = with_score(model)
         config = scored.config.get_text_config()
         config.pad_token_id = config.pad_token_id or 0  # the run takes the tokenizer's
         return scored
 
-    def head(self, model: Any) -> Any:
+    def head(self, model: PreTrainedModel) -> Any:
         return model.score
 
     def sequences(self, batch: int) -> int:
@@ -47,21 +50,16 @@ class PlannedReward(PlannedPostTraining):
 class Reward(PostTraining):
     """Give the chosen answer a larger score than the rejected one."""
 
-    @property
-    def trl(self) -> TrlTraining:
-        return TrlTraining(
-            package="trl", trainer="RewardTrainer", config="RewardConfig", rows=PAIRS, writes_text=False,
-            options={"max_length": self.recipe.data.sequence_length},
-        )  # fmt: skip
+    trainer = "RewardTrainer"
+    row_format = PAIRS
+    planned_class = PlannedReward
+    writes_text = False
 
-    def attach(self, built: Any) -> Any:
+    def attach(self, built: PreTrainedModel) -> Any:
         try:
             return with_score(built)
         except UsageError as error:
             raise RecipeError(f"train.objective: reward: {error}") from None
-
-    def planned(self) -> PlannedObjective:
-        return PlannedReward(self.name, self.planned_keys())
 
 
 OBJECTIVE = Reward

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -15,10 +14,11 @@ from tigon.data.packing import Collator, Packed
 from tigon.data.tokenizer import Encoded
 from tigon.errors import RecipeError
 from tigon.models.loading.auto_class import reads_images
-from tigon.models.seams.head.loss import without_logits
-from tigon.objectives.base import PlannedObjective, Rows
-from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
+from tigon.objectives.base import Objective, PlannedObjective, Rows
 from tigon.recipe.keys import DataConfig, Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, ProcessorMixin
 
 PLANNED_SIZE = 1024
 """Pixels of an image's sides in a plan without `data.image_size`."""
@@ -28,20 +28,14 @@ MOST_PLANNED_IMAGES = 256
 
 
 @dataclass(frozen=True)
-class PlannedVisionLanguage(PlannedCausalLM):
+class PlannedVisionLanguage(PlannedObjective):
     """Rows with the most images that the recipe allows, each of them square and as large as it allows."""
 
+    pads: ClassVar[bool] = True
+    reads_values: ClassVar[bool] = True
     images: int
     size: int | None
     layout: Layout
-
-    @property
-    def pads(self) -> bool:
-        return True
-
-    @property
-    def reads_values(self) -> bool:
-        return True
 
     @property
     def most_batch(self) -> int:
@@ -57,9 +51,6 @@ class PlannedVisionLanguage(PlannedCausalLM):
 
     def ignored_labels(self, batch: int) -> int:
         return batch * len(self.layout.prompt)
-
-    def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
-        return (without_logits(),)
 
     def recipe_keys(self) -> Mapping[str, Any]:
         size = {} if self.size is None else {"data.image_size": self.size}
@@ -78,7 +69,9 @@ class PlannedVisionLanguage(PlannedCausalLM):
         return f"{self.images} images per row, {self.layout.n_image_tokens} image tokens"
 
 
-def planned_images(name: str, config: Any, most: int, size: int | None, processor: Any) -> PlannedVisionLanguage:
+def planned_images(
+    name: str, config: PreTrainedConfig, most: int, size: int | None, processor: ProcessorMixin
+) -> PlannedVisionLanguage:
     """The objective of a run with `data.images`, for a plan.
 
     Raises:
@@ -89,7 +82,7 @@ def planned_images(name: str, config: Any, most: int, size: int | None, processo
     return PlannedVisionLanguage(most, size, Layout.of(processor, most, side))
 
 
-def _check(name: str, config: Any, most: int) -> None:
+def _check(name: str, config: PreTrainedConfig, most: int) -> None:
     if not reads_images(config):
         raise RecipeError(
             f"data.images is {most}, but {name} ({config.model_type}) reads text alone; name a vision-language model, "
@@ -98,16 +91,16 @@ def _check(name: str, config: Any, most: int) -> None:
 
 
 @dataclass
-class VisionLanguage(CausalLM):
+class VisionLanguage(Objective):
     """Trains a vision-language model on the answers of rows with images."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    model_config: Any = None
-    processor: Any = None
+    model_config: PreTrainedConfig = None
+    processor: ProcessorMixin = None
 
     @classmethod
     def of_recipe(
-        cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+        cls, recipe: Recipe, config: PreTrainedConfig, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
     ) -> VisionLanguage | None:
         if not recipe.data.images:
             return None

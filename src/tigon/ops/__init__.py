@@ -22,8 +22,8 @@ from tigon.ops.linear.lora_linear import lora_linear
 from tigon.ops.linear.lora_linears import LoraLayer, lora_linears
 from tigon.ops.load_balancing import load_balancing_loss
 from tigon.ops.losses.cross_entropy import cross_entropy
-from tigon.ops.losses.labels import prepare_targets
 from tigon.ops.losses.logprobs import logprobs
+from tigon.ops.losses.prepared_targets import prepare_targets
 from tigon.ops.losses.results import Logprobs
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm

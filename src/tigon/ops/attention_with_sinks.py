@@ -29,9 +29,9 @@ from tigon.ops.dispatch import (
     check_number,
     check_whole,
     first_order,
+    no_autocast,
     planned_device,
 )
-from tigon.ops.products import no_autocast
 
 # B rows, h query heads, k key heads, T tokens, D head width, E width of the values.
 

@@ -24,10 +24,11 @@ import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from tigon.errors import DoubleBackwardError, DtypeError, OptionError
 from tigon.kernels import chips
@@ -129,6 +130,25 @@ def check_dtype(*tensors: Tensor | None) -> None:
                 f"dtype {t.dtype} is not supported; "
                 "the limit is float16, bfloat16, float32 and float64. Cast the input."
             )
+
+
+def product_dtype(hidden: Tensor, *others: Tensor) -> torch.dtype:
+    """Autocast's dtype if autocast is on, else the promoted dtype of all tensors."""
+    device = hidden.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return functools.reduce(torch.promote_types, (t.dtype for t in others), hidden.dtype)
+
+
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Disable autocast, which would make the fp32 accumulation 16-bit; the caller has already chosen the dtypes.
+
+    A context of autocast takes several microseconds of host time, so there is none if autocast is off.
+    """
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -265,6 +285,44 @@ class Differentiable:
         if self.signature is None:
             return self._operator(*args)
         return self.signature.results(self._operator(*self.signature.flatten(args)))
+
+
+def outside_graphs(function: _F) -> _F:
+    """Decorate a function that torch.compile must not trace: it runs eagerly, between two graphs.
+
+    `torch.compiler.disable` does the same, but loads Dynamo with the module, which takes seconds.
+    """
+    return cast(_F, _disable_dynamo(function))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a tensor is a DTensor. Compared by name, because importing the class takes long."""
+    return type(value).__name__ == "DTensor"
+
+
+def by_vocabulary(divided: Callable[..., Any], **weights: int) -> Callable[[_F], _F]:
+    """Decorate a function of whole heads: `divided` takes the calls whose head is divided by vocabulary.
+
+    The call is divided if a weight is a DTensor, or if `vocab_parallel` is given.
+
+    Args:
+        divided: takes the same arguments.
+        weights: the names of the weights, and their places among the arguments.
+    """
+
+    def decorate(whole: _F) -> _F:
+        @functools.wraps(whole)
+        def entered(*args: Any, **options: Any) -> Any:
+            if options.get("vocab_parallel") is not None:
+                return divided(*args, **options)
+            for name, place in weights.items():
+                if is_dtensor(args[place] if place < len(args) else options.get(name)):
+                    return divided(*args, **options)
+            return whole(*args, **options)
+
+        return cast(_F, entered)
+
+    return decorate
 
 
 def first_order(backward: _F) -> _F:

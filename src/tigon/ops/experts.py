@@ -40,7 +40,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, check_dtype, check_number, first_order
+from tigon.ops.dispatch import Differentiable, check_dtype, check_number, first_order, no_autocast, product_dtype
 from tigon.ops.expert_operators import (
     UNIT_SCHEMA,
     ExpertUnit,
@@ -53,7 +53,6 @@ from tigon.ops.expert_operators import (
 )
 from tigon.ops.linear.lora_linear import Weight, dense
 from tigon.ops.linear.mxfp4 import BLOCK, CODE, mxfp4_weight
-from tigon.ops.products import no_autocast, product_dtype
 
 # T tokens, K experts per token, S = T · K slots, E experts, H hidden, F inner width of an expert, R rank of an adapter.
 

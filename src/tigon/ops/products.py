@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +16,6 @@ from tigon.ops import dispatch
 def keeps_graph() -> bool:
     """Whether the running backward keeps the graph, so that a second backward may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def product_dtype(hidden: Tensor, *others: Tensor) -> torch.dtype:
-    """Autocast's dtype if autocast is on, else the promoted dtype of all tensors."""
-    device = hidden.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return functools.reduce(torch.promote_types, (t.dtype for t in others), hidden.dtype)
 
 
 _WORTH_SPLITTING = 1024
@@ -85,17 +74,6 @@ def _product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         torch.addmm(out, a, b, out=out)
     else:
         torch.mm(a, b, out=out)
-
-
-def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Disable autocast, which would make the fp32 accumulation 16-bit; the caller has already chosen the dtypes.
-
-    A context of autocast takes several microseconds of host time, so there is none if autocast is off.
-    """
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def logits_dtype(dtype: torch.dtype) -> torch.dtype:

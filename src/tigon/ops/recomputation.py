@@ -2,7 +2,7 @@
 
 A layer that is recomputed runs twice. The tensors that the first run saves are dropped, so an op need not compute them.
 Small results, such as the largest magnitude of a tensor, can be kept for the second run, which then does not compute
-them again. Attention's results can wait on the host. `techniques/mechanisms/recompute.py` and
+them again. Attention's results can wait on the host. `techniques/checkpointing/recompute.py` and
 `attention_offload.py` enter these contexts.
 """
 

@@ -7,25 +7,20 @@ backward adds it up over the group. `by_vocabulary` takes the calls of a divided
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from tigon.errors import OptionError, ShapeError, ShardingError
-from tigon.ops.dispatch import check_whole
+from tigon.ops.dispatch import check_whole, is_dtensor
 
 # N tokens, K columns.
 
 ANY_VOCABULARY = 1 << 31
 """Bounds `top_k` if a process knows only its own part of the vocabulary."""
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -82,44 +77,6 @@ class VocabParallelOptions:
         """Add up the gradient of hidden over the group, in place."""
         if self.reduce_hidden_grad:
             self.all_reduce(gradient)
-
-
-def outside_graphs(function: _F) -> _F:
-    """Decorate a function that torch.compile must not trace: it runs eagerly, between two graphs.
-
-    `torch.compiler.disable` does the same, but loads Dynamo with the module, which takes seconds.
-    """
-    return cast(_F, _disable_dynamo(function))
-
-
-def is_dtensor(value: Any) -> bool:
-    """Whether a tensor is a DTensor. Compared by name, because importing the class takes long."""
-    return type(value).__name__ == "DTensor"
-
-
-def by_vocabulary(divided: Callable[..., Any], **weights: int) -> Callable[[_F], _F]:
-    """Decorate a function of whole heads: `divided` takes the calls whose head is divided by vocabulary.
-
-    The call is divided if a weight is a DTensor, or if `vocab_parallel` is given.
-
-    Args:
-        divided: takes the same arguments.
-        weights: the names of the weights, and their places among the arguments.
-    """
-
-    def decorate(whole: _F) -> _F:
-        @functools.wraps(whole)
-        def entered(*args: Any, **options: Any) -> Any:
-            if options.get("vocab_parallel") is not None:
-                return divided(*args, **options)
-            for name, place in weights.items():
-                if is_dtensor(args[place] if place < len(args) else options.get(name)):
-                    return divided(*args, **options)
-            return whole(*args, **options)
-
-        return cast(_F, entered)
-
-    return decorate
 
 
 def checked_part(options: Any) -> VocabParallelOptions:

@@ -1,7 +1,6 @@
 """Predicts the memory and time of a training run without a GPU.
 
 request.py            the input: a model, a batch and the run's techniques
-remembered_config.py  the config of a model that an earlier plan has loaded
 gpus.py               GPUs as data
 estimate.py           the pipeline, and its result
 simulated_run.py      memory of a run over three steps

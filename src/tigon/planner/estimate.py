@@ -29,11 +29,11 @@ from tigon.planner.simulated_run import RunMemory, SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
 from tigon.planner.trace.tape import FORWARD
-from tigon.techniques.accumulation import fuses
-from tigon.techniques.checkpointing import KEPT_ON_HOST
+from tigon.techniques.accumulation.accumulation import fuses
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
+from tigon.techniques.checkpointing.host_offload import MAX_LEAVING
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import keeps_mxfp4
-from tigon.techniques.mechanisms.host_offload import MAX_LEAVING
+from tigon.techniques.lora.lora import keeps_mxfp4
 from tigon.units import in_bytes
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")

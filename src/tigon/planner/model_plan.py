@@ -22,14 +22,14 @@ from tigon.planner.search import space
 from tigon.planner.search.checkpointing import choose
 from tigon.planner.search.option import Option
 from tigon.techniques import head_groups, model_kernels
-from tigon.techniques.checkpointing import KEPT_ON_HOST, OFFLOAD, inputs_on_host
+from tigon.techniques.checkpointing.attention_offload import LayersOnHost
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD, inputs_on_host
+from tigon.techniques.checkpointing.layer_checkpointing import apply, groups_of, is_by_layer, states_of
+from tigon.techniques.checkpointing.recompute import recomputed
 from tigon.techniques.keys.settings import Settings, complaint_about
 from tigon.techniques.keys.train import STATES
-from tigon.techniques.layer_checkpointing import apply, groups_of, is_by_layer, states_of
-from tigon.techniques.mechanisms.attention_offload import LayersOnHost
-from tigon.techniques.mechanisms.recompute import recomputed
-from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.precision import FORMATS
 
 # Classes of optimizers -> names of the planner. `adamw` is PyTorch's fused one.
 _OPTIMIZER_CLASSES: Mapping[str, str] = {
@@ -242,8 +242,8 @@ def _gpu(memory: str | int | None) -> Gpu:
 
 def _precision(model: PreTrainedModel, precision: str | None) -> str:
     if precision is not None:
-        if precision not in WEIGHT_DTYPES:
-            raise UsageError(f"precision is {precision!r}; choose one of {', '.join(WEIGHT_DTYPES)}.")
+        if precision not in FORMATS:
+            raise UsageError(f"precision is {precision!r}; choose one of {', '.join(FORMATS)}.")
         return precision
     if fp8_options(model) is not None:
         return "fp8"

@@ -9,13 +9,12 @@ from typing import Any
 from tigon.errors import UsageError
 from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
-from tigon.objectives.causal_lm import PlannedCausalLM
-from tigon.planner.remembered_config import real_config
 from tigon.recipe.keys import Recipe
-from tigon.techniques import matrix, sharding
+from tigon.techniques import matrix
+from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer, states_of
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
-from tigon.techniques.layer_checkpointing import is_by_layer, states_of
+from tigon.techniques.sharding import sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,7 @@ class Request:
     model: str
     """The model's name, for messages."""
     config: Any
-    """Its transformers config, as `tigon.models.loading.config.load_config` returns it, or a `RememberedConfig`."""
+    """Its transformers config, as `tigon.models.loading.config.load_config` returns it."""
     batch: int
     """Samples of one micro-batch on one GPU."""
     seq: int
@@ -33,7 +32,7 @@ class Request:
     settings: Settings
     masked: bool = False
     """Whether samples hold several documents, so that attention needs a block mask."""
-    objective: PlannedObjective = field(default_factory=PlannedCausalLM)
+    objective: PlannedObjective = field(default_factory=PlannedObjective)
     clipped: bool = True
     """Whether gradients are clipped by their norm, which the Trainer does unless max_grad_norm is 0."""
     adapters_fused: bool = True
@@ -54,7 +53,7 @@ class Request:
         settings = self.settings.having({"lora.rank": None, "lora.quantize": False, "train.checkpointing": "none"})
         trained = FrozenModel(name=self.model, config=self.config)
         return tuple(
-            replace(self, model=one.name, config=one.config, settings=settings, objective=PlannedCausalLM())
+            replace(self, model=one.name, config=one.config, settings=settings, objective=PlannedObjective())
             for one in self.objective.frozen_models(trained, self.settings)
         )
 
@@ -95,7 +94,7 @@ def build(name: str, config: Any) -> Any:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-        model: Any = build_on_meta(name, real_config(config))
+        model: Any = build_on_meta(name, config)
     for parameter, weight in model.named_parameters():
         if not weight.numel():
             raise UsageError(f"{name}: its config gives {parameter} the shape {tuple(weight.shape)}; no size may be 0.")

@@ -17,7 +17,7 @@ from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
 from tigon.planner.simulate.playback import GradientRules, GraphMemory, replay, replay_evaluation
 from tigon.planner.trace.cache import StepTapes
 from tigon.planner.trace.dispatch_recorder import rounded
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.optimizers.table import OPTIMIZERS
 
 # The third step is the first that reuses cached blocks of a step with optimizer states.
 STEPS = 3

@@ -7,10 +7,10 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate import roofline
 from tigon.planner.simulate.model_states import ModelWeights
+from tigon.planner.simulate.optimizer_cost import cost_of
 from tigon.planner.trace.tape import Tape
-from tigon.techniques.checkpointing import KEPT_ON_HOST
-from tigon.techniques.mechanisms.host_offload import LARGE_BYTES
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
+from tigon.techniques.checkpointing.host_offload import LARGE_BYTES
 
 # Host memory bandwidth of DeepSpeed's AdamW on 16 cores, from Llama-3.2-1B's step on one machine with an H200.
 HOST_BYTES_S = 74e9
@@ -47,7 +47,7 @@ def _update_s(request: Request, gpu: Gpu, model: ModelWeights, placement: Placem
     # Clipping reads the gradients for the norm, then reads and writes them.
     clipped_bytes = 3 * sum(weight.grad_bytes for weight in model.trained) if request.clipped else 0
     work = placement.update
-    waits = OPTIMIZERS[request.settings.train.optimizer].step_waits
+    waits = cost_of(request.settings).waits
     return roofline.update_s(work.moved_bytes + clipped_bytes, work.host_calls, work.sm_s, gpu, waits=waits)
 
 

@@ -256,13 +256,3 @@ def translate(block: Mapping[Any, Any], prefix: str, lines: dict[str, int], wher
                     inner = value_of(name, inner, where(prefix + written))
                 take(key, written, inner)
     return result
-
-
-def table() -> str:
-    """The Markdown table of docs/train.md."""
-    rows = ["| name | of | recipe key | values |", "|---|---|---|---|"]
-    for alias in ALIASES.values():
-        values = ", ".join(f"`{str(a).lower()}`: `{b}`" for a, b in alias.values.items())
-        rows.append(f"| `{alias.name}` | {alias.of} | `{alias.key}` | {values} |")
-    rows += [f"| `{name}` | the same name | `{key}` | |" for name, key in SHARED.items()]
-    return "\n".join(rows)

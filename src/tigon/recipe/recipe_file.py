@@ -36,9 +36,13 @@ OF_VALUES = (ValueError, KeyError, AttributeError, RecursionError)
 
 
 def load(
-    path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], objective_rules: Rules,
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    gpu_present: Callable[[], bool],
+    objective_rules: Rules,
     checked: bool = True,
-) -> Recipe:  # fmt: skip
+) -> Recipe:
     """Load the recipe in `path`, with `--set section.key=value` applied last.
 
     Packages above the objectives call `objectives.recipe_checks.load` instead, which adds the objectives' rules.
@@ -54,7 +58,9 @@ def load(
     Raises:
         RecipeError: The file cannot be read, or a key or value is wrong; the message names file, line and key.
     """
-    raw, lines = _read_yaml(path)
+    raw, lines = read_yaml(
+        path, "recipe", f"a mapping of the sections {', '.join(SECTIONS)}", "recipes/quickstart.yaml"
+    )
     raw = _without_aliases(raw, path, lines)
     _check_keys(raw, path, lines)
     on_gpu = raw.pop(ON_GPU, None)
@@ -121,20 +127,28 @@ def of_assignments(overrides: Sequence[str]) -> Recipe:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """(the file's mapping, the line of every dotted key)"""
+def read_yaml(path: Path, noun: str, form: str, example: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """(the file's mapping, the line of every dotted key). The others are words for messages.
+
+    Args:
+        path: The file.
+        noun: What the file is: a recipe, a sweep.
+        form: What its YAML must be.
+        example: The path of such a file.
+
+    Raises:
+        RecipeError: The file cannot be read, or it has a repeated key, deep nesting or too many values.
+    """
     import yaml
 
     try:
         text = read_text(path, MAX_RECIPE_BYTES)
     except FileNotFoundError:
-        raise RecipeError(
-            f"{path}: no such recipe file; give the path of a YAML recipe, e.g. recipes/quickstart.yaml"
-        ) from None
+        raise RecipeError(f"{path}: no such {noun} file; give the path of a YAML {noun}, e.g. {example}") from None
     except OSError as error:
-        raise RecipeError(f"{path}: the recipe cannot be read: {error.strerror}") from None
+        raise RecipeError(f"{path}: the {noun} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8") from None
+        raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}); save the {noun} as UTF-8") from None
     lines: dict[str, int] = {}
     try:
         loader = yaml.SafeLoader(text)
@@ -152,8 +166,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
-        sections = ", ".join(SECTIONS)
-        raise RecipeError(f"{path}: a recipe is a mapping of the sections {sections}, not {article(kind(raw))}")
+        raise RecipeError(f"{path}: a {noun} is {form}, not {article(kind(raw))}")
     return raw, lines
 
 

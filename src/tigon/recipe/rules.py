@@ -13,9 +13,9 @@ from tigon.data.formats import check_source
 from tigon.errors import DataError, RecipeError
 from tigon.recipe.keys import NAME_CHARACTERS, RESERVED_NAMES, SECTIONS, Recipe
 from tigon.techniques import SWITCHES
+from tigon.techniques.condition import Switch
 from tigon.techniques.matrix import refusals
-from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.condition import Switch
+from tigon.techniques.optimizers.table import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ def watches_eval_loss(recipe: Recipe) -> bool:
     return recipe.train.load_best or recipe.train.early_stopping_patience is not None
 
 
-def _holds_parts(recipe: Recipe) -> bool:
-    """Whether each process holds only a part of the weights."""
-    return recipe.sharding.zero == 3 or recipe.sharding.fsdp
-
-
 _CHECKPOINTS = (
     Rule(
         lambda r: r.train.save_async and r.sharding.zero > 0,
@@ -63,7 +58,7 @@ _CHECKPOINTS = (
         "train.save_async takes optimizers with plain states; set train.optimizer: adamw, adamw-foreach, adafactor or "
         "sgd, or train.save_async: false",
     ),
-)  # fmt: skip
+)
 
 _EVALUATION = (
     Rule(
@@ -82,7 +77,7 @@ _EVALUATION = (
         "train.save_steps out",
     ),
     Rule(
-        lambda r: r.train.load_best and (r.sharding.zero > 0 or r.sharding.fsdp),
+        lambda r: r.train.load_best and (r.sharding.divides_states),
         "train.load_best has not been tried with sharding; set sharding.zero: 0 and sharding.fsdp: false, or "
         "train.load_best: false",
     ),
@@ -92,7 +87,7 @@ _EVALUATION = (
         "grpo; leave them out",
     ),
     Rule(
-        lambda r: bool(r.eval.generate or r.eval.lm_eval) and _holds_parts(r),
+        lambda r: bool(r.eval.generate or r.eval.lm_eval) and r.sharding.divides_weights,
         "eval.generate and eval.lm_eval need whole weights in one process; leave them out, or set sharding.zero to 2 "
         "or less and sharding.fsdp: false",
     ),
@@ -106,7 +101,7 @@ _EVALUATION = (
         "eval.lm_eval runs in one process, for which the others would wait; set sharding.gpus: 1, or run lm_eval on "
         "the saved model",
     ),
-)  # fmt: skip
+)
 
 _IMAGES = tuple(
     Rule(lambda r, breaks=breaks: r.data.images > 0 and breaks(r), reason)  # type: ignore[misc]
@@ -146,14 +141,12 @@ _IMAGES = tuple(
 _RULES = Rules(
     (
         Rule(
-            lambda r: (
-                r.sharding.sequence_method == "ring" and r.data.packs and not r.data.cross_document_attention
-            ),
+            lambda r: r.sharding.sequence_method == "ring" and r.data.packs and not r.data.cross_document_attention,
             "sharding.sequence_method: ring has no mask that separates packed documents; set "
             "data.cross_document_attention: true or data.packing: false, or sharding.sequence_method: ulysses",
         ),
         Rule(
-            lambda r: bool(r.comparison.steps) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
+            lambda r: bool(r.comparison.steps) and (r.sharding.gpus > 1 or r.sharding.divides_states),
             "comparison.steps needs one process without sharding; set comparison.steps: 0",
         ),
         Rule(
@@ -170,24 +163,30 @@ _RULES = Rules(
     ),
     (
         Switch(
-            ("train.save_async",), "train.save_steps", lambda r: r.train.save_steps is not None or r.train.load_best,
+            ("train.save_async",),
+            "train.save_steps",
+            lambda r: r.train.save_steps is not None or r.train.load_best,
             "train.save_steps: 100",
         ),
         Switch(("data.image_size",), "data.images", lambda r: r.data.images > 0, "data.images: 1"),
         Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
         Switch(
-            ("output.merge", "output.dtype", "output.max_shard_size"), "output.save_model",
-            lambda r: r.output.save_model, "output.save_model: true",
+            ("output.merge", "output.dtype", "output.max_shard_size"),
+            "output.save_model",
+            lambda r: r.output.save_model,
+            "output.save_model: true",
         ),
         Switch(("eval.generate_tokens",), "eval.generate", lambda r: bool(r.eval.generate), "eval.generate: [PROMPT]"),
         Switch(("eval.lm_eval_limit",), "eval.lm_eval", lambda r: bool(r.eval.lm_eval), "eval.lm_eval: [TASK]"),
         *SWITCHES,
         Switch(
-            other_keys("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0,
+            other_keys("comparison", "steps"),
+            "comparison.steps",
+            lambda r: r.comparison.steps > 0,
             "comparison.steps: 6",
         ),
     ),
-)  # fmt: skip
+)
 
 
 def check_combinations(recipe: Recipe, path: object, more: Rules) -> None:

@@ -14,16 +14,7 @@ from typing import Any
 from tigon.errors import RecipeError
 from tigon.objectives import post_training_rules, recipe_checks
 from tigon.recipe.keys import Recipe
-from tigon.recipe.recipe_file import OF_VALUES
-from tigon.sweep.definition import Sweep, Variant, check_key
-
-# Points only train: they do not evaluate, save or compare.
-_TRAINING_ALONE: Mapping[str, Any] = {
-    "train.epochs": None, "train.log_steps": 1, "train.eval_steps": None, "train.save_steps": None,
-    "train.save_async": False, "train.load_best": False, "train.early_stopping_patience": None, "eval.generate": [],
-    "eval.lm_eval": [], "data.eval_fraction": 0, "data.eval_source": [], "comparison.steps": 0,
-    "output.save_model": False, "output.sample_tokens": 0,
-}  # fmt: skip
+from tigon.sweep.definition import TRAINING_ALONE, Sweep, Variant, check_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +52,13 @@ def _digest(text: str) -> str:
 
 
 def expand(
-    sweep: Sweep, assignments: Sequence[str], *, memory_limit_bytes: int | None, gpu_present: Callable[[], bool],
+    sweep: Sweep,
+    assignments: Sequence[str],
+    *,
+    memory_limit_bytes: int | None,
+    gpu_present: Callable[[], bool],
     scratch: Path,
-) -> list[Point]:  # fmt: skip
+) -> list[Point]:
     """Every point in measuring order: the order of the grid, with all variants of a grid point next to each other.
 
     Args:
@@ -76,16 +71,17 @@ def expand(
     Raises:
         RecipeError: the base recipe cannot be read, two points have one name, or every point is refused.
     """
-    assigned = _assignments(sweep, assignments)
+    for text in assignments:
+        _check_assignment(text, sweep)
     base = _base_file(sweep, scratch)
     points: dict[str, Point] = {}
     for axes, variant in _combinations(sweep):
-        keys = {**sweep.change, **variant.keys, **assigned, **axes, **_TRAINING_ALONE, "train.steps": sweep.steps}
-        if sweep.rows == "random":  # one document per sequence needs no block mask; these keys tell the planner
-            keys |= {"data.packing": None, "data.cross_document_attention": True}
-        overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
         file = variant.recipe or base
         assert file is not None, "a sweep without a base recipe has one for each variant"
+        own = {**axes, **TRAINING_ALONE, "train.steps": sweep.steps}
+        if sweep.rows == "random":  # one document per sequence needs no block mask; these keys tell the planner
+            own |= {"data.packing": None, "data.cross_document_attention": True}
+        overrides = [*_texts({**sweep.change, **variant.keys}), *assignments, *_texts(own)]
         point = Point(variant=variant.name, axes=axes, recipe=None, unchecked=variant.unchecked)
         try:
             recipe = recipe_checks.load(file, overrides, gpu_present=gpu_present, checked=not variant.unchecked)
@@ -103,6 +99,11 @@ def expand(
     return expanded
 
 
+def _texts(keys: Mapping[str, Any]) -> list[str]:
+    """Recipe keys as `--set` takes them. YAML includes JSON."""
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+
+
 def _refuse_namesake(first: Point, second: Point, sweep: Sweep) -> None:
     """Refuse two different points that would have one id. A place that several grids share is one point."""
     places = [f"variant {p.variant} at {json.dumps(p.axes, default=str)}" for p in (first, second)]
@@ -118,30 +119,19 @@ def _reason(error: RecipeError, file: Path) -> str:
     return re.sub(rf"^({re.escape(str(file))}(:\d+)?|--set): ", "", str(error))
 
 
-def _assignments(sweep: Sweep, texts: Sequence[str]) -> dict[str, Any]:
-    import yaml
-
-    assigned = {}
-    for text in texts:
-        key, separator, value = text.partition("=")
-        if not separator:
-            raise RecipeError(f"--set {text}: expected section.key=value, e.g. --set train.learning_rate=1e-4")
-        if check_key(key.strip(), "--set") in sweep.axes:
-            raise RecipeError(f"--set {text}: {key} is an axis of {sweep.path}'s grid; change it there")
-        try:
-            assigned[key.strip()] = yaml.safe_load(value)
-        except (yaml.YAMLError, *OF_VALUES):
-            raise RecipeError(f"--set {text[:200]}: the value is not valid YAML; quote it") from None
-    return assigned
+def _check_assignment(text: str, sweep: Sweep) -> None:
+    key, separator, _ = text.partition("=")
+    if not separator:
+        raise RecipeError(f"--set {text}: expected section.key=value, e.g. --set train.learning_rate=1e-4")
+    if check_key(key.strip(), "--set") in sweep.axes:
+        raise RecipeError(f"--set {text}: {key} is an axis of {sweep.path}'s grid; change it there")
 
 
 def _base_file(sweep: Sweep, scratch: Path) -> Path | None:
-    import yaml
-
     if not isinstance(sweep.recipe, Mapping):
         return sweep.recipe
     file = scratch / f"{sweep.name}-recipe.yaml"
-    file.write_text(yaml.safe_dump(dict(sweep.recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    file.write_text(json.dumps(sweep.recipe, default=str), encoding="utf-8")
     return file
 
 
@@ -154,11 +144,12 @@ def _combinations(sweep: Sweep) -> Iterator[tuple[dict[str, Any], Variant]]:
 
 def changed_keys(recipe: Recipe) -> dict[str, Any]:
     """Dotted keys whose values differ from the defaults, without `train.steps` and the keys that the sweep sets."""
-    default, resolved = Recipe().as_mapping(), recipe.as_mapping()
+    default = Recipe().as_mapping()
     return {
         f"{section}.{name}": value
-        for section, values in resolved.items()
+        for section, values in recipe.as_mapping().items()
         for name, value in values.items()
-        if value != default[section][name] and f"{section}.{name}" not in (*_TRAINING_ALONE, "train.steps")
-        and section != "output"
-    }  # fmt: skip
+        if section != "output"
+        and value != default[section][name]
+        and f"{section}.{name}" not in (*TRAINING_ALONE, "train.steps")
+    }

@@ -79,28 +79,30 @@ class Workers:
         self._number = 0
 
     def prepare(self, count: int) -> None:
-        """Start `count` processes, and return when all have imported what a point needs."""
-        waiting = []
-        for _ in range(count):
-            ready, told = os.pipe()
+        """Start `count` processes, and return when all have imported what a point needs, or have ended."""
+        pipes = [os.pipe() for _ in range(count)]
+        for _, told in pipes:
             self._ready.append(self._start(told))
             os.close(told)
-            waiting.append(ready)
         until_s = time.perf_counter() + _IMPORT_TIMEOUT_S
-        for ready in waiting:  # it can be read when the process has written there, or has ended
+        for ready, _ in pipes:
             select.select([ready], [], [], max(0.0, until_s - time.perf_counter()))
             os.close(ready)
 
-    def _start(self, told: int | None = None) -> Member:
+    def _start(self, told: int) -> Member:
         """told: the file descriptor on which the process says that it has imported what it needs."""
         self._number += 1
         log = self._logs / f".worker-{os.getpid()}-{self._number}.log"
+        command = [sys.executable, *WORKER, str(told)]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *WORKER, *([] if told is None else [str(told)])], stdin=subprocess.PIPE,
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                pass_fds=() if told is None else (told,),
-            )  # fmt: skip
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(told,),
+            )
         return process, log
 
     @property
@@ -110,20 +112,23 @@ class Workers:
     @contextlib.contextmanager
     def carry_out(self, order: Mapping[str, Any], log: Path, *, processes: int = 1) -> Iterator[Group]:
         """Run `order` in this many processes, which are killed at the end of the block."""
-        members = [self._ready.pop(0) if self._ready else self._start() for _ in range(processes)]
+        if (missing := processes - self.n_ready) > 0:
+            self.prepare(missing)
+        members, self._ready = self._ready[:processes], self._ready[processes:]
         members[0][1].replace(log)
+        size = str(processes)
         with launch.reserved_address() as meeting:
-            ranks = _environments(processes, meeting) if processes > 1 else [{}]
-            for (process, _), environment in zip(members, ranks, strict=True):
+            group = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **meeting} if processes > 1 else {}
+            for rank, (process, _) in enumerate(members):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **group} if group else {}
                 with contextlib.suppress(BrokenPipeError):
                     assert process.stdin is not None
-                    process.stdin.write(json.dumps({"order": order, "environment": environment}).encode() + b"\n")
+                    process.stdin.write(json.dumps({"order": order, "environment": own}).encode() + b"\n")
                     process.stdin.flush()
-            group = Group(members)
             try:
-                yield group
+                yield (running := Group(members))
             finally:
-                group.end(log)
+                running.end(log)
 
     def close(self) -> None:
         """End the processes that have no order yet."""
@@ -131,15 +136,6 @@ class Workers:
             process, log = self._ready.pop()
             _end(process)
             log.unlink(missing_ok=True)
-
-
-def _environments(processes: int, meeting: Mapping[str, str]) -> list[dict[str, str]]:
-    """The environment variables that a launcher sets for each process of one machine."""
-    size = str(processes)
-    return [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **meeting}
-        for rank in range(processes)
-    ]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -21,15 +21,12 @@ from typing import Any
 from tigon._quiet import quiet_packages
 from tigon.errors import RunFolderError, TigonError, UsageError
 from tigon.planner.gpus import find_gpu
-from tigon.sweep import definition, failures, points, self_test
+from tigon.sweep import definition, failures, folder, points, report, results, self_test
 from tigon.sweep.definition import Sweep
-from tigon.sweep.one_point import Measuring
+from tigon.sweep.folder import SweepFolder
+from tigon.sweep.one_point import Measuring, predict
 from tigon.sweep.points import Point
-from tigon.sweep.prediction import predict
 from tigon.sweep.processes import AHEAD, Workers
-from tigon.sweep.report import report
-from tigon.sweep.results import folder, results
-from tigon.sweep.results.folder import SweepFolder
 from tigon.trainer.distributed import signals
 from tigon.trainer.guards import preflight
 from tigon.units import in_bytes, in_clock
@@ -38,41 +35,17 @@ LEAST_LIMIT_BYTES = 1 << 30
 DEFAULT_OUT = Path("runs") / "sweeps"
 
 
-@dataclass
-class Run:
-    """The state of a running sweep."""
-
-    sweep: Sweep
-    points: list[Point]
-    folder: SweepFolder
-    measuring: Measuring
-    predictions: dict[str, dict[str, Any]]
-    records: dict[str, list[dict[str, Any]]]
-    wall_s: list[tuple[str, float]] = field(default_factory=list)
-    """(variant, seconds) per measurement: first the earlier ones, then those of this call."""
-
-    def row(self, point: Point) -> dict[str, Any]:
-        return results.row_of(point, self.records.get(point.id, ()), self.sweep, self.predictions.get(point.id, {}))
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [self.row(point) for point in self.points]
-
-    def keep(self, point: Point, record: dict[str, Any]) -> None:
-        self.folder.keep(point, record)
-        others = [one for one in self.records.get(point.id, []) if one["repeat"] != record["repeat"]]
-        self.records[point.id] = sorted([*others, record], key=lambda one: int(one["repeat"]))
-        self.wall_s.append((point.variant, record["wall_s"]))
-
-    def expected_s(self, point: Point) -> float:
-        """The longest of the last three measurements, of the same variant if it was measured before."""
-        own = [seconds for variant, seconds in self.wall_s if variant == point.variant]
-        return max((own or [seconds for _, seconds in self.wall_s])[-3:], default=0.0)
-
-
 def sweep(
-    path: Path, assignments: Sequence[str] = (), *, memory_limit: str | None = None, time_limit: str | None = None,
-    out: Path | None = None, only: str | None = None, retry: bool = False, draw: bool = False,
-) -> Path:  # fmt: skip
+    path: Path,
+    assignments: Sequence[str] = (),
+    *,
+    memory_limit: str | None = None,
+    time_limit: str | None = None,
+    out: Path | None = None,
+    only: str | None = None,
+    retry: bool = False,
+    draw: bool = False,
+) -> Path:
     """Measure every point of the sweep file that its folder does not have yet, and return the folder.
 
     Args:
@@ -96,54 +69,42 @@ def sweep(
     read = definition.load(path)
     limit_bytes = _limit(memory_limit or read.memory_limit)
     own = folder.find(out or DEFAULT_OUT / read.name, read.name)
-    before = own.machine()
+    machine = own.contents().machine
+    # results of a GPU can be drawn on a machine without one: `on_gpu` in the recipes must still apply
+    measured_on_gpu = machine.get("memory_bytes") is not None
     with tempfile.TemporaryDirectory(prefix="tigon-sweep-") as scratch:
         every = points.expand(
-            read, assignments, memory_limit_bytes=limit_bytes, scratch=Path(scratch),
-            # results of a GPU can be drawn on a machine without one: `on_gpu` in the recipes must still apply
-            gpu_present=lambda: preflight.gpu_present() or (before is not None and before["memory_bytes"] is not None),
-        )  # fmt: skip
+            read,
+            assignments,
+            memory_limit_bytes=limit_bytes,
+            gpu_present=lambda: preflight.gpu_present() or measured_on_gpu,
+            scratch=Path(scratch),
+        )
     wanted = _chosen(every, only, path)
+    command = _command(path, assignments, memory_limit)
+    measuring = Measuring(read, own, Workers(own.path / folder.LOGS), limit_bytes, command, machine)
     own.make()
     with own.alone():
         folder.find(own.path, read.name)  # again, because another sweep may have started in it meanwhile
-        run = Run(
-            sweep=read, points=every, folder=own, predictions=own.predictions(every), records=own.records(every),
-            measuring=Measuring(
-                read, own, Workers(own.path / folder.LOGS), limit_bytes, _command(path, assignments, memory_limit),
-                before or {},
-            ),
-        )  # fmt: skip
+        contents = own.contents()
+        run = Run(read, every, own, measuring, own.predictions(every), contents.by_point(every))
         with _reported(run):
-            _check_folder(run)
+            if others := contents.of_other_settings(every):
+                raise RunFolderError(
+                    f"{own.path}: {others} of its measurements have other settings and would be lost; choose another "
+                    "folder with --out"
+                )
+            for file, why in contents.damaged.items():
+                _say(f"damaged  {file}: not a record of a point: {why}; the point counts as not measured")
             if draw:
                 for point in run.points:
-                    _predict(run, point)
+                    run.predict(point)
             else:
                 _measure(run, _todo(run, wanted, retry=retry), time_limit_s)
     return own.path
 
 
-@contextlib.contextmanager
-def _reported(run: Run) -> Iterator[None]:
-    """Write results and report at the end, also after an interruption. A refused folder is left unchanged."""
-    refused = False
-    with signals.sigterm_interrupts():
-        try:
-            yield
-        except RunFolderError:
-            refused = True
-            raise
-        except KeyboardInterrupt:
-            _say("interrupted; the finished measurements are kept, run the same command to continue")
-            raise
-        finally:
-            run.measuring.workers.close()
-            if not refused:
-                _finish(run)
-
-
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- the options -----------------------------------------------------------------------------------------------------
 
 
 def _limit(text: str | None) -> int | None:
@@ -185,21 +146,53 @@ def _chosen(every: Sequence[Point], only: str | None, path: Path) -> list[Point]
     return matching
 
 
-def _check_folder(run: Run) -> None:
-    """Refuse a folder that has measurements of other settings, which the results would omit. List damaged files."""
-    if others := run.folder.of_other_settings(run.points):
-        raise RunFolderError(
-            f"{run.folder.path}: {others} of its measurements have other settings and would be lost; choose another "
-            "folder with --out"
-        )
-    for file, why in run.folder.damaged().items():
-        _say(f"damaged  {file}: not a record of a point: {why}; the point counts as not measured")
-
-
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 Todo = Sequence[tuple[Point, int]]
 """(point, number of the repeat)"""
+
+
+@dataclass
+class Run:
+    """The state of a running sweep."""
+
+    sweep: Sweep
+    points: list[Point]
+    folder: SweepFolder
+    measuring: Measuring
+    predictions: dict[str, dict[str, Any]]
+    records: dict[str, list[dict[str, Any]]]
+    wall_s: list[tuple[str, float]] = field(default_factory=list)
+    """(variant, seconds) per measurement: first the earlier ones, then those of this call."""
+
+    def row(self, point: Point) -> dict[str, Any]:
+        return results.row_of(point, self.records.get(point.id, ()), self.sweep, self.predictions.get(point.id, {}))
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [self.row(point) for point in self.points]
+
+    def keep(self, point: Point, record: dict[str, Any]) -> None:
+        self.folder.keep(point, record)
+        others = [one for one in self.records.get(point.id, []) if one["repeat"] != record["repeat"]]
+        self.records[point.id] = sorted([*others, record], key=lambda one: int(one["repeat"]))
+        self.wall_s.append((point.variant, record["wall_s"]))
+
+    def expected_s(self, point: Point) -> float:
+        """The longest of the last three measurements, of the same variant if it was measured before."""
+        own = [seconds for variant, seconds in self.wall_s if variant == point.variant]
+        return max((own or [seconds for _, seconds in self.wall_s])[-3:], default=0.0)
+
+    def predict(self, point: Point) -> None:
+        """Predict a point once. The planner predicts GPUs only; if it refuses a point, its reason is stored instead."""
+        total_bytes = self.measuring.environment.get("memory_bytes")
+        if total_bytes is None or point.id in self.predictions or point.recipe is None:
+            return
+        memory_bytes = min(total_bytes, self.measuring.limit_bytes or total_bytes)
+        try:
+            predicted = predict(point.recipe, self.measuring.environment["device"], memory_bytes)
+        except TigonError as error:
+            predicted = {"reason": failures.line(error)}
+        self.predictions[point.id] = {**predicted, "key": point.key}
 
 
 def _todo(run: Run, chosen: Sequence[Point], *, retry: bool) -> Todo:
@@ -236,7 +229,7 @@ def _measure(run: Run, todo: Todo, time_limit_s: float | None) -> None:
             _say(f"time limit: {left}; the same command measures what is left")
             break
         _start_ahead(run, todo[number:])
-        record = run.measuring.measure(point, repeat, functools.partial(_predict, run, point))
+        record = run.measuring.measure(point, repeat, functools.partial(run.predict, point))
         run.keep(point, record)
         if record["status"] != failures.OK:
             failed.add(point.id)
@@ -245,13 +238,16 @@ def _measure(run: Run, todo: Todo, time_limit_s: float | None) -> None:
 
 def _probe(run: Run, todo: Todo) -> None:
     """Have a worker describe the machine and test the kernels, and refuse to add to points of another machine."""
-    kinds = list(dict.fromkeys(self_test.kind_of(point.recipe) for point, _ in todo if point.recipe))
-    run.measuring.probe(kinds)
-    machine = run.measuring.environment
+    measuring = run.measuring
+    measuring.probe(list(dict.fromkeys(self_test.kind_of(point.recipe) for point, _ in todo if point.recipe)))
+    machine = measuring.environment
     there = [record["environment"] for own in run.records.values() for record in own]
-    way = "draw the existing results with --draw, or choose another folder with --out"
-    folder.check_machine(there, machine, run.folder.path, way)
-    _say(f"device   {machine['device']}{_limit_words(run.measuring)}")
+    folder.check_machine(there, machine, run.folder.path)
+    limited = ""
+    if measuring.limit_bytes is not None:
+        how = "CUDA context and NCCL included" if machine["memory_bytes"] else "of the process's data segment"
+        limited = f", limited to {measuring.limit_bytes / 2**30:.1f} GiB, {how}"
+    _say(f"device   {machine['device']}{limited}")
     for wrong_op in self_test.words(machine["wrong_ops"]):
         _say(f"warning  wrong results on this device: {wrong_op}; the model's own code is used (tigon doctor)")
 
@@ -276,28 +272,37 @@ def _start_ahead(run: Run, ahead: Todo) -> None:
         workers.prepare(max(gpus[0], min(AHEAD, sum(gpus))) - workers.n_ready)
 
 
-def _predict(run: Run, point: Point) -> None:
-    """Predict a point once. The planner predicts GPUs only; if it refuses a point, its reason is stored instead."""
-    machine, limit_bytes = run.measuring.environment, run.measuring.limit_bytes
-    total_bytes = machine.get("memory_bytes")
-    if total_bytes is None or point.id in run.predictions or point.recipe is None:
-        return
-    try:
-        predicted = predict(point.recipe, machine["device"], min(total_bytes, limit_bytes or total_bytes))
-    except TigonError as error:
-        predicted = {"reason": failures.line(error)}
-    run.predictions[point.id] = {**predicted, "key": point.key}
-
-
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _reported(run: Run) -> Iterator[None]:
+    """Write results and report at the end, also after an interruption. A refused folder is left unchanged."""
+    refused = False
+    with signals.sigterm_interrupts():
+        try:
+            yield
+        except RunFolderError:
+            refused = True
+            raise
+        except KeyboardInterrupt:
+            _say("interrupted; the finished measurements are kept, run the same command to continue")
+            raise
+        finally:
+            run.measuring.workers.close()
+            if not refused:
+                _finish(run)
+
+
 def _finish(run: Run) -> None:
-    """Write results and report, also after an interruption."""
     written = results.collect(
-        run.sweep, run.points, run.records, limit_bytes=run.measuring.limit_bytes, command=run.measuring.command,
+        run.sweep,
+        run.points,
+        run.records,
+        limit_bytes=run.measuring.limit_bytes,
+        command=run.measuring.command,
         predictions=run.predictions,
-    )  # fmt: skip
+    )
     # before the report, which takes seconds: the sweep may be killed meanwhile
     run.folder.write_results(written, run.predictions)
     report.write(written, run.folder.path)
@@ -310,22 +315,12 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _limit_words(measuring: Measuring) -> str:
-    if measuring.limit_bytes is None:
-        return ""
-    gpu = measuring.environment["memory_bytes"]
-    how = "CUDA context and NCCL included" if gpu else "of the process's data segment"
-    return f", limited to {measuring.limit_bytes / 2**30:.1f} GiB, {how}"
-
-
 def _result_words(run: Run, point: Point, record: Mapping[str, Any]) -> str:
     if record["status"] != failures.OK:
         return f"{record['status']}. {record['detail']}"
     row = results.row_of(point, [record], run.sweep, {})
-    return (
-        f"peak {in_bytes(row['peak_allocated_bytes'])}, {row['tokens_per_s']:,.0f} tokens/s, "
-        f"{1e3 * row['step_s']:,.0f} ms per step"
-    )
+    peak, speed = in_bytes(row["peak_allocated_bytes"]), f"{row['tokens_per_s']:,.0f} tokens/s"
+    return f"peak {peak}, {speed}, {1e3 * row['step_s']:,.0f} ms per step"
 
 
 def _time_words(run: Run, ahead: Todo) -> str:

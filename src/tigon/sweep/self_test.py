@@ -34,14 +34,13 @@ def kind_of(recipe: Recipe) -> Kind:
 def try_ops(kind: Kind) -> dict[str, Any]:
     """Run the self-test of `tigon train`: {"dtype", "wrong_ops": op -> why, "refused": why, or empty}."""
     default = Recipe()
-    recipe = replace(
-        default, model=replace(default.model, kernels=kind.kernels, self_test=kind.self_test),
-        train=replace(default.train, precision=kind.precision, device=kind.device),
-    )  # fmt: skip
+    model = replace(default.model, kernels=kind.kernels, self_test=kind.self_test)
+    train = replace(default.train, precision=kind.precision, device=kind.device)
+    recipe = replace(default, model=model, train=train)
     outcome: dict[str, Any] = {"dtype": "", "wrong_ops": {}, "refused": ""}
     try:
         device = preflight.check_device(recipe)
-        settings = recipe.settings(precision=preflight.resolve_precision(kind.precision, device))
+        settings = preflight.settings_here(recipe, device)
         outcome["dtype"] = self_test.DTYPES[settings.train.precision]
         outcome["wrong_ops"] = self_test.wrong_ops(recipe, settings, device)
     except KernelError as error:

@@ -14,7 +14,7 @@ function is called for each group, and a copy joins the outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ from torch.nn.attention import SDPBackend
 
 from tigon.errors import RecipeError
 from tigon.ops import recomputation
+from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Search, Spans, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 
@@ -132,9 +135,16 @@ def in_groups(attend: Attend, groups: int) -> Attend:
     """
 
     def grouped(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-        scaling: float | None = None, is_causal: bool | None = None, **options: Any,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
         if not torch.is_grad_enabled():  # the forward pass needs no scratch memory
             return attend(module, query, key, value, attention_mask, **rest)
@@ -179,20 +189,20 @@ def one_by_one(attend: Attend, groups: int) -> Attend:
     return grouped
 
 
-def _fits(config: Any, settings: Settings) -> None:
+def _fits(config: PreTrainedConfig, settings: Settings) -> None:
     check_groups(config, settings.train.attention_groups)
 
 
-def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+def _trace(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:
     check_groups(model.config, settings.train.attention_groups)
 
 
-def _group(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _group(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     replace_attention(model, settings.train.attention_groups)
     return model
 
 
-def replace_attention(model: Any, groups: int) -> Callable[[], None]:
+def replace_attention(model: PreTrainedModel, groups: int) -> Callable[[], None]:
     """Register the grouped function with transformers under its own name, and set that name in this model's configs.
 
     Returns a function that sets their names again.
@@ -216,12 +226,12 @@ def replace_attention(model: Any, groups: int) -> Callable[[], None]:
     return undo
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: PreTrainedConfig) -> Any:
     """Returns the part of a transformers config that describes the language model: itself for a model of text."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def check_text_alone(config: Any, key: str) -> None:
+def check_text_alone(config: PreTrainedConfig, key: str) -> None:
     """Raise RecipeError, which names `key`, unless a transformers config is of a model of text."""
     if text_config(config) is not config:
         raise RecipeError(
@@ -229,21 +239,21 @@ def check_text_alone(config: Any, key: str) -> None:
         )
 
 
-def check_has_attention(config: Any, key: str) -> None:
+def check_has_attention(config: PreTrainedConfig, key: str) -> None:
     """Raise RecipeError, which names `key`, for a family without attention, such as Mamba."""
     text = text_config(config)
     if not hasattr(text, "num_attention_heads"):
         raise RecipeError(f"{key} divides attention heads, and {text.model_type} has none; set {key}: 1")
 
 
-def key_heads(config: Any) -> int:
+def key_heads(config: PreTrainedConfig) -> int:
     """Returns the number of key heads of a transformers config; 1 for a family without attention, such as Mamba."""
     text = text_config(config)
     number = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     return int(number or 1)
 
 
-def check_groups(config: Any, groups: int) -> None:
+def check_groups(config: PreTrainedConfig, groups: int) -> None:
     """Raise RecipeError unless `groups` divides the key heads of a transformers config, or the query heads of each."""
     if groups == 1:
         return
@@ -258,33 +268,29 @@ def check_groups(config: Any, groups: int) -> None:
 
 
 DECLARATION = Declaration(
-    keys=("train.attention_groups",),
     searches=(
         Search(key="train.attention_groups", how="long samples", candidates=lambda config: (key_heads(config),)),
     ),
-    labels={
-        "train.attention_groups": lambda settings: (
-            f"attention in {settings.train.attention_groups} groups" if settings.train.attention_groups > 1 else ""
-        ),
-    },
+    labels={"train.attention_groups": "attention in {} groups"},
     techniques=(
         Technique(
-            name="grouped-attention", page="tiling",
-            saves="Scratch memory of attention's backward pass for all but one group of heads. A flash kernel takes 4 "
-            "bytes per element of Q, and 4 more if query heads share key heads.",
-            costs="One launch per group, which slows short samples. A mask adds a copy of the output and of dQ. With "
-            "more groups than key heads, the gradients of a key head are sums that are rounded once per group.",
-            recipe={"train.attention_groups": 4}, chosen=(Condition("train.attention_groups", "is at least", 2),),
-            model=_group, fits=_fits, trace=_trace, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
+            name="grouped-attention",
+            recipe={"train.attention_groups": 4},
+            chosen=(Condition("train.attention_groups", "is at least", 2),),
+            model=_group,
+            fits=_fits,
+            trace=_trace,
         ),
     ),
     exclusions=(
         Exclusion(
-            when=(Condition("train.attention_groups", "is at least", 2),
-            Condition("model.attention", "is not", "sdpa")),
+            when=(
+                Condition("train.attention_groups", "is at least", 2),
+                Condition("model.attention", "is not", "sdpa"),
+            ),
             reason="the groups are calls of the sdpa function",
             instead="model.attention: sdpa",
             source="tigon.techniques.head_groups",
         ),
     ),
-)  # fmt: skip
+)

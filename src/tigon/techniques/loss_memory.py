@@ -5,30 +5,33 @@ Without activation checkpointing the loss is the peak of a step: all activations
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Spans, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Spans, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MIB = 1 << 20
 
 
-def limit_loss_memory(model: Any, memory_mib: int) -> None:
+def limit_loss_memory(model: PreTrainedModel, memory_mib: int) -> None:
     """Let the head of a patched model compute its loss within `memory_mib`, on this instance only."""
     for layer in model.get_output_embeddings().modules():
         if isinstance(layer, nn.Linear):
             vars(layer)["loss_memory_bytes"] = memory_mib * MIB  # read by models/seams/head/loss.py
 
 
-def _limit(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _limit(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     limit_loss_memory(model, settings.train.loss_memory_mib)
     return model
 
 
-def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+def _trace(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:
     if settings.train.loss_memory_mib:
         limit_loss_memory(model, settings.train.loss_memory_mib)
 
@@ -36,35 +39,29 @@ def _trace(model: Any, settings: Settings, spans: Spans) -> None:
 _LIMITED = Condition("train.loss_memory_mib", "is at least", 1)
 
 DECLARATION = Declaration(
-    keys=("train.loss_memory_mib",),
     last=True,
-    labels={
-        "train.loss_memory_mib": lambda settings: (
-            f"loss in {settings.train.loss_memory_mib} MiB" if settings.train.loss_memory_mib else ""
-        ),
-    },
+    labels={"train.loss_memory_mib": "loss in {} MiB"},
     techniques=(
         Technique(
-            name="loss-memory", page="tiling",
-            saves="Logits and the sum of the head's gradient, which are the peak of a step without activation "
-            "checkpointing. The loss takes the fastest chunks that fit into the limit.",
-            costs="Smaller chunks: each adds to the sum of the head's gradient, and products of less than 2,048 tokens "
-            "are slower. If the fp32 sum does not fit, up to 7 chunks are summed in bf16, within twice the usual "
-            "error.",
-            recipe={"train.loss_memory_mib": 512}, chosen=(_LIMITED,), model=_limit, trace=_trace,
-            source="ops/head/plan.py",
+            name="loss-memory",
+            recipe={"train.loss_memory_mib": 512},
+            chosen=(_LIMITED,),
+            model=_limit,
+            trace=_trace,
         ),
     ),
     exclusions=(
         Exclusion(
             when=(_LIMITED, Condition("model.kernels", "is one of", ("none", "no-flce", "liger"))),
             reason="only tigon's linear cross entropy has this limit",
-            instead="model.kernels: tigon, or train.loss_memory_mib: 0", source="models/seams/head/loss.py",
+            instead="model.kernels: tigon, or train.loss_memory_mib: 0",
+            source="models/seams/head/loss.py",
         ),
         Exclusion(
             when=(_LIMITED, Condition("train.objective", "is not one of", ("auto", "causal_lm"))),
             reason="this limits the loss of the next token, which this objective does not use",
-            instead="train.loss_memory_mib: 0", source="models/seams/head/loss.py",
+            instead="train.loss_memory_mib: 0",
+            source="models/seams/head/loss.py",
         ),
     ),
-)  # fmt: skip
+)

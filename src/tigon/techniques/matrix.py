@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
 from tigon._install import install_command
 from tigon.errors import RecipeError
-from tigon.techniques import EXCLUSIONS, TECHNIQUES
+from tigon.techniques import EXCLUSIONS, MACHINE_CHECKS, TECHNIQUES
+from tigon.techniques.condition import Exclusion, yaml_word
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Exclusion, yaml_word
-from tigon.techniques.records.technique import PACKAGE_EXTRAS
+from tigon.techniques.technique import PACKAGE_EXTRAS
 
 
 def untraceable(settings: Settings) -> tuple[str, ...]:
@@ -42,13 +44,10 @@ def check(settings: Settings, *, device: str) -> None:
                 raise RecipeError(f"{keys} needs {package}, not installed here: {command}")
 
 
-def exclusion_table() -> str:
-    """Returns the Markdown table of docs/techniques/README.md."""
-    rows = ["| these together | are refused, because | instead | source |", "|---|---|---|---|"]
-    for row in EXCLUSIONS:
-        when = " and ".join(map(str, row.when))
-        rows.append(f"| {when} | {row.reason} | {row.instead} | {row.source} |")
-    return "\n".join(rows)
+def check_machine(settings: Settings, device: torch.device) -> None:
+    """Raise RecipeError with the first reason why this machine cannot run `settings` on `device`."""
+    for machine_check in MACHINE_CHECKS:
+        machine_check(settings, device)
 
 
 def _sentence(row: Exclusion, settings: Settings) -> str:

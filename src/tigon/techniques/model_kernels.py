@@ -1,20 +1,50 @@
-"""Which kernels the model runs: transformers' own, tigon's, or Liger Kernel's for comparison."""
+"""Which kernels and which attention the model runs."""
 
 from __future__ import annotations
 
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration
+import importlib.util
+
+import torch
+
+from tigon.errors import RecipeError
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.technique import Declaration
 
 OF_TIGON = frozenset({"tigon", "no-flce"})
 """Values of `model.kernels` that patch the model with tigon's ops."""
 
+
+def sinks_flag(settings: Settings) -> bool | None:
+    """The flag `attention_sinks` of `tigon.patch` for these settings. None leaves models without sinks alone."""
+    return None if settings.model.attention_sinks else False
+
+
+def check_liger(key: str, device: torch.device) -> None:
+    """Raise RecipeError, which names `key`, if Liger Kernel cannot run here."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise RecipeError(f"{key} is liger, but liger-kernel is not installed: pip install liger-kernel")
+    if device.type == "cpu":
+        raise RecipeError(f"{key} is liger, whose kernels need a GPU; on the CPU use tigon")
+
+
+def _check_installed(settings: Settings, device: torch.device) -> None:
+    attention = settings.model.attention
+    if attention.startswith("flash_attention"):
+        import transformers.utils
+
+        probe = f"is_flash_attn_{attention[-1]}_available"
+        if device.type == "cpu" or not getattr(transformers.utils, probe)():
+            raise RecipeError(f"model.attention is {attention}, which needs a GPU and its package; use sdpa")
+        if settings.train.precision == "fp32":
+            raise RecipeError(f"model.attention is {attention}, which lacks fp32; set train.precision to amp-bf16")
+    if settings.model.kernels == "liger":
+        check_liger("model.kernels", device)
+
+
 DECLARATION = Declaration(
-    keys=("model.kernels",),
-    labels={
-        "model.kernels": lambda settings: (
-            f"kernels {settings.model.kernels}" if settings.model.kernels != "tigon" else ""
-        )
-    },
+    machine=_check_installed,
+    labels={"model.kernels": "kernels {}"},
     exclusions=(
         Exclusion(
             when=(Condition("model.kernels", "is", "liger"), Condition("sharding.zero", "is", 3)),

@@ -3,19 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition, Exclusion, Switch
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Technique
+import torch
 
-# `train.precision` -> the dtype in which the model's weights are loaded.
-WEIGHT_DTYPES: Mapping[str, str] = {
-    "fp32": "float32", "amp-bf16": "float32", "amp-fp16": "float32", "bf16": "bfloat16",
-    "fp8": "bfloat16",
-}  # fmt: skip
-BF16_WEIGHTS = ("bf16", "fp8")
-"""Values of `train.precision` with which weights, gradients and optimizer states are bf16."""
+from tigon.errors import RecipeError
+from tigon.ops.linear.fp8 import has_fp8
+from tigon.techniques.condition import Condition, Exclusion, Switch
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """What a value of `train.precision` stands for."""
+
+    weights: torch.dtype
+    """Of trained weights, their gradients and the optimizer's states."""
+    products: torch.dtype
+    """Of matmuls, and of quantised weights when they are dequantised."""
+    eps: float
+    """The distance from 1 to the next number in the format of a product's factors."""
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast over fp32 weights; None: the run has none."""
+        return None if self.products == self.weights else self.products
+
+
+FORMATS: Mapping[str, NumberFormat] = {
+    "fp32": NumberFormat(torch.float32, torch.float32, 2**-23),
+    "amp-bf16": NumberFormat(torch.float32, torch.bfloat16, 2**-7),
+    "amp-fp16": NumberFormat(torch.float32, torch.float16, 2**-10),
+    "bf16": NumberFormat(torch.bfloat16, torch.bfloat16, 2**-7),
+    "fp8": NumberFormat(torch.bfloat16, torch.bfloat16, 2**-3),
+}
+
+
+def format_of(settings: Settings) -> NumberFormat:
+    """The number format of a run."""
+    return FORMATS[settings.train.precision]
+
+
+def _check_gpu(settings: Settings, device: torch.device) -> None:
+    precision = settings.train.precision
+    if device.type != "cuda":
+        return
+    if precision in ("amp-bf16", "bf16") and not torch.cuda.is_bf16_supported(False):
+        raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use amp-fp16")
+    if precision == "fp8" and not has_fp8(device):
+        raise RecipeError(
+            f"train.precision is fp8, whose products {torch.cuda.get_device_name()} lacks (NVIDIA's GPUs from Ada, 8.9 "
+            "on have them); use bf16"
+        )
 
 
 def _fp32(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
@@ -24,8 +65,7 @@ def _fp32(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
 
 _IS_FP8 = Condition("train.precision", "is", "fp8")
 DECLARATION = Declaration(
-    pages={"precision": "Number formats"},
-    keys=("train.precision", "train.fp8_scaling", "train.fp8_bf16_layers"),
+    machine=_check_gpu,
     searches=(
         # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the factors
         # of every product to 4 bits, so the planner does not choose it unasked.
@@ -39,70 +79,65 @@ DECLARATION = Declaration(
     },
     techniques=(
         Technique(
-            name="fp32", page="precision",
-            saves="Nothing: 16 bytes per parameter with AdamW (weight 4, gradient 4, two moments 8).",
-            costs="An H100 does 67 TFLOP/s in fp32, 494 with `train.tf32`, and 989 in bf16.",
-            effect_on_result="None: the other formats are compared with this one. With `train.tf32: true` matmuls "
-            "round their inputs to TF32.",
-            recipe={"train.precision": "fp32"}, chosen=(Condition("train.precision", "is", "fp32"),), arguments=_fp32,
-            source="NVIDIA H100 data sheet; torch.backends.cuda.matmul",
+            name="fp32",
+            recipe={"train.precision": "fp32"},
+            chosen=(Condition("train.precision", "is", "fp32"),),
+            arguments=_fp32,
         ),
         Technique(
-            name="amp-bf16", page="precision",
-            saves="Activations in bf16: half of fp32's. Weights, gradients and states stay at 16 bytes per parameter.",
-            costs="A bf16 copy of each weight per forward pass, kept for the backward pass.",
-            effect_on_result="Matmuls and activations are bf16; weights, gradients and states stay fp32.",
-            recipe={"train.precision": "amp-bf16"}, chosen=(Condition("train.precision", "is", "amp-bf16"),),
-            arguments=lambda settings, run_info: {"bf16": True}, source="torch.autocast",
+            name="amp-bf16",
+            recipe={"train.precision": "amp-bf16"},
+            chosen=(Condition("train.precision", "is", "amp-bf16"),),
+            arguments=lambda settings, run_info: {"bf16": True},
         ),
         Technique(
-            name="amp-fp16", page="precision",
-            saves="As `amp-bf16`, on GPUs without bf16.",
-            costs="As `amp-bf16`, and a loss scale: a step whose gradient overflows is skipped.",
-            effect_on_result="Matmuls and activations are fp16; weights, gradients and states stay fp32.",
+            name="amp-fp16",
             devices=("cuda",),
-            recipe={"train.precision": "amp-fp16"}, chosen=(Condition("train.precision", "is", "amp-fp16"),),
-            arguments=lambda settings, run_info: {"fp16": True}, source="torch.amp.GradScaler; arXiv 1710.03740",
+            recipe={"train.precision": "amp-fp16"},
+            chosen=(Condition("train.precision", "is", "amp-fp16"),),
+            arguments=lambda settings, run_info: {"fp16": True},
         ),
         Technique(
-            name="bf16", page="precision",
-            saves="Half of everything: 8 bytes per parameter with AdamW, and activations in bf16.",
-            costs="No time.",
+            name="bf16",
             effect_on_result="Weights are bf16: an update below 1/512 of a weight is always rounded away, one "
             "above 1/256 never.",
-            recipe={"train.precision": "bf16"}, chosen=(Condition("train.precision", "is", "bf16"),), change_rank=3,
+            recipe={"train.precision": "bf16"},
+            chosen=(Condition("train.precision", "is", "bf16"),),
+            change_rank=3,
             arguments=lambda settings, run_info: {"bf16": settings.sharding.zero > 0},
             # DeepSpeed reads its bf16 mode from this
-            source="arXiv 2010.06192",
         ),
         Technique(
-            name="fp8", page="precision",
-            saves="Half the bytes of the inputs that linear layers keep. Weights, gradients and states take 8 bytes "
-            "per parameter with AdamW, as with `bf16`.",
-            costs="The casts to FP8. An H100 has 1,979 TFLOP/s in FP8 by its data sheet, twice the rate of bf16.",
+            name="fp8",
             effect_on_result="The factors of the decoder layers' matmuls are rounded to FP8: 3 bits of mantissa, or 2 "
             "in gradients with one scale per tensor. The first and the last layer, attention, the head and the updates "
             "are as in `bf16`. On the CPU the same numbers are computed without FP8 hardware, for tests.",
-            recipe={"train.precision": "fp8"}, chosen=(_IS_FP8,), change_rank=5,
-            source="arXiv 2209.05433; torch._scaled_mm",
+            recipe={"train.precision": "fp8"},
+            chosen=(_IS_FP8,),
+            change_rank=5,
         ),
     ),
     exclusions=(
         Exclusion(
             when=(_IS_FP8, Condition("sharding.zero", "is at least", 1)),
             reason="tigon has not tried FP8 matmuls with the weights that DeepSpeed manages",
-            instead="sharding.fsdp: true, or train.precision: bf16", source="docs/techniques/precision.md",
+            instead="sharding.fsdp: true, or train.precision: bf16",
+            source="docs/techniques/precision.md",
         ),
         Exclusion(
             when=(_IS_FP8, Condition("lora.quantize", "is", True)),
             reason="a 4-bit weight would be dequantised and then cast to FP8 for each product, which tigon has not "
             "tried",
-            instead="lora.quantize: false, or train.precision: bf16", source="docs/techniques/precision.md",
+            instead="lora.quantize: false, or train.precision: bf16",
+            source="docs/techniques/precision.md",
         ),
     ),
     switches=(
         Switch(
-            ("train.fp8_scaling", "train.fp8_bf16_layers"), "train.precision", _IS_FP8.holds, "train.precision: fp8",
+            ("train.fp8_scaling", "train.fp8_bf16_layers"),
+            "train.precision",
+            _IS_FP8.holds,
+            "train.precision: fp8",
         ),
     ),
-)  # fmt: skip
+)

@@ -19,17 +19,21 @@ import logging
 import re
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tigon.errors import RecipeError
+from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.head_groups import check_has_attention, check_text_alone, key_heads
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition, Exclusion
-from tigon.techniques.records.technique import Declaration, RunInfo, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Technique
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 KEY = "sharding.tensor"
 EMBEDDINGS = "embedding_rowwise"
@@ -45,7 +49,7 @@ def group_size(model: nn.Module) -> int:
     return dist.get_world_size(_divided[model][0]) if model in _divided else 1
 
 
-def plan_of(config: Any) -> Mapping[str, str]:
+def plan_of(config: PreTrainedConfig) -> Mapping[str, str]:
     """Returns the styles of a model's layers by the names of modules in the base model, `*` for a layer's number.
 
     Embeddings stay whole. transformers 5.17 has them in the plan of a model whose head is tied to them.
@@ -54,7 +58,7 @@ def plan_of(config: Any) -> Mapping[str, str]:
     return {name: style for name, style in plan.items() if style != EMBEDDINGS}
 
 
-def divide(model: nn.Module, mesh: Any) -> None:
+def divide(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the matrices of a causal language model of transformers over the processes of a mesh of one dimension.
 
     The head is divided by vocabulary unless it is tied to the embeddings.
@@ -172,7 +176,7 @@ def _joined(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, An
 # --- checks and records ----------------------------------------------------------------------------------------------
 
 
-def check(config: Any, settings: Settings) -> None:
+def check(config: PreTrainedConfig, settings: Settings) -> None:
     """Raise RecipeError if processes cannot divide the matrices of a model with this transformers config."""
     size = settings.sharding.tensor
     if size == 1:
@@ -208,7 +212,7 @@ def mesh_sizes(settings: Settings) -> dict[str, int]:
     return {"dp_shard_size": settings.sharding.gpus // settings.sharding.tensor, "tp_size": settings.sharding.tensor}
 
 
-def _divide(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _divide(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     from accelerate import ParallelismConfig
 
     mesh = ParallelismConfig(**mesh_sizes(settings)).build_device_mesh(run_info.device)
@@ -232,24 +236,22 @@ def _not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
 _UNTRIED = "tigon has not tried it with divided matrices"
 
 DECLARATION = Declaration(
-    pages={"tensor-parallel": "Tensor parallelism"},
-    keys=(KEY,),
-    labels={KEY: lambda settings: f"matrices over {settings.sharding.tensor}" if settings.sharding.tensor > 1 else ""},
+    labels={KEY: "matrices over {}"},
     techniques=(
         Technique(
-            name="tensor-parallel", page="tensor-parallel",
-            saves="Gathered weights, and the activations of attention, MLP and head: a GPU holds an Nth of each. Fewer "
-            "samples per step than GPUs become possible.",
-            costs="Two all-reduces of the hidden states per layer and pass, which no computation hides.",
-            effect_on_result="None for the same samples per step, except for rounding.",
-            devices=("cuda",), recipe={"sharding.gpus": 4, "sharding.fsdp": True, KEY: 2}, chosen=(_DIVIDED,),
-            model=_divide, fits=check, arguments=_arguments,
-            source="torch.distributed.tensor.parallel; arXiv 1909.08053",
+            name="tensor-parallel",
+            devices=("cuda",),
+            recipe={"sharding.gpus": 4, "sharding.fsdp": True, KEY: 2},
+            chosen=(_DIVIDED,),
+            model=_divide,
+            fits=check,
+            arguments=_arguments,
         ),
     ),
     exclusions=(
         _not_with(
-            Condition("sharding.fsdp", "is", False), "the groups share out weights and states by FSDP2",
+            Condition("sharding.fsdp", "is", False),
+            "the groups share out weights and states by FSDP2",
             "sharding.fsdp: true",
         ),
         _not_with(Condition("sharding.replicas", "is at least", 2), _UNTRIED, "sharding.replicas: 1"),
@@ -257,17 +259,22 @@ DECLARATION = Declaration(
         _not_with(Condition("sharding.offload", "is not", "none"), _UNTRIED, "sharding.offload: none"),
         _not_with(Condition("lora.rank", "is at least", 1), _UNTRIED, "lora.rank: null"),
         _not_with(Condition("train.precision", "is", "fp8"), _UNTRIED, "train.precision: amp-bf16"),
-        _not_with(Condition("train.gradient_accumulation_fusion", "is", True), _UNTRIED,
-        "train.gradient_accumulation_fusion: false"),
+        _not_with(
+            Condition("train.gradient_accumulation_fusion", "is", True),
+            _UNTRIED,
+            "train.gradient_accumulation_fusion: false",
+        ),
         _not_with(Condition("train.mlp_tile_tokens", "is at least", 1), _UNTRIED, "train.mlp_tile_tokens: 0"),
         _not_with(Condition("train.attention_groups", "is at least", 2), _UNTRIED, "train.attention_groups: 1"),
         _not_with(
-            Condition("train.optimizer", "is not one of", ("adamw", "adamw-foreach")), _UNTRIED,
+            Condition("train.optimizer", "is not one of", ("adamw", "adamw-foreach")),
+            _UNTRIED,
             "train.optimizer: adamw",
         ),
         _not_with(
-            Condition("model.kernels", "is", "liger"), "Liger reads the head's weight as a whole",
+            Condition("model.kernels", "is", "liger"),
+            "Liger reads the head's weight as a whole",
             "model.kernels: tigon",
         ),
     ),
-)  # fmt: skip
+)

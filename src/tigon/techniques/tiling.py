@@ -15,16 +15,19 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tigon.errors import RecipeError
 from tigon.ops.products import keeps_graph
+from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.records.condition import Condition
-from tigon.techniques.records.technique import Declaration, RunInfo, Search, Spans, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Search, Spans, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # N tokens of the micro-batch, H hidden.
 
@@ -183,12 +186,12 @@ def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
         yield
 
 
-def _trace(model: Any, settings: Settings, spans: Spans) -> None:
+def _trace(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:
     if settings.train.mlp_tile_tokens:
         tile(model, settings.train.mlp_tile_tokens, spans)
 
 
-def _tile(model: Any, settings: Settings, run_info: RunInfo) -> Any:
+def _tile(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
     tile(model, settings.train.mlp_tile_tokens)
     if settings.sharding.zero == 3:
         # Stage 3 gathers a module's weights when it is called. As a leaf, the MLP gathers once, not once per tile.
@@ -199,24 +202,15 @@ def _tile(model: Any, settings: Settings, run_info: RunInfo) -> Any:
 
 
 DECLARATION = Declaration(
-    pages={"tiling": "Layers in pieces, for long samples"},
-    keys=("train.mlp_tile_tokens",),
     searches=(Search(key="train.mlp_tile_tokens", how="long samples", candidates=lambda config: (TILE_TOKENS,)),),
-    labels={
-        "train.mlp_tile_tokens": lambda settings: (
-            f"MLP tiles of {settings.train.mlp_tile_tokens}" if settings.train.mlp_tile_tokens else ""
-        ),
-    },
+    labels={"train.mlp_tile_tokens": "MLP tiles of {}"},
     techniques=(
         Technique(
-            name="tiled-mlp", page="tiling",
-            saves="The inner activations of an MLP for all tokens of a micro-batch except one tile. With checkpointing "
-            "these are one layer's gate, up and their product, and their gradients.",
-            costs="A second forward pass of the MLPs, unless their layers are recomputed anyway, and fp32 sums of one "
-            "MLP's weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A micro-batch that is "
-            "no larger than a tile is computed whole, so it saves and costs nothing.",
-            recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("train.mlp_tile_tokens", "is at least", 1),),
-            model=_tile, trace=_trace, source="arXiv 2506.13996 §3.1",
+            name="tiled-mlp",
+            recipe={"train.mlp_tile_tokens": 8192},
+            chosen=(Condition("train.mlp_tile_tokens", "is at least", 1),),
+            model=_tile,
+            trace=_trace,
         ),
     ),
-)  # fmt: skip
+)

@@ -12,7 +12,7 @@ from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import read_json
 from tigon.objectives.recipe_checks import loads_saved
-from tigon.techniques.mechanisms.adapter_targets import LOFTQ
+from tigon.techniques.keys.lora import LOFTQ
 from tigon.trainer.checkpoint.checkpoint import MANIFEST, problem_of, step_of
 from tigon.trainer.checkpoint.distributed_checkpoint import is_distributed
 

@@ -10,8 +10,8 @@ from torch._functorch import config as functorch_config
 from transformers import TrainingArguments
 
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.mechanisms import galore
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.optimizers import galore
+from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import MakeOptimizer
 from tigon.trainer.setup import Setup

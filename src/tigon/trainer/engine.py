@@ -15,19 +15,18 @@ from tigon.errors import RecipeError
 from tigon.models import PatchReport, packed_documents
 from tigon.models.spec import SINKS_FLAG
 from tigon.recipe.keys import ModelConfig
-from tigon.techniques import TECHNIQUES, lora, model_attention
+from tigon.techniques import TECHNIQUES, model_kernels
+from tigon.techniques.keys.lora import LOFTQ
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.mechanisms import loftq
-from tigon.techniques.mechanisms.adapter_targets import LOFTQ
-from tigon.techniques.records.technique import RunInfo
-from tigon.techniques.sharding import (
+from tigon.techniques.lora import loftq, lora
+from tigon.techniques.sharding.sharding import (
     are_drawn_in_place,
     are_read_in_parts,
     fit_whole,
     name_present_layers,
     partitioned_loading,
-    weights_are_sharded,
 )
+from tigon.techniques.technique import RunInfo
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.distributed import launch
@@ -56,7 +55,7 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
     """
     settings, run_info = setup.settings, setup.run_info
     used = [technique for technique in TECHNIQUES.values() if technique.used_by(settings)]
-    loading = {name: value for one in used for name, value in one.loading(settings, run_info).items()}
+    loading = {name: value for one in used for name, value in one.load(settings, run_info).items()}
     if models.is_preset(setup.recipe.model.name) and not are_drawn_in_place(settings):
         with launch.main_process_first():
             setup = setup.with_model(saved_preset(setup, base))
@@ -69,7 +68,7 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
     saves_adapters = saves_adapters and settings.lora.rank is not None
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, setup.config, base)
-    flags = {SINKS_FLAG: model_attention.sinks_flag(settings), **self_test.without(setup.wrong_ops)}
+    flags = {SINKS_FLAG: model_kernels.sinks_flag(settings), **self_test.without(setup.wrong_ops)}
     report = models.patch(built, model.kernels, **flags)
     for technique in used:
         built = technique.model(built, settings, run_info)
@@ -89,9 +88,9 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
 def _loaded(setup: Setup, loading: Mapping[str, Any]) -> PreTrainedModel:
     """The model where its engine expects it. loading: The techniques' options of from_pretrained."""
     model, config, settings, device = setup.recipe.model, setup.config, setup.settings, setup.device
-    dtype = getattr(torch, lora.frozen_dtype(settings))
+    dtype = lora.frozen_dtype(settings)
     load = partial(models.build, model, config, dtype=dtype, seed=setup.recipe.train.seed)
-    if loading or not weights_are_sharded(settings):
+    if loading or not settings.sharding.divides_weights:
         return load(device=device, loading=loading)
     if models.is_preset(model.name):
         stays = _stays_on(device, settings, setup.run_info, dtype)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.errors import TigonError
 from tigon.models.table import MODELS
-from tigon.models.verification.survey import NotBuilt, families_without_a_row, small_model
+from tigon.models.verification.small_models import NotBuilt, families_without_a_row, small_model
 from tigon.trainer.run import train
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def letters() -> Any:
     )
 
 
-# --- as text and as docs/models.md -----------------------------------------------------------------------------------
+# --- as text ----------------------------------------------------------------------------------------------------------
 
 HEADING = f"{'family':24s}{'full':12s}{'LoRA, merged':14s}recipe keys, and why not"
 
@@ -165,21 +165,3 @@ def text_line(family: TrainedFamily) -> str:
     """The line of a family for the terminal."""
     outcomes = f"{family.outcome('full'):12s}{family.outcome('lora'):14s}"
     return f"{family.model_type:24s}{outcomes}{'; '.join(filter(None, (family.keys, family.why)))}".rstrip()
-
-
-def markdown(families: Iterable[TrainedFamily]) -> str:
-    """The table for docs/models.md."""
-    import transformers
-
-    listed = list(families)
-    both = sum(family.outcome("full") == family.outcome("lora") == TRAINS for family in listed)
-    built = sum(family.full is not None for family in listed)
-    counts = f"{len(listed)} families, {built} built small, {both} train both ways"
-    lines = [f"transformers {transformers.__version__}: {counts}.", ""]
-    lines += ["| family | full | LoRA, merged | recipe keys | why not |", "|---|---|---|---|---|"]
-    for family in listed:
-        why = " ".join(family.why.replace("|", "/").split())
-        keys = f"`{family.keys}`" if family.keys else ""
-        cells = (family.model_type, family.outcome("full"), family.outcome("lora"), keys, why)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

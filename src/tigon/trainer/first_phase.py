@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tigon.data.packing import SampleDataset
-from tigon.objectives.causal_lm import CausalLM
+from tigon.objectives.base import Objective
 from tigon.trainer import engine, trainer
 from tigon.trainer.checkpoint import final_model
 from tigon.trainer.distributed import launch
@@ -28,7 +28,7 @@ def train_base(prepared: Prepared, run: Path, callbacks: Sequence[TrainerCallbac
         return
     folder, partial = run / "base", run / "base-partial"
     setup = prepared.without_adapters(gradient_accumulation=base.train.gradient_accumulation).with_train(base.train)
-    setup = replace(setup, objective=CausalLM(recipe.model))
+    setup = replace(setup, objective=Objective(recipe.model))
     built, _ = engine.build(setup, partial)
     data = TrainingData(train=SampleDataset(prepared.train.samples), collator=prepared.collator)
     first = trainer.make(setup, built, data, run)

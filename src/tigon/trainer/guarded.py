@@ -37,7 +37,7 @@ from tigon.errors import RecipeError, RunFolderError
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import tensor_parallel
-from tigon.techniques.sequence_parallel import shards_of
+from tigon.techniques.sequence_parallel.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_swap, resume_rules
 from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against
 from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave

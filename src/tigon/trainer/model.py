@@ -131,7 +131,7 @@ def check_stored_format(name: str, config: PreTrainedConfig, *, keeps_mxfp4: boo
     Raises:
         RecipeError: The message names the keys.
     """
-    from tigon.techniques.mechanisms import mxfp4_experts  # loads transformers
+    from tigon.techniques.lora import mxfp4_experts  # loads transformers
 
     stored = mxfp4_experts.is_stored(config)
     if stored and not keeps_mxfp4:
@@ -415,7 +415,7 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
     """
     from safetensors import SafetensorError
 
-    from tigon.techniques.mechanisms import mxfp4_experts  # loads transformers
+    from tigon.techniques.lora import mxfp4_experts  # loads transformers
 
     if mxfp4_experts.is_stored(config):
         kept = loading.pop("quantization_config", None)

@@ -26,7 +26,8 @@ from tigon.errors import DataError, RecipeError, TigonError
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import TECHNIQUES, lora
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.lora import lora
 from tigon.trainer import model
 from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
@@ -153,7 +154,7 @@ def connect(recipe: Recipe, device: torch.device) -> None:
         launch.end_with_launcher()
     if recipe.sharding.zero and launch.is_first_of_node():
         extension_lock.wait_for_compilers()
-    launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+    launch.init_distributed(device, alone=recipe.sharding.divides_states)
 
 
 def prepare(recipe: Recipe, device: torch.device) -> Prepared:
@@ -322,9 +323,7 @@ def check_every_row_has_images(samples: Sequence[Sample], settings: Settings) ->
     A micro-batch of text alone gives the vision tower no gradient, for which the other processes would wait.
     """
     without = sum(not isinstance(sample, images.PicturedSample) for sample in samples)
-    if without and (
-        settings.sharding.gpus > 1 or launch.world_size() > 1 or settings.sharding.zero or settings.sharding.fsdp
-    ):
+    if without and (settings.sharding.gpus > 1 or launch.world_size() > 1 or settings.sharding.divides_states):
         raise DataError(
             f"data.source: {without} of {len(samples)} rows have no image, and in several processes every row needs "
             "one; remove these rows, or train in one process"
@@ -399,7 +398,7 @@ def _trains_tokenizer(recipe: Recipe) -> bool:
 def _tokenizer(recipe: Recipe, train_docs: Documents) -> Any:
     name = recipe.data.tokenizer
     if _trains_tokenizer(recipe):
-        return tokenizer.train_bpe(Texts(train_docs), recipe.data.vocab_size, tokenizer.default_cache_folder())
+        return tokenizer.train_bpe(Texts(train_docs), recipe.data.vocab_size, cache.default_folder("tokenizers"))
     own = name == "auto"
     return tokenizer.load_tokenizer(
         recipe.model.name if own else name,

@@ -23,8 +23,7 @@ from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
 from tigon.objectives.post_training_rules import is_post_training
 from tigon.recipe.keys import Recipe
-from tigon.techniques import lora
-from tigon.techniques.sharding import weights_are_sharded
+from tigon.techniques.lora import lora
 from tigon.trainer import engine
 from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap, resume_rules
 from tigon.trainer.distributed import agreement, launch, signals, torchrun
@@ -239,7 +238,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         samples = prepared.eval_samples or prepared.train.samples
         decoded = trainer.added.sampled(built, samples, prepared.tokenizer.eos_token_id)
     _end_if_asked(prepared, trainer)
-    if not weights_are_sharded(prepared.settings):
+    if not prepared.settings.sharding.divides_weights:
         _save_model(run, prepared, built, trainer)  # after sampling: it may detach the objective's heads
     return {
         **outcome,
@@ -265,7 +264,7 @@ def _save_model(run: RunFolder, prepared: Prepared, built: nn.Module, trainer: G
     )
     final = FinalSave(
         folder=run.path,
-        sharded=weights_are_sharded(prepared.settings),
+        sharded=prepared.settings.sharding.divides_weights,
         is_first=launch.rank() == 0,
         gathered_state=trainer.gathered_state,
         save_model=partial(target.save, built, trainer),
@@ -315,7 +314,7 @@ def _train(
         _end_if_asked(prepared, trainer)
         trainer.gate.settle(trainer.state.global_step)
         guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
-        if weights_are_sharded(prepared.settings):
+        if prepared.settings.sharding.divides_weights:
             _save_model(run, prepared, built, trainer)
         eval_loss = _final_eval_loss(trainer) if prepared.eval_samples else None
         _end_if_asked(prepared, trainer)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tigon.objectives import recipe_checks
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.technique import RunInfo
 from tigon.trainer.distributed import launch, torchrun
 from tigon.trainer.guards import preflight
 

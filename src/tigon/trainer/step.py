@@ -23,8 +23,8 @@ from transformers import TrainerCallback
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.device_memory import used_bytes
 from tigon.techniques import tensor_parallel
-from tigon.techniques.mechanisms.fused_linear import has_fused_linears
-from tigon.techniques.sequence_parallel import shards_of
+from tigon.techniques.accumulation.fused_linear import has_fused_linears
+from tigon.techniques.sequence_parallel.sequence_parallel import shards_of
 from tigon.trainer.guards.nan_guard import ClippedNorm, NanGuard
 
 if TYPE_CHECKING:

@@ -8,5 +8,5 @@
 - `planned.py`: the planner's choice for `auto`, and its predictions.
 - `record.py`: the JSON record.
 - `command.py`: the command `tigon bench train`.
-- `table.py`, `charts.py`: a record as Markdown and as charts.
+- `table.py`: a case as Markdown.
 """

@@ -46,9 +46,14 @@ class Case:
 
 
 def select(
-    models: Sequence[str], batches: Sequence[int], seqs: Sequence[int], precisions: Sequence[str],
-    memories: Sequence[str], *, gpu: bool,
-) -> list[Case]:  # fmt: skip
+    models: Sequence[str],
+    batches: Sequence[int],
+    seqs: Sequence[int],
+    precisions: Sequence[str],
+    memories: Sequence[str],
+    *,
+    gpu: bool,
+) -> list[Case]:
     """Every combination of the values; an empty list stands for the default.
 
     gpu: whether the default is Llama-3.2-1B at 64 x 1024 tokens in bf16, or the small model at 4 x 64 in fp32.
@@ -57,20 +62,19 @@ def select(
         OptionError: a value is out of range or unknown.
         UsageError: a memory limit is neither a size of at least 1 GiB nor the name of a GPU.
     """
-    for name, values in (("--batch", batches), ("--seq", seqs)):
-        for value in values:
-            if value < (1 if name == "--batch" else 8):
-                raise OptionError(f"{name} {value} must be at least {1 if name == '--batch' else 8}.")
+    for name, least, values in (("--batch", 1, batches), ("--seq", 8, seqs)):
+        if values and min(values) < least:
+            raise OptionError(f"{name} {min(values)} must be at least {least}.")
     for precision in precisions:
         if precision not in WEIGHTS:
             raise OptionError(f"--precision {precision} is not known; choose one of {', '.join(WEIGHTS)}.")
     for memory in memories:
         find_gpu(memory)
+    model, batch, seq, precision = ("llama-3.2-1b", 64, 1024, "bf16") if gpu else ("tigon-demo", 4, 64, "fp32")
     limits: Sequence[str | None] = memories or [None]
     combinations = itertools.product(
-        models or ["llama-3.2-1b" if gpu else "tigon-demo"], batches or [64 if gpu else 4],
-        seqs or [1024 if gpu else 64], precisions or ["bf16" if gpu else "fp32"], limits,
-    )  # fmt: skip
+        models or [model], batches or [batch], seqs or [seq], precisions or [precision], limits
+    )
     return [
         Case(model=model, batch=batch, seq=seq, precision=precision, memory=memory)
         for model, batch, seq, precision, memory in dict.fromkeys(combinations)

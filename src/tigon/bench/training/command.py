@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from tigon.bench import record as records
 from tigon.bench import timing
-from tigon.bench.record import environment
-from tigon.bench.report import report
 from tigon.bench.session import Session
 from tigon.bench.training import table
 from tigon.bench.training.cases import Case, select
 from tigon.bench.training.measure import CaseRun
 from tigon.bench.training.record import CaseRecord, TrainRecord
-from tigon.bench.training.variants import DEFAULT, FITS, WHOLE, Variant, parse
+from tigon.bench.training.variants import CODES, DEFAULT, FITS, WHOLE, Code, Variant, parse
 from tigon.errors import OptionError
 from tigon.models.loading.config import load_config
 
@@ -36,6 +35,7 @@ class TrainOptions:
     rounds: int = 3
     steps: int = 2
     session: Session
+    codes: Mapping[str, Code] = field(default_factory=lambda: CODES)
     command: str = ""
     """The command as it was typed, for the record."""
 
@@ -49,7 +49,7 @@ def bench_train(options: TrainOptions) -> TrainRecord:
         BenchError: nothing could be measured, a file cannot be written or is not a record, or a variant left the
             device unusable.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = timing.device()
     cases = select(
         options.models, options.batches, options.seqs, options.precisions, options.memories, gpu=device.type == "cuda"
     )
@@ -58,12 +58,14 @@ def bench_train(options: TrainOptions) -> TrainRecord:
     for model in dict.fromkeys(case.model for case in cases):
         load_config(model)
     run = TrainRecord(
-        environment=environment(device, ("trl", "accelerate")), rounds=options.rounds, steps=options.steps,
+        environment=records.environment(device, ("trl", "accelerate")),
+        rounds=options.rounds,
+        steps=options.steps,
         ceilings=timing.ceilings(device, _CEILING_REPETITIONS),
-    )  # fmt: skip
+    )
     timing.free_flush_buffer()
     timing.release(device)
-    print(table.provenance(run), flush=True)
+    print(provenance(run), flush=True)
     run.cases = session.continued(run).cases
     for position, case in enumerate(cases):
         known = [m.variant for earlier in run.cases if earlier.id == case.id for m in earlier.measurements]
@@ -71,7 +73,8 @@ def bench_train(options: TrainOptions) -> TrainRecord:
             continue
         if session.is_over(run, [left.id for left in cases[position:]]):
             break
-        wanted = [*variants, *(parse(name) for name in known if name not in {v.name for v in variants})]
+        both = [*variants, *(parse(name, codes=options.codes) for name in known)]
+        wanted = list({variant.name: variant for variant in both}.values())
         print(f"\n{case.id}", flush=True)
         measured = _measure(case, wanted, run, options, device)
         if measured is not None:
@@ -79,16 +82,23 @@ def bench_train(options: TrainOptions) -> TrainRecord:
             print(table.case_table(measured), flush=True)
         session.save(run, has_figures=_has_figures(run))
     reasons = [f"{m.variant}: {m.status}: {m.detail}" for case in run.cases for m in case.measurements]
-    session.finish(run, has_figures=_has_figures(run), reasons=reasons, draw=report)
+    session.finish(run, has_figures=_has_figures(run), reasons=reasons)
     return run
+
+
+def provenance(run: TrainRecord) -> str:
+    """Card, driver, versions, commits and dates of a record, and the ceilings that its last run measured."""
+    origins = [(case.tigon_commit, case.date) for case in run.cases]
+    return records.provenance(run, origins, between=f"{run.rounds} rounds of {run.steps} steps. ")
 
 
 def _variants(options: TrainOptions, cases: Sequence[Case]) -> list[Variant]:
     for name, value in (("--rounds", options.rounds), ("--steps", options.steps)):
         if value < 1:
             raise OptionError(f"{name} {value} must be at least 1.")
-    without = {parse(text, "--without").name for text in options.without}
-    variants = [v for v in map(parse, options.variants or DEFAULT) if v.name not in without]
+    without = {parse(text, "--without", options.codes).name for text in options.without}
+    variants = [parse(text, codes=options.codes) for text in options.variants or DEFAULT]
+    variants = [variant for variant in variants if variant.name not in without]
     if not variants:
         raise OptionError("--without leaves no variant to measure; name one with --variant.")
     for variant in variants:
@@ -105,10 +115,9 @@ def _measure(
 ) -> CaseRecord | None:
     """The case's record; None if the weights and the optimizer do not fit the device."""
     try:
-        measured = CaseRun(
-            case, device, options.rounds, options.steps, run.ceilings["matmul_tflop_per_s"],
-            lambda text: print(text, flush=True),
-        ).measure(variants)  # fmt: skip
+        measured = CaseRun(case, device, options.rounds, options.steps, run.ceilings["matmul_tflop_per_s"]).measure(
+            variants
+        )
     except torch.cuda.OutOfMemoryError:
         run.not_run.append(f"{case.id} (its weights and gradients do not fit)")
         return None

@@ -11,14 +11,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.profiler
 
 from tigon._quiet import library_log_lines_dropped
 from tigon.bench import timing
-from tigon.bench.measure import status_of
+from tigon.bench.measure import release_after_failure, status_of
 from tigon.bench.timing import Spread
 from tigon.bench.training import planned
 from tigon.bench.training.cases import Case
@@ -26,11 +25,9 @@ from tigon.bench.training.record import OVER, CaseRecord, StepMeasurement
 from tigon.bench.training.time_by_kind import time_by_kind
 from tigon.bench.training.trainee import Trainee
 from tigon.bench.training.variants import AUTO, FITS, WHOLE, Ready, Variant
-from tigon.errors import BenchError
 from tigon.profiler.recording.peak import PeakMeter, training_state
 
 WARM_UP_STEPS = 1
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -60,7 +57,6 @@ class CaseRun:
     rounds: int
     steps: int
     product_tflop_per_s: float
-    say: Say
 
     def measure(self, variants: Sequence[Variant]) -> CaseRecord:
         """Prepare the variants, let them take turns, and profile each."""
@@ -70,17 +66,22 @@ class CaseRun:
         self.trainee = Trainee(self.case, self.device, WARM_UP_STEPS + self.steps)
         case = self.case
         record = CaseRecord(
-            id=case.id, model=case.model, batch=case.batch, seq=case.seq, precision=case.precision,
-            limit_bytes=case.limit_bytes, flops=self.trainee.flops(),
-        )  # fmt: skip
+            id=case.id,
+            model=case.model,
+            batch=case.batch,
+            seq=case.seq,
+            precision=case.precision,
+            limit_bytes=case.limit_bytes,
+            flops=self.trainee.flops(),
+        )
         entries = [_Entry(v, StepMeasurement(variant=v.name, code=v.code.name)) for v in variants]
         record.measurements = [entry.measurement for entry in entries]
         for entry in entries:
-            self.say(f"  preparing {entry.variant.name}")
+            print(f"  preparing {entry.variant.name}", flush=True)
             self._guarded(entry, self._prepare)
         times_ms: dict[str, list[float]] = {entry.variant.name: [] for entry in entries}
         for number in range(self.rounds):
-            self.say(f"  round {number + 1} of {self.rounds}")
+            print(f"  round {number + 1} of {self.rounds}", flush=True)
             for entry in entries:
                 if entry.works:
                     self._guarded(entry, lambda e: self._turn(e, times_ms[e.variant.name]))
@@ -104,14 +105,7 @@ class CaseRun:
         # Outside the handler, because the exception's traceback holds the tensors of the failed step.
         self.trainee.optimizer.zero_grad()
         entry.ready = None
-        timing.release(self.device)
-        try:
-            timing.synchronize(self.device)
-        except RuntimeError as error:
-            raise BenchError(
-                f"{entry.variant.name} left the device unusable ({entry.measurement.detail}); leave it out with "
-                "--without."
-            ) from error
+        release_after_failure(self.device, entry.variant.name, entry.measurement.detail)
 
     # --- before the turns -------------------------------------------------------------------------------------------
 
@@ -184,9 +178,11 @@ class CaseRun:
         trainee.restore()
         with ready.active():
             timed = timing.time_steps(
-                lambda number: trainee.step(ready.loss, number, entry.micro), self.device, steps=self.steps,
+                lambda number: trainee.step(ready.loss, number, entry.micro),
+                self.device,
+                steps=self.steps,
                 warm_ups=WARM_UP_STEPS,
-            )  # fmt: skip
+            )
         times_ms += timed.ms
         entry.measurement.losses.append(timed.losses)
         if timed.peak_bytes is not None:
@@ -227,5 +223,5 @@ class CaseRun:
             with torch.profiler.profile(activities=activities) as profile:
                 trainee.step(ready.loss, 0, entry.micro)
                 timing.synchronize(self.device)
-        events: Any = profile.events()
+        events = profile.events()
         entry.measurement.kinds_ms = time_by_kind(events, on_cuda=cuda, step_ms=median_ms)

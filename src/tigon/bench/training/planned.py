@@ -52,9 +52,8 @@ def predicted(
     if device.type != "cuda" or code.kernels is None:
         return None
     request = _request(case, config, code.kernels)
-    settings = request.settings.having({"train.checkpointing": recomputed,
-    "train.gradient_accumulation": case.batch // micro, **code.settings
-    })  # fmt: skip
+    chosen = {"train.checkpointing": recomputed, "train.gradient_accumulation": case.batch // micro}
+    settings = request.settings.having({**chosen, **code.settings})
     try:
         option = estimate_option(replace(request, batch=micro, settings=settings), gpu_of(device))
     except (RecipeError, UsageError):

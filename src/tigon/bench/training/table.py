@@ -1,12 +1,11 @@
-"""A record of training steps as Markdown: one table per case, with a line per variant."""
+"""A case of training steps as a Markdown table with a line per variant."""
 
 from __future__ import annotations
 
-from tigon.bench.training.record import OVER, CaseRecord, StepMeasurement, TrainRecord
+from tigon.bench.training.record import OVER, CaseRecord, StepMeasurement
 from tigon.bench.training.time_by_kind import KINDS
-from tigon.bench.training.variants import CODES, RETIRED
 from tigon.report.table import markdown_table
-from tigon.units import in_bytes, off_by
+from tigon.units import off_by
 
 REFERENCES = ("liger:full", "hf:full")
 """Tokens/s are divided by those of the first of these that was measured."""
@@ -73,40 +72,3 @@ def _predicted(m: StepMeasurement) -> str:
         return "-"
     peak, time = off_by(m.predicted["peak_bytes"], m.peak_bytes), off_by(m.predicted["step_ms"], m.step_ms.median)
     return f"{peak}, {time}"
-
-
-def provenance(run: TrainRecord) -> str:
-    """Card, driver, versions, commits and dates of a record, and the ceilings that its last run measured."""
-    env, ceilings = run.environment, run.ceilings
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)
-    commits = list(dict.fromkeys((case.tigon_commit, case.date) for case in run.cases))
-    commits = commits or [(env["tigon_commit"], env["date"])]
-    driver = f", driver {env['driver']}" if env["driver"] else ""
-    return (
-        f"{env['device']}{driver}; {versions}; tigon at commit "
-        f"{' and '.join(f'{commit}, {date}' for commit, date in commits)}. {run.rounds} rounds of {run.steps} steps. "
-        f"In the last run a copy moved {ceilings['copy_gb_per_s']:.0f} GB/s (read plus written) and a product of "
-        f"{ceilings['matmul_size']:.0f}³ made {ceilings['matmul_tflop_per_s']:.3g} TFLOP/s."
-    )
-
-
-def section(run: TrainRecord) -> str:
-    """Provenance, and a heading, the command and a table for each case."""
-    parts = [provenance(run)]
-    for case in run.cases:
-        limit = "" if case.limit_bytes is None else f" The memory limit is {in_bytes(case.limit_bytes)}."
-        over = any(m.status == OVER for m in case.measurements)
-        note = f" {EXCEEDS}: the peak exceeds the limit." if over else ""
-        retired = {m.code for m in case.measurements} & RETIRED.keys()
-        note += "".join(f" `{code}` was {RETIRED[code]}." for code in sorted(retired))
-        parts += [
-            f"**{case.id}**: {case.tokens:,} tokens per optimizer step.{limit}{note}",
-            f"`{case.command}`",
-            case_table(case),
-        ]
-    return "\n\n".join(part for part in parts if part != "``")
-
-
-def codes() -> str:
-    """The table of the codes with their meanings."""
-    return markdown_table(("code", "meaning"), [(f"`{code.name}`", code.meaning) for code in CODES.values()])

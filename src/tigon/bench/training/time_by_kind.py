@@ -16,9 +16,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from torch._C._autograd import DeviceType
-
-from tigon.profiler.render.op_table import is_op
+from tigon.profiler.render.op_table import is_op, kernel_times
 
 KINDS = ("matmuls", "attention", "fused", "optimizer", "rest", "idle")
 _ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|efficient_attention|flex_attention", re.IGNORECASE)
@@ -44,11 +42,6 @@ def kind_of(operator: str, kernel: str) -> str:
     return "fused" if operator.startswith("tigon::") or _TRITON.fullmatch(kernel) else "rest"
 
 
-def _is_kernel(name: str) -> bool:
-    """Whether the device worked in an event of this name: a kernel or a copy, and not a wait."""
-    return not _NO_KERNEL.match(name)
-
-
 def time_by_kind(events: Iterable[Any], *, on_cuda: bool, step_ms: float) -> dict[str, float | None]:
     """Milliseconds of each of KINDS in a profiled step.
 
@@ -58,23 +51,15 @@ def time_by_kind(events: Iterable[Any], *, on_cuda: bool, step_ms: float) -> dic
         step_ms: the step's time without the profiler, from which `idle` is what the kernels leave.
     """
     total_us = dict.fromkeys(KINDS, 0.0)
-    unnamed_us: dict[str, float] = {}
-    for event in events:
-        if event.device_type != DeviceType.CPU:
-            if on_cuda and not event.is_user_annotation and _is_kernel(event.name):
-                unnamed_us[event.name] = unnamed_us.get(event.name, 0.0) + event.time_range.elapsed_us()
-        elif not is_op(event.name):
-            continue
-        elif on_cuda:
-            for kernel in event.kernels:
-                if not _is_kernel(kernel.name):
-                    continue
-                total_us[kind_of(event.name, kernel.name)] += kernel.duration
-                unnamed_us[kernel.name] = unnamed_us.get(kernel.name, 0.0) - kernel.duration
-        else:
-            total_us[kind_of(event.name, "")] += event.self_cpu_time_total
-    for name, time_us in unnamed_us.items():
-        total_us[kind_of("", name)] += max(time_us, 0.0)
+    events = list(events)
+    if on_cuda:
+        for (operator, kernel), (time_us, _) in kernel_times(events).items():
+            if not _NO_KERNEL.match(kernel):
+                total_us[kind_of(operator, kernel)] += time_us
+    else:
+        for event in events:
+            if is_op(event.name):
+                total_us[kind_of(event.name, "")] += event.self_cpu_time_total
     times_ms: dict[str, float | None] = {kind: time_us / 1000 for kind, time_us in total_us.items()}
     times_ms["idle"] = max(0.0, step_ms - sum(total_us.values()) / 1000) if on_cuda else None
     return times_ms

@@ -2,6 +2,8 @@
 
 A variant is written `CODE:RECOMPUTED[@MICRO_BATCH]`. `liger:none@fits` is Liger without recomputation, at the largest
 micro-batch that fits the memory limit. Each variant has its own copy of the model, with shared parameters.
+
+`benchmarks/training` of the repository has more codes.
 """
 
 from __future__ import annotations
@@ -17,18 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from tigon.errors import OptionError
-from tigon.models.fp8 import patch_fp8
 from tigon.models.patch import patch
-from tigon.ops.accumulation_fusion import accumulation_fusion
-from tigon.ops.linear.fp8 import SCALINGS
 from tigon.planner import model_plan
-from tigon.techniques import checkpointing, cuda_graphs
+from tigon.techniques.checkpointing import layer_function
+from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer
 from tigon.techniques.keys.settings import complaint_about
 from tigon.techniques.keys.train import STATES
-from tigon.techniques.layer_checkpointing import is_by_layer
-from tigon.techniques.mechanisms.fused_embedding import fuse_embeddings
-from tigon.techniques.mechanisms.fused_linear import fuse_linears
-from tigon.techniques.mechanisms.layer_graphs import LayerGraphs
 
 WHOLE, FITS, AUTO = "whole", "fits", "auto"
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -85,20 +81,20 @@ class Variant:
             model_plan.checkpoint(own, recomputed)
             return ready if self.code.finish is None else self.code.finish(own, ready, recomputed)
         if recomputed == "full":
-            checkpointing.enable(own)
+            layer_function.enable(own)
         return self.code.prepare(own)
 
 
-def _by_forward(model: Any) -> Loss:
+def by_forward(model: Any) -> Loss:
     return lambda ids, learned: model(input_ids=ids, labels=ids, num_items_in_batch=learned).loss
 
 
 def _hugging_face(model: Any) -> Ready:
-    return Ready(_by_forward(model))
+    return Ready(by_forward(model))
 
 
 def _compiled(model: Any) -> Ready:
-    return Ready(_by_forward(torch.compile(model)))
+    return Ready(by_forward(torch.compile(model)))
 
 
 def _liger(model: Any) -> Ready:
@@ -123,7 +119,7 @@ def _liger(model: Any) -> Ready:
         finally:
             _assign(originals)
 
-    return Ready(_by_forward(model), active)
+    return Ready(by_forward(model), active)
 
 
 def _shared_names(model: Any) -> dict[tuple[Any, str], Any]:
@@ -142,67 +138,9 @@ def _assign(values: Mapping[tuple[Any, str], Any]) -> None:
         setattr(owner, name, value)
 
 
-def _trl(model: Any) -> Ready:
-    import trl
-    from trl.trainer import utils
-
-    if not hasattr(utils, "add_fused_lm_head"):
-        raise NotImplementedError(f"TRL {trl.__version__} has no add_fused_lm_head; 1.16 has it")
-    # What SFTTrainer asks for: the last two feed its metrics.
-    utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    return Ready(
-        lambda ids, learned: model(input_ids=ids, labels=ids, num_items_in_batch=learned, fused_lm_head=True).loss
-    )
-
-
-def _tigon(model: Any) -> Ready:
+def patched(model: Any) -> Ready:
     patch(model)
-    return Ready(_by_forward(model))
-
-
-def _tigon_fp8(scaling: str) -> Callable[[Any], Ready]:
-    def prepare(model: Any) -> Ready:
-        patch(model)
-        patch_fp8(model, scaling=scaling)
-        return Ready(_by_forward(model))
-
-    return prepare
-
-
-def _graphs_of(model: Any, recomputed: str) -> LayerGraphs:
-    if next(model.parameters()).device.type != "cuda":
-        raise NotImplementedError("CUDA graphs need a GPU")
-    return cuda_graphs.graph(model, recomputes=recomputed == "full")
-
-
-def _in_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
-    graphs = _graphs_of(model, recomputed)
-
-    @contextlib.contextmanager
-    def active() -> Iterator[None]:
-        try:
-            yield
-        finally:
-            graphs.release()  # their memory would count in the turns of the other variants
-
-    return Ready(ready.loss, active)
-
-
-def _fused(model: Any, ready: Ready, recomputed: str) -> Ready:
-    fuse_linears(model)
-    fuse_embeddings(model)
-    return Ready(ready.loss, accumulation_fusion)
-
-
-def _in_fused_graphs(model: Any, ready: Ready, recomputed: str) -> Ready:
-    ready = _in_graphs(model, _fused(model, ready, recomputed), recomputed)
-
-    @contextlib.contextmanager
-    def active() -> Iterator[None]:
-        with accumulation_fusion(), ready.active():
-            yield
-
-    return Ready(ready.loss, active)
+    return Ready(by_forward(model))
 
 
 CODES: Mapping[str, Code] = {
@@ -211,44 +149,19 @@ CODES: Mapping[str, Code] = {
         Code(name="hf", meaning="transformers as it is", prepare=_hugging_face, kernels="none"),
         Code(name="compile", meaning="transformers under `torch.compile`", prepare=_compiled),
         Code(name="liger", meaning="transformers with Liger Kernel's patch", prepare=_liger, kernels="liger"),
-        Code(name="trl", meaning="transformers with the head that TRL's SFTTrainer adds (`add_fused_lm_head`)",
-             prepare=_trl),
-        Code(name="tigon", meaning="transformers with `tigon.patch`", prepare=_tigon, kernels="tigon", ours=True),
-        Code(name="tigon-graphs", meaning="`tigon` with `train.cuda_graphs`", prepare=_tigon,
-             kernels="tigon", ours=True, finish=_in_graphs, settings={"train.cuda_graphs": True}),
-        Code(name="tigon-graphs-fused", meaning="`tigon-graphs` with `train.gradient_accumulation_fusion`",
-             prepare=_tigon, kernels="tigon", ours=True, finish=_in_fused_graphs,
-             settings={"train.cuda_graphs": True, "train.gradient_accumulation_fusion": True}),
-        Code(name="tigon-fused", meaning="`tigon` with `train.gradient_accumulation_fusion`", prepare=_tigon,
-             kernels="tigon", ours=True, finish=_fused, settings={"train.gradient_accumulation_fusion": True}),
-        *(Code(name=f"tigon-fp8-{scaling}", meaning=f"`tigon` with `train.precision: fp8` and {scaling} scaling",
-               prepare=_tigon_fp8(scaling), kernels="tigon", ours=True,
-               settings={"train.precision": "fp8", "train.fp8_scaling": scaling}) for scaling in SCALINGS),
-        Code(name="tigon-fp8-graphs", meaning=f"`tigon-fp8-{SCALINGS[0]}` with `train.cuda_graphs`",
-             prepare=_tigon_fp8(SCALINGS[0]), kernels="tigon", ours=True, finish=_in_graphs,
-             settings={"train.precision": "fp8", "train.fp8_scaling": SCALINGS[0], "train.cuda_graphs": True}),
+        Code(name="tigon", meaning="transformers with `tigon.patch`", prepare=patched, kernels="tigon", ours=True),
     )
-}  # fmt: skip
-
-# A code that records name and that no longer exists -> its meaning.
-RETIRED: Mapping[str, str] = {
-    "tigon-graphs-fused-add": "`tigon-graphs-fused` with decoder layers whose residual addition and norm were one op, "
-    "an option of `tigon.patch` that was removed because it is not faster",
 }
-
-DEFAULT = (
-    "hf:full", "compile:full", "liger:full", "liger:none@fits", "trl:full", "tigon:full", "tigon:none@fits",
-    "tigon:auto",
-)  # fmt: skip
+DEFAULT = ("hf:full", "compile:full", "liger:full", "liger:none@fits", "tigon:full", "tigon:none@fits", "tigon:auto")
 
 
-def parse(text: str, flag: str = "--variant") -> Variant:
-    """The variant that `text` names. Raises OptionError."""
+def parse(text: str, flag: str = "--variant", codes: Mapping[str, Code] = CODES) -> Variant:
+    """The variant of one of `codes` that `text` names. Raises OptionError."""
     name, _, rest = text.partition(":")
     recomputed, at, micro = rest.partition("@")
-    if name not in CODES:
-        raise OptionError(f"{flag} {text}: {name!r} is not known; choose one of {', '.join(CODES)}.")
-    ours = CODES[name].ours and not CODES[name].settings  # the planner chooses for tigon alone
+    if name not in codes:
+        raise OptionError(f"{flag} {text}: {name!r} is not known; choose one of {', '.join(codes)}.")
+    ours = codes[name].ours and not codes[name].settings  # the planner chooses for tigon alone
     usual = ("none", "full", AUTO) if ours else ("none", "full")
     by_layer = ours and is_by_layer(recomputed) and complaint_about("train.checkpointing", recomputed) is None
     if recomputed not in usual and not by_layer:
@@ -259,4 +172,4 @@ def parse(text: str, flag: str = "--variant") -> Variant:
         raise OptionError(f"{flag} {text}: the micro-batch is {micro!r}; write {FITS}, {WHOLE} or a number of samples.")
     if recomputed == AUTO and micro != WHOLE:
         raise OptionError(f"{flag} {text}: the planner chooses the micro-batch of auto; write {name}:{AUTO}.")
-    return Variant(code=CODES[name], recomputed=recomputed, micro=micro)
+    return Variant(code=codes[name], recomputed=recomputed, micro=micro)

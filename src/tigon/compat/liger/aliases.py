@@ -73,7 +73,7 @@ class _Finder(DistributionFinder, Loader):
         vars(module).update(__getattr__=__getattr__, __all__=list(names), __version__=_INSTALLED_VERSION)
         vars(module)["__dir__"] = lambda: sorted({*vars(module), *names})
 
-    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+    def find_distributions(self, context: object = None) -> Iterator[Distribution]:
         wanted_name = getattr(context, "name", None)
         if wanted_name is not None and wanted_name.lower().replace("_", "-") == "liger-kernel":
             yield _Distribution()

@@ -61,7 +61,7 @@ class _Options(NamedTuple):
     return_predicted_tokens: bool = False
 
 
-def _check_options(label_smoothing: float, reduction: str, softcap: float | None, **others: Any) -> None:
+def _check_options(label_smoothing: float, reduction: str, softcap: float | None, **others: object) -> None:
     """Raise `FlagConflict` for values on which Liger's constructors assert."""
     if not 0 <= label_smoothing <= 1:
         raise FlagConflict(f"label_smoothing={label_smoothing} is outside [0, 1].")
@@ -200,7 +200,7 @@ def _packed(call: Callable[..., Four]) -> Callable[..., Tensor | CrossEntropyOut
     """The loss alone, or a `CrossEntropyOutput` if an option requests more."""
 
     @functools.wraps(call)
-    def run(size_average: Any = None, reduce: Any = None, **values: Any) -> Tensor | CrossEntropyOutput:
+    def run(size_average: object = None, reduce: object = None, **values: object) -> Tensor | CrossEntropyOutput:
         no_reduce(None, size_average=size_average, reduce=reduce)
         four = call(**values)
         more = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")

@@ -63,7 +63,7 @@ def _check_rows(reduction: str, **named: Tensor) -> None:
         raise OptionError(f"reduction={reduction!r} is not known; choose one of {', '.join(choices)}.")
 
 
-def check_temperature(temperature: float, **others: Any) -> None:
+def check_temperature(temperature: float, **others: object) -> None:
     if temperature == 0:
         raise FlagConflict("temperature=0: the logits are divided by it; pass another number.")
 
@@ -83,8 +83,8 @@ def jsd(
     shift_labels: Tensor | None = None,
     beta: float = 0.5,
     ignore_index: int = -100,
-    jsd_impl: Any = None,
-    jsd_mode: Any = None,
+    jsd_impl: object = None,
+    jsd_mode: object = None,
 ) -> Tensor:
     """The generalized Jensen-Shannon divergence of log-probabilities (N, V), as a mean over rows.
 
@@ -140,8 +140,8 @@ def fused_linear_jsd(
     ignore_index: int = -100,
     temperature: float = 1.0,
     accum_dtype: torch.dtype | None = None,
-    jsd_impl: Any = None,
-    jsd_mode: Any = None,
+    jsd_impl: object = None,
+    jsd_mode: object = None,
 ) -> Tensor:
     """The Jensen-Shannon divergence of two heads, from `tigon.linear_kl`, without their logits; a mean over rows."""
     no_implementation(jsd_impl=jsd_impl, jsd_mode=jsd_mode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
 
 from tigon.compat.liger.absent import reason_for
 from tigon.errors import LabelError, OptionError, TigonError
@@ -32,14 +31,14 @@ def missing(name: str) -> str:
     )
 
 
-def no_implementation(**named: Any) -> None:
+def no_implementation(**named: object) -> None:
     """Refuse the choice of one of Liger's backends; tigon has one implementation per device."""
     for name, value in named.items():
         if value is not None:
             raise OptionError(f"{name}={value!r}: tigon does not have Liger's backends. Leave {name} out.")
 
 
-def no_reduce(accepted: bool | None, **named: Any) -> None:
+def no_reduce(accepted: bool | None, **named: object) -> None:
     """Refuse PyTorch's deprecated `size_average` and `reduce`, which Liger ignores."""
     for name, value in named.items():
         if value is not accepted:

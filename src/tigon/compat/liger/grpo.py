@@ -85,7 +85,7 @@ def _of_head(
 
 
 def _check_positive(
-    delta: float | None, sapo_temperature_pos: float, sapo_temperature_neg: float, **others: Any
+    delta: float | None, sapo_temperature_pos: float, sapo_temperature_neg: float, **others: object
 ) -> None:
     named = {
         "sapo_temperature_pos": sapo_temperature_pos,

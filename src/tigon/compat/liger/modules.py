@@ -7,7 +7,7 @@ class by its own. The patched module keeps the class and the attributes of the m
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from tigon.models.seams.mlp import GatedMlpSeam
 from tigon.nn import GeGLUMLP, SwiGLUMLP
 from tigon.ops.glu import Approximate
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 class _StandsForPatched(abc.ABCMeta):
     """Metaclass of a Liger class whose `stands_for` names the patched modules that count as its instances.
@@ -29,7 +32,7 @@ class _StandsForPatched(abc.ABCMeta):
     An ABCMeta, so that a user's class can inherit from a Liger module and an abstract class, as with Liger itself.
     """
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
             return True
         stands_for = vars(cls).get("stands_for")  # not inherited, so a user's subclass matches no patched module
@@ -144,9 +147,9 @@ class LigerLayerNorm(nn.Module, metaclass=_StandsForPatched):
         eps: float = 1e-6,
         bias: bool = False,
         init_fn: str = "ones",
-        impl: Any = None,
-        mode: Any = None,
-        backend: Any = None,
+        impl: object = None,
+        mode: object = None,
+        backend: object = None,
     ) -> None:
         super().__init__()
         no_implementation(impl=impl, mode=mode, backend=backend)
@@ -174,7 +177,7 @@ _GELUS: dict[str, Approximate] = {
 }
 
 
-def _require_silu(config: Any) -> None:
+def _require_silu(config: PreTrainedConfig) -> None:
     """Refuse a config whose `hidden_act` (`hidden_activation` in some families) is not silu."""
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     if name not in ("silu", "swish"):
@@ -186,7 +189,7 @@ class LigerSwiGLUMLP(SwiGLUMLP, metaclass=_StandsForPatched):
 
     stands_for = "swiglu"
 
-    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+    def __init__(self, config: PreTrainedConfig, intermediate_size: int | None = None) -> None:
         _require_silu(config)
         width = config.intermediate_size if intermediate_size is None else intermediate_size
         super().__init__(config.hidden_size, width)
@@ -205,7 +208,7 @@ class LigerGEGLUMLP(GeGLUMLP, metaclass=_StandsForPatched):
 
     stands_for = "geglu"
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
         if name not in _GELUS:
             raise OptionError(f"activation {name!r}: a GeGLU MLP needs gelu; choose one of {', '.join(_GELUS)}.")
@@ -219,7 +222,7 @@ class LigerPhi3SwiGLUMLP(nn.Module, metaclass=_StandsForPatched):
     stands_for = "packed swiglu"
     tigon_flag: ClassVar[str] = "mlp"
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         _require_silu(config)
         self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
@@ -235,7 +238,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     tigon_flag: ClassVar[str] = "mlp"
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         _require_silu(config)
         self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
@@ -252,7 +255,7 @@ class LigerExperts(nn.Module):
 
     tigon_flag: ClassVar[str] = "mlp"
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         _require_silu(config)
         names = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -9,6 +9,7 @@ and the negative log-likelihood of the chosen ones per label. The rewards (B,) o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tigon import losses, ops
 from tigon.compat.liger.heads import Head, check_batch, reference_of, sequence_logps, summed_logits
-from tigon.compat.liger.rows import function, module
+from tigon.compat.liger.rows import Call, form, function, module
 from tigon.errors import OptionError, ShapeError
 from tigon.losses.dpo import DPOLossType
 
@@ -97,128 +98,75 @@ def check_dpo_loss_type(loss_type: str) -> DPOLossType:
     )
 
 
-def dpo(
-    _input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ref_input: Tensor | None = None,
-    ref_weight: Tensor | None = None,
-    ref_bias: Tensor | None = None,
-    ignore_index: int = -100,
-    beta: float = 0.1,
-    compute_nll_loss: bool = False,
-    compiled: bool = True,
-    use_ref_model: bool = True,
-    average_log_prob: bool = False,
-    chunk_size: int = 1,
-    loss_type: str = "sigmoid",
-    label_smoothing: float = 0.0,
-    discopop_tau: float = 0.05,
-    alpha: float = 1.0,
-) -> LossAndResults:
+def _loss(formula: Call, line: str) -> Call:
+    """The function of a loss, with the parameters of the line.
+
+    formula: (pairs, log-probabilities of the reference model for chosen and rejected sequences, options) -> the values
+        of each pair, then more results.
+    """
+
+    def run(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        *,
+        ignore_index: int,
+        compute_nll_loss: bool,
+        average_log_prob: bool = True,
+        use_ref_model: bool = False,
+        nll_target: Tensor | None = None,
+        alpha: float = 1.0,
+        compiled: bool,
+        chunk_size: int,
+        **options: Any,
+    ) -> LossAndResults:
+        head, reference = Head(_input, weight, bias), reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
+        pairs = pairs_of(
+            head,
+            target,
+            ignore_index=ignore_index,
+            average=average_log_prob,
+            with_nll=compute_nll_loss,
+            nll_target=nll_target,
+        )
+        ref: Sequence[Tensor | None] = (None, None)
+        if reference is not None:
+            with torch.no_grad():
+                logps = sequence_logps(reference, target, ignore_index, average_log_prob)
+            ref = logps.to(pairs.chosen.dtype).chunk(2)
+        per_pair, *more = formula(pairs, ref, **options)
+        results = pairs.results(per_pair.chosen_rewards, per_pair.rejected_rewards, *more)
+        return _mean(per_pair.loss) + alpha * pairs.nll, results
+
+    run.__doc__ = formula.__doc__
+    return form(run, f"_input weight target bias=None {line}")
+
+
+def _dpo(pairs: Pairs, ref: Sequence[Tensor | None], loss_type: str, **options: Any) -> tuple[Any, ...]:
     """`tigon.losses.dpo`. The reference's log-probabilities are computed without a gradient."""
     kind = check_dpo_loss_type(loss_type)
-    reference = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
-    pairs = pairs_of(
-        Head(_input, weight, bias),
-        target,
-        ignore_index=ignore_index,
-        average=average_log_prob,
-        with_nll=compute_nll_loss,
-    )
-    ref_chosen = ref_rejected = None
-    if reference is not None:
-        with torch.no_grad():
-            ref = sequence_logps(reference, target, ignore_index, average_log_prob)
-        ref_chosen, ref_rejected = ref.to(pairs.chosen.dtype).chunk(2)
-    per_pair = losses.dpo(
-        pairs.chosen,
-        pairs.rejected,
-        ref_chosen,
-        ref_rejected,
-        beta=beta,
-        loss_type=kind,
-        label_smoothing=label_smoothing,
-        reference_free=reference is None,
-        discopop_tau=discopop_tau,
-    )
-    return _mean(per_pair.loss) + alpha * pairs.nll, pairs.results(per_pair.chosen_rewards, per_pair.rejected_rewards)
+    free = ref[0] is None
+    return (losses.dpo(pairs.chosen, pairs.rejected, *ref, loss_type=kind, reference_free=free, **options),)
 
 
-def cpo(
-    _input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    beta: float = 0.1,
-    alpha: float = 1.0,
-    label_smoothing: float = 0.0,
-    compute_nll_loss: bool = True,
-    compiled: bool = True,
-    average_log_prob: bool = False,
-    chunk_size: int = 1,
-) -> LossAndResults:
+def _cpo(pairs: Pairs, ref: Sequence[Tensor | None], **options: Any) -> tuple[Any, ...]:
     """`tigon.losses.cpo` with the sigmoid loss; `alpha` weights the likelihood of the chosen sequences."""
-    pairs = pairs_of(
-        Head(_input, weight, bias),
-        target,
-        ignore_index=ignore_index,
-        average=average_log_prob,
-        with_nll=compute_nll_loss,
-    )
-    per_pair = losses.cpo(pairs.chosen, pairs.rejected, beta=beta, label_smoothing=label_smoothing)
-    return _mean(per_pair.loss) + alpha * pairs.nll, pairs.results(per_pair.chosen_rewards, per_pair.rejected_rewards)
+    return (losses.cpo(pairs.chosen, pairs.rejected, **options),)
 
 
-def simpo(
-    _input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    beta: float = 0.1,
-    alpha: float = 1.0,
-    label_smoothing: float = 0.0,
-    compute_nll_loss: bool = False,
-    compiled: bool = True,
-    gamma: float = 0.5,
-    chunk_size: int = 1,
-) -> LossAndResults:
+def _simpo(pairs: Pairs, ref: Sequence[Tensor | None], **options: Any) -> tuple[Any, ...]:
     """`tigon.losses.simpo`, with the likelihood of the chosen sequences on request, weighted by `alpha`."""
-    pairs = pairs_of(
-        Head(_input, weight, bias), target, ignore_index=ignore_index, average=True, with_nll=compute_nll_loss
-    )
-    per_pair = losses.simpo(pairs.chosen, pairs.rejected, beta=beta, gamma=gamma, label_smoothing=label_smoothing)
-    return _mean(per_pair.loss) + alpha * pairs.nll, pairs.results(per_pair.chosen_rewards, per_pair.rejected_rewards)
+    return (losses.simpo(pairs.chosen, pairs.rejected, **options),)
 
 
-def orpo(
-    _input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    beta: float = 0.1,
-    compute_nll_loss: bool = True,
-    nll_target: Tensor | None = None,
-    compiled: bool = True,
-    chunk_size: int = 1,
-) -> LossAndResults:
+def _orpo(pairs: Pairs, ref: Sequence[Tensor | None], **options: Any) -> tuple[Any, ...]:
     """`tigon.losses.orpo`. The results end with the means of log σ(log-odds) and of the log-odds."""
-    pairs = pairs_of(
-        Head(_input, weight, bias),
-        target,
-        ignore_index=ignore_index,
-        average=True,
-        with_nll=compute_nll_loss,
-        nll_target=nll_target,
-    )
-    per_pair = losses.orpo(pairs.chosen, pairs.rejected, beta=beta)
-    return _mean(per_pair.loss) + pairs.nll, pairs.results(
-        per_pair.chosen_rewards, per_pair.rejected_rewards, _mean(per_pair.log_odds_ratio), _mean(per_pair.log_odds)
-    )
+    per_pair = losses.orpo(pairs.chosen, pairs.rejected, **options)
+    return per_pair, _mean(per_pair.log_odds_ratio), _mean(per_pair.log_odds)
 
 
 def _mean(per_pair: Tensor) -> Tensor:
@@ -226,23 +174,40 @@ def _mean(per_pair: Tensor) -> Tensor:
     return per_pair.sum() / max(len(per_pair), 1)
 
 
-def _check_dpo(beta: float, loss_type: str, label_smoothing: float, discopop_tau: float, **others: Any) -> None:
+def _check_dpo(beta: float, loss_type: str, label_smoothing: float, discopop_tau: float, **others: object) -> None:
     losses.DPOLoss(beta, check_dpo_loss_type(loss_type), label_smoothing, discopop_tau=discopop_tau)
 
 
 # --- Liger's names ----------------------------------------------------------------------------------------------------
 
-liger_fused_linear_dpo, liger_fused_linear_cpo = dpo, cpo
-liger_fused_linear_simpo, liger_fused_linear_orpo = simpo, orpo
-LigerFusedLinearDPOFunction = function("LigerFusedLinearDPOFunction", dpo)
-LigerFusedLinearCPOFunction = function("LigerFusedLinearCPOFunction", cpo)
-LigerFusedLinearSimPOFunction = function("LigerFusedLinearSimPOFunction", simpo)
-LigerFusedLinearORPOFunction = function("LigerFusedLinearORPOFunction", orpo)
+_REFERENCE = "ref_input=None ref_weight=None ref_bias=None"
+liger_fused_linear_dpo = _loss(
+    _dpo,
+    f"{_REFERENCE} ignore_index=-100 beta=0.1 compute_nll_loss=False compiled=True use_ref_model=True "
+    "average_log_prob=False chunk_size=1 loss_type='sigmoid' label_smoothing=0.0 discopop_tau=0.05 alpha=1.0",
+)
+liger_fused_linear_cpo = _loss(
+    _cpo,
+    "ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=True compiled=True "
+    "average_log_prob=False chunk_size=1",
+)
+liger_fused_linear_simpo = _loss(
+    _simpo,
+    "ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=False compiled=True gamma=0.5 "
+    "chunk_size=1",
+)
+liger_fused_linear_orpo = _loss(
+    _orpo, "ignore_index=-100 beta=0.1 compute_nll_loss=True nll_target=None compiled=True chunk_size=1"
+)
+LigerFusedLinearDPOFunction = function("LigerFusedLinearDPOFunction", liger_fused_linear_dpo)
+LigerFusedLinearCPOFunction = function("LigerFusedLinearCPOFunction", liger_fused_linear_cpo)
+LigerFusedLinearSimPOFunction = function("LigerFusedLinearSimPOFunction", liger_fused_linear_simpo)
+LigerFusedLinearORPOFunction = function("LigerFusedLinearORPOFunction", liger_fused_linear_orpo)
 
 _HEAD = "lin_weight:weight _input target bias"
 LigerFusedLinearDPOLoss = module(
     "LigerFusedLinearDPOLoss",
-    dpo,
+    liger_fused_linear_dpo,
     holds="ignore_index beta alpha compute_nll_loss compiled use_ref_model average_log_prob chunk_size loss_type "
     "label_smoothing discopop_tau",
     takes=f"{_HEAD} ref_input ref_weight ref_bias",
@@ -250,19 +215,19 @@ LigerFusedLinearDPOLoss = module(
 )
 LigerFusedLinearCPOLoss = module(
     "LigerFusedLinearCPOLoss",
-    cpo,
+    liger_fused_linear_cpo,
     holds="ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob chunk_size",
     takes=_HEAD,
 )
 LigerFusedLinearSimPOLoss = module(
     "LigerFusedLinearSimPOLoss",
-    simpo,
+    liger_fused_linear_simpo,
     holds="ignore_index beta alpha label_smoothing compute_nll_loss=True compiled gamma chunk_size",
     takes=_HEAD,
 )
 LigerFusedLinearORPOLoss = module(
     "LigerFusedLinearORPOLoss",
-    orpo,
+    liger_fused_linear_orpo,
     holds="ignore_index beta compute_nll_loss compiled chunk_size",
     takes=f"{_HEAD} nll_target",
 )

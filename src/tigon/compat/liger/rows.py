@@ -64,7 +64,7 @@ def form(call: Call, line: str) -> Call:
     parameters = _Line(line, call)
     names, renamed, defaults = parameters.names, parameters.renamed, parameters.defaults()
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         if len(args) > len(names) or any(name not in renamed or name in names[: len(args)] for name in kwargs):
             parameters.signature.bind(*args, **kwargs)  # raises Python's TypeError
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -88,7 +88,7 @@ def module(name: str, call: Call, *, holds: str, takes: str, check: Call | None 
     options, run = _Line(holds, call), form(call, f"{takes} {holds}")
     self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-    def __init__(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(module: nn.Module, *args: object, **kwargs: object) -> None:
         nn.Module.__init__(module)
         bound = options.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -97,7 +97,7 @@ def module(name: str, call: Call, *, holds: str, takes: str, check: Call | None 
         # Tensors are no buffers, as in Liger: the state dict does not contain them, and `to` does not move them.
         vars(module).update(bound.arguments)
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: object, **kwargs: object) -> Any:
         return run(*args, **kwargs, **{option: getattr(module, option) for option in options.names})
 
     def extra_repr(module: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from tigon.integrations.trl.overrides import Override
 from tigon.models.patch import unwrap
 from tigon.models.seams.base import is_dtensor
 from tigon.models.seams.rebind import owner_of, rebind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
 LOSS = "_chunked_divergence_loss"
 FUNCTION = "ChunkedDivergenceFunction"
@@ -60,7 +63,7 @@ class _Divergence:
 class FusedDistillation:
     """DistillationTrainer, whose `_compute_loss` calls `_chunked_divergence_loss`, which calls an autograd function."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         """Raises PatchError if the trainer's loss is not the one that tigon knows, or its head cannot be fused."""
         method: Any = type(trainer)._compute_loss
         owner = owner_of(method, LOSS)
@@ -93,13 +96,17 @@ class FusedGKD:
     An evaluation that returns the outputs runs TRL's own `compute_loss`, because the caller receives the logits.
     """
 
-    def __init__(self, trainer: Any, student: FusedForward, teacher: FusedForward) -> None:
+    def __init__(self, trainer: Trainer, student: FusedForward, teacher: FusedForward) -> None:
         self.trainer, self.student, self.teacher = trainer, student, teacher
         self.override = Override(trainer, "compute_loss", self.compute_loss)
         self._unfused = self.override.original
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: PreTrainedModel,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         trainer = self.trainer
         weight: Any = unwrap(trainer.teacher_model).get_output_embeddings().weight  # type: ignore[operator]

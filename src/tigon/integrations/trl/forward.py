@@ -13,13 +13,16 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from tigon.errors import PatchError
 from tigon.integrations.trl.head import FusedHead, LogitForm, Request, TokenStatistics, bound_arguments
 from tigon.models.seams.rebind import owner_of, rebind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TRL_FUNCTION = "_ChunkedLogProbFunction"
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -88,7 +91,7 @@ class FusedForward:
     def _switch(self, trl_forward: Any, fused: FunctionType) -> Any:
         """`fused` while active, and TRL's forward after `restore`, for wrappers that still hold the new forward."""
 
-        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(model: PreTrainedModel, *args: object, **kwargs: object) -> Any:
             return (fused if self.active else trl_forward)(model, *args, **kwargs)
 
         functools.update_wrapper(forward, trl_forward)
@@ -97,7 +100,7 @@ class FusedForward:
         vars(forward).update(vars(trl_forward))
         return forward
 
-    def apply(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    def apply(self, *args: object, **kwargs: object) -> tuple[Tensor | None, ...]:
         """In place of TRL's autograd function; the weight among the arguments is not used."""
         given = bound_arguments(self._parameters, args, kwargs)
         self.form = LogitForm(given["temperature"], given["final_logit_softcapping"], given["logit_scale"])

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -33,6 +33,9 @@ from tigon.models.report import PatchReport
 from tigon.models.seams.lora import unfused_layers
 from tigon.models.spec import LAYER_FLAGS
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
 OLDEST, NEWEST = (1, 8), (1, 16)
 """The versions of TRL whose code tigon knows."""
 MARK = "_tigon_fused"
@@ -43,7 +46,7 @@ MARK = "_tigon_fused"
 class FusedTrainer:
     """What `fuse` replaced in a trainer, and what it left to TRL. Also a context manager that restores at its end."""
 
-    trainer: Any
+    trainer: Trainer
     fused: list[str] = field(default_factory=list)
     """What runs on tigon's head: `model`, `ref_model`, or the name of a method of the trainer."""
     unfused: dict[str, str] = field(default_factory=dict)
@@ -97,7 +100,7 @@ class FusedTrainer:
         return part
 
 
-def fuse(trainer: Any) -> FusedTrainer:
+def fuse(trainer: Trainer) -> FusedTrainer:
     """Let a TRL trainer compute its log-probabilities with tigon's fused head, without logits.
 
     If `tigon.patch` has replaced layers of the policy, the trainer's reference and teacher get the same layers.
@@ -153,11 +156,11 @@ def _check_version() -> None:
         )
 
 
-def _is_trainer(trainer: Any) -> bool:
+def _is_trainer(trainer: Trainer) -> bool:
     return any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__) and hasattr(trainer, "model")
 
 
-def _trl_class(trainer: Any) -> type[Any]:
+def _trl_class(trainer: Trainer) -> type[Any]:
     """TRL's own class of which this trainer is an instance; a script may subclass it."""
     return next(cls for cls in type(trainer).__mro__ if cls.__module__.partition(".")[0] == "trl")
 
@@ -199,7 +202,7 @@ def _match_layers(result: FusedTrainer) -> None:
     result._parts.append(same)
 
 
-def _fused(model: nn.Module, trainer: Any) -> Any:
+def _fused(model: nn.Module, trainer: Trainer) -> Any:
     if WITHOUT_AUTOCAST in vars(model):
         return FusedInsideAutocast(model, trainer.accelerator)
     return FusedForward(model)
@@ -217,7 +220,7 @@ def _fuse_unread(result: FusedTrainer) -> None:
         result.unfused["model"] = f"this {type(trainer).__name__} computes its loss from the model's logits"
 
 
-def _distillation(trainer: Any) -> FusedDistillation:
+def _distillation(trainer: Trainer) -> FusedDistillation:
     _check_methods(trainer, "_compute_loss")
     return FusedDistillation(trainer)
 
@@ -269,7 +272,7 @@ def _fuse_gkd(result: FusedTrainer) -> None:
         result.unfused["evaluation"] = "the Trainer asks compute_loss for the logits too"
 
 
-def _check_methods(trainer: Any, *names: str) -> None:
+def _check_methods(trainer: Trainer, *names: str) -> None:
     """Raise PatchError if TRL's trainer lacks one of these methods, or a subclass of it replaces one."""
     cls = _trl_class(trainer)
     for name in names:

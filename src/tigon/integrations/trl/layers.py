@@ -11,10 +11,9 @@ import contextlib
 import re
 import warnings
 import weakref
-from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tigon.errors import PatchError
 from tigon.integrations.trl.head import UnfusedWarning
@@ -30,7 +29,7 @@ FLAGS = (*LAYER_FLAGS, *OPTIONAL_FLAGS)
 """The flags of `tigon.patch` that change layers. Adapters and the loss are the policy's alone."""
 
 
-def second_models(trainer: Any) -> dict[str, nn.Module]:
+def second_models(trainer: Trainer) -> dict[str, nn.Module]:
     """The reference and the teacher of a trainer by attribute, without those that are the policy itself."""
     models = {name: getattr(trainer, name, None) for name in SECOND_MODELS}
     policy = unwrap(trainer.model)
@@ -38,7 +37,7 @@ def second_models(trainer: Any) -> dict[str, nn.Module]:
     return {name: model for name, model in held.items() if model is not policy}
 
 
-def _inner(model: Any) -> nn.Module:
+def _inner(model: PreTrainedModel) -> nn.Module:
     """The transformers model, also inside DeepSpeed's engine, which answers for its model's attributes."""
     while "module" in model._modules:
         model = model.module
@@ -48,7 +47,7 @@ def _inner(model: Any) -> nn.Module:
 class SameLayers(TrainerCallback):  # type: ignore[misc]  # transformers is not checked
     """Patches the second models of one trainer like its policy, now, and again when the training begins."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.reports: dict[str, PatchReport] = {}
         """Attribute of the trainer -> what was patched there."""
@@ -86,7 +85,7 @@ class SameLayers(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         who = "the policy" if wanted - layer_kinds(model) else "it"
         return f"only {who} runs tigon's {', '.join(sorted(odd))}, so its log-probabilities are rounded otherwise"
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         """Match again, because the policy may have been patched, or its patch undone, after `fuse`."""
         known = dict(self.differences)
         self.match()

@@ -6,7 +6,7 @@ and the mean that they log. One call of TRL's fused forward gives all three.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.nn import functional as F
 
 from tigon.integrations.trl.forward import FusedForward
 from tigon.integrations.trl.overrides import Override
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
 # B chosen and rejected sequences together, T tokens.
 
@@ -35,11 +38,11 @@ class MeanOnly:
 class FusedPreference:
     """The `concatenated_forward` of one ORPOTrainer or CPOTrainer."""
 
-    def __init__(self, trainer: Any, forward: FusedForward, *, orpo: bool) -> None:
+    def __init__(self, trainer: Trainer, forward: FusedForward, *, orpo: bool) -> None:
         self.trainer, self.forward, self.orpo = trainer, forward, orpo
         self.override = Override(trainer, "concatenated_forward", self.concatenated_forward)
 
-    def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
+    def concatenated_forward(self, model: PreTrainedModel, batch: dict[str, Any]) -> tuple[Any, ...]:
         """TRL's method: log-probabilities of the chosen and rejected sequences, their logits, the loss of the chosen.
 
         The logits are `MeanOnly`. In ORPO and CPO, nothing but their mean is used.

@@ -8,7 +8,7 @@ from typing import Any
 class Override:
     """One attribute of an instance, set until `restore`."""
 
-    def __init__(self, instance: Any, name: str, value: Any) -> None:
+    def __init__(self, instance: object, name: str, value: object) -> None:
         self.instance, self.name, self.value = instance, name, value
         self.original: Any = getattr(instance, name)
         """The instance's earlier attribute, as its callers see it."""

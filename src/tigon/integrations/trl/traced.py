@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tigon.integrations.trl.head import Divergence, FusedHead, LogitForm, Request, TokenStatistics
 from tigon.models.patch import unwrap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # B sequences, T tokens, N tokens that count, H hidden.
 
@@ -36,7 +39,7 @@ class TracedModel:
     form: LogitForm
 
     @classmethod
-    def of(cls, model: Any) -> TracedModel:
+    def of(cls, model: PreTrainedModel) -> TracedModel:
         """model: a causal language model, with or without adapters."""
         causal: Any = unwrap(model)
         head = FusedHead(causal)
@@ -107,7 +110,7 @@ def divergence(student: TracedModel, teacher: TracedModel, ids_BT: Tensor, kept:
 
 
 @contextmanager
-def adapters_off(model: Any) -> Iterator[None]:
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
     """Run a model as it is without its adapters, as PEFT's `disable_adapter` does. The trace lacks PEFT's wrapper."""
     layers = [module for module in model.modules() if hasattr(module, "base_layer")]
     for layer in layers:

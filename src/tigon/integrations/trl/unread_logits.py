@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from tigon.integrations.trl.head import FusedHead, LogitForm, TokenStatistics
 from tigon.integrations.trl.overrides import Override
 from tigon.models.seams.head.head_path import observed_logit_map
 from tigon.models.seams.rebind import owner_of, rebind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
 FUNCTIONS = ("selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy")
 
@@ -157,7 +160,7 @@ class UnreadLogits:
         return getattr(self.materialize(), name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0]
         if func is torch.logsumexp and kwargs.get("dim", args[1:]) in (-1, (-1,)):
@@ -178,7 +181,7 @@ _CROSS_ENTROPY = {"weight": None, "size_average": None, "reduce": None}
 class UnreadLogitsTrainer:
     """A trainer of TRL 1.8 to 1.14 whose methods get `UnreadLogits` from its models."""
 
-    def __init__(self, trainer: Any, models: dict[str, nn.Module]) -> None:
+    def __init__(self, trainer: Trainer, models: dict[str, nn.Module]) -> None:
         """Raises PatchError if no method uses TRL's functions, or a model's path to its logits cannot be followed."""
         methods = [
             name for name in dir(type(trainer)) if inspect.isfunction(inspect.getattr_static(type(trainer), name))
@@ -211,7 +214,7 @@ class UnreadLogitsTrainer:
         model, before = head.model, vars(head.model).get("forward")
         original: Any = model.forward
 
-        def forward(model: Any, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        def forward(model: PreTrainedModel, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
             if not self.inside or labels is not None or kwargs.get("output_router_logits"):
                 return original(*args, **kwargs) if labels is None else original(*args, labels=labels, **kwargs)
             from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -224,13 +227,13 @@ class UnreadLogitsTrainer:
         vars(model)["forward"] = MethodType(forward, model)
         self.forwards.append((model, before))
 
-    def _replace_method(self, trainer: Any, name: str, owner: Any) -> None:
+    def _replace_method(self, trainer: Trainer, name: str, owner: Any) -> None:
         method: Any = getattr(type(trainer), name)
         originals = {function: owner.__globals__[function] for function in FUNCTIONS if function in owner.__globals__}
         fused = rebind(method, owner, {function: _with(function, original) for function, original in originals.items()})
         signature = inspect.signature(method)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             if signature.bind(trainer, *args, **kwargs).arguments.get("return_outputs"):
                 return method(trainer, *args, **kwargs)  # the caller receives the logits
             with self._counting():
@@ -269,7 +272,7 @@ def _with(name: str, original: Any) -> Any:
             return original(logits, index, **more)  # type: ignore[no-any-return]
         return (logits if temperature == 1.0 else logits / temperature).logprobs(index, row_mask)
 
-    def entropy_from_logits(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def entropy_from_logits(logits: Any, *args: object, **kwargs: object) -> Tensor:
         return logits.entropy() if isinstance(logits, UnreadLogits) else original(logits, *args, **kwargs)
 
     def selective_log_softmax_and_entropy(

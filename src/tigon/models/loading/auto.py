@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tigon.models.patch import patch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FLAGS = tuple(p.name for p in inspect.signature(patch).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
@@ -23,12 +26,12 @@ class AutoModelForCausalLM:
         raise TypeError("use AutoModelForCausalLM.from_pretrained(...) or AutoModelForCausalLM.from_config(...)")
 
     @staticmethod
-    def from_pretrained(pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    def from_pretrained(pretrained_model_name_or_path: object, *args: object, **kwargs: object) -> nn.Module:
         """Load a folder or hub id with `transformers.AutoModelForCausalLM.from_pretrained`, and patch the model."""
         return _build("from_pretrained", pretrained_model_name_or_path, *args, **kwargs)
 
     @staticmethod
-    def from_config(config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    def from_config(config: PreTrainedConfig, *args: object, **kwargs: object) -> nn.Module:
         """Build a random model with `transformers.AutoModelForCausalLM.from_config`, and patch it."""
         return _build("from_config", config, *args, **kwargs)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     """`AutoModelForCausalLM`, or `AutoModelForImageTextToText` for a model that only that class loads and reloads.
 
     For some composite configs, such as Qwen3.5's and Llama 4's, `AutoModelForCausalLM` makes a model of the text part
@@ -23,7 +26,7 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if own in of_text else AutoModelForImageTextToText
 
 
-def reads_images(config: Any) -> bool:
+def reads_images(config: PreTrainedConfig) -> bool:
     """Whether tigon trains the model that `auto_class` loads on images.
 
     It does not if transformers has another class of the family for text alone.
@@ -35,7 +38,7 @@ def reads_images(config: Any) -> bool:
     return kind in of_images and (kind not in of_text or of_text[kind] is of_images[kind])
 
 
-def text_part(config: Any) -> str | None:
+def text_part(config: PreTrainedConfig) -> str | None:
     """The model type of the part that `auto_class` loads of a composite config; None if it loads the whole model."""
     from transformers import AutoModelForCausalLM
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from tigon._files import refuse_odd_files
 from tigon.errors import UsageError
 from tigon.models.loading.presets import MULTIMODAL_SHAPES, PRESETS
 from tigon.models.loading.weight_files import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # The deepest models with published weights have 126 layers (Llama-3.1-405B). The widest mixtures have some hundred
 # experts.
@@ -82,7 +85,7 @@ def declared_in(file: Path) -> dict[str, Any]:
     return declared
 
 
-def checked(config: Any, where: str) -> Any:
+def checked(config: PreTrainedConfig, where: str) -> Any:
     """A config that transformers has read from somebody's file.
 
     Args:
@@ -156,7 +159,7 @@ def _refuse_remote_code(name: str, declared: dict[str, Any]) -> None:
         )
 
 
-def build_on_meta(name: str, config: Any) -> torch.nn.Module:
+def build_on_meta(name: str, config: PreTrainedConfig) -> torch.nn.Module:
     """Build the model of a config on the meta device, without memory for its weights.
 
     name: for the message. Raises UsageError if transformers cannot build it.

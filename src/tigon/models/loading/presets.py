@@ -9,179 +9,89 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
+_COLUMNS = [
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+]
 
+
+def _shape(*values: object, rope: float | Mapping[str, Any], **others: object) -> Mapping[str, Any]:
+    """The fields of a config. values: those of `_COLUMNS`; rope: theta, or `rope_parameters`."""
+    parameters = rope if isinstance(rope, Mapping) else {"rope_type": "default", "rope_theta": rope}
+    return {**dict(zip(_COLUMNS, values, strict=True)), "rope_parameters": parameters, **others}
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # 1.8 M parameters, for a CPU. The vocabulary is large relative to the layers, as in commonly fine-tuned models.
-    "tigon-demo": {
-        "model_type": "llama", "vocab_size": 8192, "hidden_size": 128, "intermediate_size": 352,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        # 1/sqrt(hidden): after 400 steps of 1024 tokens the eval loss is 5.36 with 0.06 and 5.60 with Llama's 0.02
-        "initializer_range": 0.09,
-    },
+    # 1/sqrt(hidden) as initializer_range: after 400 steps of 1024 tokens the eval loss is 5.36 with 0.06 and 5.60 with
+    # Llama's 0.02.
+    "tigon-demo": _shape("llama", 8192, 128, 352, 4, 4, 2, 2048, 1e-5, True, rope=10000.0, initializer_range=0.09),
     # 0.13 B: fits an 8 GiB GPU with fp32 master weights.
-    "smollm2-135m": {
-        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
-        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-    },
-    "smollm2-1.7b": {
-        "model_type": "llama", "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 130000.0},
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0},
-    },
-    "llama-3.2-3b": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192,
-        "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0},
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
-    },
-    "llama-3.1-70b": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
-        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
-    },
-    "llama-3.1-405b": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,
-        "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
-    },
-    "llama-3-8b": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
-    "llama-2-7b": {
-        "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "olmo-2-1b": {
-        "model_type": "olmo2", "vocab_size": 100352, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
-    "qwen3-1.7b": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
-    "qwen3-4b": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
+    "smollm2-135m": _shape("llama", 49152, 576, 1536, 30, 9, 3, 8192, 1e-5, True, rope=100000.0),
+    "smollm2-1.7b": _shape("llama", 49152, 2048, 8192, 24, 32, 32, 8192, 1e-5, True, rope=130000.0),
+    "llama-3.2-1b": _shape("llama", 128256, 2048, 8192, 16, 32, 8, 131072, 1e-5, True,
+        rope=_LLAMA3_ROPE | {"factor": 32.0}, head_dim=64),
+    "llama-3.2-3b": _shape("llama", 128256, 3072, 8192, 28, 24, 8, 131072, 1e-5, True,
+        rope=_LLAMA3_ROPE | {"factor": 32.0}, head_dim=128),
+    "llama-3.1-8b": _shape("llama", 128256, 4096, 14336, 32, 32, 8, 131072, 1e-5, False,
+        rope=_LLAMA3_ROPE | {"factor": 8.0}),
+    "llama-3.1-70b": _shape("llama", 128256, 8192, 28672, 80, 64, 8, 131072, 1e-5, False,
+        rope=_LLAMA3_ROPE | {"factor": 8.0}),
+    "llama-3.1-405b": _shape("llama", 128256, 16384, 53248, 126, 128, 8, 131072, 1e-5, False,
+        rope=_LLAMA3_ROPE | {"factor": 8.0}),
+    "llama-3-8b": _shape("llama", 128256, 4096, 14336, 32, 32, 8, 8192, 1e-5, False, rope=500000.0),
+    "llama-2-7b": _shape("llama", 32000, 4096, 11008, 32, 32, 32, 4096, 1e-5, False, rope=10000.0),
+    "olmo-2-1b": _shape("olmo2", 100352, 2048, 8192, 16, 16, 16, 4096, 1e-6, False, rope=500000.0),
+    "qwen3-0.6b": _shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 40960, 1e-6, True, rope=1000000.0, head_dim=128),
+    "qwen3-1.7b": _shape("qwen3", 151936, 2048, 6144, 28, 16, 8, 40960, 1e-6, True, rope=1000000.0, head_dim=128),
+    "qwen3-4b": _shape("qwen3", 151936, 2560, 9728, 36, 32, 8, 40960, 1e-6, True, rope=1000000.0, head_dim=128),
+    "qwen3-8b": _shape("qwen3", 151936, 4096, 12288, 36, 32, 8, 40960, 1e-6, False, rope=1000000.0, head_dim=128),
     # 30.5 B parameters, of which 3.3 B compute each token
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
+    "qwen3-30b-a3b": _shape("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 40960, 1e-6, False,
+        rope=1000000.0, moe_intermediate_size=768, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True),
     # a vocabulary of 256,000 and capped logits
-    "gemma-2-2b": {
-        "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
-        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
-        "sliding_window": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
+    "gemma-2-2b": _shape("gemma2", 256000, 2304, 9216, 26, 8, 4, 8192, 1e-6, True,
+        rope=10000.0, head_dim=256, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+        query_pre_attn_scalar=256, sliding_window=4096),
     # five layers with a window of 512 tokens before each layer without
-    "gemma-3-1b": {
-        "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
-        "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256, "sliding_window": 512,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    },
+    "gemma-3-1b": _shape("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 32768, 1e-6, True,
+        rope={"full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        head_dim=256, query_pre_attn_scalar=256, sliding_window=512),
     # The published longrope scales 48 frequencies; the shape of the model does not depend on them.
-    "phi-4-mini": {
-        "model_type": "phi3", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192,
-        "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8,
-        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True, "sliding_window": 262144, "pad_token_id": 199999, "bos_token_id": 199999,
-        "eos_token_id": 199999,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
-    },
+    "phi-4-mini": _shape("phi3", 200064, 3072, 8192, 32, 24, 8, 131072, 1e-5, True,
+        rope={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        original_max_position_embeddings=4096, sliding_window=262144, pad_token_id=199999, bos_token_id=199999,
+        eos_token_id=199999),
     # 20.9 B parameters, of which 3.6 B compute each token; without the checkpoint's 4-bit storage of the experts
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
-        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False, "sliding_window": 128,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096, "truncate": False,
-        },
-    },
-    "mistral-7b-v0.3": {
-        "model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
+    "gpt-oss-20b": _shape("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 131072, 1e-5, False,
+        rope={"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+              "original_max_position_embeddings": 4096, "truncate": False},
+        head_dim=64, num_local_experts=32, num_experts_per_tok=4, sliding_window=128),
+    "mistral-7b-v0.3": _shape("mistral", 32768, 4096, 14336, 32, 32, 8, 32768, 1e-5, False,
+        rope=1000000.0, sliding_window=None),
     # the three models that the Liger Kernel paper measures in addition to llama-3-8b
-    "gemma-7b": {
-        "model_type": "gemma", "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "mistral-7b": {
-        "model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "qwen2-7b": {
-        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
+    "gemma-7b": _shape("gemma", 256000, 3072, 24576, 28, 16, 16, 8192, 1e-6, True, rope=10000.0, head_dim=256),
+    "mistral-7b": _shape("mistral", 32000, 4096, 14336, 32, 32, 8, 32768, 1e-5, False,
+        rope=10000.0, sliding_window=4096),
+    "qwen2-7b": _shape("qwen2", 152064, 3584, 18944, 28, 28, 4, 131072, 1e-6, False, rope=1000000.0),
 }  # fmt: skip
 
 HUB_SHAPES: Mapping[str, str] = {
@@ -215,20 +125,33 @@ MULTIMODAL_SHAPES: Mapping[str, Mapping[str, Any]] = {
     "google/gemma-3-4b-it": {
         "model_type": "gemma3",
         "text_config": {
-            "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 1024,
+            "vocab_size": 262208,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
         },
         "vision_config": {
-            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
-            "image_size": 896, "patch_size": 14,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": 896,
+            "patch_size": 14,
         },
     },
-}  # fmt: skip
+}
 """Shapes of models that also read images. They are not presets: `model.config` changes only a flat config."""
 
 

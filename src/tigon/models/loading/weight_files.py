@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,17 +21,25 @@ from tigon._files import open_regular, read_text, refuse_special
 from tigon.errors import UsageError
 from tigon.models.loading.auto_class import auto_class
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
 AGAIN = "copy or download it again"
 NAMED = 4  # tensors that a message names; it counts the others
 
+_KINDS = {"F": "float", "I": "int", "U": "uint"}
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
-    "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-}  # fmt: skip
+    **{f"{kind}{bits}": getattr(torch, f"{name}{bits}") for kind, name in _KINDS.items() for bits in (16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
 
 
 class Header(NamedTuple):
@@ -152,9 +160,13 @@ def _unreadable(file: Path, error: Exception) -> str:
 
 
 def compare(
-    config: Any, headers: Mapping[str, Header], *, attention: str | None = None, trust_remote_code: bool = False,
+    config: PreTrainedConfig,
+    headers: Mapping[str, Header],
+    *,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
     cls: Any = None,
-) -> LoadReport:  # fmt: skip
+) -> LoadReport:
     """Compare the tensors of these headers with a model, as transformers does when it loads them.
 
     Args:
@@ -178,9 +190,14 @@ def compare(
                     drawn = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
                 cls, config = type(drawn), drawn.config  # the text part's, if the class reads text alone
             built, info = cls.from_pretrained(
-                None, config=copy.deepcopy(config), state_dict=tensors, device_map={"": "meta"},
-                output_loading_info=True, ignore_mismatched_sizes=True, attn_implementation=attention,
-            )  # fmt: skip
+                None,
+                config=copy.deepcopy(config),
+                state_dict=tensors,
+                device_map={"": "meta"},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                attn_implementation=attention,
+            )
         except Exception as error:  # a config can be wrong in as many ways as there are models
             kind = config.model_type if cls is None else cls.__name__
             raise UsageError(f"transformers cannot load these files as {kind}: {one_line(error)}") from None

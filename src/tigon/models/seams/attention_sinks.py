@@ -121,9 +121,16 @@ class SinksAttentionSeam(Seam):
 
 
 def attend(
-    original: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
-    scaling: float | None = None, dropout: float = 0.0, **options: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    original: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     """`original`, an eager attention function of transformers, or the op if the mask is a `CausalRows`."""
     options = {"scaling": scaling, "dropout": dropout, **options}
     if not isinstance(attention_mask, CausalRows):
@@ -138,9 +145,15 @@ def attend(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     cu_seqlens = attention_mask.cu_seqlens
     out_BThD = ops.attention_with_sinks(
-        query, key.to(query.dtype), value.to(query.dtype), sinks, scale=scaling, window=window,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(query.device), max_length=attention_mask.max_length,
-    )  # fmt: skip
+        query,
+        key.to(query.dtype),
+        value.to(query.dtype),
+        sinks,
+        scale=scaling,
+        window=window,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(query.device),
+        max_length=attention_mask.max_length,
+    )
     return out_BThD, None
 
 
@@ -231,7 +244,7 @@ def _mask_functions(cls: type[nn.Module]) -> dict[str, FunctionType]:
     return {name: owner.__globals__[name] for name, owner in owners.items() if owner is not None}
 
 
-def mask_or_rows(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def mask_or_rows(original: Callable[..., Any], *args: object, **options: object) -> Any:
     """`original`, a mask function of transformers, or a `CausalRows` if that says the same."""
     try:
         given = dict(inspect.signature(original).bind(*args, **options).arguments)

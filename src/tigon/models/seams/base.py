@@ -147,7 +147,7 @@ class Around:
     def __init__(self, module: nn.Module, inner: Callable[..., Any]) -> None:
         self.module, self.inner = module, inner
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.module._tigon_around(self.inner, *args, **kwargs)  # type: ignore[operator]
 
 
@@ -192,7 +192,7 @@ class Change:
             _set_class(self.module, self.module._tigon_base)
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: object) -> bool:
     """Whether a tensor is a DTensor; tigon's operators lack sharding rules."""
     return type(value).__name__ == "DTensor"
 
@@ -209,23 +209,25 @@ def runs_more_than_its_class(module: nn.Module) -> bool:
 
     DeepSpeed's ZeRO-3 puts hooks on every module. They gather parameters, of which such a module has none.
     """
-    hooks = (
-        *module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values(),
-        *module._backward_pre_hooks.values(),
-    )  # fmt: skip
-    return any(package_of(hook) != "deepspeed" for hook in hooks) or instance_objection(module) is not None
+    return any(package_of(hook) != "deepspeed" for hook in hooks_of(module)) or instance_objection(module) is not None
+
+
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks of a module that its call runs."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [hook for kind in kinds for hook in getattr(module, kind).values()]
 
 
 _ANYBODYS = frozenset({"torch", "transformers", "transformers_modules", "tigon", "accelerate", "__main__", "functools"})
 
 
-def package_of(code: Any) -> str:
+def package_of(code: object) -> str:
     """The top-level package of a function, a method or a partial of one; "" if unknown."""
     code = getattr(code, "func", code)
     return str(getattr(getattr(code, "__func__", code), "__module__", None) or "").partition(".")[0]
 
 
-def vendor(code: Any, home: str) -> str | None:
+def vendor(code: object, home: str) -> str | None:
     """The package that replaced the model's code by its own, or None.
 
     home: the package of the model's class. Its code is never a replacement.

@@ -110,10 +110,16 @@ def run_experts(
         of = name.removesuffix("_proj")
         lora |= {f"{of}_lora_a": adapter.a, f"{of}_lora_b": adapter.b, f"{of}_scaling": adapter.scaling}
     return ops.experts(
-        hidden, top_k_index, top_k_weights, *weights, unit=unit,
+        hidden,
+        top_k_index,
+        top_k_weights,
+        *weights,
+        unit=unit,
         gate_up_bias=module.gate_up_proj_bias if module.has_bias else None,
-        down_bias=module.down_proj_bias if module.has_bias else None, transposed=module.is_transposed, **lora,
-    )  # fmt: skip
+        down_bias=module.down_proj_bias if module.has_bias else None,
+        transposed=module.is_transposed,
+        **lora,
+    )
 
 
 def _stored(module: Any, name: str) -> tuple[Tensor | Callable[[], Tensor], Adapter | None]:
@@ -134,7 +140,7 @@ def _stored(module: Any, name: str) -> tuple[Tensor | Callable[[], Tensor], Adap
     return weight, Adapter(right, left, scaling)
 
 
-def is_dequantisation(step: Any) -> bool:
+def is_dequantisation(step: object) -> bool:
     """Whether a parametrization makes a dense weight: that of bitsandbytes' 4-bit weights, or of MXFP4."""
     return type(step).__name__ in ("Bnb4bitParametrization", "Mxfp4Parametrization")
 

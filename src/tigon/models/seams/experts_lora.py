@@ -62,7 +62,7 @@ class ExpertsLoraSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain_forward: Any = base.forward
 
-        def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(self: Any, x: Tensor, *args: Any, **kwargs: object) -> Tensor:
             adapters = None if kwargs or len(args) != 2 else plain_adapters(self)
             if adapters is not None and not is_dtensor(x):
                 index, weights = args

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon import ops
-from tigon.models.seams.base import PatchedModule, Seam, is_dtensor
+from tigon.models.seams.base import PatchedModule, Seam, hooks_of, is_dtensor
 from tigon.models.seams.fp8 import fp8_scaling
 from tigon.ops.linear.nf4 import dequantiser
 
@@ -53,7 +53,7 @@ class LoraSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain_forward: Callable[..., Tensor] = base.forward
 
-        def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(self: Any, x: Tensor, *args: object, **kwargs: object) -> Tensor:
             adapter = None if args or kwargs else plain_adapter(self, x)
             if adapter is None:
                 return plain_forward(self, x, *args, **kwargs)
@@ -179,9 +179,7 @@ def _state(siblings: Siblings, x: Tensor) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), dtype, x._version, *adapters
 
 
-def _described(
-    layer: Any, x: Tensor, weight: Callable[[Any], Tensor | Callable[[], Tensor]]
-) -> ops.LoraLayer | None:  # fmt: skip
+def _described(layer: Any, x: Tensor, weight: Callable[[Any], Tensor | Callable[[], Tensor]]) -> ops.LoraLayer | None:
     """The operands of a layer, or None if `lora_linears` cannot compute it."""
     adapter = None if layer is None else plain_adapter(layer, x)
     if adapter is None or fp8_scaling(layer.base_layer) is not None:
@@ -192,9 +190,12 @@ def _described(
     if isinstance(stored, Tensor) and stored.requires_grad:
         return None
     return ops.LoraLayer(
-        weight=stored, lora_a=layer.lora_A[adapter].weight, lora_b=layer.lora_B[adapter].weight,
-        scaling=float(layer.scaling[adapter]), bias=layer.base_layer.bias,
-    )  # fmt: skip
+        weight=stored,
+        lora_a=layer.lora_A[adapter].weight,
+        lora_b=layer.lora_B[adapter].weight,
+        scaling=float(layer.scaling[adapter]),
+        bias=layer.base_layer.bias,
+    )
 
 
 def _weight(module: Any) -> Tensor | Callable[[], Tensor]:
@@ -207,7 +208,7 @@ def is_plain_linear(layer: Any) -> bool:
     return type(layer) is nn.Linear or (isinstance(layer, PatchedModule) and layer._tigon_base is nn.Linear)
 
 
-def _variant_name(variant: Any) -> str:
+def _variant_name(variant: object) -> str:
     return type(variant).__name__.removesuffix("LinearVariant")
 
 
@@ -273,7 +274,4 @@ def plain_adapter(module: Any, x: Tensor) -> str | None:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether something must run when this module is called."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )  # fmt: skip
+    return bool(hooks_of(module)) or "forward" in vars(module)

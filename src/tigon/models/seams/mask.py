@@ -58,7 +58,7 @@ class MaskSeam(Seam):
 
 def choose_by_positions(
     original: Callable[..., Any], asking: Callable[..., Any], known: Callable[..., Any], *, compiles_known: bool
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """A forward in the place of `original`, which makes consecutive positions if it is given none.
 
     The forward runs `known` if the caller gives no positions, and `asking` if the caller does. compiles_known: whether
@@ -66,7 +66,7 @@ def choose_by_positions(
     """
     at = list(inspect.signature(original).parameters).index("position_ids") - 1
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> Any:
         given = args[at] if len(args) > at else kwargs.get("position_ids")
         are_known = given is None and (compiles_known or not torch.compiler.is_compiling())
         return (known if are_known else asking)(self, *args, **kwargs)
@@ -107,7 +107,7 @@ def without_positions(function: FunctionType, run: Callable[..., Any]) -> Callab
     """`run`, which takes the arguments of the mask function, as if `position_ids` were None."""
     at = list(inspect.signature(function).parameters).index("position_ids")
 
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: object, **kwargs: object) -> Any:
         if len(args) > at:
             args = (*args[:at], None, *args[at + 1 :])
         elif "position_ids" in kwargs:

@@ -35,7 +35,7 @@ GATED_OPS: Mapping[str, Gated] = {
 }
 
 
-def gated_op(activation: Any) -> Gated | None:
+def gated_op(activation: object) -> Gated | None:
     """The op for an activation module, or None. With hooks there is none, because an op would skip them."""
     if isinstance(activation, nn.Module) and runs_more_than_its_class(activation):
         return None
@@ -48,7 +48,7 @@ def _name_of(gated: Gated | None) -> str:
     return "swiglu" if gated is ops.swiglu else "geglu"
 
 
-def no_op_for(activation: Any) -> str:
+def no_op_for(activation: object) -> str:
     """Why `gated_op` gives no op for this activation."""
     if activation is None:
         return "its gate is a formula in its forward, not an activation module"

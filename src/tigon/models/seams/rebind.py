@@ -49,14 +49,14 @@ def _chain(function: FunctionType) -> Iterator[FunctionType]:
             queue.extend(inner_functions(f))
 
 
-def names_of(function: Any) -> list[str]:
+def names_of(function: object) -> list[str]:
     """The distinct names in the code of `function` and of the functions in its decorator chain."""
     if not isinstance(function, FunctionType):
         return []
     return list(dict.fromkeys(name for f in _chain(function) for name in _names(f.__code__)))
 
 
-def owner_of(function: Any, name: str) -> FunctionType | None:
+def owner_of(function: object, name: str) -> FunctionType | None:
     """The function of the decorator chain under `function` whose code reads the global `name`, or None."""
     if not isinstance(function, FunctionType):
         return None

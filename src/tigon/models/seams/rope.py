@@ -128,7 +128,7 @@ def _rotary_functions(cls: type[nn.Module]) -> Iterator[tuple[str, FunctionType]
                 yield name, function
 
 
-def _function_of(value: Any) -> FunctionType | None:
+def _function_of(value: object) -> FunctionType | None:
     """The rotary function that a global of a modeling module stands for, or None.
 
     If the package kernels is installed, transformers puts the function into a module. Its forward calls the function

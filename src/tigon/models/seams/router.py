@@ -52,10 +52,8 @@ class RouterSeam(Seam):
         shapes: dict[str, tuple[int, ...]] = {"weight": (_EXPERTS, probe.WIDTH)}
         if getattr(module, "bias", None) is not None:
             shapes["bias"] = (_EXPERTS,)
-        sizes = {
-            "top_k": _TOP_K, "num_experts": _EXPERTS, "num_local_experts": _EXPERTS, "hidden_dim": probe.WIDTH,
-            "hidden_size": probe.WIDTH,
-        }  # fmt: skip
+        experts = dict.fromkeys(("num_experts", "num_local_experts"), _EXPERTS)
+        sizes = experts | dict.fromkeys(("hidden_dim", "hidden_size"), probe.WIDTH) | {"top_k": _TOP_K}
         make = partial(probe.make_stand_in, module, parameters=shapes, attributes=sizes)
         fused, forward = self.namespace(type(module))["forward"], type(module).forward
         return probe.disagreement(make, _inputs, fused, forward) or _dtype_objection(make, fused, forward)

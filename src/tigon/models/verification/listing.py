@@ -1,4 +1,4 @@
-"""The table of model families and their ops, for `tigon models` and for docs/models.md.
+"""The table of model families and their ops, for `tigon models` and docs/models.md.
 
 The table is generated: each row's small random model is patched, and the table shows its report.
 """
@@ -6,8 +6,6 @@ The table is generated: each row's small random model is patched, and the table 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +17,6 @@ from tigon.models.patch import apply_row
 from tigon.models.report import PatchReport
 from tigon.models.spec import PatchSpec
 from tigon.models.table import MODELS
-from tigon.models.verification.survey import Surveyed, survey
 from tigon.models.verification.tiny import tiny_model
 from tigon.models.verification.verify import Verification, verify
 
@@ -49,7 +46,7 @@ class Family:
         if self.refused:
             return [("the family", self.refused)]
         named = [*self.row.keep.items(), *((entry.cls, entry.reason) for entry in self.report.left_alone)]
-        return [*named, *_without_op(self.report.counts, named)]
+        return [*named, *columns_without_op(self.report.counts, named)]
 
     def to_dict(self) -> dict[str, Any]:
         """The family as a JSON-serialisable dict."""
@@ -123,7 +120,7 @@ _NO_CANDIDATE = {
 """Column -> (words in the names of parts with a reason of their own, why no module is a candidate)."""
 
 
-def _without_op(ops: Collection[str], named: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def columns_without_op(ops: Collection[str], named: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """(column, why) of the columns in which a family gets nothing although no part of it was refused.
 
     Args:
@@ -138,11 +135,12 @@ def _without_op(ops: Collection[str], named: Sequence[tuple[str, str]]) -> list[
     ]
 
 
-def _cells(family: Family) -> list[str]:
+def cells(family: Family) -> list[str]:
+    """The family's row of the table."""
     counts = family.report.counts
-    cells = [" + ".join(op for op in ops if op in counts) or "-" for ops in _COLUMNS.values()]
-    cells[-1] = f"{cells[-1]}, logits {family.logits}" if family.logits else cells[-1]
-    return [family.row.model_type, *cells]
+    row = [" + ".join(op for op in ops if op in counts) or "-" for ops in _COLUMNS.values()]
+    row[-1] = f"{row[-1]}, logits {family.logits}" if family.logits else row[-1]
+    return [family.row.model_type, *row]
 
 
 def _proof(verification: Verification) -> str:
@@ -157,7 +155,7 @@ HEADING = f"{'family':18s}{'norm':24s}{'MLP':18s}{'router':14s}{'rope':6s}loss i
 
 def text_lines(family: Family) -> Iterator[str]:
     """The lines of one family for the terminal."""
-    name, norm, mlp, router, rope, loss = _cells(family)
+    name, norm, mlp, router, rope, loss = cells(family)
     proof = "" if family.verification is None else f"   {_proof(family.verification)}"
     yield f"{name:18s}{norm:24s}{mlp:18s}{router:14s}{rope:6s}{loss}{proof}"
     for what, why in family.left_alone:
@@ -177,56 +175,3 @@ def json_text(listed: Iterable[Family]) -> str:
         "families": [family.to_dict() for family in families],
     }
     return json.dumps(record, indent=1)
-
-
-# --- as docs/models.md ------------------------------------------------------------------------------------------------
-
-
-def rows_markdown() -> str:
-    """The table of the rows as Markdown; every cell comes from a patched model."""
-    lines = ["| family | norm | MLP | router | rope | loss in training | left alone |", "|---|---|---|---|---|---|---|"]
-    for family in families():
-        left = "; ".join(f"{what}: {why}" for what, why in family.left_alone)
-        lines.append(f"| {' | '.join([*_cells(family), left])} |")
-    return "\n".join(lines)
-
-
-def survey_markdown() -> str:
-    """The results of matching by structure for every other causal language model of the installed transformers."""
-    return surveyed_markdown(survey())
-
-
-def surveyed_markdown(outcomes: Iterable[Surveyed]) -> str:
-    """`survey_markdown` for given outcomes."""
-    import transformers
-
-    surveyed = list(outcomes)
-    counts = Counter(o.outcome for o in surveyed)
-    summary = ", ".join(f"{counts[name]} {name}" for name in sorted(counts, reverse=True))
-    lines = [f"transformers {transformers.__version__}: {len(surveyed)} families without a row, {summary}.", ""]
-    lines += ["| family | outcome | gets | what was left alone, or why there is no outcome |", "|---|---|---|---|"]
-    for o in surveyed:
-        gets = "" if o.verification is None else ", ".join(sorted(o.verification.counts))
-        left = list(dict(o.verification.left_alone).items()) if o.verification else []
-        if o.verification:
-            left += _without_op(o.verification.counts, left)
-        reason = o.reason or "; ".join(f"{cls}: {why}" for cls, why in left)
-        lines.append(f"| {o.model_type} | {o.outcome} | {gets} | {_cell(reason)} |")
-    return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    flat = re.sub(r"\s+", " ", text).replace("|", "/")
-    return flat if len(flat) <= 300 else f"{flat[:297]}..."
-
-
-def put_between_markers(document: str, name: str, content: str) -> str:
-    """`document` with the text between `<!-- name -->` and `<!-- /name -->` replaced.
-
-    Raises OptionError if a marker is missing.
-    """
-    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    if start not in document or end not in document:
-        raise OptionError(f"the document has no markers {start} and {end} to put the table between.")
-    head, _, rest = document.partition(start)
-    return f"{head}{start}\n{content}\n{end}{rest.partition(end)[2]}"

@@ -179,7 +179,7 @@ def _gradients(model: nn.Module) -> Tensors:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _training(**inputs: Any) -> Run:
+def _training(**inputs: object) -> Run:
     def run(model: nn.Module) -> Tensors:
         model.train()
         loss = model(**inputs).loss
@@ -204,7 +204,7 @@ def _accumulated(batch: dict[str, Tensor]) -> Run:
     return run
 
 
-def _evaluation(**inputs: Any) -> Run:
+def _evaluation(**inputs: object) -> Run:
     def run(model: nn.Module) -> Tensors:
         model.eval()
         with torch.no_grad():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tigon.ops.head.inputs import Wanted
 from tigon.ops.losses.cross_entropy_rows import scale_rows
-from tigon.ops.losses.labels import Places
+from tigon.ops.losses.inputs import Places
 
 
 def finished(gradient: Tensor, left: Tensor | None, places: Places, dtype: torch.dtype) -> Tensor:

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.dispatch import Primitive
-from tigon.ops.head.inputs import NOTHING, Head, LogitBuffer, Wanted
-from tigon.ops.head.loop import Gradients, GradientSums, run_blocks, sum_dtype
-from tigon.ops.head.plan import BlockPlan, LogitBytes, even_chunk, plan_blocks, plan_kept, whole_plan
+from tigon.ops.dispatch import Primitive, no_autocast
+from tigon.ops.head.chunks import even_chunk
+from tigon.ops.head.inputs import NOTHING, Gradients, Head, LogitBuffer, Wanted, sum_dtype
+from tigon.ops.head.loop import BlockPlan, GradientSums, run_blocks
+from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept, whole_plan
 from tigon.ops.losses.divergence_rows import (
     DivergenceRows,
     KlOptions,
@@ -32,11 +33,10 @@ from tigon.ops.losses.divergence_rows import (
     divergence,
     divergence_gradient,
 )
-from tigon.ops.losses.labels import Places
-from tigon.ops.losses.logprob_rows import Block, Rows, Upstream, add_block, check_ids, gradient_into
-from tigon.ops.losses.options import LogprobOptions
+from tigon.ops.losses.inputs import Places
+from tigon.ops.losses.logprob_inputs import LogprobOptions, check_ids
+from tigon.ops.losses.logprob_rows import Block, Rows, Upstream, add_block, gradient_into
 from tigon.ops.losses.results import RowResults
-from tigon.ops.products import no_autocast
 
 # N tokens, H hidden, V vocabulary, K ids of a token, J largest logits; a block has n tokens and c columns.
 

@@ -5,29 +5,29 @@ fp64 for fp64 inputs). One pass turns them into their gradient (kernels/cross_en
 that to the gradients of hidden and weight. On Hopper the product of bf16 may write exponentials instead
 (`exponentials.py`). The products take most of the time; they are the vendor's and run at the hardware's rate.
 
-`plan.py` chooses the chunks, and what is kept for backward.
+`chunks.py` chooses the chunks, and what is kept for backward.
 
 Ignored tokens are dropped before the products, so they cost no time. The host needs the number of the remaining tokens.
 This one small copy waits for the device, unless `prepare_targets` has started it before the model's forward. Under
 torch.compile and CUDA graphs the host cannot wait, so every row is kept.
 
-The calls of one loss, in order. Files are in ops/head/ unless a folder is named. Every forward begins alike:
+The calls of one loss, in order; files without a folder are in ops/head/. Every forward begins alike:
 
-    cross_entropy.py: linear_cross_entropy          checks the options (loss_arguments.py: LossArguments.of)
-    cross_entropy.py: LinearCrossEntropy.forward    drops ignored tokens, plans the chunks (plan.py: plan_for)
-    loop.py: chunk_loop, _chunks_body               chooses between the next two paths (exponentials.py: exp_tile)
+    ops/dispatch.py: by_vocabulary                  takes a divided head to divided_cross_entropy.py
+    cross_entropy.py: linear_cross_entropy
+    inputs.py: Head.of, LossArguments.of            check, promote, flatten (ops/losses/inputs.py)
+    cross_entropy.py: LinearCrossEntropy.forward    drops ignored tokens
+    chunks.py: plan_for, chunk_loop                 choose the chunks, and one of the next two paths (exp_tile)
 
 bf16 on Hopper, each chunk:
 
-    loop.py: _Chunks.run_exp, _exp_chunk
-    exponentials.py: exp_logits
+    chunks.py: _Chunks.run_exp, exp_logits
     kernels/linear_cross_entropy.py: exp_logits     three kernels: the labels' logits, the product, the rows' factors
     exponentials.py: hidden_grad, weight_grad_into  the gradients' products, unless mode "keep" leaves them to backward
-    kernels/linear_cross_entropy.py: scaled_product, add_label_rows
 
 Elsewhere, each chunk:
 
-    loop.py: _Chunks.run, run_blocks, _Chunks.write
+    chunks.py: _Chunks.run, write                   with loop.py: run_blocks
     inputs.py: Head.logits_into                     the logits' product (ops/products.py: product_into)
     ops/losses/cross_entropy_rows.py: rows_with_gradient
     kernels/cross_entropy.py: cross_entropy_fwd     without a kernel: cross_entropy_rows.py: _fwd_reference
@@ -39,7 +39,7 @@ Backward, by the plan's mode:
     "keep": _backward_keep                          the products (exponentials.py: exp_hidden_grad, exp_weight_grad;
                                                     elsewhere ops/products.py: product_into)
     "stream": _backward_stream                      multiplies the forward's gradients by the loss's
-    "recompute": _backward_recompute                runs loop.py: chunk_loop again, with gradients
+    "recompute": _backward_recompute                runs chunks.py: chunk_loop again, with gradients
 """
 
 from __future__ import annotations
@@ -53,24 +53,19 @@ from torch import Tensor
 from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
-from tigon.ops.dispatch import Differentiable, first_order, may_overwrite
+from tigon.ops.dispatch import Differentiable, by_vocabulary, first_order, may_overwrite, no_autocast
 from tigon.ops.gradient_sums import add_scaled_
+from tigon.ops.head.chunks import TILE, ChunkOptions, chunk_loop, needs_fp32_logits, plan_for
 from tigon.ops.head.divided_cross_entropy import divided_cross_entropy
-from tigon.ops.head.exponentials import add_exp_weight_grad, exp_hidden_grad, exp_weight_grad, needs_fp32_logits
-from tigon.ops.head.inputs import NOTHING, Head, Wanted, low_rank_hidden
-from tigon.ops.head.loop import ChunkOptions, chunk_loop
-from tigon.ops.head.loss_arguments import LossArguments
-from tigon.ops.head.plan import MIB, TILE, plan_for
+from tigon.ops.head.exponentials import add_exp_weight_grad, exp_hidden_grad, exp_weight_grad
+from tigon.ops.head.inputs import MIB, NOTHING, Head, LossArguments, Wanted, low_rank_hidden
 from tigon.ops.losses.cross_entropy import Reduction, cross_entropy_oracle, loss_inputs
-from tigon.ops.losses.cross_entropy_rows import TokenLabels, scale_rows
-from tigon.ops.losses.labels import (
-    Places,
-    PreparedTargets,
-)
-from tigon.ops.losses.reduction import gradient_scales, sum_times
+from tigon.ops.losses.cross_entropy_rows import scale_rows
+from tigon.ops.losses.inputs import Places, TokenLabels, gradient_scales, sum_times
+from tigon.ops.losses.prepared_targets import PreparedTargets
 from tigon.ops.losses.results import LossOutput, LossResults
-from tigon.ops.products import keeps_graph, no_autocast, product_into
-from tigon.ops.vocab_parallel import VocabParallelOptions, by_vocabulary
+from tigon.ops.products import keeps_graph, product_into
+from tigon.ops.vocab_parallel import VocabParallelOptions
 
 # N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary, R rank of an adapter.
 
@@ -379,7 +374,8 @@ def linear_cross_entropy(
     else:
         results = _run(head, call, LeafGradient.of(weight))
     labels = target.target if isinstance(target, PreparedTargets) else target
-    return results.public(labels, call.per_row, outputs, ignore_index)
+    loss = results.loss.view(labels.shape) if call.per_row else results.loss
+    return results.with_outputs(loss, labels, outputs, ignore_index) if outputs else loss
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError, ShardingError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, check_number, first_order
+from tigon.ops.dispatch import (
+    Differentiable,
+    by_vocabulary,
+    check_number,
+    first_order,
+    is_dtensor,
+    no_autocast,
+    outside_graphs,
+)
 from tigon.ops.head.autograd import head_gradients
 from tigon.ops.head.blocks import (
     BackwardOptions,
@@ -34,22 +42,14 @@ from tigon.ops.head.blocks import (
     rows_at_once,
 )
 from tigon.ops.head.divided import DividedHead
-from tigon.ops.head.inputs import Head, Wanted
+from tigon.ops.head.inputs import Head, Wanted, default_chunk_bytes
 from tigon.ops.head.logprobs import WORTH_A_WAIT_FLOPS
-from tigon.ops.head.plan import LogitBytes, default_chunk_bytes, keeps_logits
+from tigon.ops.head.plan import LogitBytes, keeps_logits
 from tigon.ops.losses.divergence_rows import DivergenceRows, KlOptions, KlUpstream, divergence, fp16_scale
-from tigon.ops.losses.labels import Places, tokens_that_count
-from tigon.ops.losses.logprob_rows import check_mask, contiguous
-from tigon.ops.losses.options import check_chunk_bytes, check_devices, check_logit_map, check_temperature
-from tigon.ops.products import no_autocast
-from tigon.ops.vocab_parallel import (
-    VocabParallelOptions,
-    by_vocabulary,
-    exchange,
-    is_dtensor,
-    outside_graphs,
-    replicated,
-)
+from tigon.ops.losses.inputs import Places, check_chunk_bytes, check_devices, tokens_that_count
+from tigon.ops.losses.logprob_inputs import check_logit_map, check_mask, check_temperature
+from tigon.ops.losses.logprob_rows import contiguous
+from tigon.ops.vocab_parallel import VocabParallelOptions, exchange, replicated
 
 # N tokens, H hidden, V vocabulary.
 

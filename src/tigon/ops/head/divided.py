@@ -10,15 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.errors import ShapeError, ShardingError
+from tigon.ops.dispatch import is_dtensor
 from tigon.ops.head.inputs import Head
-from tigon.ops.vocab_parallel import (
-    ANY_VOCABULARY,
-    VocabParallelOptions,
-    checked_part,
-    is_dtensor,
-    part_of_dtensor,
-    replicated,
-)
+from tigon.ops.vocab_parallel import ANY_VOCABULARY, VocabParallelOptions, checked_part, part_of_dtensor, replicated
 
 # N tokens, H hidden, U rows of the weight in this process, V vocabulary.
 

@@ -19,23 +19,21 @@ import torch
 from torch import Tensor
 
 from tigon.errors import ShapeError
-from tigon.ops.dispatch import first_order
+from tigon.ops.dispatch import first_order, no_autocast, outside_graphs
 from tigon.ops.head.autograd import head_gradients
 from tigon.ops.head.blocks import empty_sums, linear_logprobs_fwd
 from tigon.ops.head.divided import DividedHead
-from tigon.ops.head.inputs import Head, Wanted
+from tigon.ops.head.inputs import Head, LossArguments, Wanted
 from tigon.ops.head.logprobs import check_divided_labels, divided_logprobs, of_no_column
-from tigon.ops.head.loop import run_blocks
-from tigon.ops.head.loss_arguments import LossArguments
-from tigon.ops.head.plan import BlockPlan, LogitBytes, keeps_logits, plan_whole_rows
-from tigon.ops.losses.labels import Places, PreparedTargets
+from tigon.ops.head.loop import BlockPlan, run_blocks
+from tigon.ops.head.plan import LogitBytes, keeps_logits, plan_whole_rows
+from tigon.ops.losses.inputs import Places, check_vector, gradient_scales
+from tigon.ops.losses.logprob_inputs import LogprobOptions
 from tigon.ops.losses.logprob_rows import Block, gradient_into
-from tigon.ops.losses.options import LogprobOptions, check_vector
-from tigon.ops.losses.reduction import gradient_scales
+from tigon.ops.losses.prepared_targets import PreparedTargets
 from tigon.ops.losses.results import LossOutput, Results, RowResults, accuracy
 from tigon.ops.losses.vocabulary import DividedVocabulary
-from tigon.ops.products import no_autocast
-from tigon.ops.vocab_parallel import VocabParallelOptions, outside_graphs, refuse_options, replicated
+from tigon.ops.vocab_parallel import VocabParallelOptions, refuse_options, replicated
 
 # N tokens, H hidden, U rows of the weight in this process; a block has n tokens.
 

@@ -1,4 +1,4 @@
-"""bf16 logits that leave their product as exponentials, so that no pass over them follows, and their two products.
+"""The two products of bf16 logits that have left their own product as exponentials (`chunks.py`: `exp_logits`).
 
 Chips with a `logits_tile` in kernels/chips.py do this (kernels/linear_cross_entropy.py). Each row of exponentials still
 lacks a factor, which is applied to dX, and to X before dW's product. It also lacks the label's own term, which is added
@@ -10,58 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.kernels.chips import LogitsTile
-from tigon.ops import dispatch, products
-from tigon.ops.dispatch import Primitive
-from tigon.ops.head.inputs import Head
-from tigon.ops.losses.cross_entropy_rows import TokenLabels, scale_rows
-from tigon.ops.losses.labels import check_labels, wants_label_check
-from tigon.ops.losses.options import LossOptions
-from tigon.ops.products import no_autocast, product_into
+from tigon.ops import dispatch
+from tigon.ops.dispatch import Primitive, no_autocast
+from tigon.ops.head.inputs import starts_aligned
+from tigon.ops.losses.cross_entropy_rows import scale_rows
+from tigon.ops.products import product_into
 
 # N tokens, C tokens of a chunk, H hidden, V vocabulary.
-
-FEWEST_EXP_ROWS = 16
-"""With fewer tokens, reading the weight takes the time, and the vendor's product is faster. It takes 0.25 ms instead of
-0.33 for 1 x 4096 x 128256 on an H200 (torch 2.11+cu130, triton 3.6, commit 3dc13d9, 2026-11-21)."""
-
-
-def exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> LogitsTile | None:
-    """The tile of the product that writes exponentials, or None if a pass over the logits follows. Reads no data."""
-    bf16 = hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
-    aligned = hidden_NH.shape[1] % 8 == 0  # rows of 16 bytes, which tensor descriptors need
-    if not (bf16 and aligned) or options.label_smoothing or other_outputs:
-        return None
-    chip = dispatch.planned_chip(hidden_NH)
-    return None if chip is None else chip.logits_tile
-
-
-def needs_fp32_logits(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> bool:
-    """Whether the loop stores fp32 logits: a pass reads the logits, and the hidden states have 16 bits.
-
-    other_outputs: a bias is trained, or there is an adapter, entropy or predictions.
-    """
-    wide = products.logits_dtype(hidden_NH.dtype) != hidden_NH.dtype
-    return wide and exp_tile(hidden_NH, weight_VH, options, other_outputs) is None
-
-
-def starts_aligned(x: Tensor) -> bool:
-    """Whether rows have unit stride and start at multiples of 16 bytes."""
-    step = 16 // x.element_size()
-    return x.stride(1) == 1 and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0
-
-
-def exp_logits(
-    head: Head, labels: TokenLabels, options: LossOptions, tile: LogitsTile, e_CV: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, stats, factors) of a chunk; writes the exponentials E, which lack the factors, into `e_CV`."""
-    from tigon.kernels.linear_cross_entropy import exp_logits
-
-    if wants_label_check(head.hidden_NH):
-        check_labels(head.vocab, labels.target, options.ignore_index)
-    if not starts_aligned(head.hidden_NH):
-        head = head._replace(hidden_NH=head.hidden_NH.clone(memory_format=torch.contiguous_format))
-    return exp_logits(head, labels, options, tile, e_CV)  # type: ignore[no-any-return]
 
 
 def _label_term(factors: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

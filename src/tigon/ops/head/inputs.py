@@ -1,4 +1,6 @@
-"""The inputs of every op over hidden states and an lm_head, checked, promoted and flattened once.
+"""The inputs of every op over hidden states and an lm_head, checked, promoted, flattened and gathered once.
+
+`Head` holds the tensors of the products, and `LossArguments` the other arguments of a linear cross entropy.
 
 A LoRA adapter of the head enters as a thin product: logits = X Wᵀ + U Bᵀ, with the low-rank hidden states
 U = s · X Aᵀ. A, the scaling and what the adapter reads stay in plain PyTorch, because they concern tensors of rank R
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +20,23 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import dispatch, products
-from tigon.ops.dispatch import check_dtype, check_number
-from tigon.ops.losses.labels import Places
-from tigon.ops.losses.options import check_devices
-from tigon.ops.products import product_dtype, product_into
+from tigon.ops.dispatch import check_dtype, check_number, product_dtype
+from tigon.ops.losses.inputs import (
+    LossOptions,
+    Places,
+    check_chunk_bytes,
+    check_devices,
+    check_labels,
+    check_options,
+    check_target,
+    check_vector,
+    inverse_denominator,
+    may_wait,
+    tokens_that_count,
+    wants_label_check,
+)
+from tigon.ops.losses.prepared_targets import PreparedTargets
+from tigon.ops.products import product_into
 
 # N tokens, n tokens of a block, c columns of a block, H hidden, V vocabulary, R rank of an adapter.
 
@@ -138,6 +154,66 @@ class Wanted(NamedTuple):
 NOTHING = Wanted()
 
 
+class Gradients(NamedTuple):
+    """The gradients of a head, in the order of `Head`; what is not wanted is empty. In fp16 they are fp32."""
+
+    dx_NH: Tensor
+    dw_VH: Tensor
+    db_V: Tensor
+    dlow_NR: Tensor
+    dlora_b_VR: Tensor
+
+    @classmethod
+    def empty(cls, head: Head, wanted: Wanted, dx_dtype: torch.dtype, dw_dtype: torch.dtype) -> Gradients:
+        """Uninitialised gradients."""
+        x, acc = head.hidden_NH, head.sum_dtype
+        (N, H), V, R = x.shape, head.vocab, 0 if head.low_NR is None else head.low_NR.shape[1]
+        return cls(
+            dx_NH=x.new_empty((N if wanted.want_hidden else 0, H), dtype=dx_dtype),
+            dw_VH=x.new_empty((V if wanted.want_weight else 0, H), dtype=dw_dtype),
+            db_V=x.new_empty(V if wanted.want_bias else 0, dtype=acc),
+            dlow_NR=x.new_empty((N if wanted.want_low else 0, R), dtype=dx_dtype),
+            dlora_b_VR=x.new_empty((V if wanted.want_lora_b else 0, R), dtype=acc),
+        )
+
+    def zero_sums(self) -> None:
+        """Set the sums over tokens to those of no token."""
+        for total in (self.dw_VH, self.db_V, self.dlora_b_VR):
+            total.zero_()
+
+
+def sum_dtype(x: Tensor, several: bool) -> torch.dtype:
+    """fp32 if several products are summed, and for fp16, whose gradients still lack a factor."""
+    return torch.promote_types(x.dtype, torch.float32) if several or x.dtype == torch.float16 else x.dtype
+
+
+MIB = 1 << 20
+# Bytes of logits alive at once, (least, most). On a GPU, chunks of at least 2048 tokens keep the products at full rate
+# (with 128256 columns, 512 MiB hold 2093 tokens of 16-bit logits, and 1024 where logits are fp32). On a CPU, a chunk
+# should stay near its last-level cache.
+# Each chunk also reads and writes the fp32 sum of dW, so a chunk is as large as that sum, up to `most`. On an H200,
+# 16384 x 3584 x 152064 took 87 ms with 1 GiB and 96 ms without. The peak memory was the same, because the cast of the
+# sum needs as much.
+DEFAULT_CHUNK_BYTES = {"cuda": (512 * MIB, 1024 * MIB), "cpu": (16 * MIB, 16 * MIB)}
+
+
+def default_chunk_bytes(hidden: Tensor, chunk_bytes: int | None = None) -> tuple[int, int]:
+    """(least, most) bytes of logits alive at once; by default those of hidden's device."""
+    if chunk_bytes is not None:
+        return chunk_bytes, chunk_bytes
+    return DEFAULT_CHUNK_BYTES.get(dispatch.planned_device(hidden), DEFAULT_CHUNK_BYTES["cuda"])
+
+
+class ChunkLimits(NamedTuple):
+    """The limits that a call sets to its plan."""
+
+    chunk_bytes: Sequence[int]
+    """(least, most)"""
+    fp32_accumulate: bool
+    memory_bytes: int
+    """The most bytes of logits and of the weight's gradient; 0 for no limit."""
+
+
 def _check_adapter(
     hidden: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, scaling: float,
     adapter_hidden: Tensor | None,
@@ -178,6 +254,12 @@ def low_rank_hidden(hidden: Tensor, lora_a: Tensor, scaling: float, dtype: torch
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+def starts_aligned(x: Tensor) -> bool:
+    """Whether rows have unit stride and start at multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    return x.stride(1) == 1 and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0
+
+
 class LogitBuffer:
     """Memory for the logits of a block, or for their gradient.
 
@@ -199,3 +281,109 @@ class LogitBuffer:
         """(n, c) at the start of the buffer."""
         width = self._width(c)
         return self.memory[: n * width].view(n, width)[:, :c]
+
+
+# --- a loss's own arguments ---
+
+# Reading the count on the host leaves the GPU idle for 0.7 ms (H200, 4096 x 2048 x 50264: the time of the step minus
+# that of its kernels, commit a3809ce). Three products with this many operations take about as long.
+_WORTH_A_WAIT_FLOPS = 5 * 10**11
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossArguments:
+    """The arguments of one call that are not differentiated."""
+
+    target: Tensor
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    inv_denominator: Tensor
+    index: Tensor | None
+    """Flat positions of the tokens that count; None for all."""
+    options: LossOptions
+    per_row: bool
+    entropy: bool
+    predicted: bool
+    limits: ChunkLimits
+
+    @classmethod
+    def of(
+        cls, head: Head, rows: torch.Size, target: Tensor | PreparedTargets, *, whole: bool = True,
+        class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, z_loss: float = 0.0,
+        num_items: Any = None, token_weight: Tensor | None = None, chunk_bytes: int | None = None,
+        fp32_accumulate: bool = True, memory_bytes: int | None = None, outputs: tuple[str, ...] = (),
+    ) -> LossArguments:  # fmt: skip
+        """The arguments of a call, from the options of `linear_cross_entropy`.
+
+        Args:
+            rows: the shape of the tokens.
+            whole: whether the head is. The parts of a divided head drop the same tokens, and check their labels later.
+
+        Raises:
+            OptionError: an option is invalid, or options contradict each other.
+            ShapeError, DtypeError, LabelError: labels or weights do not fit the head.
+        """
+        labels = _labels(target, ignore_index)
+        options, num_items = check_options(
+            LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
+            reduction=reduction, num_items=num_items, outputs=outputs,
+        )  # fmt: skip
+        check_target(labels, rows, "hidden")
+        check_devices(hidden=head.hidden_NH, target=labels, class_weight=class_weight, token_weight=token_weight)
+        if whole:
+            check_vector("class_weight", class_weight, (head.weight_VH.shape[0],))
+        check_vector("token_weight", token_weight, labels.shape)
+        target_N = labels.reshape(-1).contiguous()
+        if whole and may_wait(target_N) and wants_label_check(head.hidden_NH):
+            # Checked here so that the message names the caller's position: ignored rows are dropped below.
+            check_labels(head.weight_VH.shape[0], target_N, ignore_index)
+        class_weight = None if class_weight is None else class_weight.contiguous()
+        return cls(
+            target=target_N,
+            class_weight=class_weight,
+            token_weight=None if token_weight is None else token_weight.reshape(-1).contiguous(),
+            inv_denominator=inverse_denominator(
+                head.hidden_NH, target_N, class_weight, num_items=num_items, ignore_index=ignore_index,
+                reduction=reduction,
+            ),
+            index=_tokens(head, target if isinstance(target, PreparedTargets) else target_N, ignore_index, whole),
+            options=options,
+            per_row=reduction == "none",
+            entropy="entropy" in outputs,
+            predicted="predicted" in outputs or "accuracy" in outputs,
+            limits=_limits(head, chunk_bytes, fp32_accumulate, memory_bytes),
+        )  # fmt: skip
+
+
+def _labels(target: Tensor | PreparedTargets, ignore_index: int) -> Tensor:
+    if not isinstance(target, PreparedTargets):
+        return target
+    if target.shifts != (0,):
+        raise OptionError(f"target was prepared for heads with shifts {target.shifts}; leave out the shifts.")
+    if target.ignore_index != ignore_index:
+        raise OptionError(f"target was prepared with ignore_index {target.ignore_index}, the loss has {ignore_index}.")
+    return target.target
+
+
+def _tokens(head: Head, target: Tensor | PreparedTargets, ignore_index: int, whole: bool) -> Tensor | None:
+    """Flat positions of the labels that are not ignored, or None to use all rows."""
+    pays = 6 * head.tokens * head.weight_VH.numel() >= _WORTH_A_WAIT_FLOPS
+    if isinstance(target, PreparedTargets):
+        if whole and dispatch.planned() is None:
+            return target.rows() if may_wait(target.target) else None
+        target, pays = target.target.reshape(-1), True  # of a whole head, the count is there already
+    labels_N = target
+    return tokens_that_count(labels_N, lambda: labels_N != ignore_index, wait_pays=pays or not whole)
+
+
+def _limits(head: Head, chunk_bytes: int | None, fp32_accumulate: bool, memory_bytes: int | None) -> ChunkLimits:
+    check_chunk_bytes(chunk_bytes)
+    check_chunk_bytes(memory_bytes, "memory_bytes")
+    if memory_bytes is not None and (chunk_bytes is not None or not fp32_accumulate):
+        raise OptionError("memory_bytes chooses the chunks and their sum; leave out chunk_bytes and fp32_accumulate.")
+    if not fp32_accumulate and head.dtype == torch.float16:
+        raise OptionError(
+            "fp32_accumulate=False is not for float16, whose range sums of gradients leave; use bfloat16."
+        )
+    return ChunkLimits(default_chunk_bytes(head.hidden_NH, chunk_bytes), fp32_accumulate, memory_bytes or 0)

@@ -15,19 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, first_order
+from tigon.ops.dispatch import Differentiable, by_vocabulary, first_order, outside_graphs
 from tigon.ops.head.autograd import head_gradients
 from tigon.ops.head.blocks import BackwardOptions, linear_logprobs_bwd, linear_logprobs_fwd
 from tigon.ops.head.divided import DividedHead
-from tigon.ops.head.inputs import Head, Wanted
-from tigon.ops.head.plan import LogitBytes, default_chunk_bytes, keeps_logits
-from tigon.ops.losses.labels import Places, may_wait, tokens_that_count
-from tigon.ops.losses.logprob_rows import check_ids, flat_ids, fp16_scales
+from tigon.ops.head.inputs import Head, Wanted, default_chunk_bytes
+from tigon.ops.head.plan import LogitBytes, keeps_logits
+from tigon.ops.losses.inputs import Places, check_chunk_bytes, check_devices, may_wait, tokens_that_count
+from tigon.ops.losses.logprob_inputs import LogprobOptions, check_ids, check_logprob_options, flat_ids
+from tigon.ops.losses.logprob_rows import fp16_scales
 from tigon.ops.losses.logprobs import logprobs_oracle, make_ids
-from tigon.ops.losses.options import LogprobOptions, check_chunk_bytes, check_devices, check_logprob_options
 from tigon.ops.losses.results import Logprobs, Results, RowResults
 from tigon.ops.losses.vocabulary import WHOLE, DividedVocabulary, Vocabulary
-from tigon.ops.vocab_parallel import VocabParallelOptions, by_vocabulary, outside_graphs, replicated
+from tigon.ops.vocab_parallel import VocabParallelOptions, replicated
 
 # N tokens, H hidden, V vocabulary, K ids of a token, J largest logits of a token.
 

@@ -28,24 +28,28 @@ from tigon.ops.dispatch import (
     check_number,
     first_order,
     may_overwrite,
+    product_dtype,
 )
 from tigon.ops.head.cross_entropy import linear_cross_entropy_oracle, scaled_in_place
+from tigon.ops.head.inputs import default_chunk_bytes
 from tigon.ops.head.multi_head_loop import HeadLayout, LoopCall, WantedGradients, multi_head_loop
-from tigon.ops.head.plan import default_chunk_bytes
 from tigon.ops.losses.cross_entropy import Reduction, make_target
 from tigon.ops.losses.cross_entropy_rows import scale_rows
-from tigon.ops.losses.labels import PreparedTargets, check_target, may_wait, scored, tokens_that_count
-from tigon.ops.losses.options import (
+from tigon.ops.losses.inputs import (
     LossOptions,
     check_chunk_bytes,
     check_devices,
     check_options,
-    check_shifts,
+    check_target,
     check_vector,
     check_vocabulary,
+    gradient_scales,
+    may_wait,
+    number_on,
+    tokens_that_count,
 )
-from tigon.ops.losses.reduction import gradient_scales, number_on
-from tigon.ops.products import keeps_graph, product_dtype
+from tigon.ops.losses.prepared_targets import PreparedTargets, check_shifts, scored
+from tigon.ops.products import keeps_graph
 
 # B batch, T positions, N = B·T tokens, H hidden, V vocabulary, K heads.
 

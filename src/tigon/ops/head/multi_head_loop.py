@@ -19,15 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.dispatch import Primitive
-from tigon.ops.head.exponentials import exp_hidden_grad, needs_fp32_logits, weight_grad_into
+from tigon.ops.dispatch import Primitive, no_autocast
+from tigon.ops.head.chunks import ChunkOptions, chunk_loop, even_chunk, needs_fp32_logits, split_bytes
+from tigon.ops.head.exponentials import exp_hidden_grad, weight_grad_into
 from tigon.ops.head.inputs import Head, Wanted
-from tigon.ops.head.loop import ChunkOptions, chunk_loop
-from tigon.ops.head.plan import even_chunk, split_bytes
-from tigon.ops.losses.cross_entropy_rows import TokenLabels
-from tigon.ops.losses.labels import labels_ahead
-from tigon.ops.losses.options import LossOptions
-from tigon.ops.products import logits_dtype, logits_into, no_autocast, product_into
+from tigon.ops.losses.inputs import LossOptions, TokenLabels
+from tigon.ops.losses.prepared_targets import labels_ahead
+from tigon.ops.products import logits_dtype, logits_into, product_into
 
 # B batch, T positions, N = B·T tokens, C tokens of a chunk, H hidden, V vocabulary, K heads.
 

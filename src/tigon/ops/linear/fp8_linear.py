@@ -25,9 +25,8 @@ from torch._subclasses import FakeTensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import known_amax, recomputation
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, check_dtype, first_order
+from tigon.ops.dispatch import Differentiable, check_dtype, first_order, no_autocast, product_dtype
 from tigon.ops.linear.fp8 import SCALINGS, Operand, fp8_amax, fp8_product, operand, transposed_rows
-from tigon.ops.products import no_autocast, product_dtype
 
 # N tokens, H input width, F output width.
 

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import check_dtype, check_number, first_order, planned_device
+from tigon.ops.dispatch import check_dtype, check_number, first_order, no_autocast, planned_device, product_dtype
 from tigon.ops.linear.fp8 import operand
 from tigon.ops.linear.fp8_linear import check_scaling, factors_of, forward_product, fp8_linear, input_gradient
-from tigon.ops.products import no_autocast, product_dtype, product_into
+from tigon.ops.products import product_into
 
 # N tokens, H input width, F output width, R rank.
 

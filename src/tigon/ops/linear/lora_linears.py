@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import first_order
+from tigon.ops.dispatch import first_order, no_autocast, product_dtype
 from tigon.ops.linear.lora_linear import (
     Weight,
     check_lora_linear,
@@ -34,7 +34,6 @@ from tigon.ops.linear.lora_linear import (
     small_gradient,
 )
 from tigon.ops.linear.nf4 import BLOCK, OUTER_BLOCK, nf4_weight
-from tigon.ops.products import no_autocast, product_dtype
 
 # N tokens, H input width, F output width of a layer, R rank of a layer, S sum of the ranks.
 

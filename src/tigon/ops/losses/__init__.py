@@ -1,8 +1,8 @@
 """Losses and log-probabilities of logits that exist already, and what the ops of a head share with them.
 
-options.py                the options: types, defaults, checks
-labels.py                 labels, the tokens that count, and labels that are counted before the loss needs them
-reduction.py              denominators, and the scale of fp16 gradients
+inputs.py                 what a loss is given: options, labels and denominators
+prepared_targets.py       labels ahead of a token, and labels that are counted before the loss needs them
+logprob_inputs.py         what log-probabilities are given: options, ids and mask
 results.py                the results, as the operators return them and as the caller gets them
 cross_entropy_rows.py     rows of logits: cross entropy and its gradient, and their reference in PyTorch
 logprob_rows.py           rows of logits: log-probabilities and their gradient

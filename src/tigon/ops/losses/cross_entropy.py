@@ -22,10 +22,18 @@ from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 from tigon.ops.losses.cross_entropy_rows import Rows, cross_entropy_bwd, cross_entropy_fwd, rows_with_gradient
-from tigon.ops.losses.labels import check_target
-from tigon.ops.losses.options import LossOptions, check_devices, check_options, check_vector, check_vocabulary
-from tigon.ops.losses.reduction import gradient_scales, inverse_denominator, sum_times
-from tigon.ops.losses.results import LossOutput, LossResults, wants_entropy, wants_predicted
+from tigon.ops.losses.inputs import (
+    LossOptions,
+    check_devices,
+    check_options,
+    check_target,
+    check_vector,
+    check_vocabulary,
+    gradient_scales,
+    inverse_denominator,
+    sum_times,
+)
+from tigon.ops.losses.results import LossOutput, LossResults
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -186,8 +194,8 @@ def cross_entropy(
         ),
         options=options,
         per_row=reduction == "none",
-        entropy=wants_entropy(outputs),
-        predicted=wants_predicted(outputs),
+        entropy="entropy" in outputs,
+        predicted="predicted" in outputs or "accuracy" in outputs,
     )  # fmt: skip
     compiling = torch.compiler.is_compiling()
     if inplace and torch.is_grad_enabled() and logits.requires_grad and not compiling:
@@ -195,7 +203,8 @@ def cross_entropy(
         results = LossResults(*CrossEntropyInplace.apply(logits_NV, call))
     else:
         results = (_cross_entropy if compiling else _apply)(logits_NV, call)
-    return results.public(target, call.per_row, outputs, ignore_index)
+    loss = results.loss.view(target.shape) if call.per_row else results.loss
+    return results.with_outputs(loss, target, outputs, ignore_index) if outputs else loss
 
 
 def _check_inplace(logits: Tensor, logits_NV: Tensor) -> None:

@@ -13,28 +13,13 @@ import torch
 from torch import Tensor
 
 from tigon.ops.dispatch import Primitive
-from tigon.ops.losses.labels import check_labels, wants_label_check
-from tigon.ops.losses.options import LossOptions
+from tigon.ops.losses.inputs import LossOptions, check_labels, wants_label_check
 
 # N rows (tokens), V columns (vocabulary).
 
 # Elements of one block of rows in the reference: 2 MiB of fp32. The block's three temporaries stay in cache, and the
 # loss uses little memory beyond the logits.
 _BLOCK_ELEMENTS = 1 << 19
-
-
-class TokenLabels(NamedTuple):
-    """The labels of some tokens, and the weights of their losses and gradients."""
-
-    target: Tensor
-    class_weight: Tensor | None
-    token_weight: Tensor | None
-    grad_scale: Tensor
-    """0-dim; gradients are for an upstream gradient of 1 / grad_scale."""
-
-    def part(self, rows: slice) -> TokenLabels:
-        token_weight = None if self.token_weight is None else self.token_weight[rows]
-        return self._replace(target=self.target[rows], token_weight=token_weight)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tigon.ops import dispatch
+from tigon.ops.losses.inputs import FP16_SCALE
+from tigon.ops.losses.logprob_inputs import LogprobOptions
 from tigon.ops.losses.logprob_rows import row_slices, squashed
-from tigon.ops.losses.options import LogprobOptions
-from tigon.ops.losses.reduction import FP16_SCALE
 
 # N rows (tokens), C columns of a block, V vocabulary.
 

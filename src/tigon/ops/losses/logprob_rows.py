@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.errors import DtypeError, ShapeError
 from tigon.ops import dispatch
-from tigon.ops.losses.labels import check_labels, wants_label_check
-from tigon.ops.losses.options import LogprobOptions
-from tigon.ops.losses.reduction import FP16_SCALE
+from tigon.ops.losses.inputs import FP16_SCALE
+from tigon.ops.losses.logprob_inputs import LogprobOptions
 from tigon.ops.losses.results import RowResults
 
 # N rows (tokens), C columns of a block, V vocabulary, K ids of a row, J largest logits of a row.
@@ -28,38 +26,6 @@ NO_ID = -(1 << 31)
 """The `ignore_index` of ids that tigon has written."""
 _LARGEST_LOGPROB = 16.0
 """|log p| of the tokens that matter to an entropy's gradient p · (log p + entropy), for fp16's range."""
-
-
-def flat_ids(ids: Tensor, mask: Tensor | None, rows: torch.Size, ignore_index: int, of: str) -> Tensor:
-    """`ids` as (N, K), ignore_index where `mask` is False; raises unless ids are (...) or (..., K) and mask (...)."""
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise DtypeError(f"ids are {ids.dtype}; the limit is int64 and int32. Cast them.")
-    if ids.shape[: len(rows)] != rows or ids.ndim > len(rows) + 1 or (ids.ndim > len(rows) and not ids.shape[-1]):
-        raise ShapeError(
-            f"ids are {tuple(ids.shape)}, {of} has rows {tuple(rows)}; ids must be {tuple(rows)}, or "
-            f"{(*rows, 'K')} for K ids of each token."
-        )
-    K = ids.shape[-1] if ids.ndim > len(rows) else 1
-    ids_NK = ids.reshape(-1, K)
-    if mask is not None:
-        check_mask(mask, rows)
-        ids_NK = torch.where(mask.reshape(-1, 1), ids_NK, ignore_index)
-    return ids_NK.contiguous()
-
-
-def check_mask(mask: Tensor, rows: torch.Size) -> None:
-    """Raise unless `mask` holds a bool for each row."""
-    if mask.shape != rows or mask.dtype != torch.bool:
-        raise ShapeError(
-            f"mask is {tuple(mask.shape)} of {mask.dtype}; it must be {tuple(rows)} of torch.bool, True for the "
-            "tokens that count."
-        )
-
-
-def check_ids(like: Tensor, ids_NK: Tensor, vocab: int, ignore_index: int) -> None:
-    """Raise `LabelError` for an id outside the vocabulary, where labels are checked at all."""
-    if wants_label_check(like):
-        check_labels(vocab, ids_NK, ignore_index)
 
 
 @dataclass(frozen=True)

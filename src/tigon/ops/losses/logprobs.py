@@ -10,18 +10,13 @@ from torch import Tensor
 
 from tigon.errors import ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
-from tigon.ops.losses.logprob_rows import Block, Rows, Upstream, add_block, check_ids, flat_ids, gradient_into
-from tigon.ops.losses.options import LogprobOptions, check_devices, check_logprob_options, check_vocabulary
+from tigon.ops.dispatch import Differentiable, Primitive, by_vocabulary, check_dtype, first_order, outside_graphs
+from tigon.ops.losses.inputs import check_devices, check_vocabulary
+from tigon.ops.losses.logprob_inputs import LogprobOptions, check_ids, check_logprob_options, flat_ids
+from tigon.ops.losses.logprob_rows import Block, Rows, Upstream, add_block, gradient_into
 from tigon.ops.losses.results import Logprobs, Results, RowResults
 from tigon.ops.losses.vocabulary import WHOLE, DividedVocabulary, Vocabulary
-from tigon.ops.vocab_parallel import (
-    ANY_VOCABULARY,
-    VocabParallelOptions,
-    by_vocabulary,
-    check_columns,
-    outside_graphs,
-)  # fmt: skip
+from tigon.ops.vocab_parallel import ANY_VOCABULARY, VocabParallelOptions, check_columns
 
 # N rows (tokens), V vocabulary, K ids of a row, J largest logits of a row.
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.losses.labels import Places
-from tigon.ops.losses.options import LogprobOptions
+from tigon.ops.losses.inputs import Places
+from tigon.ops.losses.logprob_inputs import LogprobOptions
 
 # N tokens, K ids of a token, J largest logits of a token.
 
@@ -48,11 +48,8 @@ class LossResults(NamedTuple):
     entropy: Tensor
     predicted: Tensor
 
-    def public(self, target: Tensor, per_row: bool, outputs: Collection[str], ignore_index: int) -> Tensor | LossOutput:
-        """The public function's result: the loss alone, or a `LossOutput`."""
-        loss = self.loss.view(target.shape) if per_row else self.loss
-        if not outputs:
-            return loss
+    def with_outputs(self, loss: Tensor, target: Tensor, outputs: Collection[str], ignore_index: int) -> LossOutput:
+        """The public function's result if `outputs` names anything. loss: in the public shape."""
         predicted = self.predicted
         return LossOutput(
             loss,
@@ -61,16 +58,6 @@ class LossResults(NamedTuple):
             accuracy=accuracy(predicted.view(target.shape), target, ignore_index) if "accuracy" in outputs else None,
             predicted=predicted.view(target.shape) if "predicted" in outputs else None,
         )
-
-
-def wants_entropy(outputs: Collection[str]) -> bool:
-    """Whether the kernel must compute the entropy."""
-    return "entropy" in outputs
-
-
-def wants_predicted(outputs: Collection[str]) -> bool:
-    """Whether the kernel must compute the index of the largest logit."""
-    return "predicted" in outputs or "accuracy" in outputs
 
 
 def logprob_of(stats: Tensor) -> Tensor:

@@ -20,15 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import LabelError
-from tigon.ops.losses.labels import wants_label_check
-from tigon.ops.losses.logprob_rows import (
-    Upstream,
-    backward_ids,
-    backward_options,
-    contiguous,
-    joined_upstream,
-)
-from tigon.ops.losses.options import LogprobOptions
+from tigon.ops.losses.inputs import wants_label_check
+from tigon.ops.losses.logprob_inputs import LogprobOptions
+from tigon.ops.losses.logprob_rows import Upstream, backward_ids, backward_options, contiguous, joined_upstream
 from tigon.ops.losses.results import Results, RowResults
 from tigon.ops.vocab_parallel import VocabParallelOptions, exchange
 

@@ -1,14 +1,28 @@
-"""Chooses the engine that a run trains with."""
+"""The engine of a run's settings, and the engines that divide no weights: one GPU, and DistributedDataParallel."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tigon.planner.engines.base import Engine
-from tigon.planner.engines.ddp import Ddp
+from tigon.planner.engines.base import (
+    Engine,
+    Gradients,
+    Placement,
+    Traffic,
+    embedding_grad_bytes,
+    grad_bytes,
+    sharded_update,
+)
 from tigon.planner.engines.fsdp import Fsdp
-from tigon.planner.engines.single import SingleGpu
 from tigon.planner.engines.zero import Zero1, Zero2, Zero3
+from tigon.planner.request import Request
+from tigon.planner.simulate.model_states import (
+    ModelWeights,
+    managed_bytes,
+    state_tensor_bytes,
+    step_tensor_bytes,
+    update_work,
+)
 from tigon.techniques.keys.settings import Settings
 
 
@@ -20,3 +34,37 @@ def engine_of(settings: Settings) -> Engine:
     if settings.sharding.fsdp:
         return Fsdp(settings)
     return Ddp(settings) if settings.sharding.gpus > 1 else SingleGpu(settings)
+
+
+class SingleGpu(Engine):
+    """The Trainer alone, on one GPU."""
+
+    joins_a_group = False
+
+    def placement(self, request: Request, model: ModelWeights) -> Placement:
+        return Placement(
+            weights=model.weight_bytes,
+            optimizer_tensor_bytes=tuple(state_tensor_bytes(request, model.weights)),
+            update=update_work(request, model.weights),
+            step_tensor_bytes=tuple(step_tensor_bytes(request, model.weights)),
+            managed=managed_bytes(request, model.weights),
+        )
+
+    def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
+        return ()
+
+
+class Ddp(Engine):
+    """Every GPU holds the whole model, and gradients are summed over GPUs."""
+
+    def placement(self, request: Request, model: ModelWeights) -> Placement:
+        grads, states = grad_bytes(model), state_tensor_bytes(request, model.weights)
+        return Placement(
+            weights=model.weight_bytes,
+            gradients=Gradients(nbytes=grads),  # the buckets are a second copy, not views of the gradients
+            optimizer_tensor_bytes=tuple(states),
+            update=sharded_update(model, gpus=self.settings.sharding.gpus, optimizer_bytes=sum(states)),
+            step_tensor_bytes=tuple(step_tensor_bytes(request, model.weights)),
+            traffic=Traffic(peers=2 * grads, peers_last=2 * embedding_grad_bytes(model), copied=4 * grads),
+            managed=managed_bytes(request, model.weights),
+        )

@@ -20,10 +20,10 @@ from tigon.planner.engines.base import (
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
 from tigon.planner.simulate.model_states import ModelWeights, managed_bytes, state_tensor_bytes
-from tigon.planner.trace.trace import weight_itemsize
+from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.optimizers import OPTIMIZERS, Parameter
-from tigon.techniques.sharding import shard_ranks
+from tigon.techniques.precision import format_of
+from tigon.techniques.sharding.sharding import shard_ranks
 
 HOST_CALLS = 130
 """Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4 x
@@ -40,7 +40,7 @@ class Fsdp(Engine):
     @property
     def _widening(self) -> int:
         """Shards and gradients have the dtype that the weights were loaded in, which is fp32 for amp precisions."""
-        return 2 if self.settings.train.precision.startswith("amp") else 1
+        return 2 if format_of(self.settings).autocast is not None else 1
 
     def placement(self, request: Request, model: ModelWeights) -> Placement:
         settings, gpus, widening = self.settings, shard_ranks(self.settings), self._widening
@@ -51,7 +51,7 @@ class Fsdp(Engine):
             for weight in model.trained
             for rows, *columns in (weight.shape or (1,),)
         ]
-        optimizer = OPTIMIZERS[settings.train.optimizer]
+        optimizer = cost_of(settings)
         states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
         host, link = 0, 0
         loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0
@@ -139,7 +139,7 @@ class Fsdp(Engine):
         if request.model in PRESETS:
             return notes
         gpus = self.settings.sharding.gpus
-        whole_gib = gpus * weight_itemsize(self.settings.train.precision) * sum(w.numel for w in model.weights) / 2**30
+        whole_gib = gpus * format_of(self.settings).weights.itemsize * sum(w.numel for w in model.weights) / 2**30
         return (
             *notes,
             f"Each of {gpus} processes reads the whole model to the host before FSDP2 shards it: "

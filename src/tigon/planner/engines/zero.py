@@ -1,4 +1,4 @@
-"""DeepSpeed 0.19.8's ZeRO-1 to 3, with the bucket sizes of techniques/sharding.py (arXiv 1910.02054)."""
+"""DeepSpeed 0.19.8's ZeRO-1 to 3, with the bucket sizes of techniques/sharding/sharding.py (arXiv 1910.02054)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, UpdateWork
+from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.optimizers import OPTIMIZERS, Parameter
-from tigon.techniques.records.technique import RunInfo
-from tigon.techniques.sharding import are_read_in_parts, gathers_layers
+from tigon.techniques.precision import format_of
+from tigon.techniques.sharding.sharding import are_read_in_parts, gathers_layers
+from tigon.techniques.technique import RunInfo
 
 FP32, FP64 = 4, 8
 # deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
@@ -79,7 +80,7 @@ class _Zero(Engine):
 
     @property
     def _mixed(self) -> bool:
-        return self.settings.train.precision.startswith("amp")
+        return format_of(self.settings).autocast is not None
 
     @property
     def _optimizer_itemsize(self) -> int:
@@ -88,18 +89,14 @@ class _Zero(Engine):
         The copy is bf16 if the whole run is bf16, else fp32 (stage_1_and_2.py: single_partition_of_fp32_groups).
         stage3.py never takes its case without a copy, because it compares a device with a device's name.
         """
-        return 2 if self.settings.train.precision == "bf16" else FP32
+        return format_of(self.settings).weights.itemsize
 
     @property
     def _offloads(self) -> bool:
         return self.settings.sharding.offload != "none"
 
     def _optimizer_memory(self, model: ModelWeights) -> _OptimizerMemory:
-        optimizer, rank, gpus = (
-            OPTIMIZERS[self.settings.train.optimizer],
-            self.settings.train.galore_rank,
-            self.settings.sharding.gpus,
-        )
+        optimizer, gpus = cost_of(self.settings), self.settings.sharding.gpus
         elements = [
             sum(weight.numel for weight in model.trained if (len(weight.shape) >= 2) == decays)
             for decays in (True, False)
@@ -109,10 +106,10 @@ class _Zero(Engine):
         converted = share(FP32 * sum(weight.numel for weight in model.trained), gpus) if self._mixed else 0
         return _OptimizerMemory(
             slices=slices,
-            moments_bytes=optimizer.state_bytes(slices, rank=rank),
-            managed_bytes=optimizer.state_bytes(slices, rank=rank, place="managed"),
-            step_bytes=converted + optimizer.step_peak_bytes(slices, rank=rank),
-            step_sm_s=sum(map(optimizer.step_sm_s, slices)),
+            moments_bytes=optimizer.state_bytes(slices),
+            managed_bytes=optimizer.state_bytes(slices, place="managed"),
+            step_bytes=converted + optimizer.step_peak_bytes(slices),
+            step_sm_s=sum(map(optimizer.sm_s, slices)),
         )
 
     def placement(self, request: Request, model: ModelWeights) -> Placement:
@@ -148,7 +145,7 @@ class _Zero(Engine):
 
     def _bucket_bytes(self, model: ModelWeights) -> int:
         hidden = model.lm_head_shape[1]
-        return max(hidden**2, 2**16) * (4 if self.settings.train.precision == "fp32" else 2)
+        return max(hidden**2, 2**16) * format_of(self.settings).products.itemsize
 
     def _buffer_bytes(self, model: ModelWeights) -> int:
         # temp_grad_buffer_for_gpu_offload has the length of the largest weight

@@ -13,8 +13,8 @@ from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.recipe.keys import OBJECTIVE_SECTIONS
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.condition import yaml_word
 from tigon.techniques.keys.settings import DEFAULT, KEYS
-from tigon.techniques.records.condition import yaml_word
 
 RECIPE_FILE = "recipe.yaml"
 ALWAYS_WRITTEN = (

@@ -12,7 +12,7 @@ from tigon.planner.search import space
 from tigon.planner.search.recommend import Plan
 from tigon.planner.simulate.model_states import ModelWeights, model_weights, state_tensor_bytes
 from tigon.planner.simulate.roofline import COPY_SHARE, PRODUCT_SHARE
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.precision import format_of
 
 _WIDTH = 100
 
@@ -44,11 +44,11 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"gradients    {gib(parts['gradients'])}: {gib(trained)} at the end of the backward pass, each in its weight's "
         "dtype. They are set to None after the step, so they count only if the peak comes late."
     )
-    row = OPTIMIZERS[request.settings.train.optimizer]
+    optimizer = request.settings.train.optimizer
     numel = sum(weight.numel for weight in model.trained)
     states = sum(state_tensor_bytes(request, model.weights))
     yield (
-        f"optimizer    {gib(parts['optimizer'])}: {row.name}'s states, {states / max(numel, 1):.2f} bytes for each of "
+        f"optimizer    {gib(parts['optimizer'])}: {optimizer}'s states, {states / max(numel, 1):.2f} bytes for each of "
         f"{numel:,} trained parameters ({gib(states)} in all before sharding and offload), allocated in the first step."
     )
     tokens = request.tokens
@@ -105,6 +105,6 @@ def _weights(request: Request, model: ModelWeights) -> str:
         text += "; those of experts are in MXFP4: half a byte each, plus scales"
     elif any(weight.stored_as for weight in model.weights):
         text += "; those of linear layers are in NF4: half a byte each, plus scales"
-    if request.settings.train.precision.startswith("amp"):
+    if format_of(request.settings).autocast is not None:
         text += "; autocast's 16-bit copies count as activations"
     return text + "."

@@ -18,8 +18,8 @@ from tigon.errors import RecipeError
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, refusals, text_config
 from tigon.planner.search.option import Option, estimate_option
+from tigon.techniques.checkpointing.layer_checkpointing import written
 from tigon.techniques.keys.train import STATES
-from tigon.techniques.layer_checkpointing import written
 
 MAX_LOOKS = 6
 """Estimates for the number of layers of one pair of kinds."""

@@ -255,7 +255,7 @@ def _trained_bytes(option: Option) -> int:
 
 def _whole_gradients(settings: Settings) -> bool:
     """Whether gradients as large as the weights are held until the step."""
-    return settings.lora.rank is None and not (settings.sharding.zero or settings.sharding.fsdp)
+    return settings.lora.rank is None and not (settings.sharding.divides_states)
 
 
 def search(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...]]:

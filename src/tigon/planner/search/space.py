@@ -14,11 +14,11 @@ from typing import Any
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.techniques import SEARCHES, TECHNIQUES, tiling
-from tigon.techniques.checkpointing import KEPT_ON_HOST
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
 from tigon.techniques.keys.settings import DEFAULT, Settings
-from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.records.technique import How, Search, Technique
-from tigon.techniques.sharding import PLACEMENTS
+from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.sharding.sharding import PLACEMENTS
+from tigon.techniques.technique import How, Search, Technique
 
 HEADROOM = 0.02
 """Share of a GPU's memory that a recommended recipe leaves free, because predicted reserved memory may be too low."""

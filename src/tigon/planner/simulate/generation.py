@@ -6,6 +6,7 @@ from tigon.models.kv_cache import kv_widths, queries_per_key
 from tigon.planner.request import Request
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights
+from tigon.techniques.precision import format_of
 
 HALF, FP32 = 2, 4
 
@@ -21,14 +22,14 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
         return
     samples = request.batch * request.settings.train.gradient_accumulation
     tokens = generation.prompt_tokens + generation.new_tokens
-    itemsize = FP32 if request.settings.train.precision == "fp32" else HALF
+    itemsize = format_of(request.settings).products.itemsize
     cache = [
         samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths
     ]  # fmt: skip
     copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2]
     ledger.enter("forward")
     held = [ledger.alloc(nbytes, "activations") for nbytes in cache]
-    if request.settings.train.precision.startswith("amp"):
+    if format_of(request.settings).autocast is not None:
         held += [ledger.alloc(nbytes, "activations") for nbytes in copies]
     # A layer's cache grows by concatenation, so its old and new tensors exist together. With a mask, attention repeats
     # keys and values for the queries that share them.

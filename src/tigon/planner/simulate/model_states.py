@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from tigon.planner.request import Request, build
+from tigon.planner.simulate.optimizer_cost import FP32, Parameter, cost_of
 from tigon.planner.trace import adapters, disk_cache
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
@@ -166,10 +166,10 @@ def optimizer_parameters(weights: tuple[Weight, ...]) -> list[Parameter]:
 
 def state_tensor_bytes(request: Request, weights: tuple[Weight, ...]) -> list[int]:
     """Bytes of each tensor of optimizer state on the GPU, in the order in which the first step allocates them."""
-    optimizer = OPTIMIZERS[request.settings.train.optimizer]
+    optimizer = cost_of(request.settings)
     tensors = [optimizer.shared_bytes] if optimizer.shared_bytes else []
     for parameter in optimizer_parameters(weights):
-        states = optimizer.state_tensors(parameter, rank=request.settings.train.galore_rank)
+        states = optimizer.state_tensors(parameter)
         tensors += [state.nbytes for state in states if state.place == "device"]
     return tensors
 
@@ -188,29 +188,22 @@ class UpdateWork:
 
 def update_work(request: Request, weights: tuple[Weight, ...]) -> UpdateWork:
     """The work of one optimizer step on all `weights`."""
-    optimizer, rank = OPTIMIZERS[request.settings.train.optimizer], request.settings.train.galore_rank
-    parameters = optimizer_parameters(weights)
-    if optimizer.step_moves is None:
-        states = sum(state_tensor_bytes(request, weights)) + managed_bytes(request, weights)
-        moved_bytes = sum(3 * parameter.nbytes for parameter in parameters) + 2 * states
-    else:
-        moved_bytes = sum(optimizer.step_moves(parameter, rank) for parameter in parameters)
-    return UpdateWork(moved_bytes, optimizer.step_calls * len(parameters), sum(map(optimizer.step_sm_s, parameters)))
+    optimizer, parameters = cost_of(request.settings), optimizer_parameters(weights)
+    return UpdateWork(
+        optimizer.moved_bytes(parameters), optimizer.calls * len(parameters), sum(map(optimizer.sm_s, parameters))
+    )
 
 
 def managed_bytes(request: Request, weights: tuple[Weight, ...]) -> int:
     """Optimizer state in unified memory, which PyTorch does not count and which moves to the host."""
-    optimizer = OPTIMIZERS[request.settings.train.optimizer]
-    parameters = optimizer_parameters(weights)
-    return optimizer.state_bytes(parameters, rank=request.settings.train.galore_rank, place="managed")
+    return cost_of(request.settings).state_bytes(optimizer_parameters(weights), place="managed")
 
 
 def step_tensor_bytes(request: Request, weights: tuple[Weight, ...]) -> list[int]:
     """Bytes of each temporary tensor at the moment when the optimizer's step holds the most of them."""
-    optimizer, rank = OPTIMIZERS[request.settings.train.optimizer], request.settings.train.galore_rank
-    parameters = optimizer_parameters(weights)
-    if optimizer.step_holds_all:
-        return [optimizer.step_bytes(parameter, rank) for parameter in parameters]
+    optimizer, parameters = cost_of(request.settings), optimizer_parameters(weights)
+    if optimizer.holds_all:
+        return optimizer.step_tensor_bytes(parameters)
     whole = FP32 * max((parameter.numel for parameter in parameters), default=1)
-    count, rest = divmod(optimizer.step_peak_bytes(parameters, rank=rank), whole)
+    count, rest = divmod(optimizer.step_peak_bytes(parameters), whole)
     return [whole] * count + [rest] * (rest > 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tigon.planner.simulate.collectives import GatheredWeights, ReducedGradients
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.trace.tape import Tape, TapeSegment, Where
-from tigon.techniques.mechanisms.host_offload import LARGE_BYTES
+from tigon.techniques.checkpointing.host_offload import LARGE_BYTES
 
 # The phase of a tape's segment -> the phase of the run.
 _PHASES = {"forward": "forward", "loss": "loss", "backward": "backward", "end": "backward"}
@@ -88,7 +88,7 @@ def replay_evaluation(ledger: Ledger, tape: Tape) -> None:
 
 
 def offloaded(tape: Tape, *, leaving: int) -> Tape:
-    """The tape with each layer's input on the host between its two uses (techniques/mechanisms/host_offload.py).
+    """The tape with each layer's input on the host between its two uses (techniques/checkpointing/host_offload.py).
 
     An input leaves the GPU when `leaving` later inputs are being copied out. It returns one layer ahead of its backward
     pass, or with it from `LARGE_BYTES` on.
@@ -111,7 +111,7 @@ def offloaded(tape: Tape, *, leaving: int) -> Tape:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphMemory:
-    """The bytes that CUDA graphs of the layers hold between steps (techniques/mechanisms/layer_graphs.py)."""
+    """The bytes that CUDA graphs of the layers hold between steps (techniques/cuda_graphs/layer_graphs.py)."""
 
     gradients: int
     activations: int

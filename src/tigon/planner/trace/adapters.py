@@ -18,9 +18,9 @@ from tigon.models.seams import lora
 from tigon.ops.linear.mxfp4 import BLOCK as MXFP4_BLOCK
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import keeps_mxfp4
-from tigon.techniques.mechanisms.adapter_targets import expert_parameters
-from tigon.techniques.records.technique import RunInfo
+from tigon.techniques.lora.adapter_targets import expert_parameters
+from tigon.techniques.lora.lora import keeps_mxfp4
+from tigon.techniques.technique import RunInfo
 
 # bitsandbytes 0.50.2 with double quantisation: half a byte per weight, an 8-bit scale per 64 weights, and an fp32 scale
 # per 256 scales. Two tables hold 16 and 256 fp32 values.

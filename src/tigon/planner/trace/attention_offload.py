@@ -1,6 +1,6 @@
 """Traces `train.checkpointing: offload-attention`, with copies that only record shapes.
 
-The trace runs the code of `techniques/mechanisms/attention_offload.py`, so the recording has each tensor that leaves
+The trace runs the code of `techniques/checkpointing/attention_offload.py`, so the recording has each tensor that leaves
 the GPU and comes back.
 """
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
-from tigon.techniques.mechanisms.attention_offload import HostFrame, LayersOnHost
-from tigon.techniques.mechanisms.host_offload import HostOffload, Waiting
-from tigon.techniques.mechanisms.recompute import run_frame
+from tigon.techniques.checkpointing.attention_offload import HostFrame, LayersOnHost
+from tigon.techniques.checkpointing.host_offload import HostOffload, Waiting
+from tigon.techniques.checkpointing.recompute import run_frame
 
 COMPONENT = "checkpoints"
 

@@ -23,13 +23,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from tigon.planner.gpus import Gpu
-from tigon.planner.remembered_config import real_config
 from tigon.planner.request import Request
 from tigon.planner.trace import disk_cache
 from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, recorded, trace
-from tigon.techniques import accumulation, layer_checkpointing
+from tigon.techniques.accumulation import accumulation
+from tigon.techniques.checkpointing import layer_checkpointing
 
 _MAX_TRACES = 256
 
@@ -80,8 +80,7 @@ def _stored_trace(key: TraceKey, gpu: Gpu, *, accumulating: bool, evaluating: bo
             return Trace(*(Tape.of_json(tape) for tape in tapes))
         except (TypeError, ValueError, LookupError):  # none, or another program's
             pass
-    request = dataclasses.replace(key.request, config=real_config(key.request.config))
-    traced = trace(request, gpu, accumulating=accumulating, evaluating=evaluating, record=_shared)
+    traced = trace(key.request, gpu, accumulating=accumulating, evaluating=evaluating, record=_shared)
     if question is not None:
         disk_cache.write("trace", question, [traced.tape.as_json(), traced.eval_tape.as_json()])
     return traced

@@ -41,6 +41,6 @@ class TraceKey:
         None if the model's or the objective's code is neither tigon's nor transformers', whose versions are known.
         """
         request, text = self.request, repr(self._parts)
-        kinds = (type(request.objective).__module__, getattr(request.config, "module", type(request.config).__module__))
+        kinds = (type(request.objective).__module__, type(request.config).__module__)
         known = all(module.split(".")[0] in ("tigon", "transformers") for module in kinds)
         return text if known and not _ADDRESS.search(text) else None

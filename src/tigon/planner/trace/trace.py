@@ -42,11 +42,12 @@ from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import TECHNIQUES, checkpointing, layer_checkpointing, model_attention, model_kernels, tiling
-from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
+from tigon.techniques import TECHNIQUES, model_kernels, tiling
+from tigon.techniques.checkpointing import checkpointing, layer_checkpointing, layer_function
+from tigon.techniques.checkpointing.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import compute_dtype, frozen_dtype, keeps_mxfp4
-from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4
+from tigon.techniques.precision import format_of
 
 # Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
 # that write in place like Liger's. liger.py has Liger's loss.
@@ -64,7 +65,6 @@ NF4_CALLS = 55
 MatMul4Bit and its nested scales). It is 0.17 ms, fitted to Llama-3.2-1B's and Qwen3-0.6B's steps on an H200."""
 NF4_KERNELS = 3
 """Kernels of one dequantisation: the scales, their offset, the weight (bitsandbytes 0.50.2, dequantize_4bit)."""
-AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,9 @@ Record = Callable[[Request, Gpu, int, bool, bool], Trace]
 """(request, GPU, layers, whether gradients exist, whether to evaluate) -> the tapes of the first layers."""
 
 
-def weight_itemsize(precision: str) -> int:
-    """Bytes of a trained weight while the run holds it."""
-    return getattr(torch, WEIGHT_DTYPES[precision]).itemsize  # type: ignore[no-any-return]
-
-
 def weight_dtype(settings: Settings, *, trained: bool) -> torch.dtype:
     """The dtype in which the run holds a weight. Beside adapters, frozen weights may have another than trained ones."""
-    name = WEIGHT_DTYPES[settings.train.precision] if trained else frozen_dtype(settings)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return format_of(settings).weights if trained else frozen_dtype(settings)
 
 
 def trace(
@@ -193,7 +186,7 @@ def recorded(
                 stack.enter_context(attention_replaced(each, attend, mask))
         ignored = request.objective.ignored_labels(request.batch)
         stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
-        if settings.train.precision in AUTOCAST:
+        if format_of(settings).autocast is not None:
             stack.enter_context(cuda_autocast.cuda_autocast())
         stack.enter_context(_foreign_code(request.model))
         if training:
@@ -211,7 +204,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     model: Any = build(request.model, config)
     if settings.lora.quantize:
         watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
-        adapters.quantize(model, settings, watch, compute_dtype(settings))
+        adapters.quantize(model, settings, watch, format_of(settings).products)
     fused_lora = settings.model.kernels in model_kernels.OF_TIGON and request.adapters_fused
     if not request.adapters_fused:
         _patch(model, request, layers, recorder, lora=False)
@@ -335,7 +328,7 @@ def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, l
     else:
         while len(_seams) >= _MAX_MODELS:
             del _seams[next(iter(_seams))]
-        sinks = model_attention.sinks_flag(request.settings)
+        sinks = model_kernels.sinks_flag(request.settings)
         _seams[key] = patch(model, **flags, lora=None if lora else False, attention_sinks=sinks).seams
     if kernels == "no-flce":
         model.loss_function = causal_lm_loss
@@ -431,7 +424,7 @@ class _Run:
         """A model's call as Accelerate wraps it."""
         if recorder.where != Where("forward"):
             recorder.mark(Where("forward"), "activations")
-        dtype = AUTOCAST.get(self.request.settings.train.precision)
+        dtype = format_of(self.request.settings).autocast
         with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
             outputs = forward()
         logits = getattr(outputs, "logits", None)
@@ -450,10 +443,10 @@ class _Run:
             layer_checkpointing.apply(self.model, states, recompute)
             return
         if kind == checkpointing.KEPT_ON_HOST:
-            checkpointing.enable(self.model)
-            checkpointing.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
+            layer_function.enable(self.model)
+            layer_function.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
             return
-        checkpointing.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
+        layer_function.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
 
     def _contexts(self, selective: bool) -> tuple[Any, Any]:
         """Context managers for checkpoint()'s forward and recomputation, which also record which of the two runs."""

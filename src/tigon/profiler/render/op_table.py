@@ -138,32 +138,20 @@ def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
     time_us_of: dict[str, float] = {}
     launches: dict[str, int] = {}
     flops: dict[str, float] = {}
-    kernels_us: dict[str, float] = {}
-    kernels_seen: dict[str, int] = {}
 
     def add(name: str, time_us: float, count: int) -> None:
         time_us_of[name] = time_us_of.get(name, 0.0) + time_us
         launches[name] = launches.get(name, 0) + count
 
+    events = list(events)
     for event in events:
-        if event.device_type != DeviceType.CPU:
-            if not event.is_user_annotation:
-                kernels_us[event.name] = kernels_us.get(event.name, 0.0) + event.time_range.elapsed_us()
-                kernels_seen[event.name] = kernels_seen.get(event.name, 0) + 1
-            continue
-        if on_cuda:
-            if event.kernels and is_op(event.name):
-                add(event.name, sum(kernel.duration for kernel in event.kernels), len(event.kernels))
-                for kernel in event.kernels:
-                    kernels_us[kernel.name] = kernels_us.get(kernel.name, 0.0) - kernel.duration
-                    kernels_seen[kernel.name] = kernels_seen.get(kernel.name, 0) - 1
-        elif is_op(event.name):
-            add(event.name, event.self_cpu_time_total, 1)
-        flops[event.name] = flops.get(event.name, 0.0) + _flops(event)
+        if event.device_type == DeviceType.CPU:
+            flops[event.name] = flops.get(event.name, 0.0) + _flops(event)
+            if not on_cuda and is_op(event.name):
+                add(event.name, event.self_cpu_time_total, 1)
     if on_cuda:
-        for name, count in kernels_seen.items():
-            if count > 0:
-                add(name, kernels_us[name], count)
+        for (operator, kernel), (time_us, count) in kernel_times(events).items():
+            add(operator or kernel, time_us, count)
     total_us = sum(time_us_of.values()) or 1.0
     rows = [
         OpRow(name, time_us / 1000, time_us / total_us, launches[name], flops.get(name, 0.0))
@@ -171,6 +159,25 @@ def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
         if time_us > 0
     ]
     return sorted(rows, key=lambda row: -row.time_ms)
+
+
+def kernel_times(events: Iterable[Any]) -> dict[tuple[str, str], tuple[float, int]]:
+    """(operator, kernel) -> microseconds and launches. The operator is "" for kernels that no operator launched."""
+    times: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def add(operator: str, kernel: str, time_us: float, count: int) -> None:
+        sofar_us, sofar = times.get((operator, kernel), (0.0, 0))
+        times[operator, kernel] = sofar_us + time_us, sofar + count
+
+    for event in events:
+        if event.device_type != DeviceType.CPU:
+            if not event.is_user_annotation:
+                add("", event.name, event.time_range.elapsed_us(), 1)
+        elif is_op(event.name):
+            for kernel in event.kernels:
+                add(event.name, kernel.name, kernel.duration, 1)
+                add("", kernel.name, -kernel.duration, -1)
+    return {names: found for names, found in times.items() if found[1] > 0}
 
 
 def is_op(name: str) -> bool:

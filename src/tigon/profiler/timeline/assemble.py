@@ -28,7 +28,7 @@ _BY_FRAME = (
     ("tigon/ops/losses/cross_entropy.py:", "logits"),
     ("tigon/ops/losses/logprobs.py:", "logits"),
     ("transformers/loss/", "logits"),
-    ("tigon/techniques/mechanisms/host_offload.py:", "checkpoints"),
+    ("tigon/techniques/checkpointing/host_offload.py:", "checkpoints"),
     ("zero/partition_parameters.py:", "weights"),
 )
 _BY_NODE = (("LogSoftmax", "logits"), ("NllLoss", "logits"), ("CrossEntropy", "logits"))

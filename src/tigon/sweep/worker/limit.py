@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tigon.errors import UsageError
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
-from tigon.planner.gpus import Gpu, find_gpu
+from tigon.planner.gpus import row_of
 from tigon.techniques.keys.settings import Settings
-
-
-def gpu_row(name: str, total_bytes: int) -> Gpu:
-    """The planner's row for a GPU by the driver's name, or a generic row with as much memory."""
-    try:
-        return find_gpu(name)
-    except UsageError:
-        return find_gpu(f"{total_bytes / 2**30:.2f}GiB")
 
 
 def cap(device: torch.device, limit_bytes: int | None, settings: Settings) -> None:
@@ -29,7 +20,7 @@ def cap(device: torch.device, limit_bytes: int | None, settings: Settings) -> No
         return
     if device.type == "cuda":
         _, total_bytes = torch.cuda.mem_get_info(device)
-        row = gpu_row(torch.cuda.get_device_name(device), total_bytes)
+        row = row_of(torch.cuda.get_device_name(device), total_bytes)
         allowed = limit_bytes - non_allocator_bytes(row, settings)
         torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, allowed / total_bytes)), device)
         return

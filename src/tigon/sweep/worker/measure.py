@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import TrainerState
 
 from tigon.bench import record
 from tigon.errors import TigonError
@@ -28,6 +30,7 @@ from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed import extension_lock, launch
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.guards import preflight
 from tigon.trainer.measuring.timed_run import StepMeter, StepTimer
 from tigon.trainer.setup import Setup, TrainingData
@@ -42,28 +45,30 @@ class TrainingStopped(Exception):
 class _Steps(StepTimer):
     """Times every step. On a CPU, memory is metered in one more step after the last timed one."""
 
-    def __init__(self, meter: StepMeter, trainer: Any, metered_step: int | None) -> None:
+    def __init__(self, meter: StepMeter, trainer: GuardedTrainer, metered_step: int | None) -> None:
         super().__init__(meter, trainer)
         self._metered_step = metered_step
         self._peak: PeakMeter | None = None
         self.positions: list[int] = []
         self.losses: list[float] = []
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._positions_before = self.trainer.step.speed.n_positions
         if state.global_step == self._metered_step:
             self._peak = PeakMeter(self.meter.device)
             self._peak.start(_alive(kwargs["model"], kwargs["optimizer"]))
         super().on_step_begin(args, state, control, **kwargs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: Any) -> None:
         if self._peak is not None:
             self.stop()
             return
         super().on_step_end(args, state, control, **kwargs)
         self.positions.append(self.trainer.step.speed.n_positions - self._positions_before)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, Any] | None = None, **kwargs: object
+    ) -> None:
         if logs and "loss" in logs and state.global_step != (self._metered_step or -1) + 1:
             self.losses.append(float(logs["loss"]))
 
@@ -73,16 +78,21 @@ class _Steps(StepTimer):
             self.meter.allocated_bytes, self._peak = self._peak.stop().peak_bytes, None
 
 
-def _alive(model: Any, optimizer: Any) -> list[torch.Tensor]:
+def _alive(model: nn.Module, optimizer: object) -> list[torch.Tensor]:
     """Tensors that outlive a step. DeepSpeed keeps optimizer states on the optimizer that it wraps."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return list(training_state(model, inner if hasattr(inner, "state") else optimizer))
 
 
 def measure(
-    recipe: Recipe, *, how_rows: str, unchecked: bool, limit_bytes: int | None, folder: Path,
+    recipe: Recipe,
+    *,
+    how_rows: str,
+    unchecked: bool,
+    limit_bytes: int | None,
+    folder: Path,
     wrong_ops: Mapping[str, str],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Train `recipe` and return its peaks, times and losses. Raises what the training raises.
 
     Args:
@@ -99,7 +109,7 @@ def measure(
     limit.cap(device, limit_bytes, settings)
     if recipe.sharding.zero and launch.is_first_of_node():
         extension_lock.wait_for_compilers()
-    launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+    launch.init_distributed(device, alone=recipe.sharding.divides_states)
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     shapes = models.parameter_shapes(config)
@@ -160,9 +170,7 @@ def measure(
 def _settings(recipe: Recipe, device: torch.device, *, unchecked: bool) -> Settings:
     if not unchecked:
         return preflight.check_techniques(recipe, device)
-    precision = preflight.resolve_precision(recipe.train.precision, device)
-    gpus = max(recipe.sharding.gpus, launch.world_size())
-    return recipe.settings(precision=precision).having({"sharding.gpus": gpus})
+    return preflight.settings_here(recipe, device)
 
 
 def _outside_bytes(device: torch.device) -> int | None:

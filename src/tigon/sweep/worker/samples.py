@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +30,9 @@ from tigon.recipe.keys import DataConfig, Recipe
 from tigon.trainer import model as models
 from tigon.trainer.guards import auto_packing, preflight
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 ALPACA_FILE = "alpaca.jsonl"
 _INPUT_CHARACTERS, _ALPACA_ROWS = 100, 12_000
 _ANSWER_CHARACTERS = (120, 240, 480)
@@ -37,7 +40,7 @@ _ANSWER_CHARACTERS = (120, 240, 480)
 
 
 def make(
-    recipe: Recipe, config: Any, objective: Objective, how: str, *, processes: int, folder: Path
+    recipe: Recipe, config: PreTrainedConfig, objective: Objective, how: str, *, processes: int, folder: Path
 ) -> tuple[SampleDataset, Collator]:
     """(data set, its collator) of a point.
 
@@ -78,7 +81,7 @@ def _random(count: int, length: int, vocab_size: int) -> list[Sample]:
 
 
 def _of_recipe(
-    recipe: Recipe, config: Any, objective: Objective, processes: int
+    recipe: Recipe, config: PreTrainedConfig, objective: Objective, processes: int
 ) -> tuple[Sequence[Sample], int, DataConfig]:
     """(samples, id of padding, the recipe's `data` with the choice that `packing: null` stands for)."""
     data, model = recipe.data, recipe.model
@@ -86,13 +89,11 @@ def _of_recipe(
     folder = cache.default_folder() if data.cache else None
     read = used_by_weight(reading.read(data.sources(), data.format, data.max_text_mib, bad, cached=folder))
     if data.tokenizer == "auto" and models.is_preset(model.name):
-        tok = tokenizer.train_bpe(Texts(read), data.vocab_size, tokenizer.default_cache_folder())
+        tok = tokenizer.train_bpe(Texts(read), data.vocab_size, cache.default_folder("tokenizers"))
     else:
         own = data.tokenizer == "auto"
-        tok = tokenizer.load_tokenizer(
-            model.name if own else data.tokenizer, revision=model.revision if own else None,
-            trust_remote_code=model.trust_remote_code,
-        )  # fmt: skip
+        name, revision = (model.name, model.revision) if own else (data.tokenizer, None)
+        tok = tokenizer.load_tokenizer(name, revision=revision, trust_remote_code=model.trust_remote_code)
     preflight.check_vocabulary(recipe, config, len(tok))
     rendering = chat_template.choose(tok, data.template, data.learn, models.end_ids(recipe, config))
     encoded = tokens.Encoder(tok, config.get_text_config().vocab_size, rendering, bad, folder).encode(read)

@@ -53,9 +53,13 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         recipe = recipe_checks.load(Path(order["recipe"]), gpu_present=lambda: False, checked=not order["unchecked"])
         with nvme_swap.own_files(recipe.sharding.nvme_folder):
             measured = measure(
-                recipe, how_rows=order["rows"], unchecked=order["unchecked"], limit_bytes=order["limit_bytes"],
-                folder=Path(order["folder"]), wrong_ops=tried["wrong_ops"],
-            )  # fmt: skip
+                recipe,
+                how_rows=order["rows"],
+                unchecked=order["unchecked"],
+                limit_bytes=order["limit_bytes"],
+                folder=Path(order["folder"]),
+                wrong_ops=tried["wrong_ops"],
+            )
         return {"status": failures.OK, "detail": "", **measured}
     except TigonError as error:
         print(error, file=sys.stderr)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from pydantic.dataclasses import dataclass
 
 from tigon.techniques.keys.section import CONFIG, Section, key
-from tigon.techniques.mechanisms import adapter_targets
-from tigon.techniques.mechanisms.adapter_targets import LOFTQ, WORDS
 
+LINEAR, HEAD, EMBEDDINGS, EXPERTS = "all-linear", "head", "embeddings", "experts"
+WORDS = (LINEAR, "linear", HEAD, EMBEDDINGS, EXPERTS)
+SUBSPACE_INITS = ("pissa", "olora")
+"""Initialisations that move a part of the frozen weight into the adapter, so that the rest of it stays frozen."""
+LOFTQ = "loftq"
+"""The initialisation that moves a part of the rounding error of a 4-bit weight into the adapter."""
+DIFFERENCE_INITS = (*SUBSPACE_INITS, LOFTQ)
+"""Initialisations whose trained adapter is saved as the difference from the initial one."""
 # Initialisations of PEFT that tigon does not offer, and why.
 _NO_INITS: Mapping[str, str] = {
     "eva": "it needs a pass over the data for activations, which tigon does not make",
@@ -18,59 +25,56 @@ _NO_INITS: Mapping[str, str] = {
 }
 
 
+def _invalid_target(target: str) -> str | None:
+    """Returns why a text cannot be a target (it is no regular expression), as the end of a sentence; None if it can."""
+    if target in WORDS:
+        return None
+    try:
+        re.compile(target)
+    except re.error as error:
+        return f"it is not a regular expression ({error}); write a pattern such as .*_proj, or a module's name"
+    return None
+
+
 @dataclass(frozen=True, config=CONFIG)
 class LoraConfig(Section):
     """LoRA: train small adapters next to the model's frozen weights, and save them in PEFT's layout."""
 
-    rank: int | None = key(
-        None, "Rank of the adapters; none: full fine-tuning.", minimum=1, maximum=4096, traced=True
-    )  # fmt: skip
-    alpha: float | None = key(
-        None, "The adapters' output is scaled by alpha / rank; null: 2 x rank.", above=0, planned=False
-    )
+    rank: int | None = key(None, minimum=1, maximum=4096, traced=True)
+    """Rank of the adapters; none: full fine-tuning."""
+    alpha: float | None = key(None, above=0, planned=False)
+    """The adapters' output is scaled by alpha / rank; null: 2 x rank."""
     targets: tuple[str, ...] = key(
-        ("linear",), "Modules with adapters: `all-linear` or `linear` (every linear module of the language model "
-        "except `lm_head`), `head` (`lm_head`), `embeddings`, `experts` (the three-dimensional weights of mixtures of "
-        "experts), the name or path of a module such as `q_proj`, or a regular expression for whole paths such as "
-        "`.*\\.[qv]_proj`.",
-        choices=(*WORDS, "NAME", "PATTERN"), pattern=".+", invalid=adapter_targets.invalid, traced=True,
-    )  # fmt: skip
-    dropout: float = key(
-        0.0, "Probability with which an adapter's input is dropped.", minimum=0, maximum=0.9, traced=True
+        ("linear",), choices=(*WORDS, "NAME", "PATTERN"), pattern=".+", invalid=_invalid_target, traced=True
     )
-    rslora: bool = key(
-        False, "Rank-stabilised LoRA (arXiv 2312.03732): scale the adapters' output by alpha / sqrt(rank)."
-    )
-    dora: bool = key(
-        False, "DoRA (arXiv 2402.09353): the adapters change the direction of a weight, and a trained vector its "
-        "magnitude.", traced=True,
-    )  # fmt: skip
-    modules_to_save: tuple[str, ...] = key(
-        (), "Names of modules that are trained whole and saved beside the adapters, e.g. `[lm_head, embed_tokens]`.",
-        traced=True,
-    )  # fmt: skip
-    bias: str = key(
-        "none", "Biases to train: `lora_only`: those of modules with adapters; `all`: every bias of the model.",
-        choices=("none", "lora_only", "all"), traced=True,
-    )  # fmt: skip
+    """Modules with adapters: `all-linear` or `linear` (every linear module of the language model except `lm_head`),
+    `head` (`lm_head`), `embeddings`, `experts` (the three-dimensional weights of mixtures of experts), the name or path
+    of a module such as `q_proj`, or a regular expression for whole paths such as `.*\\.[qv]_proj`."""
+    dropout: float = key(0.0, minimum=0, maximum=0.9, traced=True)
+    """Probability with which an adapter's input is dropped."""
+    rslora: bool = key(False)
+    """Rank-stabilised LoRA (arXiv 2312.03732): scale the adapters' output by alpha / sqrt(rank)."""
+    dora: bool = key(False, traced=True)
+    """DoRA (arXiv 2402.09353): the adapters change the direction of a weight, and a trained vector its magnitude."""
+    modules_to_save: tuple[str, ...] = key((), traced=True)
+    """Names of modules that are trained whole and saved beside the adapters, e.g. `[lm_head, embed_tokens]`."""
+    bias: str = key("none", choices=("none", "lora_only", "all"), traced=True)
+    """Biases to train: `lora_only`: those of modules with adapters; `all`: every bias of the model."""
     init: str = key(
-        "default", "Initial adapters, by PEFT's names. `default`: random A, and B = 0; `pissa`, `pissa_niter_N`, "
-        "`olora`: the largest part of the weight, which is subtracted from the frozen weight; `loftq`: with "
-        "`quantize`, that of the rounding error.",
+        "default",
         choices=("default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_N", LOFTQ),
         pattern="default|gaussian|orthogonal|olora|pissa|pissa_niter_[0-9]{1,3}|loftq|" + "|".join(_NO_INITS),
         invalid=_NO_INITS.get,
-    )  # fmt: skip
-    base: str = key(
-        "auto", "Dtype of frozen weights. `auto`: that of the matmuls, so bf16 with `amp-bf16`; `fp32`: fp32 with "
-        "`amp-bf16` and `amp-fp16` too.", choices=("auto", "fp32"), traced=True,
-    )  # fmt: skip
-    quantize: bool = key(
-        False, "QLoRA: keep the frozen weights of linear modules except `lm_head` in 4 or 8 bits (`quantize_to`); "
-        "with 4 bits also those of experts.", traced=True,
-    )  # fmt: skip
-    quantize_to: str = key(
-        "nf4", "`nf4`: 4 bits with double quantisation; `int8`: 8 bits (arXiv 2208.07339); `mxfp4`: experts stay in 4 "
-        "bits as the checkpoint stores them, and all other weights in 16 bits.",
-        choices=("nf4", "int8", "mxfp4"), traced=True,
-    )  # fmt: skip
+    )
+    """Initial adapters, by PEFT's names. `default`: random A, and B = 0; `pissa`, `pissa_niter_N`, `olora`: the largest
+    part of the weight, which is subtracted from the frozen weight; `loftq`: with `quantize`, that of the rounding
+    error."""
+    base: str = key("auto", choices=("auto", "fp32"), traced=True)
+    """Dtype of frozen weights. `auto`: that of the matmuls, so bf16 with `amp-bf16`; `fp32`: fp32 with `amp-bf16` and
+    `amp-fp16` too."""
+    quantize: bool = key(False, traced=True)
+    """QLoRA: keep the frozen weights of linear modules except `lm_head` in 4 or 8 bits (`quantize_to`); with 4 bits
+    also those of experts."""
+    quantize_to: str = key("nf4", choices=("nf4", "int8", "mxfp4"), traced=True)
+    """`nf4`: 4 bits with double quantisation; `int8`: 8 bits (arXiv 2208.07339); `mxfp4`: experts stay in 4 bits as the
+    checkpoint stores them, and all other weights in 16 bits."""

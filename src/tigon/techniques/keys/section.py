@@ -12,10 +12,13 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 from pydantic import ConfigDict, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
+from typing_extensions import Unpack
+
+T = TypeVar("T")
 
 MAX_COUNT = 1_000_000_000  # for counts without another limit; larger values overflow in some library
 MAX_NAME = 1024  # characters in a path or another name; Linux allows paths of 4,096 bytes
@@ -23,31 +26,49 @@ FP32_RANGE = (1.2e-38, 3.4e38)
 CONFIG = ConfigDict(strict=True, extra="forbid")
 
 
-def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None, note: str = "",
-        minimum: float | None = None, maximum: float | None = None, above: float | None = None, prose: bool = False,
-        invalid: Callable[[str], str | None] = lambda text: None, traced: bool = False, planned: bool = True,
-        ) -> Any:  # fmt: skip
-    """Declare a recipe key.
+class Limits(TypedDict, total=False):
+    """The limits of a key's values, and what depends on it."""
+
+    choices: Sequence[str]
+    """The allowed values."""
+    pattern: str
+    """A regular expression for the allowed values, if `choices` does not list all of them."""
+    note: str
+    """The limits of a placeholder in `choices`, for messages."""
+    minimum: float
+    maximum: float
+    above: float
+    """A limit that the value must exceed."""
+    prose: bool
+    """The text may have line breaks."""
+    invalid: Callable[[str], str | None]
+    """Returns why a text is refused, as the end of a sentence; None if it is allowed."""
+    traced: bool
+    """A technique's key: a trace of the model depends on it."""
+    planned: bool
+    """A technique's key: a plan may depend on it, so the recipe of a plan names it. True if it is not given."""
+
+
+def key(default: T, **limits: Unpack[Limits]) -> T:
+    """Declare a recipe key. The docstring below it is its help, for the table of docs/train.md.
 
     Args:
         default: The default value; a tuple makes a list key.
-        help: The meaning of the key, for the table of docs/train.md.
-        choices: The allowed values.
-        pattern: A regular expression for the allowed values, if `choices` does not list all of them.
-        note: The limits of a placeholder in `choices`, for messages.
-        minimum: The smallest allowed value.
-        maximum: The largest allowed value.
-        above: A limit that the value must exceed.
-        prose: The text may have line breaks.
-        invalid: Returns why a text is refused, as the end of a sentence; None if it is allowed.
-        traced: A technique's key: a trace of the model depends on it.
-        planned: A technique's key: a plan may depend on it, so the recipe of a plan names it.
+        limits: What its values may be.
     """
-    # pydantic reads description, ge, le and gt from the metadata of a dataclass field.
+    # pydantic reads ge, le and gt from the metadata of a dataclass field.
     metadata = {
-        "description": help, "ge": minimum, "le": maximum, "gt": above, "choices": tuple(choices), "regex": pattern,
-        "note": note, "prose": prose, "invalid": invalid, "traced": traced, "planned": planned,
-    }  # fmt: skip
+        "ge": limits.get("minimum"),
+        "le": limits.get("maximum"),
+        "gt": limits.get("above"),
+        "choices": tuple(limits.get("choices", ())),
+        "regex": limits.get("pattern"),
+        "note": limits.get("note", ""),
+        "prose": limits.get("prose", False),
+        "invalid": limits.get("invalid", lambda text: None),
+        "traced": limits.get("traced", False),
+        "planned": limits.get("planned", True),
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -23,8 +23,7 @@ from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import AGAIN, DTYPES, Header, listed, one_line, read_headers, read_json
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import is_saved_as_difference
-from tigon.techniques.sharding import weights_are_sharded
+from tigon.techniques.lora.lora import is_saved_as_difference
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 
@@ -83,7 +82,7 @@ def keep_initial(wrapped: PeftModel, settings: Settings, folder: Path) -> None:
 
 def save(wrapped: PeftModel, trainer: Trainer, settings: Settings, folder: Path) -> None:
     """Save the adapters in `folder`. Every process calls it."""
-    if weights_are_sharded(settings):  # gathered by all processes, written by the first
+    if settings.sharding.divides_weights:  # gathered by all processes, written by the first
         trainer.save_model(str(folder))
     elif trainer.is_world_process_zero():
         initial = folder.with_name(INITIAL)

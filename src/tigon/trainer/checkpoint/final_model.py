@@ -13,7 +13,6 @@ import torch
 from tigon.models.kv_cache import cache_as_in
 from tigon.recipe.keys import ModelConfig, OutputConfig
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.guards.nan_guard import first_overflow
@@ -34,7 +33,7 @@ def folders_in(run: Path) -> list[Path]:
 
 def save_as_trained(built: PreTrainedModel, trainer: GuardedTrainer, settings: Settings, folder: Path) -> None:
     """Save a model without adapters in `folder`, with the dtypes of training. Every process calls it."""
-    if weights_are_sharded(settings):  # gathered by all processes, written by the first
+    if settings.sharding.divides_weights:  # gathered by all processes, written by the first
         trainer.save_model(str(folder))
         (folder / "training_args.bin").unlink(missing_ok=True)
     elif trainer.is_world_process_zero():
@@ -81,7 +80,7 @@ class FinalModel:
         _declare_dtype(self.run / MODEL / "config.json", dtype)
 
     def _save_whole(self, built: PreTrainedModel, trainer: GuardedTrainer) -> None:
-        if weights_are_sharded(self.settings):
+        if self.settings.sharding.divides_weights:
             state = trainer.gathered_state()
             if state is not None and trainer.is_world_process_zero():
                 self.save_state(built, state)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tigon.errors import RunFolderError
 from tigon.recipe.keys import Recipe
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer.distributed import launch
 from tigon.trainer.evaluation.generate import generated
 
@@ -49,7 +48,7 @@ def begin(prepared: Prepared, built: PreTrainedModel, console: Console) -> TextS
     writes_text = objective.trl is None or objective.trl.writes_text
     if prepared.rows is not None and writes_text and built.generation_config.eos_token_id is None:
         built.generation_config.eos_token_id = prepared.tokenizer.eos_token_id  # a preset has none, and answers end
-    if n_tokens and weights_are_sharded(prepared.settings):
+    if n_tokens and prepared.settings.sharding.divides_weights:
         console.out("sample   no text sample: the weights are sharded")
         n_tokens = 0
     sample = TextSample(prepared, n_tokens if writes_text and launch.rank() == 0 else 0)

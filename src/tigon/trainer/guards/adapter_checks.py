@@ -10,9 +10,9 @@ from tigon.errors import RecipeError
 from tigon.models.seams.base import PatchedModule
 from tigon.models.seams.experts_lora import is_wrapper
 from tigon.objectives.base import Objective
-from tigon.techniques import lora
+from tigon.techniques.keys.lora import EXPERTS, LINEAR, LOFTQ
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.mechanisms import adapter_targets
+from tigon.techniques.lora import adapter_targets, lora
 from tigon.trainer import model as models
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ def check(objective: Objective, config: PreTrainedConfig, settings: Settings) ->
     """
     if settings.lora.rank is None:
         return ()
-    if settings.lora.init == adapter_targets.LOFTQ and getattr(config, "quantization_config", None):
+    if settings.lora.init == LOFTQ and getattr(config, "quantization_config", None):
         raise RecipeError(
             "lora.init: loftq compares the 4-bit weights with whole ones, and this checkpoint's weights are quantised; "
             "name the checkpoint in 16 bits, or set lora.init: default"
         )
     built = models.without_data(config)
-    lora.check(built, settings)
+    adapter_targets.check(built, settings.lora)
     if objective.trl is not None or objective.added is not None:  # their losses multiply with lm_head's weight itself
         _check_head(objective, built, settings)
     told = _frozen_experts(built, settings) + _left_out(built, settings)
@@ -86,7 +86,7 @@ def _check_head(objective: Objective, built: PreTrainedModel, settings: Settings
 def _frozen_experts(built: PreTrainedModel, settings: Settings) -> tuple[str, ...]:
     parameters = dict(built.named_parameters())
     experts = [parameters[path].shape for path in adapter_targets.expert_parameters(built) if path in parameters]
-    if not experts or adapter_targets.EXPERTS in settings.lora.targets:
+    if not experts or EXPERTS in settings.lora.targets:
         return ()
     saved = adapter_targets.modules_to_save(built, settings.lora.modules_to_save)
     if any("expert" in path for paths in saved.values() for path in paths):
@@ -101,7 +101,7 @@ def _frozen_experts(built: PreTrainedModel, settings: Settings) -> tuple[str, ..
 
 def _left_out(built: PreTrainedModel, settings: Settings) -> tuple[str, ...]:
     """A warning of the linear modules that `all-linear` leaves out because PEFT's adapters do not fit them."""
-    if not {adapter_targets.LINEAR, "linear"} & set(settings.lora.targets):
+    if not {LINEAR, "linear"} & set(settings.lora.targets):
         return ()
     of_text, left_out = set(language_model(built).modules()), adapter_targets.left_out(built)
     reasons = [(path.rpartition(".")[2], why) for path, why in left_out.items() if built.get_submodule(path) in of_text]

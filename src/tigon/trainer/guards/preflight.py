@@ -20,13 +20,13 @@ import tigon
 from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
 from tigon.models import packed_documents
-from tigon.ops.linear.fp8 import has_fp8
+from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.profiler.recording.device_memory import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
-from tigon.techniques import matrix, sharding
+from tigon.techniques import matrix, model_kernels
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import frozen_dtype, keeps_mxfp4
-from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4
+from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.distributed import launch, launcher_variables
 from tigon.trainer.guards import system_limits
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _OF_TRAINING = ("transformers", "accelerate", "tokenizers", "safetensors", "tensorboard")
 EXTRAS = (*_OF_TRAINING, "yaml", "rich", "matplotlib", "jinja2")
 OLDEST_TRANSFORMERS = (5, 8)
-CPU_ZERO_PROCESSES = 1  # Accelerate 1.15 lacks a backend for more on the CPU
 
 
 def check_packages() -> None:
@@ -99,16 +98,7 @@ def check_device(recipe: Recipe) -> torch.device:
         )
     here = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())) if on_gpu else 0
     device = torch.device("cuda", here) if on_gpu else torch.device("cpu")
-    precision, attention = recipe.train.precision, recipe.model.attention
-    if precision in ("amp-bf16", "bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
-        raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use amp-fp16")
-    if precision == "fp8" and device.type == "cuda" and not has_fp8(device):
-        raise RecipeError(
-            f"train.precision is fp8, whose products {torch.cuda.get_device_name()} lacks (NVIDIA's GPUs from Ada, 8.9 "
-            "on have them); use bf16"
-        )
-    if attention.startswith("flash_attention"):
-        _check_flash(attention, device, resolve_precision(precision, device))
+    matrix.check_machine(settings_here(recipe, device), device)
     return device
 
 
@@ -118,39 +108,18 @@ def check_techniques(recipe: Recipe, device: torch.device) -> Settings:
     Raises:
         RecipeError: They exclude one another, or this machine lacks the device or package for one of them.
     """
-    precision = resolve_precision(recipe.train.precision, device)
-    settings = recipe.settings(precision=precision).having(
-        {"sharding.gpus": max(recipe.sharding.gpus, launch.world_size())}
-    )
+    settings = settings_here(recipe, device)
     matrix.check(settings, device=device.type)
-    sharding.check_sizes(settings)
-    if (
-        device.type == "cpu"
-        and settings.sharding.zero
-        and (settings.sharding.gpus > CPU_ZERO_PROCESSES or settings.train.precision != "fp32")
-    ):
-        raise RecipeError(
-            "sharding.zero on the CPU supports one process in fp32 only, because of Accelerate; use GPUs, or leave "
-            "sharding.zero out"
-        )
-    compared = recipe.comparison.kernels if recipe.comparison.steps else ()
-    for key, kernels in (("model.kernels", (settings.model.kernels,)), ("comparison.kernels", compared)):
-        if "liger" in kernels:
-            if importlib.util.find_spec("liger_kernel") is None:
-                raise RecipeError(f"{key} is liger, but liger-kernel is not installed: pip install liger-kernel")
-            if device.type == "cpu":
-                raise RecipeError(f"{key} is liger, whose kernels need a GPU; on the CPU use tigon")
+    matrix.check_machine(settings, device)
+    if recipe.comparison.steps and "liger" in recipe.comparison.kernels:
+        model_kernels.check_liger("comparison.kernels", device)
     return settings
 
 
-def _check_flash(attention: str, device: torch.device, precision: str) -> None:
-    import transformers.utils
-
-    probe = f"is_flash_attn_{attention[-1]}_available"
-    if device.type == "cpu" or not getattr(transformers.utils, probe)():
-        raise RecipeError(f"model.attention is {attention}, which needs a GPU and its package; use sdpa")
-    if precision == "fp32":
-        raise RecipeError(f"model.attention is {attention}, which lacks fp32; set train.precision to amp-bf16")
+def settings_here(recipe: Recipe, device: torch.device) -> Settings:
+    """The settings of a recipe on this device, with all processes that run."""
+    settings = recipe.settings(precision=resolve_precision(recipe.train.precision, device))
+    return settings.having({"sharding.gpus": max(recipe.sharding.gpus, launch.world_size())})
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -230,8 +199,8 @@ class Sizes:
 
 def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
     """The sizes of the model states in bytes, without sharding and without adapters, which are small."""
-    row = OPTIMIZERS[settings.train.optimizer]
-    itemsize = int(getattr(torch, frozen_dtype(settings)).itemsize)
+    optimizer = cost_of(settings)
+    itemsize = frozen_dtype(settings).itemsize
     numel = sum(math.prod(shape) for shape in shapes.values())
     if settings.lora.rank is not None:
         if keeps_mxfp4(settings):
@@ -241,15 +210,15 @@ def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
         return Sizes(quantized if settings.lora.quantize else numel * itemsize, 0, 0)
     vocabulary = max(max(shape, default=0) for shape in shapes.values())
     parameters = [Parameter(s, itemsize, projected=len(s) == 2 and vocabulary not in s) for s in shapes.values()]
-    states = row.state_bytes(parameters, rank=settings.train.galore_rank)
-    return Sizes(numel * itemsize, 0 if row.in_backward else numel * itemsize, states)
+    states = optimizer.state_bytes(parameters)
+    return Sizes(numel * itemsize, 0 if OPTIMIZERS[settings.train.optimizer].in_backward else numel * itemsize, states)
 
 
 def check_memory(
     recipe: Recipe, settings: Settings, device: torch.device, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise RecipeError if weights, gradients and optimizer states together exceed the device's memory."""
-    if settings.sharding.zero or settings.sharding.fsdp:
+    if settings.sharding.divides_states:
         return  # their place depends on stage and offload, which `tigon plan` takes into account
     model_sizes, has_bytes = sizes(settings, shapes), total_bytes(device)
     needed_bytes = model_sizes.weights + model_sizes.gradients + model_sizes.states

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tigon.objectives.recipe_checks import freezes_random_weights
 from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
-from tigon.techniques.checkpointing import KEPT_ON_HOST
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
 from tigon.trainer.distributed import launch
 
 FEW_STEPS = 20

@@ -18,7 +18,7 @@ from tigon.objectives.metric_sections import section_of
 from tigon.recipe.keys import Recipe
 from tigon.report.escape import fenced
 from tigon.report.table import markdown_table
-from tigon.techniques.mechanisms.adapter_targets import LOFTQ
+from tigon.techniques.keys.lora import LOFTQ
 from tigon.trainer import model as models
 from tigon.trainer.checkpoint.adapter_files import ADAPTERS
 from tigon.trainer.folder import run_folder

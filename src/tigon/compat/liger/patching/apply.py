@@ -45,7 +45,7 @@ def _function(family: str) -> Apply:
     name = f"apply_liger_kernel_to_{family}"
     model_types = frozenset(model_type for model_type, of in FAMILIES.items() if of == family)
 
-    def apply(*args: Any, **kwargs: Any) -> PatchReport | ConstructionHook:
+    def apply(*args: object, **kwargs: object) -> PatchReport | ConstructionHook:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         requested = {**bound.arguments, **bound.arguments.get("kwargs", {})}
@@ -145,7 +145,7 @@ def _flags_of(model_type: str, keywords: dict[str, Any]) -> dict[str, Any]:
     return {k: value for k, value in keywords.items() if k in LIGER_FLAGS and (takes_any or k in parameters)}
 
 
-def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
+def _apply_liger_kernel(model_type: str, **kwargs: object) -> None:
     """Hook the classes of a model type; keywords that are not flags of its function are ignored, as in Liger."""
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         warn(f"no kernel was applied: model_type {model_type!r} has no apply_liger_kernel_to_... function")
@@ -153,7 +153,7 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
     MODEL_TYPE_TO_APPLY_LIGER_FN[model_type](**_flags_of(model_type, kwargs))
 
 
-def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
+def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: object) -> None:
     """Patch one model. Trainer calls this with `liger_kernel_config` as keywords.
 
     A family without a function is matched by structure, with a warning if nothing matches. A keyword that the family's

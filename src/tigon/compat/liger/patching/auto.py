@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForCausalLM
 
 from tigon.compat.liger.patching.apply import _apply_liger_kernel_to_instance
 from tigon.compat.liger.patching.families import LIGER_FLAGS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]  # transformers is not typed here
@@ -17,7 +20,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]  #
     """
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: object, *model_args: object, **kwargs: object) -> Any:
         """`AutoModelForCausalLM.from_pretrained`, patched."""
         flags = _take_flags(kwargs)
         # Not super(): a repository's auto_map is looked up by the name of the class, and names transformers' own.
@@ -27,7 +30,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]  #
         return built
 
     @classmethod
-    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+    def from_config(cls, config: PreTrainedConfig, **kwargs: object) -> Any:
         """`AutoModelForCausalLM.from_config`, patched."""
         flags = _take_flags(kwargs)
         model = AutoModelForCausalLM.from_config(config, **kwargs)

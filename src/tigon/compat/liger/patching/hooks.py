@@ -15,7 +15,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,6 +24,9 @@ from tigon.compat.liger.patching.families import FAMILIES
 from tigon.compat.liger.patching.flags import Flags
 from tigon.errors import PatchError
 from tigon.models.patch import output_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class ConstructionHook:
     model_types: frozenset[str]
     flags: Flags
 
-    def covers(self, model: Any) -> bool:
+    def covers(self, model: PreTrainedModel) -> bool:
         """Whether the hook patches this model, whose class is one of the hook's classes or derived from one.
 
         A derived class of another known family has its own function and is not patched. A derived class of an unknown
@@ -43,7 +46,7 @@ class ConstructionHook:
         model_type = model.config.model_type
         return model_type in self.model_types or model_type not in FAMILIES
 
-    def patch(self, model: Any) -> None:
+    def patch(self, model: PreTrainedModel) -> None:
         """Patch a model that was built under the hook."""
         computes_loss = output_head(model) is not None
         if model.config.model_type in self.model_types:
@@ -91,7 +94,7 @@ def _hooked(cls: type[nn.Module]) -> Callable[..., None]:
     original: Callable[..., None] = cls.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: object, **kwargs: object) -> None:
         built, outermost = _construction.built, not _construction.depth
         inside = len(built)
         _construction.depth += 1

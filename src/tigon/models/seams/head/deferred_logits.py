@@ -129,7 +129,7 @@ def _frames_to_caller() -> int:
     return level
 
 
-def version_of(value: Any) -> int:
+def version_of(value: object) -> int:
     """Autograd's version counter of a tensor; 0 for inference tensors and other values."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
@@ -231,10 +231,10 @@ class DeferredLogits(Tensor):
     # Logits that are read come from the head and its hooks again (`LogitsSource`).
     placements: ClassVar[None] = None
 
-    def redistribute(self, *_: Any, **__: Any) -> DeferredLogits:
+    def redistribute(self, *_: object, **__: object) -> DeferredLogits:
         return self
 
-    def to_local(self, **_: Any) -> DeferredLogits:
+    def to_local(self, **_: object) -> DeferredLogits:
         return self
 
     def logit_map(self) -> LogitMap | None:
@@ -256,7 +256,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -396,22 +396,22 @@ def _describe(logits: DeferredLogits) -> str:
     return f"DeferredLogits(shape={shape}, dtype={view.dtype}, device='{view.device}')"
 
 
-def _getters(*names: str) -> set[Any]:
+def _getters(names: str) -> set[Any]:
     """The functions that `__torch_function__` receives when these tensor attributes are read."""
-    return {getattr(Tensor, name).__get__ for name in names}
+    return {getattr(Tensor, name).__get__ for name in names.split()}
 
 
 # Answered by the scalar: attributes that autograd and the hooks of FSDP, DDP and DeepSpeed read.
 _NATIVE = _getters(
-    "requires_grad", "grad_fn", "is_leaf", "_base", "_version", "_backward_hooks", "layout",
-    "is_meta", "is_sparse", "is_nested", "is_quantized",
-)  # fmt: skip
+    "requires_grad grad_fn is_leaf _base _version _backward_hooks layout is_meta is_sparse is_nested is_quantized"
+)
 # Answered by an empty meta tensor of the logits' shape and dtype.
+_METHODS = "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex __len__"
 _ON_META = {
-    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
-    Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
-    torch.numel, torch.is_floating_point, torch.is_complex,
-} | _getters("shape", "dtype", "ndim", "nbytes", "itemsize")  # fmt: skip
+    *(getattr(Tensor, name) for name in _METHODS.split()),
+    *(torch.numel, torch.is_floating_point, torch.is_complex),
+    *_getters("shape dtype ndim nbytes itemsize"),
+}
 # Answered without a tensor.
 _ANSWERED: dict[Any, Callable[[DeferredLogits], Any]] = {
     **dict.fromkeys(_getters("device"), lambda logits: logits._view.device),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from tigon.models.seams.head.logits import LogitMap
 from tigon.models.seams.head.traced_logits import TracedLogits
 from tigon.models.verification import probe
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # H hidden.
 
 
@@ -29,7 +32,7 @@ class _NotFollowed(Exception):
     """The reason why a forward cannot be described by a `LogitMap`."""
 
 
-def observed_logit_map(model: Any) -> LogitMap | str:
+def observed_logit_map(model: PreTrainedModel) -> LogitMap | str:
     """The map from (last hidden state times head weight) to the logits, or the reason why it cannot be found.
 
     model: a transformers causal language model, whose output embeddings are a linear module without a bias.
@@ -43,13 +46,13 @@ def observed_logit_map(model: Any) -> LogitMap | str:
         return f"its path from trunk to logits cannot be followed ({type(error).__name__}: {probe.first_line(error)})"
 
 
-def _observe(model: Any) -> LogitMap:
+def _observe(model: PreTrainedModel) -> LogitMap:
     head, trunk = model.get_output_embeddings(), trunk_of(model)
     # Small integers, which every dtype represents exactly, because the forward may cast them to the weight's dtype.
     hidden_1TH = torch.arange(2 * head.in_features).remainder(13).sub(6).float().view(1, 2, -1)
     scales: list[float] = []
 
-    def answer(*_: Any, **__: Any) -> Any:
+    def answer(*_: object, **__: object) -> Any:
         return _answer_type()(last_hidden_state=hidden_1TH)
 
     def look(given: Tensor) -> Any:
@@ -76,7 +79,7 @@ def _ratio(given: Tensor, hidden: Tensor) -> float:
     raise _NotFollowed("its output head is not given its trunk's last hidden state")
 
 
-def _no_logits(*_: Any) -> Tensor:
+def _no_logits(*_: object) -> Tensor:
     raise _NotFollowed("an operation on its logits is neither a product with a number nor a tanh cap")
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Step = tuple[Any, ...]
 """The name of a method of torch.Tensor, then its arguments: ("div", 30.0), ("tanh",), ("to", torch.float32)."""
@@ -54,7 +57,7 @@ class LogitAttributes:
     divide: str | None = None
     softcap: str | None = None
 
-    def read(self, config: Any) -> LogitMap:
+    def read(self, config: PreTrainedConfig) -> LogitMap:
         """The map of the config's current values. An attribute that is None or absent is ignored."""
         multiply, divide, softcap = (
             None if name is None else getattr(config, name, None) for name in (self.multiply, self.divide, self.softcap)

@@ -38,7 +38,7 @@ class LoraHeadSeam(LoraSeam):
         attributes = super().namespace(base) if self.lora_linear else {}
         plain_forward: Callable[..., Tensor] = attributes.get("forward", base.forward)
 
-        def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Any, x: Tensor, *args: object, **kwargs: object) -> Any:
             call = None if args or kwargs else requested_loss(self)
             if call is None or not call.fits(x):
                 return plain_forward(self, x, *args, **kwargs)
@@ -48,10 +48,14 @@ class LoraHeadSeam(LoraSeam):
                 return plain_forward(self, x)
             head, entering = self.base_layer, dropped(self, x, adapter)
             loss = call.answer(
-                x, head.weight, head.bias,
-                lora_a=self.lora_A[adapter].weight, lora_b=self.lora_B[adapter].weight, scaling=self.scaling[adapter],
+                x,
+                head.weight,
+                head.bias,
+                lora_a=self.lora_A[adapter].weight,
+                lora_b=self.lora_B[adapter].weight,
+                scaling=self.scaling[adapter],
                 adapter_hidden=None if entering is None else entering.reshape(-1, entering.shape[-1]),
-            )  # fmt: skip
+            )
             if entering is None:
                 return deferred(call, loss, self, plain_forward, x)
             # Logits that are read later must have the dropout of the loss.

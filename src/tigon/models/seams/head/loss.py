@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ from tigon.models.seams.head.logits import LogitAttributes, LogitMap
 from tigon.models.seams.head.token_metrics import TokenMetrics
 from tigon.models.seams.head.traced_logits import TracedLogits, UncomputedLogits
 from tigon.models.seams.router import with_balancing_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Class names of wrappers that pass the input to a descendant and return its output unchanged: PEFT's `modules_to_save`,
 # and FSDP1.
@@ -67,7 +70,7 @@ def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | floa
     return num_items.to(device).reshape(()) if isinstance(num_items, Tensor) else num_items
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     return a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
 
 
@@ -169,7 +172,7 @@ class LossCall:
         self.predicted = result.predicted
         return result.loss
 
-    def answered(self, source: Any) -> None:
+    def answered(self, source: object) -> None:
         """Record that the head has computed its loss for logits of this source."""
         self.answers.append((source, self._read_at, self.target))
 
@@ -430,7 +433,7 @@ class CausalLMSeam(Seam):
             original = self._original_loss()
             return self._tigon_loss if is_causal_lm_loss(original) else original
 
-        def _tigon_loss(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        def _tigon_loss(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: object) -> Tensor:
             call = _active.call
             fused = None if call is None else call.take(logits, labels, {**kwargs, "vocab_size": vocab_size})
             if fused is not None:
@@ -453,12 +456,12 @@ class CausalLMSeam(Seam):
             "_tigon_loss": _tigon_loss,
         }
 
-    def logit_map(self, model: Any) -> LogitMap:
+    def logit_map(self, model: PreTrainedModel) -> LogitMap:
         """The map that the model will apply to its logits: the observed one, or the one of its config."""
         observed = None if torch.compiler.is_compiling() else _observed.get(model)
         return observed or self.logits.read(model.config.get_text_config())
 
-    def fusable_head(self, model: Any) -> nn.Module | None:
+    def fusable_head(self, model: PreTrainedModel) -> nn.Module | None:
         """The head that can compute the loss of this training step; None, with one warning, if it cannot."""
         if not self.fused or not is_causal_lm_loss(model._original_loss()):
             return None
@@ -493,7 +496,7 @@ def warn_full_logits(module: nn.Module, reason: str) -> None:
 _no_code = (lambda: None).__code__
 
 
-def is_causal_lm_loss(function: Any) -> bool:
+def is_causal_lm_loss(function: object) -> bool:
     """Whether `function` is transformers' own next-token loss, not one that the user has set."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -501,7 +504,7 @@ def is_causal_lm_loss(function: Any) -> bool:
     return bool(getattr(function, "__code__", None) == ForCausalLMLoss.__code__)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
@@ -518,7 +521,7 @@ def causal_lm_loss(
     num_items_in_batch: Tensor | float | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     """transformers' ForCausalLMLoss through tigon's cross_entropy: logits (..., T, V), labels (..., T) -> loss ().
 

@@ -67,7 +67,7 @@ class TracedLogits:
         logits._loss, logits._steps, logits._memory, logits.source = loss, steps, memory, source
         return logits
 
-    def _noted(self, name: str, *args: Any) -> TracedLogits:
+    def _noted(self, name: str, *args: object) -> TracedLogits:
         before = self._memory
         memory = _Memory(lambda: getattr(before.unwritten(), name)(*args), torch.is_grad_enabled())
         return TracedLogits._of(self._loss, (*self._steps, (name, *args)), memory, self.source)
@@ -125,7 +125,7 @@ class TracedLogits:
         return getattr(self.materialize(), name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.tanh:
             return args[0].tanh()
         plain = [arg.materialize() if isinstance(arg, TracedLogits) else arg for arg in args]
@@ -133,10 +133,11 @@ class TracedLogits:
 
 
 # Attributes and methods that read no elements, so the logits are not needed for them.
-_METADATA = frozenset({
-    "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "layout", "size", "dim", "numel",
-    "element_size", "is_floating_point", "is_contiguous", "stride",
-})  # fmt: skip
+_NAMES = (
+    "shape dtype device ndim requires_grad is_cuda is_cpu layout size dim numel element_size is_floating_point "
+    "is_contiguous stride"
+)
+_METADATA = frozenset(_NAMES.split())
 
 
 def _flatten(logits: TracedLogits) -> tuple[list[Any], Any]:
@@ -160,11 +161,11 @@ class UncomputedLogits:
             raise AttributeError(name)
         raise PatchError(_UNCOMPUTED.format(use=f".{name}"))
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         raise PatchError(_UNCOMPUTED.format(use="[...]"))
 
     @classmethod
-    def __torch_function__(cls, func: Any, *_: Any) -> Any:
+    def __torch_function__(cls, func: Any, *_: object) -> Any:
         raise PatchError(_UNCOMPUTED.format(use=f" in {getattr(func, '__name__', func)}"))
 
 

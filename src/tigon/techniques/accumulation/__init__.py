@@ -1,0 +1,1 @@
+"""Gradient accumulation, and its fusion with the products and embeddings that compute the gradients."""

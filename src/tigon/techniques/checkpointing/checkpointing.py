@@ -1,0 +1,203 @@
+"""Activation checkpointing: which tensors of a layer are kept for the backward pass, and where (arXiv 1604.06174).
+
+Every kind uses the checkpointing of transformers' layers. This file only chooses the function that they call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from tigon.errors import RecipeError
+from tigon.techniques import head_groups
+from tigon.techniques.checkpointing import layer_checkpointing
+from tigon.techniques.checkpointing.attention_offload import LayersOnHost
+from tigon.techniques.checkpointing.host_offload import HostOffload
+from tigon.techniques.checkpointing.layer_function import enable, replace_function
+from tigon.techniques.checkpointing.recompute import recomputed
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Matmuls and attention, which take long to recompute. All other ops in a layer are memory-bound.
+KEPT_OPS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "tigon::fp8_product",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "tigon::attention_with_sinks_fwd",
+)
+
+
+def every_n_layers(checkpointing: str) -> int | None:
+    """Returns N of `every-N`, or None for the other kinds."""
+    match = re.fullmatch(r"every-(\d+)", checkpointing)
+    return int(match[1]) if match else None
+
+
+def _recompute(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
+    enable(model, every=every_n_layers(settings.train.checkpointing) or 1)
+    replace_function(model, recomputed)
+    return model
+
+
+def _selective(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
+    enable(model, context_fn=selective_contexts)
+    return model
+
+
+def selective_contexts() -> Any:
+    """Returns the (forward, recompute) contexts that keep the results of `KEPT_OPS`.
+
+    A top-level function, because it has to be pickled.
+    """
+    kept = set(KEPT_OPS)
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = getattr(op, "_schema", None) and op._schema.name
+        return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _offload(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
+    """Recompute every layer and keep its input on the host."""
+    return _recomputed_by(inputs_on_host(), model, "offload")
+
+
+def inputs_on_host() -> Callable[..., Any]:
+    """Returns a checkpointing function for all layers of a model, which keeps each layer's input on the host.
+
+    transformers' own `offload` copies on the compute stream. This one copies on a second stream.
+    """
+    offload = HostOffload()
+
+    def offloaded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with offload.saving():
+            return recomputed(function, *args, **kwargs)
+
+    return offloaded
+
+
+def _offload_attention(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
+    """Recompute every layer except its attention, whose results wait on the host beside the layer's input."""
+    if settings.train.attention_groups == 1:
+        head_groups.replace_attention(model, 1)
+    return _recomputed_by(LayersOnHost(), model, "offload-attention")
+
+
+def _recomputed_by(function: Callable[..., Any], model: PreTrainedModel, mode: str) -> Any:
+    """Let this function call every layer, or refuse the mode."""
+    enable(model)
+    if not replace_function(model, function):
+        raise RecipeError(
+            f"train.checkpointing: {mode} cannot replace the checkpointing function of any layer of "
+            f"{type(model).__name__}; use full"
+        )
+    return model
+
+
+OFFLOAD = "offload"
+KEPT_ON_HOST = "offload-attention"
+_EACH_LAYER = "Each layer's input is kept: tokens x hidden x bytes of the autocast dtype."
+
+
+def _keeps_attention_not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
+    return Exclusion(
+        when=(Condition("train.checkpointing", "is", KEPT_ON_HOST), condition),
+        reason=reason,
+        instead=instead,
+        source="tigon.techniques.checkpointing",
+    )
+
+
+# Llama's steps took 1.07 (selective), 1.11 (every-2) and 1.21 (full) times as long as without checkpointing; the
+# least costs below stay under these. Selective kept 0.55 to 0.68 of Llama's activations; its share stays well under.
+DECLARATION = Declaration(
+    searches=(
+        Search(
+            key="train.checkpointing",
+            how="recomputation",
+            candidates=lambda config: ("none", "auto", "offload"),
+        ),
+    ),
+    labels={
+        "train.checkpointing": lambda settings: (
+            "no checkpointing"
+            if settings.train.checkpointing == "none"
+            else f"checkpointing {settings.train.checkpointing}"
+        ),
+    },
+    techniques=(
+        Technique(
+            name="checkpointing-full",
+            recipe={"train.checkpointing": "full"},
+            chosen=(Condition("train.checkpointing", "is", "full"),),
+            model=_recompute,
+            least_cost=1.15,
+            kept_share=0.0,
+        ),
+        Technique(
+            name="checkpointing-every-n",
+            recipe={"train.checkpointing": "every-2"},
+            chosen=(Condition("train.checkpointing", "starts with", "every-"),),
+            model=_recompute,
+            least_cost=1.07,
+            kept_share=0.5,  # of every-2, which the search tries
+        ),
+        Technique(
+            name="checkpointing-selective",
+            recipe={"train.checkpointing": "selective"},
+            chosen=(Condition("train.checkpointing", "is", "selective"),),
+            model=_selective,
+            least_cost=1.02,
+            kept_share=0.35,
+        ),
+        Technique(
+            name="checkpointing-offload",
+            recipe={"train.checkpointing": "offload"},
+            chosen=(Condition("train.checkpointing", "is", "offload"),),
+            model=_offload,
+            least_cost=1.15,
+            kept_share=0.0,
+        ),
+        Technique(
+            name="checkpointing-offload-attention",
+            recipe={"train.checkpointing": KEPT_ON_HOST, "data.cross_document_attention": True},
+            chosen=(Condition("train.checkpointing", "is", KEPT_ON_HOST),),
+            model=_offload_attention,
+            least_cost=1.05,
+            kept_share=0.0,
+        ),
+        *layer_checkpointing.TECHNIQUES,
+    ),
+    exclusions=(
+        _keeps_attention_not_with(
+            Condition("model.attention", "is not", "sdpa"),
+            "it keeps the results of the sdpa function",
+            "model.attention: sdpa",
+        ),
+        _keeps_attention_not_with(
+            Condition("sharding.sequence", "is at least", 2),
+            "each of them replaces the attention function",
+            "train.checkpointing: offload",
+        ),
+        _keeps_attention_not_with(
+            Condition("sharding.tensor", "is at least", 2),
+            "tigon has not tried it with divided matrices",
+            "train.checkpointing: offload",
+        ),
+        *layer_checkpointing.EXCLUSIONS,
+    ),
+)

@@ -1,0 +1,34 @@
+"""The function that transformers' checkpointed layers call in place of their own forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def enable(model: PreTrainedModel, every: int = 1, **options: Any) -> None:
+    """Switch transformers' checkpointing on. options: arguments for `torch.utils.checkpoint.checkpoint`.
+
+    transformers 5.23 renamed the method to activation_checkpointing_enable. Before 5.17 it lacks `every_n_layers`.
+    """
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    known = inspect.signature(switch).parameters
+    name = next(name for name in known if name.endswith("checkpointing_kwargs"))
+    switch(**{name: {"use_reentrant": False, **options}}, **({"every_n_layers": every} if every > 1 else {}))
+
+
+def replace_function(model: PreTrainedModel, function: Callable[..., Any]) -> int:
+    """Let every checkpointed layer call `function(layer, *inputs)`, and return the number of these layers.
+
+    Returns 0 for a model whose own code uses transformers' old format, which calls PyTorch's `checkpoint`.
+    """
+    n_replaced = 0
+    for module in model.modules():
+        for name in [name for name in vars(module) if name.endswith("checkpointing_func")]:
+            setattr(module, name, function)
+            n_replaced += 1
+    return n_replaced

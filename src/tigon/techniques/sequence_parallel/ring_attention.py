@@ -1,0 +1,157 @@
+"""Ring attention (arXiv 2310.01889) over the shards of a row: PyTorch's, for tensors that are not DTensors.
+
+`torch.distributed.tensor.experimental.context_parallel` passes keys and values around, and merges the parts of the
+softmax. It finds attention as an operator on DTensors, and has none for the CPU: torch 2.13 raises
+`aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered`. Its loops take
+any attention operator, so they are called here with the flash operators of CPU and CUDA. The loops are private.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tigon.errors import RecipeError
+
+# B rows, h heads, t tokens of a shard, D head width, N processes of a group.
+
+CHUNKS = 2
+"""A process has this many chunks of a row, one early and one late, so that all compute as many causal products."""
+
+
+def check() -> None:
+    """Raise RecipeError if this PyTorch has not the loops that `ring_attention` calls."""
+    _pytorchs()
+
+
+def own_tokens(rank: int, size: int, length: int) -> list[slice]:
+    """The places in a row of `length` tokens that a process has: chunk `rank` from the front and from the back."""
+    chunk = length // (CHUNKS * size)
+    return [slice(number * chunk, (number + 1) * chunk) for number in (rank, CHUNKS * size - 1 - rank)]
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, *, scale: float | None = None
+) -> Tensor:
+    """Causal attention over whole rows, of which each process has the tokens of `own_tokens`.
+
+    Args:
+        query: (B, h, t, D).
+        key: (B, k, t, D); k divides h. It travels with the heads of `query`.
+        value: as `key`.
+        group: The processes that share the rows.
+        scale: Of the products; None: 1 / sqrt(D).
+
+    Returns:
+        (B, h, t, D).
+
+    Raises:
+        RecipeError: The tensors are on a GPU and neither fp16 nor bf16, without autocast.
+    """
+    query, key, value = _autocast(query, key, value)
+    if query.device.type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
+        raise RecipeError(
+            f"sharding.sequence_method: ring needs 16-bit attention on a GPU, and this run's is {query.dtype}; set "
+            "train.precision: amp-bf16, or sharding.sequence_method: ulysses"
+        )
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    return _Ring.apply(query, key, value, group, scale)  # type: ignore[no-any-return]
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype, as the sdpa function casts them: autocast does not know the operators here."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, scale: float | None
+    ) -> Tensor:
+        forward, _ = _operators(query.device)
+        with _in_turns() as loops:
+            out, lse, *rest = loops._templated_ring_attention(
+                group, 2, forward, query=query, key=key, value=value, is_causal=True, dropout_p=0.0, scale=scale
+            )
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.group, ctx.scale, ctx.rest = group, scale, rest
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        _, backward = _operators(query.device)
+        options: dict[str, Any] = {"dropout_p": 0.0, "scale": ctx.scale}
+        if query.device.type == "cuda":  # as the forward returned them
+            names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+            options |= dict(zip(names, ctx.rest, strict=False))
+        with _in_turns() as loops:
+            dq, dk, dv, *_ = loops._templated_ring_attention_backward(
+                ctx.group,
+                2,
+                backward,
+                grad_out=dout.contiguous(),
+                grad_out_name="grad_out",
+                query=query,
+                key=key,
+                value=value,
+                out=out,
+                logsumexp=lse,
+                is_causal=True,
+                **options,
+            )
+        return dq, dk, dv, None, None
+
+
+def _operators(device: torch.device) -> tuple[Any, Any]:
+    """The attention of a device and its backward."""
+    aten = torch.ops.aten
+    if device.type == "cuda":
+        return aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward.default
+    return (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    )
+
+
+@contextlib.contextmanager
+def _in_turns() -> Iterator[Any]:
+    """PyTorch's loops, with chunks as in `own_tokens`. Each process sends its keys to the next one, so that it never
+    has those of the whole row."""
+    loops = _pytorchs()
+    options = loops._cp_options
+    before = options.enable_load_balance, options.rotate_method
+    options.enable_load_balance, options.rotate_method = True, loops._RotateMethod.ALL_TO_ALL
+    try:
+        yield loops
+    finally:
+        options.enable_load_balance, options.rotate_method = before
+
+
+def _pytorchs() -> Any:
+    """The module of PyTorch's ring attention."""
+    if not dist.is_available():
+        raise RecipeError("sharding.sequence_method: ring needs a PyTorch with torch.distributed")
+    loops: Any = None
+    with contextlib.suppress(ImportError):
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        loops = _attention
+    names = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod")
+    if loops is None or not all(hasattr(loops, name) for name in names):
+        raise RecipeError(
+            f"sharding.sequence_method: ring calls private functions of PyTorch that torch {torch.__version__} does "
+            "not have; use torch 2.13, or sharding.sequence_method: ulysses"
+        )
+    return loops

@@ -1,0 +1,1 @@
+"""Several GPUs: the techniques (sharding.py), and DeepSpeed's configuration (deepspeed_config.py)."""
