@@ -10,10 +10,10 @@ holds the measured peak beside the planned one. At the end of the training the p
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tigon.errors import PatchError, TigonError
 from tigon.integrations.trl.layers import is_matched
@@ -26,9 +26,6 @@ from tigon.planner.request import Request
 from tigon.recipe.aliases import ALIASES
 from tigon.techniques.keys.settings import Settings
 from tigon.trainer.guards.prediction import gpu_here
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 LOG = logging.getLogger(__name__)
 PEAK, PLANNED = "tigon_peak_gib", "tigon_planned_peak_gib"

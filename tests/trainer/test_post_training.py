@@ -352,7 +352,6 @@ ROWS = {
     "prompt in some rows": (
         "dpo", '{"chosen": "b", "rejected": "c"}', r":2: column 'prompt' is missing, but rows\.jsonl:1 has it",
     ),
-    "broken JSON": ("dpo", '{"prompt": "a", "chosen"', r"rows\.jsonl:2: not valid JSON at column \d+"),
     "too long": ("dpo", json.dumps({"prompt": "a", "chosen": "b " * 200, "rejected": "c"}),
                  r"rows\.jsonl:2: \d+ tokens, over data\.sequence_length 64"),
 }  # fmt: skip

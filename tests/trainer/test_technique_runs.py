@@ -246,23 +246,11 @@ REFUSED = {
         ("train.optimizer=galore", "sharding.zero=2"),
         r"flat slices of all parameters.*sharding\.zero",
     ),
-    "8 bits with offload": (
-        ("train.optimizer=adamw-8bit", "sharding.zero=3", "sharding.offload=cpu"),
-        r"DeepSpeedCPUAdam.*use train\.optimizer: adamw",
-    ),
-    "4 bits without adapters": (("lora.quantize=true",), r"nothing would be trained; use lora\.rank"),
-    "clipping of what is gone": (("train.optimizer=galore-layerwise",), r"use train\.max_grad_norm: 0"),
-    "files without a folder": (("sharding.zero=3", "sharding.offload=nvme"), r"sharding\.nvme_folder"),
     "ZeRO with processes on the CPU": (("sharding.zero=2", "sharding.gpus=2"), r"one process in fp32|needs deepspeed"),
     "shared rows in one process": (
         ("sharding.sequence=2",),
         r"gpus 1 is not a multiple of it; set sharding\.gpus to 2",
     ),
-    "shared rows and eager attention": (
-        ("sharding.sequence=2", "sharding.gpus=2", "model.attention=eager"),
-        r"use model\.attention: sdpa",
-    ),
-    "paging on the CPU": (("train.optimizer=paged-adamw",), r"paged-adamw needs a GPU"),
 }
 
 

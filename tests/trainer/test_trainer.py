@@ -41,21 +41,6 @@ def test_evaluation_is_the_mean_over_learned_tokens_whatever_the_batch(tmp_path)
     assert by_batch == pytest.approx([total / n_learned] * 2, rel=1e-5)
 
 
-def test_checkpoints_hold_no_pickled_arguments(tmp_path):
-    trainer = trainer_of(tmp_path, config(steps=2, save_steps=2))
-    trainer.train()
-    names = {path.name for path in (tmp_path / "checkpoints" / "checkpoint-2").iterdir()}
-    assert "model.safetensors" in names and "trainer_state.json" in names and "training_args.bin" not in names
-
-
-def test_prompt_and_answer_rows_train_through_the_command(recipe, tigon, here):
-    lines = [{"prompt": f"{words(5, seed=i)}", "completion": words(4, seed=i + 100)} for i in range(60)]
-    (here / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    path = recipe(data={"source": "d.jsonl", "sequence_length": 64}, train={"batch_size": 2})
-    assert tigon("train", path).code == 0
-    assert len(records(here / "runs" / "r", "train")) == 4
-
-
 def test_an_alpaca_list_trains_through_a_chat_template_and_its_rows_are_shown(recipe, tigon, here):
     lines = [{"instruction": words(4, seed=i), "input": "", "output": words(3, seed=i + 100)} for i in range(60)]
     (here / "alpaca.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 from tigon._trunk import decoder_layers
 from tigon.errors import UsageError
@@ -17,9 +17,6 @@ from tigon.medusa.attach import NAME, detach, heads_of, scoring
 from tigon.medusa.generate import medusa_generate
 from tigon.medusa.layout import save_heads
 from tigon.models.patch import unwrap
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 HEADS, MODEL, CHECKPOINTED = "heads", "model", "heads.safetensors"
 PROMPTS, PROMPT_TOKENS = 4, 24

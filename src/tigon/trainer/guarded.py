@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
 from tigon._quiet import quiet_peft
@@ -54,7 +54,6 @@ from tigon.trainer.step import TrainingStep
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
-    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
 SCHEDULER = "scheduler.pt"  # the Trainer's name

@@ -195,8 +195,9 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
             return
         repeats = []
         if prepared.recipe.comparison.steps:  # the trained model is freed by now, so it has the whole device
-            build = partial(_kernels_build, run, prepared)
-            repeats = comparison.compare(prepared, build, run.path, console.out, stop)
+            repeats = comparison.compare(
+                prepared, lambda kernels: _build(run, prepared, kernels)[0], run.path, console.out, stop
+            )
         summary["comparison"] = [repeat.as_mapping() for repeat in repeats]
         result = {name: value for name, value in summary.items() if name != "sample"}
         run.append({"event": "result", "step": run.last_step, **result})
@@ -210,10 +211,6 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
             cut = any(repeat.stopped for repeat in repeats)
             kept = f"the run is complete{' except its comparison' if cut else ''}"
             raise signals.Stopped(stop.number, run.last_step, kept, together=False)
-
-
-def _kernels_build(run: RunFolder, prepared: Prepared, kernels: str) -> nn.Module:
-    return _build(run, prepared, kernels)[0]
 
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.device_memory import used_bytes
@@ -26,9 +26,6 @@ from tigon.techniques import tensor_parallel
 from tigon.techniques.accumulation.fused_linear import has_fused_linears
 from tigon.techniques.sequence_parallel.sequence_parallel import shards_of
 from tigon.trainer.guards.nan_guard import ClippedNorm, NanGuard
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState
 
 
 class TrainingStep(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here

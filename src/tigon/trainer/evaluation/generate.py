@@ -22,8 +22,8 @@ def generated(
 ) -> list[int]:
     """The tokens after `prompt`. options: More options of the model's `generate`."""
     device, was_training = next(model.parameters()).device, model.training
-    ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    options["pad_token_id"] = next((i for i in ends if i is not None), None)
+    pads = (tokenizer.pad_token_id, *end_tokens(model, tokenizer), 0)
+    options["pad_token_id"] = next(i for i in pads if i is not None)
     model.eval()
     with torch.no_grad():
         ids = model.generate(

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 from tigon.trainer.evaluation.generate import end_tokens, generated
 from tigon.trainer.evaluation.prompts import Prompt
 from tigon.trainer.folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
-
     from tigon.trainer.prepare import Prepared
 
 EVENT = "generate"

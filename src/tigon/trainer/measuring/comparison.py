@@ -16,20 +16,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tigon.profiler.recording.peak import Peak, PeakMeter, training_state
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed.signals import StopRequest
 from tigon.trainer.prepare import Prepared
 from tigon.trainer.setup import Setup, TrainingData
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState
 
 LABELS = {
     "none": "unpatched",

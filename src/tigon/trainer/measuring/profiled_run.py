@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from tigon._quiet import library_log_lines_dropped
 from tigon._trunk import decoder_layers
@@ -25,9 +25,6 @@ from tigon.trainer import trainer as trainers
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.prepare import Prepared
-
-if TYPE_CHECKING:
-    from transformers import TrainerState
 
 SNAPSHOT, TRACE = "snapshot.pickle", "trace.json"
 

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from tigon.objectives.metric_sections import MetricSection
 from tigon.trainer.folder.run_folder import RunFolder
@@ -21,7 +21,6 @@ from tigon.units import in_clock
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-    from transformers import TrainerState
 
 SHOWN_ROWS = 12
 
