@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from benchmarks.harness import Bench, Case
-from benchmarks.pages.planner_accuracy import cells, percent
+from benchmarks.pages.planner_accuracy import percent
 from benchmarks.pages.regions import write_between
 from tigon.bench import timing
 from tigon.errors import TigonError
@@ -33,6 +33,7 @@ from tigon.models.verification.tiny import SIZES, tiny_config
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, Gpu, find_gpu
 from tigon.planner.request import Request, text_config
+from tigon.report.table import markdown_table
 from tigon.techniques.keys.settings import Settings
 
 BATCH, SEQ, STEPS = 3, 1111, 3
@@ -159,16 +160,14 @@ def table(record: Mapping[str, Any]) -> str:
         f"{env['device']}, driver {env['driver']}, torch {env['versions']['torch']}, tigon at commit "
         f"{env['tigon_commit']}, {env['date']}. Two layers, {BATCH} x {SEQ} tokens, amp-bf16, AdamW.",
         "",
-        cells(["family", "kernels", "predicted (GiB)", "measured (GiB)", "error"]),
-        cells(["---", "---", "--:", "--:", "--:"]),
     ]
+    rows = []
     for row in record["rows"]:
         error = error_of(row)
         sizes = [f"{row[name] / GIB:.2f}" if name in row else "" for name in ("predicted_bytes", "measured_bytes")]
-        lines.append(
-            cells([row["model_type"], row["kernels"], *sizes, row["detail"] if error is None else percent(error)])
-        )
-    return "\n".join(lines)
+        rows.append([row["model_type"], row["kernels"], *sizes, row["detail"] if error is None else percent(error)])
+    titles = ("family", "kernels", "predicted (GiB)", "measured (GiB)", "error")
+    return "\n".join([*lines, markdown_table(titles, rows, texts=(0, 1))])
 
 
 def measure_one(bench: Bench) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.duel.agreement import wider
 from benchmarks.duel.entries import ENTRIES, LONG, LOOP, SHORT, TASKS
 from benchmarks.pages import regions
+from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "beside-unsloth.md"
@@ -106,20 +107,17 @@ def table(record: Record | None, task: str, size: str) -> str:
     found = lines(record, task, size)
     if record is None or not found:
         return NOT_MEASURED
-    shown = [
-        "| | in | activation checkpointing | tokens/s | peak, GiB | loss of step 1, 11 |",
-        "|---|---|---|---:|---:|---|",
-    ]
+    rows = []
     for one in found:
         entry = ENTRIES[one["entry"]]
         call = _CALLS[entry.library, entry.setting]
         call += f' with `memory="{entry.memory}"`' if entry.memory else ""
         name = name_of(entry.library, task) + (", xformers" if entry.xformers else "")
-        shown.append(
-            f"| {name} | {'a loop' if entry.where == LOOP else entry.where} | {call} | {one['tokens_per_s']:,} "
-            f"| {one['peak_gib']:.2f} | {one['losses'][0]:.4f}, {one['losses'][-1]:.4f} |"
-        )
-    return "\n".join([*shown, *_notes(found), *_left_out(record, task, size)])
+        where = "a loop" if entry.where == LOOP else entry.where
+        losses = f"{one['losses'][0]:.4f}, {one['losses'][-1]:.4f}"
+        rows.append([name, where, call, f"{one['tokens_per_s']:,}", f"{one['peak_gib']:.2f}", losses])
+    titles = ("", "in", "activation checkpointing", "tokens/s", "peak, GiB", "loss of step 1, 11")
+    return "\n".join([markdown_table(titles, rows, texts=(0, 1, 2, 5)), *_notes(found), *_left_out(record, task, size)])
 
 
 def _notes(found: Sequence[Line]) -> Iterator[str]:
@@ -146,10 +144,8 @@ def _left_out(record: Record, task: str, size: str) -> Iterator[str]:
 
 def summary(record: Record | None) -> str:
     """Per task and size: Unsloth's fastest row with its checkpointing, and tigon's fastest within its memory."""
-    shown = [
-        "| | Unsloth, its checkpointing | tigon within Unsloth's memory | | Unsloth, most kept | tigon, most kept | |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    small_titles = ("", "Unsloth, its checkpointing", "tigon within Unsloth's memory", "")
+    rows = []
     for task in TASKS:
         for size in SIZES:
             found = lines(record, task, size)
@@ -158,8 +154,9 @@ def summary(record: Record | None) -> str:
             if None in small:
                 continue
             cells = [figures(small[0]), figures(small[1]), _ratio(*small), *map(figures, large), _ratio(*large)]
-            shown.append(f"| {TASKS[task].words}, {words_of(size)} | {' | '.join(cells)} |")
-    return "\n".join(shown) if len(shown) > 2 else NOT_MEASURED
+            rows.append([f"{TASKS[task].words}, {words_of(size)}", *cells])
+    titles = (*small_titles, "Unsloth, most kept", "tigon, most kept", "")
+    return markdown_table(titles, rows, texts=(0,)) if rows else NOT_MEASURED
 
 
 def _ratio(theirs: Line | None, ours: Line | None) -> str:

@@ -9,7 +9,7 @@ tests/trainer/test_engine_pairs.py trains each of these in two processes. So a p
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.pages import regions
 from tigon.errors import RecipeError
 from tigon.objectives import recipe_checks
+from tigon.report.table import markdown_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "several-gpus.md"
 Sections = Mapping[str, Mapping[str, Any]]
@@ -119,16 +120,9 @@ def table() -> str:
         reason = REFUSED.get((feature.name, engine.title))
         return "works" if reason is None else f"refused ({reasons.index(reason) + 1})"
 
-    def lines() -> Iterator[str]:
-        yield f"| | {' | '.join(engine.title for engine in ENGINES)} |"
-        yield "|---" * (len(ENGINES) + 1) + "|"
-        for feature in FEATURES:
-            yield f"| {feature.title} | {' | '.join(cell(feature, engine) for engine in ENGINES)} |"
-        yield ""
-        for number, reason in enumerate(reasons, 1):
-            yield f"{number}. {reason}"
-
-    return "\n".join(lines())
+    rows = [[feature.title, *(cell(feature, engine) for engine in ENGINES)] for feature in FEATURES]
+    pairs = markdown_table(("", *(engine.title for engine in ENGINES)), rows)
+    return "\n".join([pairs, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))])
 
 
 PARTS: Mapping[str, Callable[[], str]] = {"table": table}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import duel, published, regions, what_fits
+from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 H100, H200 = (ROOT / "benchmarks" / "results" / f"nvidia-{card}" for card in ("h100", "h200"))
@@ -125,21 +126,19 @@ def measured(record: duel.Record | None) -> str:
     """The table of the four, one row per experiment of the records. record: the one of `benchmarks.duel`."""
     versions = {} if record is None else record["environment"]["versions"]
     unsloth = f"Unsloth {versions['unsloth']}" if versions else "Unsloth"
-    rows = [f"| | Hugging Face | Liger 0.8.5 | {unsloth} | tigon |", "|---|---:|---:|---:|---:|"]
-    rows += [f"| {' | '.join(cells)} |" for cells in duel.front_rows(record)]
+    rows = list(duel.front_rows(record))
     for model, name in PAPER_MODELS.items():
         unpatched, liger, tigon = (_peak_and_speed(_paper(model, variant)) for variant in NAMES)
-        rows.append(f"| {name}, all weights, 64 x 512 tokens, H200 | {unpatched} | {liger} | | {tigon} |")
+        rows.append([f"{name}, all weights, 64 x 512 tokens, H200", unpatched, liger, "", tigon])
     unpatched, liger, tigon = (f"{largest('batch', variant, BATCH):,}" for variant in NAMES)
     most = f"{tigon} ({largest('largest-batch', TILED, BATCH):,} with more techniques)"
-    rows.append(f"| 1B, all weights, largest batch of 1,024 tokens in 24 GiB | {unpatched} | {liger} | | {most} |")
+    rows.append(["1B, all weights, largest batch of 1,024 tokens in 24 GiB", unpatched, liger, "", most])
     unpatched, liger, tigon = (f"{largest('sequence', variant, SEQUENCE):,}" for variant in NAMES)
     tried = f"longest of 4 sequences in 24 GiB, tried up to {tigon}"
-    rows.append(f"| 1B, all weights, {tried} | {unpatched} | {liger} | | {tigon} |")
-    rows.append(
-        f"| 1B, all weights, longest single sequence in 24 GiB, with more techniques | | | | {longest_row():,} |"
-    )
-    return "\n".join([*rows, _published()])
+    rows.append([f"1B, all weights, {tried}", unpatched, liger, "", tigon])
+    longest = "1B, all weights, longest single sequence in 24 GiB, with more techniques"
+    rows += [[longest, "", "", "", f"{longest_row():,}"], _published()]
+    return markdown_table(("", "Hugging Face", "Liger 0.8.5", unsloth, "tigon"), rows, texts=(0,))
 
 
 def longest_row() -> int:
@@ -155,15 +154,13 @@ def longest_row() -> int:
     return int(row["tokens"])
 
 
-def _published() -> str:
+def _published() -> list[str]:
     """The longest sequence that Unsloth publishes. tigon's is the planner's: it was not run."""
     card = "24 GB"
     planned = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))["tokens"]["8B, QLoRA"][card]
     theirs, unpatched = published.UNSLOTH_QLORA_8B[card], published.UNSLOTH_HUGGING_FACE_8B
-    return (
-        f"| *Unsloth's test*: 8B, QLoRA, longest in {card} | {unpatched:,} (published) | | {theirs:,} (published) "
-        f"| {planned:,} (planned) |"
-    )
+    figures = (f"{unpatched:,} (published)", "", f"{theirs:,} (published)", f"{planned:,} (planned)")
+    return [f"*Unsloth's test*: 8B, QLoRA, longest in {card}", *figures]
 
 
 def _peak_and_speed(point: Point) -> str:
@@ -176,8 +173,8 @@ def fits() -> str:
     """The planner's table, with the figures that Unsloth publishes for the same rank and batch size."""
     record = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))
     cells = (f"{tokens:,}" for tokens in published.UNSLOTH_QLORA_8B.values())
-    theirs = f"| [Unsloth publishes]({published.UNSLOTH_PAGE}): 8B, QLoRA | {' | '.join(cells)} | |"
-    return f"{what_fits.table(record)}\n{theirs}"
+    theirs = [f"[Unsloth publishes]({published.UNSLOTH_PAGE}): 8B, QLoRA", *cells, ""]
+    return what_fits.table(record, [theirs])
 
 
 def gains() -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import regions
+from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "post-training.md"
@@ -27,16 +28,16 @@ def errors(rows: Sequence[Mapping[str, Any]]) -> str:
     """The largest error of a gradient by case and deviation, in percent: the op's, and with logits in 16 bits."""
     of_dtype = [row for row in rows if row["dtype"] == _DTYPE]
     deviations = sorted({row["deviation"] for row in of_dtype})
-    header = f"| {_DTYPE}, largest error of a gradient | {' | '.join(f'std {d:g}' for d in deviations)} |"
-    lines = [header, f"|---|{'---:|' * len(deviations)}"]
+    rows_shown = []
     for name in dict.fromkeys(row["case"] for row in of_dtype):
         by_deviation = {row["deviation"]: row["errors"] for row in of_dtype if row["case"] == name}
         cells = [
             " / ".join(_percent(_largest(by_deviation[d][variant])) for variant in ("tigon", "16-bit logits"))
             for d in deviations
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows_shown.append([name, *cells])
+    titles = [f"{_DTYPE}, largest error of a gradient", *(f"std {d:g}" for d in deviations)]
+    return markdown_table(titles, rows_shown, texts=(0,))
 
 
 def _largest(results: Mapping[str, float]) -> float:
@@ -51,18 +52,16 @@ def _percent(error: float) -> str:
 
 def times(rows: Sequence[Mapping[str, Any]]) -> str:
     """The time and memory of each op, with logits in fp32 and in 16 bits."""
-    lines = [
-        "| forward and backward | ms | ms, 16-bit logits | MiB | MiB, 16-bit logits |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    titles = ("forward and backward", "ms", "ms, 16-bit logits", "MiB", "MiB, 16-bit logits")
+    shown = []
     for row in rows:
         if "16-bit logits" not in row:
             continue
         ours, narrow = row["fp32 logits"], row["16-bit logits"]
         size = " x ".join(map(str, row["shape"]))
         cells = (f"{ours['ms']:.1f}", f"{narrow['ms']:.1f}", f"{ours['mib']:,.0f}", f"{narrow['mib']:,.0f}")
-        lines.append(f"| {size}, {row['dtype']}: {row['op']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        shown.append([f"{size}, {row['dtype']}: {row['op']}", *cells])
+    return markdown_table(titles, shown, texts=(0,))
 
 
 def where(record: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from benchmarks.pages import regions
 from benchmarks.pages.study import predicted_anew
 from benchmarks.pages.sweep_accuracy import predictions_path
 from tigon.report.chart import new_figure, svg
+from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT, RECORDS, IMAGES = ROOT / "docs" / "medusa.md", ROOT / "benchmarks" / "results", Path("img/medusa")
@@ -72,20 +73,16 @@ def cell(point: Record | None) -> tuple[str, str]:
 def table(record: Record) -> str:
     """One row per group and length: peaks in GiB, with the planner's prediction for the fused variant."""
     by_point, lengths = points(record), sorted({int(point["axes"][AXIS]) for point in record["points"]})
-    lines = [
-        "| | tokens per sequence | eager, GiB | fused, GiB | predicted | eager, tokens/s | fused, tokens/s |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    titles = ("", "tokens per sequence", "eager, GiB", "fused, GiB", "predicted", "eager, tokens/s", "fused, tokens/s")
+    rows = []
     for group in groups(record):
         for length in lengths:
             eager, fused = (by_point.get((f"{group}, {kind}", length)) for kind in ("eager", "fused"))
             (eager_peak, eager_speed), (fused_peak, fused_speed) = cell(eager), cell(fused)
             predicted_bytes = (fused or {}).get("predicted_allocated_bytes")
             predicted = "" if predicted_bytes is None else f"{predicted_bytes / GIB:.1f}"
-            lines.append(
-                f"| {group} | {length:,} | {eager_peak} | {fused_peak} | {predicted} | {eager_speed} | {fused_speed} |"
-            )
-    return "\n".join(lines)
+            rows.append([group, f"{length:,}", eager_peak, fused_peak, predicted, eager_speed, fused_speed])
+    return markdown_table(titles, rows, texts=(0,))
 
 
 def longest(record: Record) -> str:
@@ -170,11 +167,10 @@ def page(text: str, records: Mapping[str, Mapping[str, Record]]) -> tuple[str, d
 
 def counted() -> str:
     """Table of the peaks of a step of a small model, from the allocations of PyTorch's CPU allocator."""
-    lines = ["| heads | PyTorch's own ops, MiB | fused, MiB |", "|---:|---:|---:|"]
-    for count in (1, 3, 5):
-        peaks = [step_bytes(count, fused) / 2**20 for fused in (False, True)]
-        lines.append(f"| {count} | {peaks[0]:,.0f} | {peaks[1]:,.0f} |")
-    return "\n".join(lines)
+    rows = [
+        [str(count), *(f"{step_bytes(count, fused) / 2**20:,.0f}" for fused in (False, True))] for count in (1, 3, 5)
+    ]
+    return markdown_table(("heads", "PyTorch's own ops, MiB", "fused, MiB"), rows, texts=())
 
 
 def step_bytes(count: int, fused: bool) -> int:

@@ -25,6 +25,7 @@ from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.space import SearchProblem
+from tigon.report.table import markdown_table
 
 FOLDER, PAGE = Path("recipes/models"), Path("docs/model-recipes.md")
 BEGIN, END = "<!-- model recipes -->", "<!-- /model recipes -->"
@@ -180,8 +181,8 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
 
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
-    head = "| recipe | GPU of the plan | needs (GiB) | of (GiB) | micro-batch | tokens/s | changes |"
-    lines = [head, "|---|---|--:|--:|---|--:|---|"]
+    titles = ("recipe", "GPU of the plan", "needs (GiB)", "of (GiB)", "micro-batch", "tokens/s", "changes")
+    shown = []
     for row in rows:
         gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate
         link = f"[{row.model.name}/{row.path.name}](../{row.path})"
@@ -189,11 +190,9 @@ def table(rows: list[Row]) -> str:
         split = (
             f"{request.batch} x {request.settings.train.gradient_accumulation}, {request.settings.train.checkpointing}"
         )
-        lines.append(
-            f"| {link} | {gpu.name} | {result.device_bytes / GIB:.1f} | {gpu.memory_bytes / GIB:.1f} | {split} | "
-            f"{result.tokens_per_s:,.0f} | {changes} |"
-        )
-    return "\n".join(lines)
+        sizes = [f"{nbytes / GIB:.1f}" for nbytes in (result.device_bytes, gpu.memory_bytes)]
+        shown.append([link, gpu.name, *sizes, split, f"{result.tokens_per_s:,.0f}", changes])
+    return markdown_table(titles, shown, texts=(0, 1, 4, 6))
 
 
 def recipe_files() -> Iterator[tuple[Model, str, Path]]:

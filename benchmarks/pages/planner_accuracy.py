@@ -28,6 +28,7 @@ from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.render.json_names import KEY_OF
 from tigon.planner.request import Request
 from tigon.report.chart import INK, MUTED, new_figure, svg
+from tigon.report.table import markdown_table
 from tigon.techniques.keys.settings import Settings
 
 MEASUREMENTS = Path("benchmarks/results/nvidia-h200/planner/runs.json")
@@ -251,35 +252,26 @@ def _provenance(measurements: Measurements) -> str:
 
 
 def _summary(comparisons: Sequence[Comparison]) -> str:
-    rows = [cells(["", "median error", "limit", "worst error", "limit", "case"]), cells(["---"] * 6)]
+    rows = []
     for quantity in QUANTITIES:
         worst = worst_first(comparisons, quantity)[0]
         limit = "" if quantity.median is None else f"{quantity.median:.0%}"
-        rows.append(
-            cells([
-                quantity.name, f"{median_error(comparisons, quantity):.1%}", limit,
-                percent(worst.error(quantity)), f"{quantity.worst:.0%}", worst.id,
-            ])
-        )  # fmt: skip
-    return "\n".join(rows)
+        errors = (f"{median_error(comparisons, quantity):.1%}", limit, percent(worst.error(quantity)))
+        rows.append([quantity.name, *errors, f"{quantity.worst:.0%}", worst.id])
+    return markdown_table(("", "median error", "limit", "worst error", "limit", "case"), rows)
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
     """Markdown: each case with predicted, measured and error of every quantity."""
     names = [name for q in QUANTITIES for name in (f"{q.name} predicted ({q.unit})", f"measured ({q.unit})", "error")]
-    rows = [cells(["case", *names]), cells(["---", *["--:"] * len(names)])]
+    rows = []
     for one in comparisons:
         row = [one.id]
         for quantity in QUANTITIES:
             both = (one.predicted[quantity.name], one.measured(quantity))
             row += [*(shown(value, quantity) for value in both), percent(one.error(quantity))]
-        rows.append(cells(row))
-    return "\n".join(rows)
-
-
-def cells(values: Iterable[str]) -> str:
-    """A row of a Markdown table."""
-    return "| " + " | ".join(values) + " |"
+        rows.append(row)
+    return markdown_table(("case", *names), rows, texts=(0,))
 
 
 def shown(value: float, quantity: Quantity) -> str:

@@ -14,38 +14,35 @@ from typing import Any
 
 from benchmarks import small_rows
 from benchmarks.pages import regions
+from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "your-data.md"
 RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "few-rows" / "small-data.json"
 UNTRAINED = 1e-20
 """A learning rate below this one trains nothing."""
-_HEADER = "| rows | weights | packed | batch | epochs | learning rate | steps | eval loss | in style | facts |"
-_LINE = "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"
+_TITLES = ("rows", "weights", "packed", "batch", "epochs", "learning rate", "steps", "eval loss", "in style", "facts")
 
 
 def table(cases: list[Mapping[str, Any]]) -> str:
     """The Markdown table: the model as it comes, then the cases by rows, weights, packing and steps."""
-    ordered = sorted(cases, key=lambda one: (one["learning_rate"] > UNTRAINED, one["rows"], not one["lora"],
-                                             one["packing"], one["epochs"], one["learning_rate"]))  # fmt: skip
-    return "\n".join([_HEADER, _LINE, *map(_row, ordered)])
+
+    def order(one: Mapping[str, Any]) -> tuple[Any, ...]:
+        is_trained = one["learning_rate"] > UNTRAINED
+        return is_trained, one["rows"], not one["lora"], one["packing"], one["epochs"], one["learning_rate"]
+
+    return markdown_table(_TITLES, map(_row, sorted(cases, key=order)), texts=(1, 2))
 
 
-def _row(case: Mapping[str, Any]) -> str:
+def _row(case: Mapping[str, Any]) -> list[str]:
     style, facts = small_rows.in_style(case["answers"]), small_rows.facts_known(case["answers"], case["rows"])
-    measured = f"{case['eval_loss']:.2f} | {style[0]} of {style[1]} | {facts[0]} of {facts[1]} |"
+    measured = [f"{case['eval_loss']:.2f}", f"{style[0]} of {style[1]}", f"{facts[0]} of {facts[1]}"]
     if case["learning_rate"] < UNTRAINED:
-        return f"| – | as it comes | – | – | – | – | 0 | {measured}"
+        return ["–", "as it comes", *"––––", "0", *measured]
     weights, packed = "LoRA" if case["lora"] else "all", "yes" if case["packing"] else "no"
-    settings = (
-        case["rows"],
-        weights,
-        packed,
-        case["batch_size"],
-        f"{case['epochs']:g}",
-        f"{case['learning_rate']:.0e}",
-    )
-    return f"| {' | '.join(map(str, settings))} | {case['steps']} | {measured}".replace("e-0", "e-")
+    rate = f"{case['learning_rate']:.0e}".replace("e-0", "e-")
+    settings = [str(case["rows"]), weights, packed, str(case["batch_size"]), f"{case['epochs']:g}", rate]
+    return [*settings, str(case["steps"]), *measured]
 
 
 def where(record: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.pages import regions
 from tigon.doctor.known_bad import OLDEST, UNTESTED_FROM
 from tigon.kernels.chips import CHIPS
+from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "support.md"
@@ -76,26 +77,21 @@ def _versions(package: str) -> list[str]:
     return sorted((version.partition("+")[0] for version in found), key=_key)
 
 
-def _table(titles: str, rows: Iterator[str]) -> str:
-    count = titles.count("|") - 1
-    return "\n".join([titles, "|" + "---|" * count, *rows])
-
-
 # --- the tables ------------------------------------------------------------------------------------------------------
 
 
 def gpus() -> str:
     """Each chip: is it compiled for in the tests, did a record run on it, and what was tuned on it?"""
 
-    def rows() -> Iterator[str]:
+    def rows() -> Iterator[list[str]]:
         for chip in CHIPS:
             name = chip.arch if isinstance(chip.arch, str) else f"sm_{chip.arch[0]}{chip.arch[1]}"
             target = targets().get(name)
             compiled = ", ".join(_SHORT[dtype] for dtype in target.dtypes) if target else "no"
             ran = sorted({row["device"] for row in runs() if _is_of(row["device"], chip.names)})
-            yield f"| {chip.names} | `{name}` | {compiled} | {', '.join(ran) or 'no'} |"
+            yield [chip.names, f"`{name}`", compiled, ", ".join(ran) or "no"]
 
-    return _table("| cards | chip | kernels compiled in the tests | run |", rows())
+    return markdown_table(("cards", "chip", "kernels compiled in the tests", "run"), rows())
 
 
 def _is_of(device: str, names: str) -> bool:
@@ -106,14 +102,14 @@ def _is_of(device: str, names: str) -> bool:
 def packages() -> str:
     """Each package: the oldest release that is accepted, the workflow's matrix, and the GPU's records."""
 
-    def rows() -> Iterator[str]:
+    def rows() -> Iterator[list[str]]:
         for package in PACKAGES:
             limit = f", below {UNTESTED_FROM[package]}" if package in UNTESTED_FROM else ""
             oldest = f"{OLDEST.get(package) or _bound(package)}{limit}"
             matrix = sorted({str(row[package]) for row in _matrix() if package in row}, key=_key)
-            yield f"| {package} | {oldest} | {', '.join(matrix) or NONE} | {', '.join(_versions(package)) or NONE} |"
+            yield [package, oldest, ", ".join(matrix) or NONE, ", ".join(_versions(package)) or NONE]
 
-    return _table("| package | accepted from | matrix of the workflow | with a GPU |", rows())
+    return markdown_table(("package", "accepted from", "matrix of the workflow", "with a GPU"), rows())
 
 
 def _bound(package: str) -> str:
@@ -133,28 +129,29 @@ def _matrix() -> list[Row]:
 def pythons() -> str:
     """Each Python: the workflow's matrix, and the environments that the wheel was installed into."""
 
-    def rows() -> Iterator[str]:
+    def rows() -> Iterator[list[str]]:
         minors = {".".join(row["python"].split(".")[:2]): row for row in installs()}
         matrix = {str(row["python"]) for row in _matrix()}
         measured = {".".join(row["versions"]["python"].split(".")[:2]) for row in runs()}
         for minor in ("3.10", "3.11", "3.12", "3.13", "3.14"):
             used = minors.get(minor)
             wheel = f"{used['python']}, {used['system']}, {used['date']}" if used else "no"
-            yield f"| {minor} | {_yes(minor in matrix)} | {wheel} | {_yes(minor in measured)} |"
+            yield [minor, _yes(minor in matrix), wheel, _yes(minor in measured)]
 
-    return _table("| Python | in the matrix of the workflow | wheel installed and used | with a GPU |", rows())
+    titles = ("Python", "in the matrix of the workflow", "wheel installed and used", "with a GPU")
+    return markdown_table(titles, rows())
 
 
 def extras() -> str:
     """Each extra for users: the release that was installed into a separate environment, and where."""
 
-    def rows() -> Iterator[str]:
+    def rows() -> Iterator[list[str]]:
         for row in installs():
             for extra, versions in row.get("extras", {}).items():
                 ((package, version),) = versions.items()
-                yield f"| `{extra}` | {package} {version} | {row['python']}, {row['system']}, {row['date']} |"
+                yield [f"`{extra}`", f"{package} {version}", f"{row['python']}, {row['system']}, {row['date']}"]
 
-    return _table("| extra | package | Python, system, date |", rows())
+    return markdown_table(("extra", "package", "Python, system, date"), rows())
 
 
 def compilers() -> str:
@@ -162,18 +159,19 @@ def compilers() -> str:
     record = json.loads(COMPILED.read_text(encoding="utf-8"))
     old, new = record["triton"]
 
-    def rows() -> Iterator[str]:
+    def rows() -> Iterator[list[str]]:
         for chip, found in record["chips"].items():
             worst = max((*found["spills"], {"kernel": "", "bytes": (0, 0)}), key=_growth)
             small, large = worst["bytes"]
             most = f"`{worst['kernel']}`, {small} to {large}" if large > small else NONE
             before, after = found["registers"]
             spilling = " to ".join(map(str, found["spilling"]))
-            counts = f"{found['launches']} | {100 * (after / before - 1):+.1f} % | {found['fewer']} | {found['more']}"
-            yield f"| `{chip}` | {counts} | {spilling} | {most} |"
+            counts = (found["launches"], f"{100 * (after / before - 1):+.1f} %", found["fewer"], found["more"])
+            yield [f"`{chip}`", *map(str, counts), spilling, most]
 
-    titles = "| chip | launches | registers | fewer | more | launches that spill | largest growth, bytes |"
-    return f"Triton {old} to {new}, commit {record['tigon_commit']}, {record['date']}:\n\n" + _table(titles, rows())
+    titles = ("chip", "launches", "registers", "fewer", "more", "launches that spill", "largest growth, bytes")
+    table = markdown_table(titles, rows())
+    return f"Triton {old} to {new}, commit {record['tigon_commit']}, {record['date']}:\n\n{table}"
 
 
 def _growth(launch: Row) -> int:
@@ -185,9 +183,7 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-PARTS: Mapping[str, Callable[[], str]] = {
-    "gpus": gpus, "packages": packages, "compilers": compilers, "pythons": pythons, "extras": extras
-}  # fmt: skip
+PARTS: Mapping[str, Callable[[], str]] = {made.__name__: made for made in (gpus, packages, compilers, pythons, extras)}
 
 
 def written(text: str) -> str:

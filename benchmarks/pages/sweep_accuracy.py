@@ -22,7 +22,6 @@ from benchmarks.pages.planner_accuracy import (
     Comparison,
     Quantity,
     beyond,
-    cells,
     median_error,
     percent,
     save_predictions,
@@ -32,6 +31,7 @@ from tigon.errors import TigonError, UsageError
 from tigon.objectives import recipe_checks
 from tigon.planner.gpus import GPUS, find_gpu
 from tigon.recipe.keys import Recipe
+from tigon.report.table import markdown_table
 from tigon.sweep import failures
 from tigon.sweep.one_point import predict
 
@@ -194,19 +194,15 @@ def unexpected(comparisons: Sequence[Comparison], quantity: Quantity) -> list[st
 def section(comparisons: Sequence[Comparison]) -> str:
     """The text between the document's markers: one row per sweep and quantity, and the known cases beyond a limit."""
     sweeps = dict.fromkeys(one.case["sweep"] for one in comparisons)
-    rows = [cells(["sweep", "points", "", "median error", "worst error", "limit", "point"]), cells(["---"] * 7)]
+    rows = []
     for sweep in sweeps:
         own = [one for one in comparisons if one.case["sweep"] == sweep]
         for quantity in QUANTITIES:
             worst = worst_first(own, quantity)[0]
             first = quantity is QUANTITIES[0]
-            rows.append(
-                cells([
-                    sweep if first else "", str(len(own)) if first else "", quantity.name,
-                    f"{median_error(own, quantity):.1%}", percent(worst.error(quantity)), f"{quantity.worst:.0%}",
-                    worst.id.partition(": ")[2],
-                ])
-            )  # fmt: skip
+            errors = (f"{median_error(own, quantity):.1%}", percent(worst.error(quantity)), f"{quantity.worst:.0%}")
+            head = (sweep, str(len(own))) if first else ("", "")
+            rows.append([*head, quantity.name, *errors, worst.id.partition(": ")[2]])
     off = {
         (begin, quantity.name)
         for quantity in QUANTITIES
@@ -218,7 +214,8 @@ def section(comparisons: Sequence[Comparison]) -> str:
         "Known cases beyond a limit": beyond_limits,
         "Not compared": [f"- {point}: {why}" for point, why in REPLACED.items()],
     }
-    return "\n".join(rows) + "".join(f"\n\n{title}:\n\n" + "\n".join(lines) for title, lines in lists.items() if lines)
+    table = markdown_table(("sweep", "points", "", "median error", "worst error", "limit", "point"), rows)
+    return table + "".join(f"\n\n{title}:\n\n" + "\n".join(lines) for title, lines in lists.items() if lines)
 
 
 def predictions_path(folder: Path) -> Path:

@@ -19,6 +19,7 @@ from tigon.cli.plan_request import Flags, problem_of
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.search.largest_batch import longest_sequence
 from tigon.planner.search.space import with_headroom
+from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "what-fits.yaml"
@@ -72,17 +73,13 @@ def _read(name: str) -> Any:
     return json.loads((MEASURED / name).read_text(encoding="utf-8"))
 
 
-def table(record: Mapping[str, Any]) -> str:
-    """The record as Markdown."""
-    lines = [
-        "| one sample | " + " | ".join(CARDS) + " | nearest measured run, GiB |",
-        "|---|" + "---:|" * (len(CARDS) + 1),
-    ]
+def table(record: Mapping[str, Any], more: Sequence[Sequence[str]] = ()) -> str:
+    """The record as Markdown, with more rows below it."""
+    rows = []
     for row in ROWS:
         cells = (record["tokens"][row][card] for card in CARDS)
-        shown = " | ".join(f"{tokens:,}" if tokens else "–" for tokens in cells)
-        lines.append(f"| {row} | {shown} | {nearest(row)} |")
-    return "\n".join(lines)
+        rows.append([row, *(f"{tokens:,}" if tokens else "–" for tokens in cells), nearest(row)])
+    return markdown_table(("one sample", *CARDS, "nearest measured run, GiB"), [*rows, *more], texts=(0,))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ answering then leaves the name of the step that did it: `python tests/ops/expone
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -124,10 +125,9 @@ def steps(tokens: int, hidden: int, vocab: int, option: str, device: str) -> Ite
         yield f"a row of {bad} beside good ones", lambda b=bad: _beside_bad_rows(b)
 
 
-def count_calls(name: str) -> list[int]:
-    """A list that holds how often this launcher of tigon.kernels.linear_cross_entropy has been called."""
-    from tigon.kernels import linear_cross_entropy as kernels
-
+def count_calls(file: str, name: str) -> list[int]:
+    """A list that holds how often this launcher of a file of tigon.kernels has been called."""
+    kernels = importlib.import_module(f"tigon.kernels.{file}")
     launcher, calls = getattr(kernels, name), [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,10 @@ def count_calls(name: str) -> list[int]:
 
 def main() -> int:
     size, vocab, option = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    exponentials, scaled_products = count_calls("exp_logits"), count_calls("scaled_product")
+    exponentials, scaled_products = (
+        count_calls("linear_cross_entropy", "exp_logits"),
+        count_calls("exponential_products", "scaled_product"),
+    )
     for name, step in steps(*SIZES[size], vocab, option, "cuda"):
         print(f"{size} {vocab} {option}: {name}", flush=True)
         faulthandler.dump_traceback_later(SECONDS_PER_STEP, exit=True)

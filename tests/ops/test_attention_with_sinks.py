@@ -99,12 +99,13 @@ def test_installed_pytorch_takes_the_calls_of_flash_attention(options: dict[str,
     """The operators' meta functions check names and number of the arguments, and tell the shapes of the results."""
     inputs = make(OP, case_of(options), torch.bfloat16, "cpu")
     cu_seqlens, window = inputs.get("cu_seqlens"), options.get("window", MODULE.NO_WINDOW)
-    tensors = [inputs[name].to("meta") for name in ("q", "k", "v")]
+    heads = MODULE.Heads(*(inputs[name].to("meta") for name in ("q", "k", "v")))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to("meta")
-    out, lse = MODULE._flash_forward(*tensors, cu_seqlens, 24, 0.5, window)
+    how = MODULE.Masking(cu_seqlens, 24, 0.5, window)
+    out, lse = made = MODULE._flash_forward(heads, how)
     assert (out.shape, lse.shape, lse.dtype) == ((2, 24, 4, 8), (2, 4, 24), torch.float32)
-    grads = MODULE._flash_backward(torch.empty_like(out), *tensors, out, lse, cu_seqlens, 24, 0.5, window)
-    assert [grad.shape for grad in grads] == [x.shape for x in tensors]
+    grads = MODULE._flash_backward(torch.empty_like(out), heads, made, how)
+    assert [grad.shape for grad in grads] == [x.shape for x in heads]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")

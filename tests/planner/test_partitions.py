@@ -35,7 +35,7 @@ import json, sys
 import deepspeed, torch
 from torch import nn
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.sharding.sharding import deepspeed_config
+from tigon.techniques.sharding.deepspeed_config import deepspeed_config
 from tigon.techniques.technique import RunInfo
 
 def optimizer_of(name, parameters):

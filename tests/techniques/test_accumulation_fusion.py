@@ -1,9 +1,10 @@
-"""Linear layers with gradient accumulation fusion: the gradients of ordinary layers, in the tensors that exist."""
+"""Linear layers and embeddings with gradient accumulation fusion: ordinary gradients, in the tensors that exist."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.accumulation.fused_embedding import FusedEmbedding, fuse_embeddings
 from tigon.techniques.accumulation.fused_linear import fuse_linears, has_fused_linears
 from tigon.techniques.checkpointing.layer_checkpointing import apply
 from tigon.techniques.keys.settings import Settings
@@ -28,8 +30,11 @@ pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 
 
-def model_of(dtype: torch.dtype = torch.float32, *, patched: bool = True, **config: Any) -> Any:
-    model = tiny_model("llama", config).train().to(dtype)
+IDS = torch.tensor([[3, 1, 1, 7], [2, 3, 3, 1]])
+
+
+def model_of(dtype: torch.dtype = torch.float32, *, patched: bool = True, family: str = "llama", **config: Any) -> Any:
+    model = tiny_model(family, config).train().to(dtype)
     if patched:
         tigon.patch(model)
     return model
@@ -41,11 +46,14 @@ def micro_batch(number: int) -> dict[str, Tensor]:
     return {**batch, "input_ids": ids, "labels": batch["labels"].roll(number, dims=1)}
 
 
-def gradients(model: Any, *, fused: bool, autocast: bool = False) -> dict[str, Tensor]:
-    """Gradients of two micro-batches, as fp64."""
+def gradients(
+    model: Any, *, fused: bool, autocast: bool = False, tables: bool = False, batches: int = 2
+) -> dict[str, Tensor]:
+    """Gradients of some micro-batches, as fp64. tables: fuse the embeddings too."""
     if fused:
         fuse_linears(model)
-    for number in range(2):
+        assert not tables or fuse_embeddings(model)
+    for number in range(batches):
         with accumulation_fusion() if fused else torch.enable_grad():
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = model(**micro_batch(number)).loss
@@ -63,21 +71,34 @@ CASES: dict[str, dict[str, Any]] = {
     "unpatched": {"patched": False},
     "unpatched under autocast": {"patched": False, "autocast": True},
 }
+WITH_TABLES: dict[str, dict[str, Any]] = {
+    "untied in bf16": {"tie_word_embeddings": False, "dtype": torch.bfloat16},
+    "tied": {"tie_word_embeddings": True},
+    "tied in bf16": {"tie_word_embeddings": True, "dtype": torch.bfloat16},
+    "autocast": {"tie_word_embeddings": True, "autocast": True},
+    "padding and positions": {"family": "gpt2"},
+    "scaled": {"family": "gemma3_text", "dtype": torch.bfloat16, "tie_word_embeddings": True},
+}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_err_at_most_twice_the_usual_error(case: str, written: list[tuple[int, ...]]) -> None:
-    options = dict(CASES[case])
-    autocast = options.pop("autocast", False)
+@pytest.mark.parametrize(
+    ("case", "tables"), [*((case, False) for case in CASES), *((case, True) for case in WITH_TABLES)]
+)
+def test_gradients_err_at_most_twice_the_usual_error(case: str, tables: bool, written: list[tuple[int, ...]]) -> None:
+    options = dict((WITH_TABLES if tables else CASES)[case])
+    autocast, batches = options.pop("autocast", False), 3 if tables else 2
     exact = {**options, "dtype": torch.float64}
     # the weights of the exact model are those that the others have rounded
     reference = model_of(**exact)
     reference.load_state_dict(model_of(**options).state_dict())
-    want = gradients(reference, fused=False)
-    usual = gradients(model_of(**options), fused=False, autocast=autocast)
+    want = gradients(reference, fused=False, batches=batches)
+    usual = gradients(model_of(**options), fused=False, autocast=autocast, batches=batches)
     assert not written
-    got = gradients(model_of(**options), fused=True, autocast=autocast)
-    assert len(written) == sum(isinstance(m, nn.Linear) for m in model_of(**options).modules())
+    model = model_of(**options)
+    got = gradients(model, fused=True, autocast=autocast, tables=tables, batches=batches)
+    linears = sum(isinstance(m, nn.Linear) for m in model.modules())
+    embeddings = sum(isinstance(m, nn.Embedding) for m in model.modules()) if tables else 0
+    assert len(written) == (batches - 1) * (linears + embeddings)
     assert got.keys() == want.keys()
     for name, expected in want.items():
         error, before = relative_error(got[name], expected), relative_error(usual[name], expected)
@@ -285,16 +306,27 @@ def test_second_micro_batch_adds_neither_weights_gradients_nor_those_of_a_shared
     assert added[0] - added[1] == weights + sums
 
 
-def test_second_derivatives_are_those_of_the_ordinary_layer() -> None:
+LAYERS: dict[str, tuple[Callable[..., nn.Module], Any, Tensor]] = {
+    "linear": (lambda **options: nn.Linear(5, 3, **options), fuse_linears, torch.arange(20.0).view(4, 5).sin()),
+    "embedding": (lambda **options: nn.Embedding(9, 4, **options), fuse_embeddings, IDS),
+}
+"""Kind -> (makes a layer, fuses it, an input)."""
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_second_derivatives_are_those_of_the_ordinary_layer(kind: str) -> None:
+    make, fuse, given = LAYERS[kind]
+
     def penalty(fused: bool) -> Tensor:
         torch.manual_seed(0)
-        layer = nn.Linear(5, 3).double()
+        layer: Any = make(dtype=torch.float64)
         layer.weight.grad = torch.zeros_like(layer.weight)
         if fused:
-            fuse_linears(nn.ModuleList([layer]))
-        x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+            fuse(nn.ModuleList([layer]))
+        x = given.double().requires_grad_() if given.is_floating_point() else given
         with accumulation_fusion():
-            (slope,) = torch.autograd.grad(layer(x).tanh().sum(), [x], create_graph=True)
+            of = x if x.requires_grad else layer.weight
+            (slope,) = torch.autograd.grad(layer(x).tanh().sum(), [of], create_graph=True)
             slope.square().sum().backward()
         return layer.weight.grad
 
@@ -308,30 +340,37 @@ def test_dtypes_that_differ_are_refused_as_before() -> None:
         layer(torch.ones(2, 4, dtype=torch.bfloat16))
 
 
-def test_copies_and_pickles_of_a_fused_model_use_their_own_weights() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    fuse_linears(model)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_copies_and_pickles_of_a_fused_model_use_their_own_weights(kind: str) -> None:
+    make, fuse, given = LAYERS[kind]
+    model: Any = nn.Sequential(make())
+    fuse(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert has_fused_linears(other)
+        assert has_fused_linears(other) or isinstance(vars(other[0])["forward"], FusedEmbedding)
         with torch.no_grad():
             other[0].weight.zero_()
         with accumulation_fusion():
-            assert torch.equal(other(torch.ones(1, 4)), other[0].bias.unsqueeze(0))
+            zeros = other(given) - getattr(other[0], "bias", torch.zeros(()))
+        assert not zeros.any()
     assert model[0].weight.any()
 
 
-def test_second_micro_batch_makes_no_gradient_of_its_weights() -> None:
+@pytest.mark.parametrize("kind", LAYERS)
+def test_second_micro_batch_makes_no_gradient_of_its_weights(kind: str) -> None:
+    make, fuse, given = {
+        "linear": (lambda: nn.Linear(512, 512, bias=False), fuse_linears, torch.randn(8, 512)),
+        "embedding": (lambda: nn.Embedding(4096, 64), fuse_embeddings, IDS),
+    }[kind]
+
     def step_bytes(fused: bool) -> int:
-        torch.manual_seed(0)
-        layer = nn.Linear(512, 512, bias=False)
+        layer: Any = make()
         if fused:
-            fuse_linears(nn.ModuleList([layer]))
-        x = torch.randn(8, 512)
+            fuse(nn.ModuleList([layer]))
         layer.weight.grad = torch.zeros_like(layer.weight)
         meter = PeakMeter(CPU)
         with accumulation_fusion():
             meter.start([layer.weight, layer.weight.grad])
-            layer(x).sum().backward()
+            layer(given).sum().backward()
             return meter.stop().step_bytes
 
     whole = 4 * 512 * 512
@@ -349,3 +388,42 @@ def test_run_with_one_micro_batch_leaves_its_layers_alone() -> None:
         model, Settings.of({"train.gradient_accumulation_fusion": True, "train.gradient_accumulation": 2}), RunInfo()
     )
     assert has_fused_linears(model)
+
+
+def test_padding_token_gets_no_gradient() -> None:
+    def gradient(fused: bool) -> Tensor:
+        torch.manual_seed(0)
+        table = nn.Embedding(9, 4, padding_idx=3)
+        table.weight.grad = torch.ones_like(table.weight)
+        if fused:
+            assert fuse_embeddings(nn.ModuleList([table])) == 1
+        with accumulation_fusion():
+            table(IDS).square().sum().backward()
+        return table.weight.grad
+
+    torch.testing.assert_close(gradient(True), gradient(False))
+    assert torch.equal(gradient(True)[3], torch.ones(4))
+
+
+def test_embeddings_that_pytorch_treats_in_its_own_way_are_left_alone() -> None:
+    class Doubled(nn.Embedding):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return 2 * super().forward(input_ids)
+
+    frozen = nn.Embedding(9, 4).requires_grad_(False)
+    others = [
+        nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4, max_norm=1.0), nn.Embedding(9, 4, scale_grad_by_freq=True),
+    ]  # fmt: skip
+    assert fuse_embeddings(nn.ModuleList([frozen, *others, Doubled(9, 4)])) == 0
+
+
+def test_hooks_of_the_table_see_the_gradient_of_one_micro_batch() -> None:
+    table = nn.Embedding(9, 4)
+    fuse_embeddings(nn.ModuleList([table]))
+    table.weight.grad = torch.ones_like(table.weight)
+    seen: list[Tensor] = []
+    table.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    with accumulation_fusion():
+        table(IDS).sum().backward()
+    assert len(seen) == 1 and seen[0].sum() == 4 * IDS.numel()
+    assert torch.equal(table.weight.grad, 1 + seen[0])

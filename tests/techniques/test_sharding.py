@@ -27,7 +27,7 @@ from tigon.techniques import TECHNIQUES
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers.table import OPTIMIZERS
-from tigon.techniques.sharding.sharding import deepspeed_config, gathers_layers, nvme_buffers
+from tigon.techniques.sharding.deepspeed_config import deepspeed_config, gathers_layers, nvme_buffers
 from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")

@@ -18,7 +18,7 @@ from test_technique_runs import cut_back, losses, need, succeeds
 
 from forks import forks
 from tigon.errors import RunFolderError
-from tigon.techniques.sharding import sharding
+from tigon.techniques.sharding import deepspeed_config
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.folder import folder_lock
 from tigon.trainer.run import train
@@ -100,7 +100,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "AsyncIOBuilder", lambda: files)
     for module in (optimizer_utils, partitioned_param_swapper):
         monkeypatch.setattr(module, "MIN_AIO_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(sharding, "AIO_BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(deepspeed_config, "AIO_BLOCK_BYTES", BLOCK_BYTES)
 
 
 ADAPTERS = pytest.mark.second_proof("the files of a base and of adapters are read as those of weights")

@@ -30,12 +30,12 @@ def _with_short_forms(function: Callable[..., None]) -> Callable[..., None]:
     for short in short_forms.PLAN:
         option = typer.Option(f"--{short.flag}", help=short.help, metavar=short.metavar)
         is_switch = short.type is bool
+        default, form = (False, bool) if is_switch else (None, short.type | None)
         flags.append(
             inspect.Parameter(
-                short.parameter, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
-                annotation=Annotated[bool if is_switch else short.type | None, option],
+                short.parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[form, option]
             )
-        )  # fmt: skip
+        )
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     place = 1 + [p.name for p in own].index("gpu")
     setattr(function, "__signature__", signature.replace(parameters=[*own[:place], *flags, *own[place:]]))  # noqa: B010
@@ -71,21 +71,28 @@ def command(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the terms of each number, and every recommendation in detail.")
     ] = False,
-    **given: Any,
+    **given: object,
 ) -> None:
     """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
-    options = {
-        "gpu": gpu, "effective_batch": effective_batch, "method": method, "host_memory": host_memory,
-        "assignments": assignments or (), "longest": longest, "as_json": as_json, "plot": plot, "explain": explain,
-    }  # fmt: skip
-    plan_answers.print_once(run, target, options | given)
+    own = {"gpu": gpu, "effective_batch": effective_batch, "method": method, "host_memory": host_memory}
+    shown = {"longest": longest, "as_json": as_json, "plot": plot, "explain": explain}
+    plan_answers.print_once(run, target, {**own, "assignments": assignments or (), **shown, **given})
 
 
 def run(
-    model: str, *, gpu: str | None, effective_batch: int | None = None, method: str = ANY_METHOD,
-    host_memory: str | None = None, assignments: Sequence[str] = (), longest: bool = False, as_json: bool = False,
-    plot: Path | None = None, explain: bool = False, **given: Any,
-) -> None:  # fmt: skip
+    model: str,
+    *,
+    gpu: str | None,
+    effective_batch: int | None = None,
+    method: str = ANY_METHOD,
+    host_memory: str | None = None,
+    assignments: Sequence[str] = (),
+    longest: bool = False,
+    as_json: bool = False,
+    plot: Path | None = None,
+    explain: bool = False,
+    **given: object,
+) -> None:
     """Predict, plan and print. given: Flags of the table in short_forms.py.
 
     Raises:
@@ -96,9 +103,14 @@ def run(
     if gpu is None:
         raise UsageError("--gpu is missing; give a GPU's name (h200) or its memory (24GiB).")
     flags = Flags(
-        target=model, gpu=find_gpu(gpu), given=short_forms.keys_of(given), assignments=assignments,
-        effective_batch=effective_batch, method=method, host_memory=host_memory,
-    )  # fmt: skip
+        target=model,
+        gpu=find_gpu(gpu),
+        given=short_forms.keys_of(given),
+        assignments=assignments,
+        effective_batch=effective_batch,
+        method=method,
+        host_memory=host_memory,
+    )
     torch.set_num_threads(1)  # the planner computes no tensors, and OpenMP's threads spin while they wait
     with collector_off():
         problem = problem_of(flags)

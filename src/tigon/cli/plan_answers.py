@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tigon._files import read_text
 from tigon.cli.plan_request import RECIPE_ENDINGS
@@ -92,12 +92,12 @@ def _copied(name: str) -> Iterator[list[str]]:
 class _Copying:
     """A text stream that keeps a copy of what it writes."""
 
-    def __init__(self, stream: Any, written: list[str]) -> None:
+    def __init__(self, stream: TextIO, written: list[str]) -> None:
         self._stream, self._written = stream, written
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         self._written.append(text)
-        return self._stream.write(text)  # type: ignore[no-any-return]
+        return self._stream.write(text)

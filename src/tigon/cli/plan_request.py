@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon._quiet import quiet_packages
 from tigon.cli.short_forms import ACCUMULATE, BATCH, FLAG_OF, GPUS, IMAGE_SIZE, IMAGES, MEDUSA, OBJECTIVE, STAGE
@@ -29,6 +29,9 @@ from tigon.techniques.keys.train import AUTO
 from tigon.techniques.lora.lora import DEFAULT_RANK
 from tigon.techniques.optimizers.table import OPTIMIZERS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 MOST = 1 << 20
 """The largest value of an integer flag, except --seq. Beyond it tensor sizes overflow 64 bits."""
 ANY_METHOD = "auto"
@@ -42,8 +45,10 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 """What --method trains, by recipe key; each needs less memory than the one before it."""
 MASK_SHARE = 0.01
 """Attention across documents is a fallback only if one sample's mask takes at least this share of the GPU's memory."""
-_OF_PLAN = ("train.batch_size", "train.objective", "train.max_grad_norm", "data.sequence_length", "data.images",
-            "data.image_size", "data.packing", "data.cross_document_attention")  # fmt: skip
+_OF_PLAN = {
+    "train": ("batch_size", "objective", "max_grad_norm"),
+    "data": ("sequence_length", "images", "image_size", "packing", "cross_document_attention"),
+}
 """Keys besides those of techniques, heads and post-training that a plan of a model depends on."""
 
 
@@ -119,7 +124,7 @@ def check_flags(flags: Flags) -> None:
         raise UsageError("--images trains the next token's loss; leave --medusa and --objective out.")
 
 
-def _complaint(key: str, value: Any) -> str | None:
+def _complaint(key: str, value: object) -> str | None:
     """The end of a sentence that begins with the flag and says what is wrong with its value; None if nothing."""
     if isinstance(value, int) and value > MOST and key != "data.sequence_length":  # the model limits --seq
         return f"is {value}; it must be at most {MOST}"
@@ -153,11 +158,11 @@ def _check_objective(objective: str, flags: Flags) -> None:
 
 def _check_assignment(key: str, text: str, objective: str) -> None:
     """Refuse `--set` of a key on which a plan of a model does not depend."""
-    section = key.partition(".")[0]
+    section, _, name = key.partition(".")
     if section == "post_training" and objective == CAUSAL_LM:
         names = ", ".join(post_training_rules.TAKES)
         raise UsageError(f"--set {text} requires a recipe, or --objective with one of {names}.")
-    if section not in ("post_training", "heads") and key not in _OF_PLAN and not DEFAULT.knows(key):
+    if section not in ("post_training", "heads") and name not in _OF_PLAN.get(section, ()) and not DEFAULT.knows(key):
         raise UsageError(f"--set {text} requires a recipe; a plan of a model takes only keys that change it.")
 
 
@@ -198,19 +203,22 @@ def _of_model(flags: Flags) -> SearchProblem:
     free = (frozenset(SEARCHES) - given) | (frozenset({"train.checkpointing"}) if chooses else frozenset())
     planned = _planned(recipe, config)
     return SearchProblem(
-        request=request_of(recipe, config, settings, planned, evaluated=recipe.data.has_eval), free=free,
-        gpu=flags.gpu, effective_batch=flags.effective_batch, auto=chooses,
+        request=request_of(recipe, config, settings, planned, evaluated=recipe.data.has_eval),
+        free=free,
+        gpu=flags.gpu,
+        effective_batch=flags.effective_batch,
+        auto=chooses,
         auto_divides="train.gradient_accumulation" in free and not post_training_rules.is_post_training(recipe),
-    )  # fmt: skip
+    )
 
 
-def _config_of(target: str) -> Any:
+def _config_of(target: str) -> PreTrainedConfig:
     """The config of a model by its name. Only a hub id that tigon does not carry uses the network."""
     _quiet([target])
     return load_config(carried(target) or target)
 
 
-def _planned(recipe: Recipe, config: Any) -> PlannedObjective:
+def _planned(recipe: Recipe, config: PreTrainedConfig) -> PlannedObjective:
     """The objective of a plan of a model, which needs neither TRL nor rows."""
     if post_training_rules.is_post_training(recipe):
         return planned_objective(recipe)
@@ -280,9 +288,12 @@ def _of_recipe(flags: Flags) -> SearchProblem:
         assignments.append(f"model.name={checkpoint}")  # the recipe is a plan's: `tigon train` refuses the preset
     words = (word for text in assignments for word in ("--set", text))
     return SearchProblem(
-        request=request, free=free, gpu=flags.gpu, effective_batch=flags.effective_batch,
+        request=request,
+        free=free,
+        gpu=flags.gpu,
+        effective_batch=flags.effective_batch,
         command=("tigon", "train", str(path), *words),
-    )  # fmt: skip
+    )
 
 
 def _assignments(flags: Flags, path: Path) -> list[str]:

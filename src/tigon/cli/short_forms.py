@@ -14,7 +14,7 @@ from tigon.techniques.keys.section import hints
 from tigon.techniques.lora.lora import DEFAULT_RANK
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShortForm:
     """A flag that sets a recipe key."""
 
@@ -41,57 +41,51 @@ class ShortForm:
         return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
 
 
-GPUS = ShortForm(flag="gpus", key="sharding.gpus", help="Number of GPUs.")
-BATCH = ShortForm(flag="batch", key="train.batch_size", help="Samples per micro-batch on each GPU.")
-ACCUMULATE = ShortForm(
-    flag="accumulate", key="train.gradient_accumulation", help="Micro-batches per step.", metavar="N"
-)  # fmt: skip
-LORA = ShortForm(flag="lora", key="lora.rank", help="Train LoRA adapters of rank R.", metavar="R")
+GPUS = ShortForm("gpus", "sharding.gpus", "Number of GPUs.")
+BATCH = ShortForm("batch", "train.batch_size", "Samples per micro-batch on each GPU.")
+ACCUMULATE = ShortForm("accumulate", "train.gradient_accumulation", "Micro-batches per step.", "N")
+LORA = ShortForm("lora", "lora.rank", "Train LoRA adapters of rank R.", "R")
 QLORA = ShortForm(
-    flag="qlora", key="lora.quantize", help="Keep the base weights in 4 bits; without --lora the rank is 16.",
+    "qlora",
+    "lora.quantize",
+    "Keep the base weights in 4 bits; without --lora the rank is 16.",
     implies={"lora.rank": DEFAULT_RANK},
-)  # fmt: skip
-MEDUSA = ShortForm(
-    flag="medusa", key="heads.count", help="Train K Medusa heads.", metavar="K", implies={"heads.stage": 1}
 )
-STAGE = ShortForm(
-    flag="stage", key="heads.stage", help="With --medusa: 1 trains only the heads (default), 2 the model too."
-)
+MEDUSA = ShortForm("medusa", "heads.count", "Train K Medusa heads.", "K", implies={"heads.stage": 1})
+STAGE = ShortForm("stage", "heads.stage", "With --medusa: 1 trains only the heads (default), 2 the model too.")
 OBJECTIVE = ShortForm(
-    flag="objective", key="train.objective", metavar="NAME",
-    help=f"causal_lm, or post-training: {', '.join(post_training_rules.TAKES)}.",
-)  # fmt: skip
-IMAGES = ShortForm(
-    flag="images", key="data.images", help="Rows with up to N images, for a model that reads them.", metavar="N"
+    "objective", "train.objective", f"causal_lm, or post-training: {', '.join(post_training_rules.TAKES)}.", "NAME"
 )
-IMAGE_SIZE = ShortForm(
-    flag="image-size", key="data.image_size", help="With --images: the pixels of their longer side.",
-    metavar="PIXELS",
-)  # fmt: skip
+IMAGES = ShortForm("images", "data.images", "Rows with up to N images, for a model that reads them.", "N")
+IMAGE_SIZE = ShortForm("image-size", "data.image_size", "With --images: the pixels of their longer side.", "PIXELS")
+_PRECISIONS = ("fp32", "amp-bf16", "amp-fp16", "bf16", "fp8")
+_CHECKPOINTING = "auto, none, full, every-N, selective, offload, offload-attention, or STATE:N,STATE:N,..."
+_FUSION = "Add weight gradients to .grad in the product."
 PLAN = (
     BATCH,
-    ShortForm(flag="seq", key="data.sequence_length", help="Tokens per sample."),
-    ShortForm(flag="precision", key="train.precision", help="fp32, amp-bf16, amp-fp16, bf16 or fp8.",
-              predicted=("fp32", "amp-bf16", "amp-fp16", "bf16", "fp8")),
-    ShortForm(flag="fp8-scaling", key="train.fp8_scaling", help="tensorwise or rowwise.",
-              implies={"train.precision": "fp8"}),
-    ShortForm(flag="optimizer", key="train.optimizer", help="docs/techniques/optimizers.md", metavar="NAME"),
-    ShortForm(flag="checkpointing", key="train.checkpointing",
-              help="auto, none, full, every-N, selective, offload, offload-attention, or STATE:N,STATE:N,..."),
-    ShortForm(flag="kernels", key="model.kernels", help="none, no-flce, tigon or liger."),
-    ShortForm(flag="attention", key="model.attention", help="sdpa or eager.", predicted=("sdpa", "eager")),
-    LORA, QLORA, GPUS,
-    ShortForm(flag="zero", key="sharding.zero", help="DeepSpeed ZeRO stage: 0, 1, 2 or 3."),
-    ShortForm(flag="fsdp", key="sharding.fsdp", help="PyTorch FSDP2."),
-    ShortForm(flag="offload", key="sharding.offload", help="none, cpu or nvme."),
+    ShortForm("seq", "data.sequence_length", "Tokens per sample."),
+    ShortForm("precision", "train.precision", "fp32, amp-bf16, amp-fp16, bf16 or fp8.", predicted=_PRECISIONS),
+    ShortForm("fp8-scaling", "train.fp8_scaling", "tensorwise or rowwise.", implies={"train.precision": "fp8"}),
+    ShortForm("optimizer", "train.optimizer", "docs/techniques/optimizers.md", "NAME"),
+    ShortForm("checkpointing", "train.checkpointing", _CHECKPOINTING),
+    ShortForm("kernels", "model.kernels", "none, no-flce, tigon or liger."),
+    ShortForm("attention", "model.attention", "sdpa or eager.", predicted=("sdpa", "eager")),
+    LORA,
+    QLORA,
+    GPUS,
+    ShortForm("zero", "sharding.zero", "DeepSpeed ZeRO stage: 0, 1, 2 or 3."),
+    ShortForm("fsdp", "sharding.fsdp", "PyTorch FSDP2."),
+    ShortForm("offload", "sharding.offload", "none, cpu or nvme."),
     ACCUMULATE,
-    ShortForm(flag="accumulation-fusion", key="train.gradient_accumulation_fusion",
-              help="Add weight gradients to .grad in the product."),
-    ShortForm(flag="loss-memory-mib", key="train.loss_memory_mib", help="MiB of the fused loss; 0: default.",
-              metavar="N"),
-    ShortForm(flag="cuda-graphs", key="train.cuda_graphs", help="Launch each decoder layer as a CUDA graph."),
-    MEDUSA, STAGE, OBJECTIVE, IMAGES, IMAGE_SIZE,
-)  # fmt: skip
+    ShortForm("accumulation-fusion", "train.gradient_accumulation_fusion", _FUSION),
+    ShortForm("loss-memory-mib", "train.loss_memory_mib", "MiB of the fused loss; 0: default.", "N"),
+    ShortForm("cuda-graphs", "train.cuda_graphs", "Launch each decoder layer as a CUDA graph."),
+    MEDUSA,
+    STAGE,
+    OBJECTIVE,
+    IMAGES,
+    IMAGE_SIZE,
+)
 """The flags of `tigon plan` that set recipe keys, in the order of its help."""
 FLAG_OF: Mapping[str, ShortForm] = {short.key: short for short in PLAN}
 
@@ -102,6 +96,6 @@ def keys_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None and value is not False}
 
 
-def assignment(short: ShortForm, value: Any) -> list[str]:
+def assignment(short: ShortForm, value: object) -> list[str]:
     """A flag as `--set`; nothing if it was left out."""
     return [] if value is None else [f"{short.key}={value}"]

@@ -36,10 +36,8 @@ def command(
     from tigon.sweep.run import sweep  # not for --help
 
     with console.survive_broken_streams():
-        sweep(
-            file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only,
-            retry=retry, draw=draw,
-        )  # fmt: skip
+        limits = {"memory_limit": memory_limit, "time_limit": time_limit}
+        sweep(file, assignments or (), **limits, out=out, only=only, retry=retry, draw=draw)
 
 
 COMMAND = Command(command, place=4)

@@ -105,8 +105,8 @@ class Diagnosis:
     def _findings(self) -> Iterable[str]:
         yield "findings" if self.findings else "nothing is wrong"
         for finding in self.findings:
-            for line in (f"{finding.level.upper()} {finding.id}: {finding.what}", f"    fix: {finding.fix}",
-                         f"    source: {finding.source}"):  # fmt: skip
+            head = f"{finding.level.upper()} {finding.id}: {finding.what}"
+            for line in (head, f"    fix: {finding.fix}", f"    source: {finding.source}"):
                 yield textwrap.fill(line, 110, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False)
         counts = [(sum(f.level == level for f in self.findings), level) for level in LEVELS]
         if self.findings:

@@ -18,9 +18,9 @@ from tigon import __version__
 from tigon.ops import dispatch
 
 PACKAGES = (
-    "tigon", "torch", "triton", "numpy", "transformers", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes",
+    *("tigon", "torch", "triton", "numpy", "transformers", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes"),
     "liger_kernel",
-)  # fmt: skip
+)
 
 # Libraries that replace classes and functions of transformers or torch for the whole process.
 GLOBAL_PATCHERS = frozenset({"liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy"})

@@ -12,10 +12,16 @@ from tigon.doctor.finding import Finding, Level
 # The versions tigon is tested with, as pyproject.toml declares them (a test compares the two).
 OLDEST: Mapping[str, str] = MappingProxyType(
     {
-        "torch": "2.8", "triton": "3.4", "transformers": "5.8", "accelerate": "1.10", "peft": "0.18",
-        "deepspeed": "0.19", "bitsandbytes": "0.50", "trl": "1.16",
+        "torch": "2.8",
+        "triton": "3.4",
+        "transformers": "5.8",
+        "accelerate": "1.10",
+        "peft": "0.18",
+        "deepspeed": "0.19",
+        "bitsandbytes": "0.50",
+        "trl": "1.16",
     }
-)  # fmt: skip
+)
 UNTESTED_FROM: Mapping[str, str] = MappingProxyType({"transformers": "5.25", "trl": "1.17"})
 
 # pyproject.toml sets no limit for these two: a limit in a library would hold back everything else that needs them.

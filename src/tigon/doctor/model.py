@@ -7,7 +7,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,9 @@ from tigon.models import MODELS, PatchReport, Verification, patch, verify
 from tigon.models.loading import weight_files
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.loading.presets import PRESETS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ def check_model(name: str) -> ModelCheck:
     )
 
 
-def _weights(name: str, config: Any, cls: type[torch.nn.Module]) -> list[Finding]:
+def _weights(name: str, config: PreTrainedConfig, cls: type[torch.nn.Module]) -> list[Finding]:
     """Findings about the weight files of a folder; only their headers are read."""
     folder = Path(name)
     if name in PRESETS or not folder.is_dir() or not any(folder.glob("*.safetensors*")):

@@ -18,6 +18,7 @@ from tigon.integrations import trl
 from tigon.models import PatchReport, patch
 
 if TYPE_CHECKING:
+    from axolotl.utils.dict import DictDefault
     from transformers import PreTrainedModel, Trainer
 
 try:  # Axolotl calls every hook of its base class. Without Axolotl this class documents and tests its own hooks.
@@ -51,7 +52,7 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is optional
         """The name of the class with the plugin's keys."""
         return f"{__name__}.{TigonArgs.__name__}"
 
-    def register(self, cfg: Any) -> None:
+    def register(self, cfg: DictDefault) -> None:
         """Check the keys.
 
         Raises:
@@ -64,7 +65,7 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is optional
         if others:
             raise UsageError(f"plugins has {others[0]}, which replaces the same layers as tigon; remove one of them.")
 
-    def post_model_build(self, cfg: Any, model: PreTrainedModel) -> None:
+    def post_model_build(self, cfg: DictDefault, model: PreTrainedModel) -> None:
         """Patch the model, before adapters are added.
 
         Raises:
@@ -74,14 +75,14 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is optional
         self.report = patch(model, **dict.fromkeys(left_out, False))
         LOG.info("%s", self.report)
 
-    def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
+    def post_trainer_create(self, cfg: DictDefault, trainer: Trainer) -> None:
         """Fuse the head of a trainer of TRL. Other trainers use the patched model's loss."""
         try:
             self.fused = trl.fuse(trainer)
         except UsageError as reason:
             LOG.info("tigon does not fuse %s: %s", type(trainer).__name__, reason)
 
-    def post_train(self, cfg: Any, model: PreTrainedModel) -> None:
+    def post_train(self, cfg: DictDefault, model: PreTrainedModel) -> None:
         """Undo all changes. A model that was wrapped in the meantime keeps its patch, with a warning."""
         if self.fused is not None:
             self.fused.restore()
@@ -94,6 +95,6 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is optional
                 LOG.warning("tigon's patch stays: %s", reason)
 
 
-def _get(cfg: Any, name: str) -> Any:
+def _get(cfg: DictDefault, name: str) -> Any:
     """A key of Axolotl's configuration, which is a dictionary with attributes; None if it is not set."""
     return cfg.get(name) if hasattr(cfg, "get") else getattr(cfg, name, None)

@@ -78,7 +78,7 @@ class Launch:
     def _by_triton(self, x, arguments):
         return launch_by_triton(
             self._kernel, self._grid, x, num_warps=self._num_warps, **{**arguments, **self._numbers}
-        )  # fmt: skip
+        )
 
     def _keep(self, key, compiled):
         run = compiled.run
@@ -122,9 +122,7 @@ def launch_by_triton(kernel, grid, x, *, num_warps, num_stages=None, **arguments
         raise TypeError(f"{kernel.__name__} takes {', '.join(kernel.arg_names)} in this order, not {list(arguments)}.")
     options = {} if num_stages is None else {"num_stages": num_stages}
     with on_device(x):
-        return kernel[grid](
-            **arguments, num_warps=clamp_warps(num_warps), enable_fp_fusion=True, **options
-        )  # fmt: skip
+        return kernel[grid](**arguments, num_warps=clamp_warps(num_warps), enable_fp_fusion=True, **options)
 
 
 def _count_pointers(kernel, values):

@@ -37,9 +37,20 @@ def add_scaled_kernel(X, Scale, Grad, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_rows_kernel(
-    DY, Order, Ids, Part, Grad, N, H, stride_dy, stride_grad, padding,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    DY,  # (N, H)
+    Order,  # (N,)
+    Ids,  # (N,), sorted
+    Part,  # (2 · chunks, H) fp32
+    Grad,  # (V, H)
+    N,
+    H,
+    stride_dy,
+    stride_grad,
+    padding,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Grad[id] += the sum of the rows DY[Order[i]] with Ids[i] = id; Ids is sorted, and `padding` gets nothing.
 
     One program per position and block of columns. A program works at the first position of an id and at the first of
@@ -79,8 +90,16 @@ def add_rows_kernel(
 
 @triton.jit
 def add_parts_kernel(
-    Part, Ids, Grad, N, H, stride_grad, padding, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    Part,  # (2 · chunks, H) fp32
+    Ids,  # (N,), sorted
+    Grad,  # (V, H)
+    N,
+    H,
+    stride_grad,
+    padding,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Grad[id] += the sums of Part of an id with places in several chunks, in the order of the chunks.
 
     One program per chunk and block of columns. The program works whose chunk is the first that an id goes on into.
@@ -109,9 +128,16 @@ def add_scaled_(grad, x, scale):
     if n := grad.numel():
         block, warps = SCALED
         launch(
-            add_scaled_kernel, (cdiv(n, block),), grad,
-            X=x, Scale=scale, Grad=grad, N=n, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+            add_scaled_kernel,
+            (cdiv(n, block),),
+            grad,
+            X=x,
+            Scale=scale,
+            Grad=grad,
+            N=n,
+            BLOCK=block,
+            num_warps=warps,
+        )
 
 
 def add_rows_(grad_VH, dy_NH, ids_N, padding):
@@ -126,15 +152,39 @@ def add_rows_(grad_VH, dy_NH, ids_N, padding):
     chunks = cdiv(N, CHUNK)
     part = dy_NH.new_empty((2 * chunks if chunks > 1 else 0, H), dtype=torch.float32)
     launch(
-        add_rows_kernel, (N, cdiv(H, block)), grad_VH,
-        DY=dy_NH, Order=order_N, Ids=ids_N, Part=part, Grad=grad_VH, N=N, H=H, stride_dy=dy_NH.stride(0),
-        stride_grad=grad_VH.stride(0), padding=padding, ROWS=rows, CHUNK=CHUNK, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+        add_rows_kernel,
+        (N, cdiv(H, block)),
+        grad_VH,
+        DY=dy_NH,
+        Order=order_N,
+        Ids=ids_N,
+        Part=part,
+        Grad=grad_VH,
+        N=N,
+        H=H,
+        stride_dy=dy_NH.stride(0),
+        stride_grad=grad_VH.stride(0),
+        padding=padding,
+        ROWS=rows,
+        CHUNK=CHUNK,
+        BLOCK=block,
+        num_warps=warps,
+    )
     if chunks > 1:
         block, warps = PARTS
         block = min(block, next_power_of_2(H))
         launch(
-            add_parts_kernel, (chunks - 1, cdiv(H, block)), grad_VH,
-            Part=part, Ids=ids_N, Grad=grad_VH, N=N, H=H, stride_grad=grad_VH.stride(0), padding=padding, CHUNK=CHUNK,
-            BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+            add_parts_kernel,
+            (chunks - 1, cdiv(H, block)),
+            grad_VH,
+            Part=part,
+            Ids=ids_N,
+            Grad=grad_VH,
+            N=N,
+            H=H,
+            stride_grad=grad_VH.stride(0),
+            padding=padding,
+            CHUNK=CHUNK,
+            BLOCK=block,
+            num_warps=warps,
+        )

@@ -21,8 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels import _math
 from tigon.kernels._launch import cdiv, launch, next_power_of_2
+from tigon.kernels._logits import LOG2E, gradient, row_weights, squash
+from tigon.kernels.cross_entropy_few_rows import few_rows_fwd, serves
 
 # N rows (tokens), V columns (vocabulary).
 # The widest vector of loads and stores.
@@ -33,37 +34,6 @@ VECTOR_BYTES = 16
 # until the second read: 25 to 130 of 677 MB were read twice on an H200, all with smaller programs (fp32: not measured).
 FWD, FWD_GRAD, FWD_GRAD_WIDE, BWD = (4096, 8, 3), (4096, 8, 4), (16384, 32, 1), (4096, 8)
 WIDE_ROW = 65536
-# With at most FEW_ROWS rows, each tile of a row is a program, in two launches.
-FEW_ROWS, FEW_ROWS_TILE = 8, 2048
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def squash(r, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """(z, dz/dr) of a raw logit."""
-    slope = 1.0
-    if HAS_SCALE:
-        r = r * scale
-        slope = scale
-    if HAS_SOFTCAP:
-        t, derivative = _math.tanh(r / softcap)
-        r = softcap * t
-        slope = derivative * slope
-    return r, slope
-
-
-@triton.jit
-def row_weights(
-    row, y, valid, ClassWeight, TokenWeight, HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr
-):
-    """(w_y, a) of a row. A weight that is not given is 1; a is NaN if the label is not valid."""
-    w_y = tl.full([], 1.0, dtype=tl.float32)
-    if HAS_CLASS_WEIGHT:
-        w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
-    a = tl.full([], 1.0, dtype=tl.float32)
-    if HAS_TOKEN_WEIGHT:
-        a = tl.load(TokenWeight + row).to(tl.float32)
-    return w_y, tl.where(valid, a, float("nan"))
 
 
 @triton.jit
@@ -75,31 +45,28 @@ def _weight_sum(WeightSum, V, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.
 
 
 @triton.jit
-def _gradient(
-    z, slope, cols, y, m, log_s, row, smoothing, z_loss, w_y, weight_sum, V, ClassWeight, mask,
-    HAS_SMOOTHING: tl.constexpr, HAS_Z_LOSS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
-):  # fmt: skip
-    """dr of one tile, multiplied by `row`, the row's factor."""
-    p = tl.exp2(((z - m) - log_s) * LOG2E)
-    hit = (1.0 - smoothing) * w_y
-    on_p = hit + smoothing / V * weight_sum
-    if HAS_Z_LOSS:
-        on_p += 2.0 * z_loss * (m + log_s)
-    dz = on_p * p
-    if HAS_SMOOTHING:
-        if HAS_CLASS_WEIGHT:
-            dz -= smoothing / V * tl.load(ClassWeight + cols, mask=mask, other=0.0).to(tl.float32)
-        else:
-            dz -= smoothing / V
-    return tl.where(cols == y, dz - hit, dz) * (slope * row)
-
-
-@triton.jit
 def _accumulate(
-    r, cols, m, s, sum_wz, sum_ez, best, shift, softcap, scale, ClassWeight, mask, V,
-    MASKED: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALE: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_PREDICTED: tl.constexpr,
-):  # fmt: skip
+    r,
+    cols,
+    m,
+    s,
+    sum_wz,
+    sum_ez,
+    best,
+    shift,
+    softcap,
+    scale,
+    ClassWeight,  # (V,) or None
+    mask,
+    V,
+    MASKED: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+    WANT_PREDICTED: tl.constexpr,
+):
     """Adds one tile to each lane's running maximum, sum of exp(z - shift) and optional statistics."""
     z, _ = squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     if MASKED:
@@ -122,10 +89,26 @@ def _accumulate(
 
 @triton.jit
 def _write_gradient(
-    r, Grad, at, pos, cols, mask, m, on_p, even, softcap, scale, factor, ClassWeight, V,
-    MASKED: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    r,
+    Grad,  # (N, V) or None
+    at,
+    pos,
+    cols,
+    mask,
+    m,
+    on_p,
+    even,
+    softcap,
+    scale,
+    factor,
+    ClassWeight,  # (V,) or None
+    V,
+    MASKED: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-):  # fmt: skip
+):
     """Writes dr of one tile without the label's own term: (on_p · exp(z - m) - even · w_v) · factor · dz/dr."""
     z, slope = squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     dz = tl.exp2((z - m) * LOG2E) * (on_p * factor)
@@ -143,14 +126,41 @@ def _write_gradient(
 
 @triton.jit
 def cross_entropy_fwd_kernel(
-    R, Target, ClassWeight, WeightSum, TokenWeight, GradScale, Loss, Stats, Entropy, Predicted, Grad,
-    N, V, stride_r, stride_grad, ignore_index, softcap, scale, smoothing, z_loss,
-    HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr,
-    WANT_ENTROPY: tl.constexpr, WANT_PREDICTED: tl.constexpr, HAS_EDGES: tl.constexpr,
-    GRAD_LIKE_R: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    R,  # (N, V), the raw logits
+    Target,  # (N,)
+    ClassWeight,  # (V,) or None
+    WeightSum,  # () or None
+    TokenWeight,  # (N,) or None
+    GradScale,  # ()
+    Loss,  # (N,)
+    Stats,  # (3, N)
+    Entropy,  # (N,) or empty
+    Predicted,  # (N,) or empty
+    Grad,  # (N, V) or None
+    N,
+    V,
+    stride_r,
+    stride_grad,
+    ignore_index,
+    softcap,
+    scale,
+    smoothing,
+    z_loss,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    WANT_GRAD: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+    WANT_PREDICTED: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    GRAD_LIKE_R: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Loss, statistics and, if wanted, the gradient; one program per row.
 
     Grad may be R itself, because the same program reads a tile before it overwrites it. Stats holds m, log_s and z_y,
@@ -220,16 +230,16 @@ def cross_entropy_fwd_kernel(
                 r = tl.load(R + at_r + pos)
                 lane_m, lane_s, lane_wz, lane_ez, lane_best = _accumulate(
                     r, pos + head, lane_m, lane_s, lane_wz, lane_ez, lane_best, shift, softcap, scale, ClassWeight,
-                    pos < V_body, V, False,
-                    HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE, WANT_ENTROPY, WANT_PREDICTED,
+                    pos < V_body, V, False, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE, WANT_ENTROPY,
+                    WANT_PREDICTED,
                 )  # fmt: skip
             if whole < V_body:
                 pos = whole + offs
                 r = tl.load(R + at_r + pos, mask=pos < V_body, other=0.0)
                 lane_m, lane_s, lane_wz, lane_ez, lane_best = _accumulate(
                     r, pos + head, lane_m, lane_s, lane_wz, lane_ez, lane_best, shift, softcap, scale, ClassWeight,
-                    pos < V_body, V, True,
-                    HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE, WANT_ENTROPY, WANT_PREDICTED,
+                    pos < V_body, V, True, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE, WANT_ENTROPY,
+                    WANT_PREDICTED,
                 )  # fmt: skip
             m = tl.max(lane_m, axis=0)
             s = tl.sum(lane_s, axis=0)
@@ -243,9 +253,8 @@ def cross_entropy_fwd_kernel(
                 edge_best = tl.zeros([2 * VECTOR], dtype=tl.int32)
                 r = tl.load(R + row * stride_r + edge, mask=on_edge, other=0.0)
                 edge_m, edge_s, edge_wz, edge_ez, edge_best = _accumulate(
-                    r, edge, edge_m, edge_s, edge_s, edge_s, edge_best, shift, softcap, scale, ClassWeight,
-                    on_edge, V, True,
-                    HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE, WANT_ENTROPY, WANT_PREDICTED,
+                    r, edge, edge_m, edge_s, edge_s, edge_s, edge_best, shift, softcap, scale, ClassWeight, on_edge,
+                    V, True, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE, WANT_ENTROPY, WANT_PREDICTED,
                 )  # fmt: skip
                 top = tl.max(edge_m, axis=0)
                 if WANT_PREDICTED:
@@ -296,104 +305,105 @@ def cross_entropy_fwd_kernel(
                 pos = whole + offs
                 r = tl.load(R + at_r + pos, mask=pos < V_body, other=0.0)
                 _write_gradient(
-                    r, Grad, at_grad, pos, pos + head, pos < V_body, m, on_p, even, softcap, scale, factor,
-                    ClassWeight, V, True, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE,
-                )  # fmt: skip
+                    r,
+                    Grad,
+                    at_grad,
+                    pos,
+                    pos + head,
+                    pos < V_body,
+                    m,
+                    on_p,
+                    even,
+                    softcap,
+                    scale,
+                    factor,
+                    ClassWeight,
+                    V,
+                    True,
+                    HAS_CLASS_WEIGHT,
+                    HAS_SMOOTHING,
+                    HAS_SOFTCAP,
+                    HAS_SCALE,
+                )
             for done in tl.range(0, whole, BLOCK, num_stages=STAGES):
                 pos = whole - BLOCK - done + offs
                 r = tl.load(R + at_r + pos)
                 _write_gradient(
-                    r, Grad, at_grad, pos, pos + head, pos < V_body, m, on_p, even, softcap, scale, factor,
-                    ClassWeight, V, False, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE,
-                )  # fmt: skip
+                    r,
+                    Grad,
+                    at_grad,
+                    pos,
+                    pos + head,
+                    pos < V_body,
+                    m,
+                    on_p,
+                    even,
+                    softcap,
+                    scale,
+                    factor,
+                    ClassWeight,
+                    V,
+                    False,
+                    HAS_CLASS_WEIGHT,
+                    HAS_SMOOTHING,
+                    HAS_SOFTCAP,
+                    HAS_SCALE,
+                )
             if HAS_EDGES:
                 r = tl.load(R + row * stride_r + edge, mask=on_edge, other=0.0)
                 _write_gradient(
-                    r, Grad, row * stride_grad, edge, edge, on_edge, m, on_p, even, softcap, scale, factor,
-                    ClassWeight, V, True, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE,
-                )  # fmt: skip
+                    r,
+                    Grad,
+                    row * stride_grad,
+                    edge,
+                    edge,
+                    on_edge,
+                    m,
+                    on_p,
+                    even,
+                    softcap,
+                    scale,
+                    factor,
+                    ClassWeight,
+                    V,
+                    True,
+                    HAS_CLASS_WEIGHT,
+                    HAS_SMOOTHING,
+                    HAS_SOFTCAP,
+                    HAS_SCALE,
+                )
             tl.debug_barrier()
             tl.store(Grad + row * stride_grad + y, (dz_y * slope_y * factor).to(Grad.dtype.element_ty), mask=valid)
 
 
 @triton.jit
-def cross_entropy_part_kernel(
-    R, Target, Part, ZY, V, P, stride_r, softcap, scale,
-    HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Stores a tile's maximum and sum of exponentials in Part (N, 2, P), and z_y in ZY before it is overwritten."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    cols = tile * BLOCK + tl.arange(0, BLOCK)
-    r = tl.load(R + row * stride_r + cols, mask=cols < V, other=0.0).to(tl.float32)
-    z, _ = squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
-    z = tl.where(cols < V, z, -float("inf"))
-    m = tl.max(z, axis=0)
-    m_or_0 = tl.where(m == -float("inf"), 0.0, m)
-    tl.store(Part + row * 2 * P + tile, m)
-    tl.store(Part + row * 2 * P + P + tile, tl.sum(tl.exp2((z - m_or_0) * LOG2E), axis=0))
-    if tile == 0:
-        y = tl.load(Target + row).to(tl.int64)
-        valid = (y >= 0) & (y < V)
-        r_y = tl.load(R + row * stride_r + y, mask=valid, other=0.0).to(tl.float32)
-        z_y, _slope_y = squash(r_y, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
-        tl.store(ZY + row, z_y)
-
-
-@triton.jit
-def cross_entropy_whole_kernel(
-    R, Target, ClassWeight, TokenWeight, GradScale, Part, ZY, Loss, Stats, Grad,
-    N, V, P, stride_r, stride_grad, ignore_index, softcap, scale, z_loss,
-    HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_Z_LOSS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Combines the parts of a row and writes one tile of its gradient; one program per tile.
-
-    The program of the first tile also writes loss and statistics. This kernel serves a few rows only: with one program
-    per row, they would leave most multiprocessors idle.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    y = tl.load(Target + row).to(tl.int64)
-    ignored = y == ignore_index
-    valid = (y >= 0) & (y < V)
-    parts = tl.arange(0, BLOCK_P)
-    m_P = tl.load(Part + row * 2 * P + parts, mask=parts < P, other=-float("inf"))
-    s_P = tl.load(Part + row * 2 * P + P + parts, mask=parts < P, other=0.0)
-    m = tl.max(m_P, axis=0)
-    # The sum propagates the NaN of a tile, which the maximum may not.
-    m_or_0 = tl.where(m == -float("inf"), 0.0, m)
-    log_s = tl.log(tl.sum(tl.where(m_P == -float("inf"), 0.0, s_P * tl.exp2((m_P - m_or_0) * LOG2E)), axis=0))
-    z_y = tl.load(ZY + row)
-    w_y, a = row_weights(row, y, valid, ClassWeight, TokenWeight, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT)
-    if tile == 0:
-        loss = w_y * ((m - z_y) + log_s)
-        if HAS_Z_LOSS:
-            loss += z_loss * (m + log_s) * (m + log_s)
-        tl.store(Loss + row, tl.where(ignored, 0.0, a * loss))
-        tl.store(Stats + row, tl.where(ignored, 0.0, m))
-        tl.store(Stats + N + row, tl.where(ignored, 0.0, log_s))
-        tl.store(Stats + 2 * N + row, tl.where(ignored, 0.0, z_y))
-    if WANT_GRAD:
-        cols = tile * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < V
-        r = tl.load(R + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
-        z, slope = squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
-        dr = _gradient(
-            z, slope, cols, y, m_or_0, log_s, a * tl.load(GradScale), 0.0, z_loss, w_y, 0.0, V, ClassWeight, mask,
-            False, HAS_Z_LOSS, HAS_CLASS_WEIGHT,
-        )  # fmt: skip
-        tl.store(Grad + row * stride_grad + cols, tl.where(ignored, 0.0, dr).to(Grad.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def cross_entropy_bwd_kernel(
-    R, Target, ClassWeight, WeightSum, TokenWeight, Stats, DLoss, Scale, Grad,
-    N, V, stride_r, stride_dloss, ignore_index, softcap, scale, smoothing, z_loss,
-    HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    R,  # (N, V), the raw logits
+    Target,  # (N,)
+    ClassWeight,  # (V,) or None
+    WeightSum,  # () or None
+    TokenWeight,  # (N,) or None
+    Stats,  # (3, N)
+    DLoss,  # (N,)
+    Scale,  # ()
+    Grad,  # (N, V) or None
+    N,
+    V,
+    stride_r,
+    stride_dloss,
+    ignore_index,
+    softcap,
+    scale,
+    smoothing,
+    z_loss,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Computes dr from the saved statistics, one program per tile. The row's factor is a · dloss_i · Scale."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -416,30 +426,26 @@ def cross_entropy_bwd_kernel(
         log_s = tl.load(Stats + N + row)
         r = tl.load(R + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
         z, slope = squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
-        dr = _gradient(
-            z, slope, cols, y, m, log_s, factor, smoothing, z_loss, w_y, weight_sum, V, ClassWeight,
-            mask, HAS_SMOOTHING, HAS_Z_LOSS, HAS_CLASS_WEIGHT,
-        )  # fmt: skip
+        dr = gradient(
+            z,
+            slope,
+            cols,
+            y,
+            m,
+            log_s,
+            factor,
+            smoothing,
+            z_loss,
+            w_y,
+            weight_sum,
+            V,
+            ClassWeight,
+            mask,
+            HAS_SMOOTHING,
+            HAS_Z_LOSS,
+            HAS_CLASS_WEIGHT,
+        )
         tl.store(Grad + row * V + cols, dr.to(Grad.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def scale_rows_kernel(
-    X, Scale, Index, Out, H, stride_x, stride_scale, stride_out,
-    HAS_INDEX: tl.constexpr, INPLACE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Out[Index[row]] = X[row] · Scale[row], multiplied in fp32 and rounded once.
-
-    In place, a row with factor 1 (the usual upstream gradient) is neither read nor written.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(Scale + row * stride_scale).to(tl.float32)
-    to = tl.load(Index + row) if HAS_INDEX else row
-    if not INPLACE or factor != 1.0:
-        for start in range(0, H, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
-            x = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
-            tl.store(Out + to * stride_out + cols, (x * factor).to(Out.dtype.element_ty), mask=cols < H)
 
 
 @triton.jit
@@ -495,28 +501,8 @@ def cross_entropy_fwd(rows, entropy, predicted, grad_scale=None, grad_NV=None):
     entropies = logits_NV.new_empty(N if entropy else 0, dtype=torch.float32)
     argmax = logits_NV.new_empty(N if predicted else 0, dtype=torch.int64)
     want_grad = grad_NV is not None
-    if 0 < N <= FEW_ROWS and V > FEW_ROWS_TILE and not (label_smoothing or entropy or predicted):
-        P = cdiv(V, FEW_ROWS_TILE)
-        part = logits_NV.new_empty((N, 2, P), dtype=torch.float32)
-        z_y = logits_NV.new_empty(N, dtype=torch.float32)
-        cap = 1.0 if softcap is None else softcap
-        flags = _flags(rows)
-        launch(
-            cross_entropy_part_kernel, (N, P), logits_NV,
-            R=logits_NV, Target=target, Part=part, ZY=z_y, V=V, P=P, stride_r=logits_NV.stride(0), softcap=cap,
-            scale=logit_scale, HAS_SOFTCAP=flags["HAS_SOFTCAP"], HAS_SCALE=flags["HAS_SCALE"],
-            BLOCK=FEW_ROWS_TILE, num_warps=4,
-        )  # fmt: skip
-        launch(
-            cross_entropy_whole_kernel, (N, P if want_grad else 1), logits_NV,
-            R=logits_NV, Target=target, ClassWeight=class_weight, TokenWeight=token_weight, GradScale=grad_scale,
-            Part=part, ZY=z_y, Loss=loss, Stats=stats, Grad=grad_NV, N=N, V=V, P=P, stride_r=logits_NV.stride(0),
-            stride_grad=grad_NV.stride(0) if want_grad else 0, ignore_index=ignore_index, softcap=cap,
-            scale=logit_scale, z_loss=z_loss,
-            HAS_CLASS_WEIGHT=flags["HAS_CLASS_WEIGHT"], HAS_TOKEN_WEIGHT=flags["HAS_TOKEN_WEIGHT"],
-            HAS_Z_LOSS=flags["HAS_Z_LOSS"], HAS_SOFTCAP=flags["HAS_SOFTCAP"], HAS_SCALE=flags["HAS_SCALE"],
-            WANT_GRAD=want_grad, BLOCK_P=next_power_of_2(P), BLOCK=FEW_ROWS_TILE, num_warps=4,
-        )  # fmt: skip
+    if serves(rows) and not (entropy or predicted):
+        few_rows_fwd(rows, loss, stats, grad_scale, grad_NV)
     elif N:
         vector = VECTOR_BYTES // logits_NV.element_size()
         block, warps, stages = (FWD_GRAD if V <= WIDE_ROW else FWD_GRAD_WIDE) if want_grad else FWD
@@ -555,29 +541,6 @@ def cross_entropy_bwd(rows, stats, dloss, scale):
     return grad
 
 
-def scale_rows(x_NH, scale, index_N, rows, dtype):
-    """A new (rows, H) tensor with out[index[i]] = x[i] · scale[i], other rows 0. `scale` is (N,) or 0-dim."""
-    x_NH = x_NH if x_NH.stride(1) == 1 else x_NH.contiguous()
-    make = x_NH.new_empty if index_N is None else x_NH.new_zeros
-    return _scale_rows(x_NH, scale, index_N, make((rows, x_NH.shape[1]), dtype=dtype))
-
-
-def scale_rows_(x_NH, scale):
-    """x[i] *= scale[i] in place; rows with factor 1 cause no memory traffic."""
-    return _scale_rows(x_NH, scale, None, x_NH)
-
-
-def _scale_rows(x_NH, scale, index_N, out_MH):
-    if x_NH.numel():
-        launch(
-            scale_rows_kernel, (x_NH.shape[0],), x_NH,
-            X=x_NH, Scale=scale, Index=index_N, Out=out_MH, H=x_NH.shape[1], stride_x=x_NH.stride(0),
-            stride_scale=scale.stride(0) if scale.ndim else 0, stride_out=out_MH.stride(0),
-            HAS_INDEX=index_N is not None, INPLACE=out_MH is x_NH, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-    return out_MH
-
-
 # With at most this many rows, one program is faster than launching the four (or two) PyTorch operators it replaces. By
 # arithmetic, its 32 successive tiles of 4096 take at most 8 us.
 ONE_PROGRAM_ROWS = 1 << 17
@@ -587,9 +550,16 @@ def inverse_count(like, target, ignore_index):
     """1 / max(1, number of labels that are not ignored); fp32, 0-dim."""
     out = like.new_empty((), dtype=torch.float32)
     launch(
-        inverse_count_kernel, (1,), like,
-        Target=target, Out=out, N=target.shape[0], ignore_index=ignore_index, BLOCK=4096, num_warps=8,
-    )  # fmt: skip
+        inverse_count_kernel,
+        (1,),
+        like,
+        Target=target,
+        Out=out,
+        N=target.shape[0],
+        ignore_index=ignore_index,
+        BLOCK=4096,
+        num_warps=8,
+    )
     return out
 
 

@@ -22,9 +22,18 @@ PROGRAMS = 512
 
 @triton.jit
 def expert_load_kernel(
-    Logits, Mask, Sums, T, E, stride_t,
-    TOP_K: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+    Logits,  # (T, E)
+    Mask,  # (T,) or None
+    Sums,  # (PROGRAMS, 2, E)
+    T,
+    E,
+    stride_t,
+    TOP_K: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     cols = tl.arange(0, BLOCK_E)
     sums = tl.zeros([ROWS, BLOCK_E], dtype=tl.float32)
     counts = tl.zeros([ROWS, BLOCK_E], dtype=tl.float32)
@@ -52,8 +61,17 @@ def expert_load_kernel(
 
 @triton.jit
 def expert_load_bwd_kernel(
-    DSums, Logits, Mask, DLogits, T, E, stride_t, MASKED: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    DSums,  # (E,)
+    Logits,  # (T, E)
+    Mask,  # (T,) or None
+    DLogits,  # (T, E)
+    T,
+    E,
+    stride_t,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_E)
     there = (rows < T)[:, None] & (cols < E)[None, :]
@@ -91,8 +109,19 @@ def expert_load_bwd(dsums, logits, mask):
     if dlogits.numel():
         rows, block, warps = row_tile(E, logits.itemsize)
         launch(
-            expert_load_bwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
-            DSums=dsums.contiguous(), Logits=logits, Mask=None if mask is None else mask.contiguous(),
-            DLogits=dlogits, T=T, E=E, stride_t=logits.stride(0), MASKED=mask is not None, ROWS=rows, BLOCK_E=block,
-        )  # fmt: skip
+            expert_load_bwd_kernel,
+            (cdiv(T, rows),),
+            logits,
+            num_warps=warps,
+            DSums=dsums.contiguous(),
+            Logits=logits,
+            Mask=None if mask is None else mask.contiguous(),
+            DLogits=dlogits,
+            T=T,
+            E=E,
+            stride_t=logits.stride(0),
+            MASKED=mask is not None,
+            ROWS=rows,
+            BLOCK_E=block,
+        )
     return dlogits

@@ -51,11 +51,39 @@ def _in_bands(at, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def grouped_product_kernel(
-    X, W, Bias, Low, LowWeight, Order, Offsets, Y, N, K, R, E, top_k, stride_x, stride_we, stride_wn, stride_wk,
-    stride_be, stride_bn, stride_br, GATHER: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LOW: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+    X,  # (T, K) or (S, K)
+    W,  # (E, N, K)
+    Bias,  # (E, N) or None
+    Low,  # (S, R) or None
+    LowWeight,  # (E, N, R) or None
+    Order,  # (S,)
+    Offsets,  # (E + 1,)
+    Y,  # (S, N)
+    N,
+    K,
+    R,
+    E,
+    top_k,
+    stride_x,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    stride_be,
+    stride_bn,
+    stride_br,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     """y of sorted row m, from x of its token (GATHER) or x's row m, to the row of its slot (SCATTER) or to row m.
 
     Tiles are visited in bands of GROUP row tiles, column by column, so that the programs of one moment share
@@ -110,9 +138,23 @@ def grouped_product_kernel(
 
 @triton.jit
 def grouped_weight_gradient_kernel(
-    A, B, Offsets, DW, P, Q, stride_a, stride_b, stride_e, stride_p, stride_q,
-    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    A,  # (S, P)
+    B,  # (S, Q)
+    Offsets,  # (E + 1,)
+    DW,  # (E, P, Q)
+    P,
+    Q,
+    stride_a,
+    stride_b,
+    stride_e,
+    stride_p,
+    stride_q,
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """A tile of dW_e; zero for an expert without rows.
 
     Both factors are sorted rows. Gathering them here would load an address in each step, and the loads that wait for it
@@ -138,9 +180,19 @@ def grouped_weight_gradient_kernel(
 
 @triton.jit
 def grouped_sum_kernel(
-    X, Weight, Order, Offsets, DB, N, top_k, stride_x,
-    GATHER: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    X,  # (T, N) or (S, N)
+    Weight,  # (S,) or None
+    Order,  # (S,)
+    Offsets,  # (E + 1,)
+    DB,  # (E, N)
+    N,
+    top_k,
+    stride_x,
+    GATHER: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     tiles = tl.cdiv(N, BLOCK_N)
     expert = tl.program_id(0) // tiles
     cols = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -210,9 +262,17 @@ def _unit(g, u, alpha, limit, up_offset, ACTIVATION: tl.constexpr, LIMITED: tl.c
 
 @triton.jit
 def unit_fwd_kernel(
-    Pre, Y, F, alpha, limit, up_offset,
-    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    Pre,  # (S, 2F)
+    Y,  # (S, F)
+    F,
+    alpha,
+    limit,
+    up_offset,
+    ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     tiles = tl.cdiv(F, BLOCK)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     j = tl.program_id(0) % tiles * BLOCK
@@ -224,10 +284,27 @@ def unit_fwd_kernel(
 
 @triton.jit
 def unit_bwd_kernel(
-    Pre, DA, Weight, Order, Offsets, DPre, WY, DWeight, F, E, alpha, limit, up_offset,
-    WANT_DPRE: tl.constexpr, WANT_WY: tl.constexpr, WANT_DWEIGHT: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    Pre,  # (S, 2F)
+    DA,  # (S, F)
+    Weight,  # (S,) or None
+    Order,  # (S,)
+    Offsets,  # (E + 1,)
+    DPre,  # (S, 2F)
+    WY,  # (S, F)
+    DWeight,  # (S,)
+    F,
+    E,
+    alpha,
+    limit,
+    up_offset,
+    WANT_DPRE: tl.constexpr,
+    WANT_WY: tl.constexpr,
+    WANT_DWEIGHT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One sorted row: dpre, w · y, and dw = <da, y>. A slot without an expert has dw = 0."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(Order + row).to(tl.int64)
@@ -357,10 +434,23 @@ def grouped_sum(x, weights, order, offsets, top_k, gather):
     if sums.numel():
         block = min(next_power_of_2(x.shape[1]), 128)
         launch(
-            grouped_sum_kernel, (E * cdiv(x.shape[1], block),), x, num_warps=4,
-            X=x, Weight=_dense(weights), Order=order, Offsets=offsets, DB=sums, N=x.shape[1], top_k=top_k,
-            stride_x=x.stride(0), GATHER=gather, WEIGHTED=weights is not None, BLOCK_M=32, BLOCK_N=block,
-        )  # fmt: skip
+            grouped_sum_kernel,
+            (E * cdiv(x.shape[1], block),),
+            x,
+            num_warps=4,
+            X=x,
+            Weight=_dense(weights),
+            Order=order,
+            Offsets=offsets,
+            DB=sums,
+            N=x.shape[1],
+            top_k=top_k,
+            stride_x=x.stride(0),
+            GATHER=gather,
+            WEIGHTED=weights is not None,
+            BLOCK_M=32,
+            BLOCK_N=block,
+        )
     return sums
 
 
@@ -371,10 +461,20 @@ def combine(z, weights, experts, number_of_experts):
     if y.numel():
         block = min(next_power_of_2(H), ROW_BLOCK)
         launch(
-            combine_kernel, (T * cdiv(H, block),), z, num_warps=_warps(block),
-            Z=z, Weight=_dense(weights), Expert=_dense(experts), Y=y, H=H, E=number_of_experts, top_k=top_k,
-            WEIGHTED=weights is not None, BLOCK=block,
-        )  # fmt: skip
+            combine_kernel,
+            (T * cdiv(H, block),),
+            z,
+            num_warps=_warps(block),
+            Z=z,
+            Weight=_dense(weights),
+            Expert=_dense(experts),
+            Y=y,
+            H=H,
+            E=number_of_experts,
+            top_k=top_k,
+            WEIGHTED=weights is not None,
+            BLOCK=block,
+        )
     return y
 
 
@@ -385,10 +485,21 @@ def unit_fwd(pre, activation, alpha, limit, up_offset, interleaved):
     if y.numel():
         block = min(next_power_of_2(F), ROW_BLOCK)
         launch(
-            unit_fwd_kernel, (S * cdiv(F, block),), pre, num_warps=_warps(block),
-            Pre=pre, Y=y, F=F, alpha=float(alpha), limit=float(limit), up_offset=float(up_offset),
-            ACTIVATION=activation, LIMITED=limit != float("inf"), INTERLEAVED=interleaved, BLOCK=block,
-        )  # fmt: skip
+            unit_fwd_kernel,
+            (S * cdiv(F, block),),
+            pre,
+            num_warps=_warps(block),
+            Pre=pre,
+            Y=y,
+            F=F,
+            alpha=float(alpha),
+            limit=float(limit),
+            up_offset=float(up_offset),
+            ACTIVATION=activation,
+            LIMITED=limit != float("inf"),
+            INTERLEAVED=interleaved,
+            BLOCK=block,
+        )
     return y
 
 

@@ -100,11 +100,26 @@ def _fp8_bits(x, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def cast_kernel(
-    X, AMAX, ROWS, COLUMNS, ROW_SCALES, COLUMN_SCALES, M, K, PADDED, PARTS,
-    MOST: tl.constexpr, ROWWISE: tl.constexpr, WANT_ROWS: tl.constexpr, WANT_COLUMNS: tl.constexpr,
-    MANTISSA: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    X,  # (M, K)
+    AMAX,  # (PARTS,)
+    ROWS,  # (M, K) bytes
+    COLUMNS,  # (K, PADDED) bytes
+    ROW_SCALES,  # (M,) or ()
+    COLUMN_SCALES,  # (K,) or ()
+    M,
+    K,
+    PADDED,
+    PARTS,
+    MOST: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    WANT_ROWS: tl.constexpr,
+    WANT_COLUMNS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """ROWS (M, K) and the first M columns of COLUMNS (K, PADDED), both as bytes.
 
     AMAX as int32: PARTS for the whole, or those of M and K.
@@ -188,16 +203,31 @@ def fp8_amax(x_MK, rowwise):
     if rowwise:
         amax = torch.zeros(M + K, dtype=torch.float32, device=device)
         launch(
-            amax_rowwise_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)), x_MK, X=x_MK, AMAX=amax.view(torch.int32), M=M,
-            K=K, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=WARPS,
-        )  # fmt: skip
+            amax_rowwise_kernel,
+            (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)),
+            x_MK,
+            X=x_MK,
+            AMAX=amax.view(torch.int32),
+            M=M,
+            K=K,
+            BLOCK_M=BLOCK_M,
+            BLOCK_K=BLOCK_K,
+            num_warps=WARPS,
+        )
         return amax
     parts = amax_parts(size)
     amax = torch.empty(parts, dtype=torch.float32, device=device)
     launch(
-        amax_kernel, (parts,), x_MK, X=x_MK, AMAX=amax.view(torch.int32), SIZE=size, STRIDE=parts * AMAX_BLOCK,
-        BLOCK=AMAX_BLOCK, num_warps=AMAX_WARPS,
-    )  # fmt: skip
+        amax_kernel,
+        (parts,),
+        x_MK,
+        X=x_MK,
+        AMAX=amax.view(torch.int32),
+        SIZE=size,
+        STRIDE=parts * AMAX_BLOCK,
+        BLOCK=AMAX_BLOCK,
+        num_warps=AMAX_WARPS,
+    )
     return amax
 
 

@@ -60,9 +60,19 @@ def activation(g, alpha, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def glu_fwd_kernel(
-    G, U, Y, AMAX, M, F, stride_g, stride_u,
-    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    G,  # (M, F)
+    U,  # (M, F)
+    Y,  # (M, F)
+    AMAX,  # (PARTS,) or None
+    M,
+    F,
+    stride_g,
+    stride_u,
+    ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """PARTS: the numbers at AMAX; 0: no largest magnitude is wanted."""
     # The grid is flat because a second dimension is limited to 65535 rows. Tiles of one row are neighbours.
     tiles = tl.cdiv(F, BLOCK)
@@ -80,10 +90,27 @@ def glu_fwd_kernel(
 
 @triton.jit
 def glu_bwd_kernel(
-    DY, G, U, DG, DU, AMAX, M, F, stride_dy, stride_g, stride_u, stride_dg, stride_du,
-    ACTIVATION: tl.constexpr, WANT_DG: tl.constexpr, WANT_DU: tl.constexpr, PARTS: tl.constexpr, UP_PARTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    DY,  # (M, F)
+    G,  # (M, F)
+    U,  # (M, F)
+    DG,  # (M, F)
+    DU,  # (M, F)
+    AMAX,  # (PARTS,) or None
+    M,
+    F,
+    stride_dy,
+    stride_g,
+    stride_u,
+    stride_dg,
+    stride_du,
+    ACTIVATION: tl.constexpr,
+    WANT_DG: tl.constexpr,
+    WANT_DU: tl.constexpr,
+    PARTS: tl.constexpr,
+    UP_PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """UP_PARTS: the place of du's numbers behind dg's; 0 if both are halves of one tensor."""
     tiles = tl.cdiv(F, BLOCK)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -119,9 +146,7 @@ def _tile(M, F, elements, index):
         elements, warps = elements // 2, warps // 2
     block = min(next_power_of_2(F), elements)
     rows = elements // block
-    return (cdiv(M, rows) * cdiv(F, block),), {
-        "ROWS": rows, "BLOCK": block, "num_warps": warps
-    }  # fmt: skip
+    return (cdiv(M, rows) * cdiv(F, block),), {"ROWS": rows, "BLOCK": block, "num_warps": warps}
 
 
 def _rows(gate, up):
@@ -141,7 +166,7 @@ def _fwd_launch(M, F, stride_g, stride_u, activation, parts, index):
     grid, tile = _tile(M, F, FWD_TILE, index)
     return Launch(
         glu_fwd_kernel, grid, M=M, F=F, stride_g=stride_g, stride_u=stride_u, ACTIVATION=activation, PARTS=parts, **tile
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -149,10 +174,22 @@ def _bwd_launch(M, F, strides, activation, want_dg, want_du, parts, up_parts, in
     grid, tile = _tile(M, F, BWD_TILE, index)
     stride_dy, stride_g, stride_u, stride_dg, stride_du = strides
     return Launch(
-        glu_bwd_kernel, grid,
-        M=M, F=F, stride_dy=stride_dy, stride_g=stride_g, stride_u=stride_u, stride_dg=stride_dg, stride_du=stride_du,
-        ACTIVATION=activation, WANT_DG=want_dg, WANT_DU=want_du, PARTS=parts, UP_PARTS=up_parts, **tile,
-    )  # fmt: skip
+        glu_bwd_kernel,
+        grid,
+        M=M,
+        F=F,
+        stride_dy=stride_dy,
+        stride_g=stride_g,
+        stride_u=stride_u,
+        stride_dg=stride_dg,
+        stride_du=stride_du,
+        ACTIVATION=activation,
+        WANT_DG=want_dg,
+        WANT_DU=want_du,
+        PARTS=parts,
+        UP_PARTS=up_parts,
+        **tile,
+    )
 
 
 def _parts(amax):
@@ -214,6 +251,13 @@ def _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup, amax
     dy_MF, _, stride_dy = rows_of(dy, F)
     bits, parts = _parts(amax)
     _bwd_launch(
-        M, F, (stride_dy, stride_g, stride_u, stride_dg, stride_du), activation, want_dgate, up is None or want_dup,
-        parts, 0 if up is None else parts, gate.device.index,
-    )(gate, DY=dy_MF, G=g_MF, U=u_MF, DG=dg_MF, DU=du_MF, AMAX=bits)  # fmt: skip
+        M,
+        F,
+        (stride_dy, stride_g, stride_u, stride_dg, stride_du),
+        activation,
+        want_dgate,
+        up is None or want_dup,
+        parts,
+        0 if up is None else parts,
+        gate.device.index,
+    )(gate, DY=dy_MF, G=g_MF, U=u_MF, DG=dg_MF, DU=du_MF, AMAX=bits)

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from tigon.kernels import _launch
 from tigon.kernels._launch import cdiv, launch, next_power_of_2
-from tigon.kernels.cross_entropy import LOG2E
+from tigon.kernels._logits import LOG2E
 from tigon.kernels.logprobs import FARTHEST, _squash
 
 # N rows (tokens), C columns of the block of logits.
@@ -45,8 +45,17 @@ NEAR_MAXIMA = tl.constexpr(4.0)
 
 
 @triton.jit
-def _statistics(R, C, scale, softcap, outer, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr,
-                BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _statistics(
+    R,  # (C,), the row
+    C,
+    scale,
+    softcap,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """(max z, log Σ exp(z - max z), the first column of max z) of the row at R.
 
     Lanes keep separate sums. Their shift is the first tile's maximum. If a later logit is so far above it that the sum
@@ -149,12 +158,33 @@ def _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD: tl.constexpr):
 
 @triton.jit
 def divergence_kernel(
-    RP, RQ, Counts, Value, Stats, Peaks,
-    C, stride_p, stride_q, stride_stats, beta, softcap_p, scale_p, softcap_q, scale_q, outer,
-    HAS_SOFTCAP_P: tl.constexpr, HAS_SCALE_P: tl.constexpr, HAS_SOFTCAP_Q: tl.constexpr, HAS_SCALE_Q: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, IS_JSD: tl.constexpr, STATISTICS: tl.constexpr, TERMS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    RP,  # (N, C), the raw logits of p
+    RQ,  # (N, C), those of q
+    Counts,  # (N,) or None
+    Value,  # (N,)
+    Stats,  # (8, N)
+    Peaks,  # (2, N)
+    C,
+    stride_p,
+    stride_q,
+    stride_stats,
+    beta,
+    softcap_p,
+    scale_p,
+    softcap_q,
+    scale_q,
+    outer,
+    HAS_SOFTCAP_P: tl.constexpr,
+    HAS_SCALE_P: tl.constexpr,
+    HAS_SOFTCAP_Q: tl.constexpr,
+    HAS_SCALE_Q: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    IS_JSD: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    TERMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Writes the divergence of a row into Value (N,). One program per row, which reads both rows twice.
 
     STATISTICS: it computes max and log-sum; else it reads them from Stats. TERMS: it computes Value and the means. A
@@ -237,13 +267,41 @@ def divergence_kernel(
 
 @triton.jit
 def divergence_gradient_kernel(
-    RP, RQ, Counts, Stats, Peaks, DValue, ScaleP, ScaleQ, GradP, GradQ,
-    C, first, stride_p, stride_q, stride_stats, stride_grad_p, stride_grad_q, beta,
-    softcap_p, scale_p, softcap_q, scale_q, outer,
-    HAS_SOFTCAP_P: tl.constexpr, HAS_SCALE_P: tl.constexpr, HAS_SOFTCAP_Q: tl.constexpr, HAS_SCALE_Q: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, IS_JSD: tl.constexpr, WANT_P: tl.constexpr, WANT_Q: tl.constexpr,
-    SCALED_P: tl.constexpr, SCALED_Q: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    RP,  # (N, C), the raw logits of p
+    RQ,  # (N, C), those of q
+    Counts,  # (N,) or None
+    Stats,  # (8, N)
+    Peaks,  # (2, N)
+    DValue,  # (N,)
+    ScaleP,  # () or None
+    ScaleQ,  # () or None
+    GradP,  # (N, C) or None
+    GradQ,  # (N, C) or None
+    C,
+    first,
+    stride_p,
+    stride_q,
+    stride_stats,
+    stride_grad_p,
+    stride_grad_q,
+    beta,
+    softcap_p,
+    scale_p,
+    softcap_q,
+    scale_q,
+    outer,
+    HAS_SOFTCAP_P: tl.constexpr,
+    HAS_SCALE_P: tl.constexpr,
+    HAS_SOFTCAP_Q: tl.constexpr,
+    HAS_SCALE_Q: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    IS_JSD: tl.constexpr,
+    WANT_P: tl.constexpr,
+    WANT_Q: tl.constexpr,
+    SCALED_P: tl.constexpr,
+    SCALED_Q: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Writes dr of one tile of the columns [first, first + C), of one or both rows; one program per tile.
 
     GradP may be RP itself, and GradQ may be RQ. SCALED: dr is multiplied by the fp32 scalar at ScaleP or ScaleQ.
@@ -305,8 +363,9 @@ def _numbers(options):
     """The numbers and flags of `KlOptions`, in the order of the kernels' parameters."""
     numbers, flags = {}, {}
     for side, softcap, logit_scale in (
-        ("p", options.p_softcap, options.p_logit_scale), ("q", options.q_softcap, options.q_logit_scale)
-    ):  # fmt: skip
+        ("p", options.p_softcap, options.p_logit_scale),
+        ("q", options.q_softcap, options.q_logit_scale),
+    ):
         # Without a softcap, one factor is enough.
         scale = logit_scale if softcap is not None else logit_scale / options.temperature
         numbers |= {f"softcap_{side}": 1.0 if softcap is None else softcap, f"scale_{side}": scale}

@@ -31,8 +31,8 @@ import triton.language as tl
 
 from tigon.kernels import _launch
 from tigon.kernels._launch import cdiv, launch, launch_by_triton
+from tigon.kernels._logits import LOG2E, row_weights, squash, tile_at
 from tigon.kernels._math import INTERPRETED
-from tigon.kernels.cross_entropy import LOG2E, row_weights, squash
 
 # C rows (tokens of a chunk), V columns (vocabulary), H hidden, P column tiles.
 
@@ -44,9 +44,25 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def label_logit_kernel(
-    X, W, Bias, Target, ZY, Shift, Slope, V, H, stride_x, stride_w, ignore_index, softcap, scale,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,  # (C, H)
+    W,  # (V, H)
+    Bias,  # (V,) or None
+    Target,  # (C,)
+    ZY,  # (C,)
+    Shift,  # (C,)
+    Slope,  # (C,)
+    V,
+    H,
+    stride_x,
+    stride_w,
+    ignore_index,
+    softcap,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """z_y and the shift, one program per row. A row without a valid label has shift +inf, so that all its E are 0."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Target + row).to(tl.int64)
@@ -71,10 +87,22 @@ def label_logit_kernel(
 
 @triton.jit
 def _write_half(
-    r, e_desc, Bias, at_c, at_v, y, shift, V, softcap, scale,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, STORE: tl.constexpr,
+    r,
+    e_desc,  # (C, V)
+    Bias,  # (V,) or None
+    at_c,
+    at_v,
+    y,
+    shift,
+    V,
+    softcap,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    STORE: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """Writes E (if STORE) of the raw logits from column `at_v` on; returns its row sums."""
     cols = at_v + tl.arange(0, WIDTH)
     if HAS_BIAS:
@@ -88,19 +116,30 @@ def _write_half(
 
 
 @triton.jit
-def _tile_at(tile, row_tiles, column_tiles, group_tiles):
-    """(row tile, column tile) in an order that keeps `group_tiles` row tiles in L2 while all columns are read."""
-    group = tile // (group_tiles * column_tiles) * group_tiles
-    in_group = tl.minimum(row_tiles - group, group_tiles)
-    return group + tile % in_group, tile % (group_tiles * column_tiles) // in_group
-
-
-@triton.jit
 def exp_logits_kernel(
-    x_desc, w_desc, e_desc, Bias, Target, Shift, Partial, C, V, H, P, group_tiles, softcap, scale,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+    x_desc,  # (C, H)
+    w_desc,  # (V, H)
+    e_desc,  # (C, V)
+    Bias,  # (V,) or None
+    Target,  # (C,)
+    Shift,  # (C,)
+    Partial,  # (C, P)
+    C,
+    V,
+    H,
+    P,
+    group_tiles,
+    softcap,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    STORE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     """Writes E (if STORE) and its sums over column tiles.
 
     The grid has as many programs as run at once. Each computes tile after tile, so that the loads of a tile begin
@@ -109,7 +148,7 @@ def exp_logits_kernel(
     row_tiles = tl.cdiv(C, BLOCK_C)
     column_tiles = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        row_tile, column_tile = _tile_at(tile, row_tiles, column_tiles, group_tiles)
+        row_tile, column_tile = tile_at(tile, row_tiles, column_tiles, group_tiles)
         at_c, at_v = row_tile * BLOCK_C, column_tile * BLOCK_V
         acc = tl.zeros([BLOCK_C, BLOCK_V], dtype=tl.float32)
         for k in range(tl.cdiv(H, BLOCK_H)):
@@ -126,21 +165,60 @@ def exp_logits_kernel(
         # buffer would take the shared memory of one stage.
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_C, 2, BLOCK_V // 2)), (0, 2, 1)))
         total = _write_half(
-            left, e_desc, Bias, at_c, at_v, y, shift, V, softcap, scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, STORE,
+            left,
+            e_desc,
+            Bias,
+            at_c,
+            at_v,
+            y,
+            shift,
+            V,
+            softcap,
+            scale,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            HAS_SCALE,
+            STORE,
             BLOCK_V // 2,
-        )  # fmt: skip
+        )
         total += _write_half(
-            right, e_desc, Bias, at_c, at_v + BLOCK_V // 2, y, shift, V, softcap, scale, HAS_BIAS, HAS_SOFTCAP,
-            HAS_SCALE, STORE, BLOCK_V // 2,
-        )  # fmt: skip
+            right,
+            e_desc,
+            Bias,
+            at_c,
+            at_v + BLOCK_V // 2,
+            y,
+            shift,
+            V,
+            softcap,
+            scale,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            HAS_SCALE,
+            STORE,
+            BLOCK_V // 2,
+        )
         tl.store(Partial + rows.to(tl.int64) * P + column_tile, total, mask=rows < C)
 
 
 @triton.jit
 def _logits_again(
-    X, W, Bias, row, cols, V, H, stride_x, stride_w, softcap, scale,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,  # (C, H)
+    W,  # (V, H)
+    Bias,  # (V,) or None
+    row,
+    cols,
+    V,
+    H,
+    stride_x,
+    stride_w,
+    softcap,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """(z, dz/dr) of one row at `cols`, computed again; z is -inf past the vocabulary."""
     r = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, H, 64):
@@ -157,12 +235,42 @@ def _logits_again(
 
 @triton.jit
 def row_factors_kernel(
-    X, W, Bias, Target, ClassWeight, TokenWeight, GradScale, ZY, Slope, Partial, E, Loss, Stats, Factors,
-    C, V, H, P, N, stride_x, stride_w, stride_e, ignore_index, softcap, scale, z_loss,
-    HAS_BIAS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_Z_LOSS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr, BLOCK_P: tl.constexpr,
+    X,  # (C, H)
+    W,  # (V, H)
+    Bias,  # (V,) or None
+    Target,  # (C,)
+    ClassWeight,  # (V,) or None
+    TokenWeight,  # (C,) or None
+    GradScale,  # ()
+    ZY,  # (C,)
+    Slope,  # (C,)
+    Partial,  # (C, P)
+    E,  # (C, V)
+    Loss,  # (C,)
+    Stats,  # (3, N)
+    Factors,  # (2, N)
+    C,
+    V,
+    H,
+    P,
+    N,
+    stride_x,
+    stride_w,
+    stride_e,
+    ignore_index,
+    softcap,
+    scale,
+    z_loss,
+    HAS_BIAS: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    WANT_GRAD: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Loss, statistics, f and c, one program per row. Stats (3, N) holds m, log s and z_y; Factors (2, N) f and c."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Target + row).to(tl.int64)
@@ -180,9 +288,22 @@ def row_factors_kernel(
         top = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
         for start in range(0, V, BLOCK):
             z, _ = _logits_again(
-                X, W, Bias, row, start + tl.arange(0, BLOCK), V, H, stride_x, stride_w, softcap, scale,
-                HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, BLOCK,
-            )  # fmt: skip
+                X,
+                W,
+                Bias,
+                row,
+                start + tl.arange(0, BLOCK),
+                V,
+                H,
+                stride_x,
+                stride_w,
+                softcap,
+                scale,
+                HAS_BIAS,
+                HAS_SOFTCAP,
+                HAS_SCALE,
+                BLOCK,
+            )
             top = tl.maximum(top, z)
         m = tl.max(top, axis=0)
         e_y = tl.exp2((z_y - m) * LOG2E - OFFSET)
@@ -190,9 +311,22 @@ def row_factors_kernel(
         for start in range(0, V, BLOCK):
             cols = start + tl.arange(0, BLOCK)
             z, slope = _logits_again(
-                X, W, Bias, row, cols, V, H, stride_x, stride_w, softcap, scale,
-                HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, BLOCK,
-            )  # fmt: skip
+                X,
+                W,
+                Bias,
+                row,
+                cols,
+                V,
+                H,
+                stride_x,
+                stride_w,
+                softcap,
+                scale,
+                HAS_BIAS,
+                HAS_SOFTCAP,
+                HAS_SCALE,
+                BLOCK,
+            )
             e = tl.where(cols == y, 0.0, tl.exp2((z - m) * LOG2E - OFFSET))
             again += e
             if WANT_GRAD:
@@ -230,122 +364,6 @@ def row_factors_kernel(
             f *= scale
         tl.store(Factors + row, tl.where(ignored, 0.0, f))
         tl.store(Factors + N + row, tl.where(ignored, 0.0, c))
-
-
-@triton.jit
-def _store_with_label(r, f, c, y, W, dx_desc, at_c, at_h, V, H, stride_w, WIDTH: tl.constexpr):
-    """Stores dx = f · r + c · W[y] for the columns from at_h on."""
-    cols = at_h + tl.arange(0, WIDTH)
-    mask = ((y >= 0) & (y < V))[:, None] & (cols < H)[None, :]
-    w = tl.load(W + y[:, None] * stride_w + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    dx_desc.store([at_c, at_h], (r * f[:, None] + w * c[:, None]).to(tl.bfloat16))
-
-
-@triton.jit
-def scaled_product_kernel(
-    e_desc, w_desc, dx_desc, W, Target, Factors, C, V, H, N, stride_w, group_tiles,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """dX = f ⊙ (E W) + c ⊙ W[y], rounded once; each program computes tile after tile as in `exp_logits_kernel`."""
-    row_tiles = tl.cdiv(C, BLOCK_C)
-    column_tiles = tl.cdiv(H, BLOCK_H)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        row_tile, column_tile = _tile_at(tile, row_tiles, column_tiles, group_tiles)
-        at_c, at_h = row_tile * BLOCK_C, column_tile * BLOCK_H
-        acc = tl.zeros([BLOCK_C, BLOCK_H], dtype=tl.float32)
-        for k in range(tl.cdiv(V, BLOCK_V)):
-            e = e_desc.load([at_c, k * BLOCK_V])
-            w = w_desc.load([k * BLOCK_V, at_h])
-            if INTERPRETED:
-                acc = tl.dot(e.to(tl.float32), w.to(tl.float32), acc)
-            else:
-                acc = tl.dot(e, w, acc)
-        rows = at_c + tl.arange(0, BLOCK_C)
-        y = tl.load(Target + rows, mask=rows < C, other=-1).to(tl.int64)
-        f = tl.load(Factors + rows, mask=rows < C, other=0.0)
-        c = tl.load(Factors + N + rows, mask=rows < C, other=0.0)
-        # In four quarters, so that the labels' rows of W and the staging buffer fit into shared memory together with
-        # all stages of the loads.
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_C, 2, BLOCK_H // 2)), (0, 2, 1)))
-        a, b = tl.split(tl.permute(tl.reshape(left, (BLOCK_C, 2, BLOCK_H // 4)), (0, 2, 1)))
-        _store_with_label(a, f, c, y, W, dx_desc, at_c, at_h, V, H, stride_w, BLOCK_H // 4)
-        _store_with_label(b, f, c, y, W, dx_desc, at_c, at_h + BLOCK_H // 4, V, H, stride_w, BLOCK_H // 4)
-        a, b = tl.split(tl.permute(tl.reshape(right, (BLOCK_C, 2, BLOCK_H // 4)), (0, 2, 1)))
-        _store_with_label(a, f, c, y, W, dx_desc, at_c, at_h + BLOCK_H // 2, V, H, stride_w, BLOCK_H // 4)
-        _store_with_label(b, f, c, y, W, dx_desc, at_c, at_h + 3 * BLOCK_H // 4, V, H, stride_w, BLOCK_H // 4)
-
-
-@triton.jit
-def scaled_rows_kernel(P, W, Target, Factors, DX, V, H, N, stride_w, BLOCK: tl.constexpr):
-    """dX = f ⊙ P + c ⊙ W[y] of a product P in fp32, one program per row."""
-    row = tl.program_id(0).to(tl.int64)
-    y = tl.load(Target + row).to(tl.int64)
-    f = tl.load(Factors + row)
-    c = tl.load(Factors + N + row)
-    valid = (y >= 0) & (y < V)
-    for start in range(0, H, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = cols < H
-        w = tl.load(W + y * stride_w + cols, mask=tl.where(valid, mask, False), other=0.0).to(tl.float32)
-        p = tl.load(P + row * H + cols, mask=mask, other=0.0)
-        tl.store(DX + row * H + cols, (p * f + w * c).to(tl.bfloat16), mask=mask)
-
-
-@triton.jit
-def _label(Target, rows, mask, V):
-    """Labels as int32, -1 if outside [0, V)."""
-    y = tl.load(Target + rows, mask=mask, other=-1).to(tl.int64)
-    return tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)
-
-
-@triton.jit
-def label_order_kernel(Target, Order, C, V, BLOCK: tl.constexpr, BLOCK_OTHERS: tl.constexpr):
-    """Order[p] = the row with the p-th smallest (label, row). A row's place is the number of smaller pairs.
-
-    The C² comparisons take one launch and a hundredth of the time of the products.
-    """
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    y = _label(Target, rows, rows < C, V)
-    smaller = tl.zeros([BLOCK, BLOCK_OTHERS], dtype=tl.int32)
-    for start in range(0, C, BLOCK_OTHERS):
-        others = start + tl.arange(0, BLOCK_OTHERS)[None, :]
-        z = _label(Target, others, others < C, V)
-        before = (z < y) | ((z == y) & (others < rows))
-        smaller += (before & (others < C)).to(tl.int32)
-    place = tl.sum(smaller, axis=1, keep_dims=True)
-    tl.store(Order + place, rows, mask=rows < C)
-
-
-@triton.jit
-def label_rows_kernel(
-    X, Target, Factors, Order, DW, C, V, H, N, stride_x, stride_dw, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    """dW[y] += Σ c_i · x_i over the rows i with label y, in the order of rows. The program of the first row adds."""
-    p = tl.program_id(0)
-    cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    y = _label(Target, tl.load(Order + p), True, V)
-    before = _label(Target, tl.load(Order + tl.maximum(p - 1, 0)), True, V)
-    first = (p == 0) | (before != y)
-    if first & (y >= 0):
-        total = tl.zeros([BLOCK_H], dtype=tl.float32)
-        more = tl.full([], 1, dtype=tl.int1)
-        while more:
-            at = p + tl.arange(0, BLOCK_C)
-            rows = tl.load(Order + at, mask=at < C, other=0).to(tl.int64)
-            same = (at < C) & (_label(Target, rows, at < C, V) == y)
-            c = tl.load(Factors + N + rows, mask=same, other=0.0)
-            mask = same[:, None] & (cols < H)[None, :]
-            x = tl.load(X + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            total += tl.sum(c[:, None] * x, axis=0)
-            p += BLOCK_C
-            more = tl.sum(same.to(tl.int32), axis=0) == BLOCK_C
-        into = DW + y.to(tl.int64) * stride_dw + cols
-        dw = tl.load(into, mask=cols < H, other=0.0).to(tl.float32)
-        tl.store(into, (dw + total).to(DW.dtype.element_ty), mask=cols < H)
-
-
-# Row tiles of dX that share the tiles of W: 8 by 16 tiles are in work at once.
-_GROUP = 8
 
 
 def _rows_in_l2(rows, row_bytes, tile):
@@ -408,72 +426,3 @@ def exp_logits(head, labels, options, tile, e_CV):
         HAS_SCALE=flags["HAS_SCALE"], WANT_GRAD=want_grad, BLOCK_P=512, BLOCK=64, num_warps=4,
     )  # fmt: skip
     return loss, stats, factors
-
-
-def suits_scaled_product(rows, hidden, tile, index):
-    """Whether `scaled_product` is fast for this size.
-
-    Most multiprocessors need a tile in every turn, because programs do not share the sum over V. Rows of W must start
-    at multiples of 16 elements, because other rows take more shared memory for the conversion to the product's layout.
-    """
-    if hidden % 16:
-        return False
-    tiles = cdiv(rows, tile.tokens) * cdiv(hidden, tile.vocab)
-    programs = _launch.multiprocessors(index)
-    return tiles >= 0.75 * programs * cdiv(tiles, programs)
-
-
-def scaled_product(e_CV, weight_VH, factors, target, tile):
-    """f ⊙ (E W) + c ⊙ W[y], (C, H) in bf16. Rows start at multiples of 16 bytes; `factors` is (2, C) fp32."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4
-
-    (C, V), H = e_CV.shape, weight_VH.shape[1]
-    dx_CH = torch.empty((C, H), dtype=e_CV.dtype, device=e_CV.device)
-    if not C:
-        return dx_CH
-    columns = tile.vocab  # the wide side of the tile
-    programs = min(_launch.multiprocessors(e_CV.device.index), cdiv(C, tile.tokens) * cdiv(H, columns))
-    launch_by_triton(
-        scaled_product_kernel, (programs,), e_CV,
-        e_desc=TensorDescriptor(e_CV, [C, V], [e_CV.stride(0), 1], [tile.tokens, tile.hidden]),
-        w_desc=TensorDescriptor(weight_VH, [V, H], [weight_VH.stride(0), 1], [tile.hidden, columns]),
-        dx_desc=TensorDescriptor(dx_CH, [C, H], [H, 1], [tile.tokens, columns // 4]),
-        W=weight_VH, Target=target, Factors=factors, C=C, V=V, H=H, N=C, stride_w=weight_VH.stride(0),
-        group_tiles=_GROUP, BLOCK_C=tile.tokens, BLOCK_H=columns, BLOCK_V=tile.hidden, PROGRAMS=programs,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return dx_CH
-
-
-def scaled_rows(product_CH, weight_VH, factors, target):
-    """f ⊙ P + c ⊙ W[y], (C, H) in bf16, of a product P that is already computed in fp32."""
-    (C, H), V = product_CH.shape, weight_VH.shape[0]
-    dx_CH = torch.empty((C, H), dtype=weight_VH.dtype, device=product_CH.device)
-    if C:
-        launch(
-            scaled_rows_kernel, (C,), product_CH,
-            P=product_CH, W=weight_VH, Target=target, Factors=factors, DX=dx_CH, V=V, H=H, N=C,
-            stride_w=weight_VH.stride(0), BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-    return dx_CH
-
-
-def add_label_rows(x_CH, target, factors, dw_VH):
-    """dw[target[i]] += c_i · x[i], summed in fp32 in the order of rows, so that runs repeat bit for bit.
-
-    Labels outside [0, V) add nothing. `factors` is (2, C) fp32; the rows of x and dw have unit stride.
-    """
-    (C, H), V = x_CH.shape, dw_VH.shape[0]
-    if not C:
-        return
-    order = torch.empty(C, dtype=torch.int32, device=x_CH.device)
-    block = 1024
-    launch(
-        label_order_kernel, (cdiv(C, 32),), x_CH,
-        Target=target, Order=order, C=C, V=V, BLOCK=32, BLOCK_OTHERS=128, num_warps=4,
-    )  # fmt: skip
-    launch(
-        label_rows_kernel, (C, cdiv(H, block)), x_CH,
-        X=x_CH, Target=target, Factors=factors, Order=order, DW=dw_VH, C=C, V=V, H=H, N=C, stride_x=x_CH.stride(0),
-        stride_dw=dw_VH.stride(0), BLOCK_C=4, BLOCK_H=block, num_warps=4,
-    )  # fmt: skip

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tigon.kernels._launch import cdiv, launch, next_power_of_2
-from tigon.kernels.cross_entropy import LOG2E, squash
+from tigon.kernels._logits import LOG2E, squash
 
 # N rows (tokens), C columns of the block of logits, V columns of all blocks (vocabulary), K ids of a row.
 
@@ -54,11 +54,34 @@ def _add_tile(z, cols, m, s, t, best, shift, WANT_ENTROPY: tl.constexpr, WANT_PR
 
 @triton.jit
 def logprob_statistics_kernel(
-    R, Ids, Running, Best, LabelZ, Logprob, Stats, Entropy,
-    N, C, V, K, first, stride_r, ignore_index, softcap, scale, outer,
-    HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_PREDICTED: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    R,  # (N, C), the raw logits
+    Ids,  # (N, K)
+    Running,  # (3, N)
+    Best,  # (N,)
+    LabelZ,  # (N, K)
+    Logprob,  # (N, K)
+    Stats,  # (2, N)
+    Entropy,  # (N,)
+    N,
+    C,
+    V,
+    K,
+    first,
+    stride_r,
+    ignore_index,
+    softcap,
+    scale,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+    WANT_PREDICTED: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Adds the columns [first, first + C) to the statistics of a row; one program per row.
 
     Running (3, N) holds m, s and Σ exp(z - m) (z - m) between the blocks, LabelZ (N, K) the z of the ids. The last
@@ -176,11 +199,34 @@ def logprob_statistics_kernel(
 
 @triton.jit
 def logprob_gradient_kernel(
-    R, Ids, Stats, Entropy, DLogprob, DLse, DEntropy, Scale, Grad,
-    N, C, V, K, first, stride_r, stride_grad, ignore_index, softcap, scale, outer,
-    HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    R,  # (N, C), the raw logits
+    Ids,  # (N, K)
+    Stats,  # (2, N)
+    Entropy,  # (N,)
+    DLogprob,  # (N, K)
+    DLse,  # (N,) or None
+    DEntropy,  # (N,) or None
+    Scale,  # () or None
+    Grad,  # (N, C)
+    N,
+    C,
+    V,
+    K,
+    first,
+    stride_r,
+    stride_grad,
+    ignore_index,
+    softcap,
+    scale,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Writes dr of one tile of the columns [first, first + C); one program per tile. Grad may be R itself.
 
     SCALED: dr is multiplied by the fp32 scalar at Scale. The elements of the ids are written last, each with the sum of

@@ -39,7 +39,16 @@ def mxfp4_weight(code, packed, scales, dtype):
     w = torch.empty((*scales.shape[:-1], scales.shape[-1] * BLOCK), dtype=dtype, device=packed.device)
     if n := scales.numel():
         launch(
-            mxfp4_weight_kernel, (cdiv(n, BLOCKS),), packed, CODE=code, PACKED=packed, SCALES=scales, W=w, N=n,
-            BLOCKS=BLOCKS, HALF=BLOCK // 2, num_warps=WARPS,
-        )  # fmt: skip
+            mxfp4_weight_kernel,
+            (cdiv(n, BLOCKS),),
+            packed,
+            CODE=code,
+            PACKED=packed,
+            SCALES=scales,
+            W=w,
+            N=n,
+            BLOCKS=BLOCKS,
+            HALF=BLOCK // 2,
+            num_warps=WARPS,
+        )
     return w

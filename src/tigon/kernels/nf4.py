@@ -20,9 +20,18 @@ BLOCKS, WARPS = 64, 4
 
 @triton.jit
 def nf4_weight_kernel(
-    CODE, PACKED, SCALES, CODE_OF_SCALES, OUTER_SCALES, OFFSET, W, N,
-    BLOCKS: tl.constexpr, HALF: tl.constexpr, OUTER_BLOCK: tl.constexpr,
-):  # fmt: skip
+    CODE,  # (16,)
+    PACKED,  # (N · HALF,)
+    SCALES,  # (N,)
+    CODE_OF_SCALES,  # (256,)
+    OUTER_SCALES,  # (N / OUTER_BLOCK,)
+    OFFSET,  # ()
+    W,  # (N · 2 · HALF,)
+    N,
+    BLOCKS: tl.constexpr,
+    HALF: tl.constexpr,
+    OUTER_BLOCK: tl.constexpr,
+):
     """N blocks of 2 · HALF weights."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     mask = blocks < N
@@ -42,8 +51,20 @@ def nf4_weight(code, packed, scales, code_of_scales, outer_scales, offset, rows,
     if w.numel():
         n = w.numel() // BLOCK
         launch(
-            nf4_weight_kernel, (cdiv(n, BLOCKS),), packed, CODE=code, PACKED=packed, SCALES=scales,
-            CODE_OF_SCALES=code_of_scales, OUTER_SCALES=outer_scales, OFFSET=offset, W=w, N=n, BLOCKS=BLOCKS,
-            HALF=BLOCK // 2, OUTER_BLOCK=OUTER_BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            nf4_weight_kernel,
+            (cdiv(n, BLOCKS),),
+            packed,
+            CODE=code,
+            PACKED=packed,
+            SCALES=scales,
+            CODE_OF_SCALES=code_of_scales,
+            OUTER_SCALES=outer_scales,
+            OFFSET=offset,
+            W=w,
+            N=n,
+            BLOCKS=BLOCKS,
+            HALF=BLOCK // 2,
+            OUTER_BLOCK=OUTER_BLOCK,
+            num_warps=WARPS,
+        )
     return w

@@ -26,6 +26,7 @@ from tigon.kernels import _launch
 from tigon.kernels._launch import Launch, cdiv, next_power_of_2
 from tigon.kernels._math import INTERPRETED, magnitude_bits, take_amax
 from tigon.kernels.layout import rows_of
+from tigon.kernels.norm_wide import norm_bwd_dw_wide_kernel, norm_bwd_dx_wide_kernel
 
 # M rows, H columns; a program handles ROWS rows at a time and BLOCK columns.
 
@@ -49,10 +50,31 @@ def _two_sums(a, b):
 
 @triton.jit
 def norm_fwd_kernel(
-    X, R, W, B, Y, S, Mean, Rstd, AMAX, M, H, stride_x, stride_r, eps, offset,
-    CENTER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROUND_XHAT: tl.constexpr, PARTS: tl.constexpr, ONE_TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,  # (M, H)
+    R,  # (M, H) or None
+    W,  # (H,) or None
+    B,  # (H,) or None
+    Y,  # (M, H)
+    S,  # (M, H), X + R
+    Mean,  # (M,)
+    Rstd,  # (M,)
+    AMAX,  # (PARTS,) or None
+    M,
+    H,
+    stride_x,
+    stride_r,
+    eps,
+    offset,
+    CENTER: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    PARTS: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """PARTS: the numbers at AMAX, for the largest magnitude of y (`take_amax`); 0: it is not wanted."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
@@ -127,9 +149,20 @@ def norm_fwd_kernel(
 
 @triton.jit
 def _store_normed(
-    xhat, W, B, Y, X, rows, cols, mask, H, offset,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr,
-):  # fmt: skip
+    xhat,
+    W,  # (H,) or None
+    B,  # (H,) or None
+    Y,  # (M, H)
+    X,  # (M, H)
+    rows,
+    cols,
+    mask,
+    H,
+    offset,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+):
     if ROUND_XHAT:
         xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
     y = xhat
@@ -144,11 +177,35 @@ def _store_normed(
 
 @triton.jit
 def norm_bwd_kernel(
-    DY, DS, X, W, Mean, Rstd, DX, DW, DB, AMAX, M, H, stride_dy, stride_ds, stride_x, offset,
-    CENTER: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_XHAT: tl.constexpr,
-    WANT_DX: tl.constexpr, WANT_DW: tl.constexpr, WANT_DB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
-):  # fmt: skip
+    DY,  # (M, H)
+    DS,  # (M, H) or None
+    X,  # (M, H)
+    W,  # (H,) or None
+    Mean,  # (M,)
+    Rstd,  # (M,)
+    DX,  # (M, H)
+    DW,  # (programs, H)
+    DB,  # (programs, H)
+    AMAX,  # (PARTS,) or None
+    M,
+    H,
+    stride_dy,
+    stride_ds,
+    stride_x,
+    offset,
+    CENTER: tl.constexpr,
+    HAS_DS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    WANT_DX: tl.constexpr,
+    WANT_DW: tl.constexpr,
+    WANT_DB: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    RELOAD_W: tl.constexpr,
+):
     """dx and partial dw and db of rows up to MAX_BLOCK. Programs are persistent; DW and DB are (programs, H) fp32.
 
     PARTS: the numbers at AMAX, for the largest magnitude of dx; 0: it is not wanted.
@@ -206,71 +263,6 @@ def norm_bwd_kernel(
 
 
 @triton.jit
-def norm_bwd_dx_wide_kernel(
-    DY, DS, X, W, Mean, Rstd, DX, H, stride_dy, stride_ds, stride_x, offset,
-    CENTER: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """dx of rows wider than MAX_BLOCK: one pass for the two means, one for dx."""
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK)
-    rstd = tl.load(Rstd + row)
-    mean = tl.load(Mean + row) if CENTER else 0.0
-    sum_gx = tl.zeros([BLOCK], dtype=tl.float32)
-    sum_g = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, H, BLOCK):
-        cols = start + offs
-        g = tl.load(DY + row * stride_dy + cols, mask=cols < H, other=0.0).to(tl.float32)
-        if HAS_WEIGHT:
-            g *= tl.load(W + cols, mask=cols < H, other=0.0).to(tl.float32) + offset
-        s = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
-        sum_gx += g * (s - mean) * rstd
-        sum_g += g
-    mean_gx = tl.sum(sum_gx, axis=0) / H
-    mean_g = tl.sum(sum_g, axis=0) / H
-    for start in range(0, H, BLOCK):
-        cols = start + offs
-        g = tl.load(DY + row * stride_dy + cols, mask=cols < H, other=0.0).to(tl.float32)
-        if HAS_WEIGHT:
-            g *= tl.load(W + cols, mask=cols < H, other=0.0).to(tl.float32) + offset
-        s = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
-        dx = g - (s - mean) * rstd * mean_gx
-        if CENTER:
-            dx -= mean_g
-        dx *= rstd
-        if HAS_DS:
-            dx += tl.load(DS + row * stride_ds + cols, mask=cols < H, other=0.0).to(tl.float32)
-        tl.store(DX + row * H + cols, dx.to(DX.dtype.element_ty), mask=cols < H)
-
-
-@triton.jit
-def norm_bwd_dw_wide_kernel(
-    DY, X, Mean, Rstd, DW, DB, M, H, stride_dy, stride_x,
-    CENTER: tl.constexpr, ROUND_XHAT: tl.constexpr, WANT_DW: tl.constexpr, WANT_DB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Partial dw and db of rows wider than MAX_BLOCK: a program owns a column tile and every P-th row."""
-    program = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    dw = tl.zeros([BLOCK], dtype=tl.float32)
-    db = tl.zeros([BLOCK], dtype=tl.float32)
-    for index in range(program, M, tl.num_programs(1)):
-        row = index + tl.zeros([1], dtype=tl.int64)
-        dy = tl.load(DY + row * stride_dy + cols, mask=cols < H, other=0.0).to(tl.float32)
-        if WANT_DW:
-            s = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
-            if CENTER:
-                s -= tl.load(Mean + row)
-            xhat = s * tl.load(Rstd + row)
-            if ROUND_XHAT:
-                xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
-            dw += dy * xhat
-        db += dy
-    if WANT_DW:
-        tl.store(DW + program * H + cols, dw, mask=cols < H)
-    if WANT_DB:
-        tl.store(DB + program * H + cols, db, mask=cols < H)
-
-
-@triton.jit
 def sum_rows_kernel(P, Out, Second, rows, H, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
     """Out[h] = Σ_r P[0, r, h], in a fixed order, cast to Out's dtype. A second row of programs sums P[1] into Second,
     which has Out's dtype."""
@@ -306,13 +298,19 @@ class Tile:
 FWD_TILES = {1024: Tile(2, 4), 2048: Tile(2, 8), 4096: Tile(1, 8), 8192: Tile(1, 8), 16384: Tile(1, 16)}
 FWD_TILES_CENTERED = {**FWD_TILES, 2048: Tile(1, 4), 4096: Tile(1, 4)}
 BWD_TILES = {
-    1024: Tile(2, 4, 3, 3), 2048: Tile(4, 8, 1, 3), 4096: Tile(2, 16, 1, 3), 8192: Tile(1, 16, 1, 3),
+    1024: Tile(2, 4, 3, 3),
+    2048: Tile(4, 8, 1, 3),
+    4096: Tile(2, 16, 1, 3),
+    8192: Tile(1, 16, 1, 3),
     16384: Tile(1, 32, 1, 1),
-}  # fmt: skip
+}
 BWD_TILES_CENTERED = {
-    1024: Tile(2, 4, 3, 3), 2048: Tile(2, 4, 2, 3), 4096: Tile(2, 16, 1, 4), 8192: Tile(1, 8, 1, 3),
+    1024: Tile(2, 4, 3, 3),
+    2048: Tile(2, 4, 2, 3),
+    4096: Tile(2, 16, 1, 4),
+    8192: Tile(1, 8, 1, 3),
     16384: Tile(1, 8, 1, 3),
-}  # fmt: skip
+}
 
 
 # Tiles for the widths of q and k norms, measured with 10^6 rows.
@@ -416,9 +414,15 @@ class _Backward:
         # The sums of one program are the result.
         self.alone = self.programs == 1 and not self.wide
         given = {
-            "H": width, "stride_dy": stride_dy, "stride_ds": stride_ds if has_ds else 0, "stride_x": stride_x,
-            "offset": float(offset), "CENTER": center, "HAS_DS": has_ds, "HAS_WEIGHT": has_weight,
-        }  # fmt: skip
+            "H": width,
+            "stride_dy": stride_dy,
+            "stride_ds": stride_ds if has_ds else 0,
+            "stride_x": stride_x,
+            "offset": float(offset),
+            "CENTER": center,
+            "HAS_DS": has_ds,
+            "HAS_WEIGHT": has_weight,
+        }
         if not self.wide:
             self.launch = Launch(
                 norm_bwd_kernel, (self.programs,),
@@ -429,14 +433,28 @@ class _Backward:
         else:
             self.launch_dx = Launch(norm_bwd_dx_wide_kernel, (M,), **given, BLOCK=WIDE_DX[0], num_warps=WIDE_DX[1])
             self.launch_dw = Launch(
-                norm_bwd_dw_wide_kernel, (cdiv(width, WIDE_DW[0]), self.programs),
-                M=M, H=width, stride_dy=stride_dy, stride_x=stride_x, CENTER=center, ROUND_XHAT=not fp32_weight,
-                WANT_DW=want_dw, WANT_DB=want_db, BLOCK=WIDE_DW[0], num_warps=WIDE_DW[1],
-            )  # fmt: skip
+                norm_bwd_dw_wide_kernel,
+                (cdiv(width, WIDE_DW[0]), self.programs),
+                M=M,
+                H=width,
+                stride_dy=stride_dy,
+                stride_x=stride_x,
+                CENTER=center,
+                ROUND_XHAT=not fp32_weight,
+                WANT_DW=want_dw,
+                WANT_DB=want_db,
+                BLOCK=WIDE_DW[0],
+                num_warps=WIDE_DW[1],
+            )
         self.sum = Launch(
-            sum_rows_kernel, (cdiv(width, 64), 2 if want_dw and want_db else 1),
-            rows=self.programs, H=width, BLOCK_R=32, BLOCK=64, num_warps=4,
-        )  # fmt: skip
+            sum_rows_kernel,
+            (cdiv(width, 64), 2 if want_dw and want_db else 1),
+            rows=self.programs,
+            H=width,
+            BLOCK_R=32,
+            BLOCK=64,
+            num_warps=4,
+        )
 
 
 _backward = functools.lru_cache(maxsize=_PLANS)(_Backward)
@@ -472,7 +490,7 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, options, amax=None):
         bits, parts = amax.view(torch.int32), amax.shape[-1]
     plan = _backward(
         width, M, (stride_dy, stride_ds, stride_x), loaded_bytes, weight_bytes, parts, options, x.device.index
-    )  # fmt: skip
+    )
     partial_dw, partial_db = dw, db
     summed = (want_dw or want_db) and not plan.alone
     if summed:
@@ -486,9 +504,18 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, options, amax=None):
             plan.launch_dw(x, DY=dy_MH, X=x_MH, Mean=mean, Rstd=rstd, DW=partial_dw, DB=partial_db)
     else:
         plan.launch(
-            x, DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, DW=partial_dw, DB=partial_db,
+            x,
+            DY=dy_MH,
+            DS=ds_MH,
+            X=x_MH,
+            W=weight,
+            Mean=mean,
+            Rstd=rstd,
+            DX=dx,
+            DW=partial_dw,
+            DB=partial_db,
             AMAX=bits,
-        )  # fmt: skip
+        )
     if searches and want_dx:
         torch.linalg.vector_norm(dx, float("inf"), dtype=torch.float32, out=amax[0, 0])
     if summed:

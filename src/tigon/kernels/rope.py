@@ -53,8 +53,16 @@ def _load_pair(
 
 @triton.jit
 def _store_pair(
-    Y, offsets, row_mask, a, b, SPLIT: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    Y,  # YQ or YK
+    offsets,
+    row_mask,
+    a,
+    b,
+    SPLIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK)[None, :]
         both = tl.reshape(tl.join(a, b), (ROWS, 2 * BLOCK)).to(Y.dtype.element_ty)
@@ -68,11 +76,33 @@ def _store_pair(
 
 @triton.jit
 def _rotate_heads(
-    X, Y, AMAX, batch, token, row_mask, first_head, heads, c_a, c_b, s_a, s_b,
-    stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt,
-    R: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PASS: tl.constexpr,
-):  # fmt: skip
+    X,  # Q or K
+    Y,  # YQ or YK
+    AMAX,  # (2 · PARTS,) or None
+    batch,
+    token,
+    row_mask,
+    first_head,
+    heads,
+    c_a,
+    c_b,
+    s_a,
+    s_b,
+    stride_xb,
+    stride_xh,
+    stride_xt,
+    stride_yb,
+    stride_yh,
+    stride_yt,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_PASS: tl.constexpr,
+):
     largest = tl.zeros([ROWS, BLOCK], dtype=tl.int32)
     largest_passed = tl.zeros([ROWS, BLOCK_PASS], dtype=tl.int32)
     for i in tl.static_range(HEADS):
@@ -103,12 +133,43 @@ def _rotate_heads(
 
 @triton.jit
 def rope_kernel(
-    Q, K, Cos, Sin, YQ, YK, AMAX, N, T, q_heads, k_heads,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_cb, stride_ct, stride_sb, stride_st,
-    stride_yqb, stride_yqh, stride_yqt, stride_ykb, stride_ykh, stride_ykt,
-    R: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr, PARTS: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PASS: tl.constexpr,
-):  # fmt: skip
+    Q,  # (B, heads, T, D)
+    K,  # (B, heads, T, D)
+    Cos,  # (B or 1, T, R)
+    Sin,  # (B or 1, T, R)
+    YQ,  # as Q
+    YK,  # as K
+    AMAX,  # (2 · PARTS,) or None
+    N,
+    T,
+    q_heads,
+    k_heads,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_cb,
+    stride_ct,
+    stride_sb,
+    stride_st,
+    stride_yqb,
+    stride_yqh,
+    stride_yqt,
+    stride_ykb,
+    stride_ykh,
+    stride_ykt,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_PASS: tl.constexpr,
+):
     """PARTS: the numbers at AMAX for the largest magnitude of YQ, and behind them for YK's; 0: not wanted."""
     q_groups = tl.cdiv(q_heads, HEADS)
     groups = q_groups + tl.cdiv(k_heads, HEADS)
@@ -124,10 +185,33 @@ def rope_kernel(
         s_a, s_b = -s_b, -s_a
     if group < q_groups:
         _rotate_heads(
-            Q, YQ, AMAX, batch, token, row_mask, (group * HEADS).to(tl.int64), q_heads, c_a, c_b, s_a, s_b,
-            stride_qb, stride_qh, stride_qt, stride_yqb, stride_yqh, stride_yqt,
-            R, D, INTERLEAVED, PARTS, HEADS, ROWS, BLOCK, BLOCK_PASS,
-        )  # fmt: skip
+            Q,
+            YQ,
+            AMAX,
+            batch,
+            token,
+            row_mask,
+            (group * HEADS).to(tl.int64),
+            q_heads,
+            c_a,
+            c_b,
+            s_a,
+            s_b,
+            stride_qb,
+            stride_qh,
+            stride_qt,
+            stride_yqb,
+            stride_yqh,
+            stride_yqt,
+            R,
+            D,
+            INTERLEAVED,
+            PARTS,
+            HEADS,
+            ROWS,
+            BLOCK,
+            BLOCK_PASS,
+        )
     else:
         _rotate_heads(
             K, YK, AMAX + PARTS if PARTS > 0 else AMAX, batch, token, row_mask,
@@ -139,9 +223,22 @@ def rope_kernel(
 
 @triton.jit
 def _rotate_flat_heads(
-    X, Y, x_offsets, y_offsets, mask, first, heads, stride_xh, stride_yh, c_a, c_b, s_a, s_b,
-    SPLIT: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+    X,  # Q or K
+    Y,  # YQ or YK
+    x_offsets,
+    y_offsets,
+    mask,
+    first,
+    heads,
+    stride_xh,
+    stride_yh,
+    c_a,
+    c_b,
+    s_a,
+    s_b,
+    SPLIT: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     for i in tl.static_range(HEADS):
         head = first + i
         here = tl.where(head < heads, mask, False)
@@ -154,11 +251,38 @@ def _rotate_flat_heads(
 
 @triton.jit
 def rope_flat_kernel(
-    Q, K, Cos, Sin, YQ, YK, N, T, q_heads, k_heads,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_cb, stride_ct, stride_sb, stride_st,
-    stride_yqb, stride_yqh, stride_yqt, stride_ykb, stride_ykh, stride_ykt,
-    SPLIT: tl.constexpr, TRANSPOSE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    Q,  # (B, heads, T, D)
+    K,  # (B, heads, T, D)
+    Cos,  # (B or 1, T, R)
+    Sin,  # (B or 1, T, R)
+    YQ,  # as Q
+    YK,  # as K
+    N,
+    T,
+    q_heads,
+    k_heads,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_cb,
+    stride_ct,
+    stride_sb,
+    stride_st,
+    stride_yqb,
+    stride_yqh,
+    stride_yqt,
+    stride_ykb,
+    stride_ykh,
+    stride_ykt,
+    SPLIT: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """As rope_kernel for halves of SPLIT columns that are no power of two: no lane is left without a pair.
 
     The pairs of ROWS tokens are numbered through, and a tile takes the next TILE of them. SPLIT is a multiple of 8, so
@@ -186,15 +310,40 @@ def rope_flat_kernel(
     # The branches yield nothing: Triton 3.6 cannot compile pointers that differ between branches for AMD.
     if group < q_groups:
         _rotate_flat_heads(
-            Q, YQ, batch * stride_qb + token * stride_qt + col, batch * stride_yqb + token * stride_yqt + col, mask,
-            (group * HEADS).to(tl.int64), q_heads, stride_qh, stride_yqh, c_a, c_b, s_a, s_b, SPLIT, HEADS,
-        )  # fmt: skip
+            Q,
+            YQ,
+            batch * stride_qb + token * stride_qt + col,
+            batch * stride_yqb + token * stride_yqt + col,
+            mask,
+            (group * HEADS).to(tl.int64),
+            q_heads,
+            stride_qh,
+            stride_yqh,
+            c_a,
+            c_b,
+            s_a,
+            s_b,
+            SPLIT,
+            HEADS,
+        )
     else:
         _rotate_flat_heads(
-            K, YK, batch * stride_kb + token * stride_kt + col, batch * stride_ykb + token * stride_ykt + col, mask,
-            ((group - q_groups) * HEADS).to(tl.int64), k_heads, stride_kh, stride_ykh, c_a, c_b, s_a, s_b, SPLIT,
+            K,
+            YK,
+            batch * stride_kb + token * stride_kt + col,
+            batch * stride_ykb + token * stride_ykt + col,
+            mask,
+            ((group - q_groups) * HEADS).to(tl.int64),
+            k_heads,
+            stride_kh,
+            stride_ykh,
+            c_a,
+            c_b,
+            s_a,
+            s_b,
+            SPLIT,
             HEADS,
-        )  # fmt: skip
+        )
 
 
 def fits_flat(R, D, interleaved):
@@ -231,11 +380,17 @@ class _Plan:
             return
         groups = cdiv(q_heads, HEADS) + cdiv(k_heads, HEADS)
         numbers = dict(
-            N=B * T, T=T, q_heads=q_heads, k_heads=k_heads,
-            **_strides("stride_q", q_strides, heads_dim), **_strides("stride_k", k_strides, heads_dim),
-            **_table_strides("stride_c", cos_shape, cos_strides), **_table_strides("stride_s", sin_shape, sin_strides),
-            **_strides("stride_yq", self.q_out, heads_dim), **_strides("stride_yk", self.k_out, heads_dim),
-        )  # fmt: skip
+            N=B * T,
+            T=T,
+            q_heads=q_heads,
+            k_heads=k_heads,
+            **_strides("stride_q", q_strides, heads_dim),
+            **_strides("stride_k", k_strides, heads_dim),
+            **_table_strides("stride_c", cos_shape, cos_strides),
+            **_table_strides("stride_s", sin_shape, sin_strides),
+            **_strides("stride_yq", self.q_out, heads_dim),
+            **_strides("stride_yk", self.k_out, heads_dim),
+        )
         block = next_power_of_2(R // 2)
         self.flat = not parts and fits_flat(R, D, interleaved)
         if self.flat:
@@ -243,16 +398,33 @@ class _Plan:
             rows = TILE // math.gcd(TILE, R // 2)
             tiles = cdiv(B * T, rows) * (rows * (R // 2) // TILE)
             self.launch = Launch(
-                rope_flat_kernel, (groups * tiles,), **numbers, SPLIT=R // 2, TRANSPOSE=transpose, HEADS=FLAT_HEADS,
-                ROWS=rows, TILE=TILE, num_warps=NUM_WARPS,
-            )  # fmt: skip
+                rope_flat_kernel,
+                (groups * tiles,),
+                **numbers,
+                SPLIT=R // 2,
+                TRANSPOSE=transpose,
+                HEADS=FLAT_HEADS,
+                ROWS=rows,
+                TILE=TILE,
+                num_warps=NUM_WARPS,
+            )
             return
         rows = max(1, TILE // block)
         self.launch = Launch(
-            rope_kernel, (groups * cdiv(B * T, rows),), **numbers, R=R, D=D, INTERLEAVED=interleaved,
-            TRANSPOSE=transpose, PARTS=parts, HEADS=HEADS, ROWS=rows, BLOCK=block,
-            BLOCK_PASS=next_power_of_2(max(D - R, 1)), num_warps=NUM_WARPS,
-        )  # fmt: skip
+            rope_kernel,
+            (groups * cdiv(B * T, rows),),
+            **numbers,
+            R=R,
+            D=D,
+            INTERLEAVED=interleaved,
+            TRANSPOSE=transpose,
+            PARTS=parts,
+            HEADS=HEADS,
+            ROWS=rows,
+            BLOCK=block,
+            BLOCK_PASS=next_power_of_2(max(D - R, 1)),
+            num_warps=NUM_WARPS,
+        )
 
 
 _plan = functools.lru_cache(maxsize=1 << 12)(_Plan)
@@ -268,10 +440,15 @@ def rope(q, k, cos, sin, layout, transpose, amax=None):
     q_order, k_order, heads_dim, interleaved = layout
     q, k, cos, sin = _unit_last(q), _unit_last(k), _unit_last(cos), _unit_last(sin)
     plan = _plan(
-        (q.shape, q.stride(), tuple(q_order)), (k.shape, k.stride(), tuple(k_order)),
-        (cos.shape, cos.stride()), (sin.shape, sin.stride()), heads_dim, interleaved, transpose,
+        (q.shape, q.stride(), tuple(q_order)),
+        (k.shape, k.stride(), tuple(k_order)),
+        (cos.shape, cos.stride()),
+        (sin.shape, sin.stride()),
+        heads_dim,
+        interleaved,
+        transpose,
         0 if amax is None else amax.shape[-1],
-    )  # fmt: skip
+    )
     y_q, y_k = q.new_empty_strided(q.shape, plan.q_out), k.new_empty_strided(k.shape, plan.k_out)
     if not plan.empty:
         found = {} if plan.flat else {"AMAX": None if amax is None else amax.view(torch.int32)}

@@ -38,9 +38,18 @@ def nan_of(x):
 
 @triton.jit
 def topk_softmax_fwd_kernel(
-    Logits, Weights, Index, T, E, stride_t,
-    TOP_K: tl.constexpr, NORMALISED: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    Logits,  # (T, E)
+    Weights,  # (T, TOP_K)
+    Index,  # (T, TOP_K)
+    T,
+    E,
+    stride_t,
+    TOP_K: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols, ks = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     there = (rows < T)[:, None] & (cols < E)[None, :]
@@ -68,9 +77,18 @@ def topk_softmax_fwd_kernel(
 
 @triton.jit
 def topk_softmax_bwd_kernel(
-    DWeights, Logits, Index, DLogits, T, E, stride_t,
-    TOP_K: tl.constexpr, NORMALISED: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    DWeights,  # (T, TOP_K)
+    Logits,  # (T, E)
+    Index,  # (T, TOP_K)
+    DLogits,  # (T, E)
+    T,
+    E,
+    stride_t,
+    TOP_K: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_E)
     there = (rows < T)[:, None] & (cols < E)[None, :]
@@ -112,10 +130,22 @@ def topk_softmax_fwd(logits, top_k, normalised, dtype):
     if weights.numel():
         rows, block, warps = row_tile(E, logits.itemsize)
         launch(
-            topk_softmax_fwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
-            Logits=logits, Weights=weights, Index=index, T=T, E=E, stride_t=logits.stride(0), TOP_K=top_k,
-            NORMALISED=normalised, ROWS=rows, BLOCK_E=block, BLOCK_K=next_power_of_2(top_k),
-        )  # fmt: skip
+            topk_softmax_fwd_kernel,
+            (cdiv(T, rows),),
+            logits,
+            num_warps=warps,
+            Logits=logits,
+            Weights=weights,
+            Index=index,
+            T=T,
+            E=E,
+            stride_t=logits.stride(0),
+            TOP_K=top_k,
+            NORMALISED=normalised,
+            ROWS=rows,
+            BLOCK_E=block,
+            BLOCK_K=next_power_of_2(top_k),
+        )
     return weights, index
 
 
@@ -126,8 +156,20 @@ def topk_softmax_bwd(dweights, logits, index, normalised):
     if dlogits.numel():
         rows, block, warps = row_tile(E, logits.itemsize)
         launch(
-            topk_softmax_bwd_kernel, (cdiv(T, rows),), logits, num_warps=warps,
-            DWeights=dweights, Logits=logits, Index=index, DLogits=dlogits, T=T, E=E, stride_t=logits.stride(0),
-            TOP_K=index.shape[1], NORMALISED=normalised, ROWS=rows, BLOCK_E=block,
-        )  # fmt: skip
+            topk_softmax_bwd_kernel,
+            (cdiv(T, rows),),
+            logits,
+            num_warps=warps,
+            DWeights=dweights,
+            Logits=logits,
+            Index=index,
+            DLogits=dlogits,
+            T=T,
+            E=E,
+            stride_t=logits.stride(0),
+            TOP_K=index.shape[1],
+            NORMALISED=normalised,
+            ROWS=rows,
+            BLOCK_E=block,
+        )
     return dlogits

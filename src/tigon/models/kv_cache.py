@@ -33,7 +33,7 @@ def queries_per_key(config: PreTrainedConfig) -> int:
     return int(text.num_attention_heads // _key_heads(text))
 
 
-def _key_heads(text: Any) -> int:
+def _key_heads(text: PreTrainedConfig) -> int:
     return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
@@ -73,7 +73,7 @@ def without_cache(model: PreTrainedModel) -> Callable[[], None]:
 
 
 @contextmanager
-def cache_as_in(model: PreTrainedModel, original: Any) -> Iterator[None]:
+def cache_as_in(model: PreTrainedModel, original: PreTrainedModel) -> Iterator[None]:
     """Give the model's configs the `use_cache` of another config of its family, so that they are saved with it.
 
     Args:

@@ -85,7 +85,7 @@ def _with_four_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
     return args, {**kwargs, "position_ids": positions_BT[None].expand(4, -1, -1)}
 
 
-def _with_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_mask(module: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     positions_BT = kwargs.get("position_ids")
     if positions_BT is None or kwargs.get("attention_mask") is not None or cache_in(kwargs) is not None:
         return args, kwargs

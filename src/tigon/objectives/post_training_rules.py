@@ -9,6 +9,7 @@ from functools import partial
 from tigon.errors import RecipeError
 from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe
 from tigon.recipe.rules import Rule, Rules
+from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
 
 TAKES: Mapping[str, tuple[str, ...]] = {
@@ -80,29 +81,30 @@ def _wrong_loss() -> Iterator[Rule]:
         yield Rule(partial(breaks, objective=objective), reason)
 
 
+_POST_TRAINING = Condition("train.objective", "is one of", tuple(TAKES))
 _SETTINGS_RULES = (
     Rule(
-        lambda r: is_post_training(r) and r.sharding.sequence > 1,
+        (_POST_TRAINING, Condition("sharding.sequence", "is at least", 2)),
         "sharding.sequence has not been tried with TRL's trainers, which take whole rows; set sharding.sequence: 1",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.sharding.tensor > 1,
+        (_POST_TRAINING, Condition("sharding.tensor", "is at least", 2)),
         "sharding.tensor has not been tried with TRL's trainers; set sharding.tensor: 1",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.model.kernels == "liger",
+        (_POST_TRAINING, Condition("model.kernels", "is", "liger")),
         "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.lora.quantize,
+        (_POST_TRAINING, Condition("lora.quantize", "is", True)),
         "lora.quantize is not offered for post-training; set lora.quantize: false",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.lora.rank is not None and "head" in r.lora.targets,
+        (_POST_TRAINING, Condition("lora.rank", "is not", None), Condition("lora.targets", "includes", "head")),
         "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of lora.targets",
     ),
     Rule(
-        lambda r: r.train.objective == "reward" and r.lora.rank is not None,
+        (Condition("train.objective", "is", "reward"), Condition("lora.rank", "is not", None)),
         "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave lora.rank "
         "out",
     ),
@@ -115,7 +117,11 @@ _PLANNED_RULES = (
         "sharding.fsdp: false",
     ),
     Rule(
-        lambda r: is_post_training(r) and r.train.objective != "reward" and r.model.kernels != "tigon",
+        (
+            _POST_TRAINING,
+            Condition("train.objective", "is not", "reward"),
+            Condition("model.kernels", "is not", "tigon"),
+        ),
         "the planner cannot predict post-training with these kernels; set model.kernels: tigon (--kernels tigon)",
     ),
 )
@@ -131,18 +137,18 @@ KEY_RULES = (
     *_misplaced(),
     *_wrong_loss(),
     Rule(
-        lambda r: (
-            r.train.objective == "dpo"
-            and r.post_training.loss_type == "exo_pair"
-            and r.post_training.label_smoothing == 0
+        (
+            Condition("train.objective", "is", "dpo"),
+            Condition("post_training.loss_type", "is", "exo_pair"),
+            Condition("post_training.label_smoothing", "is", 0),
         ),
         "post_training.loss_type: exo_pair needs post_training.label_smoothing above 0, e.g. 0.001",
     ),
     Rule(
-        lambda r: (
-            r.train.objective == "dpo"
-            and r.post_training.label_smoothing > 0
-            and r.post_training.loss_type not in ("robust", "exo_pair", "aot", "aot_unpaired")
+        (
+            Condition("train.objective", "is", "dpo"),
+            Condition("post_training.label_smoothing", "is at least", 1),
+            Condition("post_training.loss_type", "is not one of", ("robust", "exo_pair", "aot", "aot_unpaired")),
         ),
         "post_training.label_smoothing has no effect with this loss_type in TRL; set post_training.loss_type: robust, "
         "or leave label_smoothing out",
@@ -179,7 +185,7 @@ RULES = Rules(
             "DeepSpeed refuses bf16 states; set sharding.zero: 3, sharding.fsdp: true or train.precision: amp-bf16",
         ),
         Rule(
-            lambda r: is_post_training(r) and r.comparison.steps > 0,
+            (_POST_TRAINING, Condition("comparison.steps", "is at least", 1)),
             "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0",
         ),
         Rule(
@@ -200,7 +206,7 @@ RULES = Rules(
             for name in _OF_TEXT
         ),
         Rule(
-            lambda r: is_post_training(r) and r.data.too_long == "truncate",
+            (_POST_TRAINING, Condition("data.too_long", "is", "truncate")),
             "data.too_long: truncate would cut answers off, and a cut answer is another answer; set drop or error",
         ),
         Rule(

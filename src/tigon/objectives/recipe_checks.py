@@ -6,8 +6,9 @@ recipe. Checks that need the model's config are in the objective's own file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tigon.errors import RecipeError
@@ -16,38 +17,13 @@ from tigon.objectives import post_training_rules
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
 from tigon.recipe.rules import Rule, Rules, other_keys, watches_eval_loss
-from tigon.techniques.condition import Switch
+from tigon.techniques.condition import Condition, Switch
 from tigon.techniques.keys.settings import Settings
-
-
-def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
-    """Load the recipe in `path`, with `--set section.key=value` applied last.
-
-    Args:
-        path: The recipe file.
-        overrides: `section.key=value` texts.
-        gpu_present: Called only if `train.device` is auto and the recipe has an `on_gpu` block, because importing
-            torch is slow.
-        checked: False skips the checks for keys that exclude each other or do nothing.
-
-    Raises:
-        RecipeError: The file cannot be read, or a key or value is wrong; the message names file, line and key.
-    """
-    return recipe_file.load(path, overrides, gpu_present=gpu_present, objective_rules=RULES, checked=checked)
 
 
 def loads_saved(path: Path) -> Recipe:
     """The resolved recipe that a run wrote into its own folder."""
     return load(path, gpu_present=lambda: False)
-
-
-def of_assignments(overrides: Sequence[str]) -> Recipe:
-    """A recipe of defaults with `--set section.key=value` applied, for a plan. No rules are checked.
-
-    Raises:
-        RecipeError: A key or value is wrong; the message names the key.
-    """
-    return recipe_file.of_assignments(overrides)
 
 
 def without_phases(recipe: Recipe) -> Recipe:
@@ -133,61 +109,59 @@ _UNSAVED = (
     "lora.rank and heads.stage together cannot be saved from sharded weights; set sharding.zero to 2 or less and "
     "sharding.fsdp: false, or leave lora.rank out"
 )
+_HAS_HEADS = Condition("heads.stage", "is not", None)
+_HEADS_BESIDE_ADAPTERS = (_HAS_HEADS, Condition("lora.rank", "is not", None))
 _HEADS = (
     Rule(
-        lambda r: r.heads.stage == 1 and r.lora.rank is not None,
+        (Condition("heads.stage", "is", 1), Condition("lora.rank", "is not", None)),
         "heads.stage: 1 freezes the model, so adapters would not learn; set heads.stage: 2, or leave lora.rank out",
     ),
     Rule(
-        lambda r: r.heads.stage == 1 and r.train.checkpointing != "none",
+        (Condition("heads.stage", "is", 1), Condition("train.checkpointing", "is not", "none")),
         "heads.stage: 1 keeps no activations of the model, so there is nothing to recompute; set train.checkpointing: "
         "none",
     ),
     Rule(
-        lambda r: _heads_beside_adapters(r) and "head" in r.lora.targets,
+        (*_HEADS_BESIDE_ADAPTERS, Condition("lora.targets", "includes", "head")),
         "heads.stage requires an lm_head without an adapter, because the heads' losses use its weight directly; leave "
         "head out of lora.targets",
     ),
     Rule(
-        lambda r: _heads_beside_adapters(r) and bool(r.lora.modules_to_save),
+        (*_HEADS_BESIDE_ADAPTERS, Condition("lora.modules_to_save", "is not", ())),
         "heads.stage has not been tried with lora.modules_to_save; leave it out",
     ),
-    Rule(lambda r: _heads_beside_adapters(r) and r.sharding.zero == 3, _UNSAVED),
-    Rule(lambda r: _heads_beside_adapters(r) and r.sharding.fsdp, _UNSAVED),
+    Rule((*_HEADS_BESIDE_ADAPTERS, Condition("sharding.zero", "is", 3)), _UNSAVED),
+    Rule((*_HEADS_BESIDE_ADAPTERS, Condition("sharding.fsdp", "is", True)), _UNSAVED),
     Rule(
         # A folder of heads, `heads.start`, may hold another kind than the default; that is known once it is read.
-        lambda r: _heads_beside_adapters(r) and r.heads.kind == "mtp",
+        (*_HEADS_BESIDE_ADAPTERS, Condition("heads.kind", "is", "mtp")),
         "heads.kind: mtp starts from a copy of the last layer, whose weights lora.rank freezes; use heads.kind: medusa",
     ),
     Rule(
-        lambda r: r.heads.stage is not None and r.train.optimizer == "galore-layerwise",
+        (_HAS_HEADS, Condition("train.optimizer", "is", "galore-layerwise")),
         "heads.stage needs a separate learning rate for the heads, which train.optimizer: galore-layerwise lacks; use "
         "galore",
     ),
     Rule(
-        lambda r: r.heads.stage is not None and r.train.loss_memory_mib > 0,
+        (_HAS_HEADS, Condition("train.loss_memory_mib", "is at least", 1)),
         "train.loss_memory_mib limits the loss of one head, and heads.stage adds more; set train.loss_memory_mib: 0",
     ),
     Rule(
-        lambda r: r.heads.stage is not None and r.sharding.sequence > 1,
+        (_HAS_HEADS, Condition("sharding.sequence", "is at least", 2)),
         "the heads' labels lie several tokens ahead, and sharding.sequence shifts labels by one before it cuts rows; "
         "set sharding.sequence: 1",
     ),
     Rule(
-        lambda r: r.heads.stage is not None and r.sharding.tensor > 1,
+        (_HAS_HEADS, Condition("sharding.tensor", "is at least", 2)),
         "heads have not been tried with a model whose matrices are divided; set sharding.tensor: 1",
     ),
     Rule(
-        lambda r: r.heads.stage is not None and r.model.kernels == "liger",
+        (_HAS_HEADS, Condition("model.kernels", "is", "liger")),
         "heads.stage needs a loss over several heads, which Liger Kernel lacks; set model.kernels to tigon, no-flce or "
         "none",
     ),
 )
 """Techniques with which heads cannot be trained. Recipe and planner use the same rules."""
-
-
-def _heads_beside_adapters(recipe: Recipe) -> bool:
-    return recipe.heads.stage is not None and recipe.lora.rank is not None
 
 
 def heads_refusals(stage: int, kind: str, settings: Settings) -> Iterator[str]:
@@ -204,16 +178,16 @@ RULES = post_training_rules.RULES + Rules(
             "train.load_best and train.early_stopping_patience have not been tried with heads.stage; leave them out",
         ),
         Rule(
-            lambda r: r.data.images > 0 and r.heads.stage is not None,
+            (Condition("data.images", "is at least", 1), _HAS_HEADS),
             "data.images has not been tried with heads.stage; set data.images: 0, or leave heads out",
         ),
         Rule(
-            lambda r: r.heads.kind == "mtp" and r.heads.layers is not None,
+            (Condition("heads.kind", "is", "mtp"), Condition("heads.layers", "is not", None)),
             "heads.layers is for medusa heads, and an MTP module has exactly one transformer layer; leave it out, or "
             "use heads.kind: medusa",
         ),
         Rule(
-            lambda r: r.heads.kind == "mtp" and r.heads.output == "separate",
+            (Condition("heads.kind", "is", "mtp"), Condition("heads.output", "is", "separate")),
             "heads.output: separate is for medusa heads, and heads.kind: mtp always shares the model's lm_head; leave "
             "it out",
         ),
@@ -224,3 +198,8 @@ RULES = post_training_rules.RULES + Rules(
     ),
 )
 """The rules of all objectives' sections."""
+
+load = partial(recipe_file.load, objective_rules=RULES)
+"""Loads a recipe as `recipe_file.load` does, with the rules of the objectives' sections."""
+of_assignments = recipe_file.of_assignments
+"""A recipe of `--set` alone, for a plan. No rules are checked."""

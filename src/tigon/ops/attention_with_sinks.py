@@ -14,8 +14,8 @@ None holds a (T, T) matrix per head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import (
+    Context,
     Differentiable,
     Primitive,
     check_dtype,
@@ -32,6 +33,7 @@ from tigon.ops.dispatch import (
     no_autocast,
     planned_device,
 )
+from tigon.ops.signature import SYMBOLIC
 
 # B rows, h query heads, k key heads, T tokens, D head width, E width of the values.
 
@@ -47,6 +49,40 @@ _FLASH_ROWS = 128
 # FlashAttention 2 loads this many bytes at once and checks neither addresses nor strides. Other addresses end in "CUDA
 # error: misaligned address", after which no kernel of the process runs.
 _FLASH_LOAD_BYTES = 16
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values, or their gradients."""
+
+    q: Tensor
+    """(B, h, T, D)"""
+    k: Tensor
+    """(B, k, T, D)"""
+    v: Tensor
+    """(B, k, T, E)"""
+
+    def columns_together(self) -> Heads:
+        """Kernels read the columns of a head side by side."""
+        return Heads(*(x if x.stride(-1) == 1 else x.contiguous() for x in self))
+
+
+class Masking(NamedTuple):
+    """Which keys a query sees, and the factor of the scores."""
+
+    cu_seqlens: Tensor | None
+    max_length: Annotated[int, SYMBOLIC]
+    scale: float
+    window: int
+    """`NO_WINDOW`: all tokens before the query."""
+
+
+class Attended(NamedTuple):
+    """The result of attention."""
+
+    out: Tensor
+    """(B, T, h, E)"""
+    lse: Tensor
+    """(B, h, T), the log-sum-exp of the scores"""
 
 
 # --- FlashAttention 2 on CUDA: two thin calls ---
@@ -77,12 +113,12 @@ def _aligned(x: Tensor) -> Tensor:
     return x
 
 
-def _rows(tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None, max_length: int) -> _Rows:
-    if cu_seqlens is None:
+def _rows(tensors: Sequence[Tensor], how: Masking) -> _Rows:
+    if how.cu_seqlens is None:
         T = tensors[0].shape[1]
         return _Rows([_aligned(x) for x in tensors], (None, None, T, T))
     rows = [_aligned(x.flatten(0, 1)) for x in tensors]
-    return _Rows(rows, (cu_seqlens, cu_seqlens, max_length, max_length))
+    return _Rows(rows, (how.cu_seqlens, how.cu_seqlens, how.max_length, how.max_length))
 
 
 def _window_sizes(window: int) -> dict[str, int]:
@@ -90,58 +126,49 @@ def _window_sizes(window: int) -> dict[str, int]:
     return {} if window == NO_WINDOW else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_length: int, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
-    B, _, T, _ = q.shape
-    (q, k, v), lengths = _rows((q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), cu_seqlens, max_length)
+def _flash_forward(x: Heads, how: Masking) -> Attended:
+    B, _, T, _ = x.q.shape
+    (q, k, v), lengths = _rows([t.transpose(1, 2) for t in x], how)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *lengths, 0.0, True, False, scale=scale, **_window_sizes(window)
+        q, k, v, *lengths, 0.0, True, False, scale=how.scale, **_window_sizes(how.window)
     )
-    if cu_seqlens is None:
-        return out, lse
-    return out.unflatten(0, (B, T)), lse.unflatten(1, (B, T)).transpose(0, 1)
+    if how.cu_seqlens is None:
+        return Attended(out, lse)
+    return Attended(out.unflatten(0, (B, T)), lse.unflatten(1, (B, T)).transpose(0, 1))
 
 
-def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_length: int,
-    scale: float, window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    B, _, T, _ = q.shape
-    tensors = (dout, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out)
-    (dout, q, k, v, out), lengths = _rows(tensors, cu_seqlens, max_length)
-    if cu_seqlens is not None:
-        lse = lse.transpose(0, 1).flatten(1)
+def _flash_backward(dout: Tensor, x: Heads, made: Attended, how: Masking) -> Heads:
+    B, _, T, _ = x.q.shape
+    (dout, q, k, v, out), lengths = _rows([dout, *(t.transpose(1, 2) for t in x), made.out], how)
+    lse = made.lse if how.cu_seqlens is None else made.lse.transpose(0, 1).flatten(1)
     # The random state, which only dropout reads. The forward returns two tensors of these shapes.
     random = [torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
     grads = torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, True, *random, scale=scale, **_window_sizes(window)
+        dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, True, *random, scale=how.scale, **_window_sizes(how.window)
     )
-    if cu_seqlens is not None:
-        grads = [x.unflatten(0, (B, T)) for x in grads]
-    dq, dk, dv = (x.transpose(1, 2) for x in grads)
-    return dq, dk, dv
+    if how.cu_seqlens is not None:
+        grads = [grad.unflatten(0, (B, T)) for grad in grads]
+    return Heads(*(grad.transpose(1, 2) for grad in grads))
 
 
 # --- PyTorch's flash kernel on the CPU ---
 
 
-def _takes_cpu_kernel(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int) -> bool:
-    plain = cu_seqlens is None and window == NO_WINDOW and q.shape[-1] == v.shape[-1]
+def _takes_cpu_kernel(x: Heads, how: Masking) -> bool:
+    q, _, v = x
+    plain = how.cu_seqlens is None and how.window == NO_WINDOW and q.shape[-1] == v.shape[-1]
     return plain and q.device.type == "cpu" and bool(q.numel())
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-    return out.transpose(1, 2).contiguous(), lse
+def _cpu_forward(x: Heads, how: Masking) -> Attended:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*x, 0.0, True, scale=how.scale)
+    return Attended(out.transpose(1, 2).contiguous(), lse)
 
 
-def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-        dout.transpose(1, 2), q, k, v, out.transpose(1, 2), lse, 0.0, True, scale=scale
-    )
+def _cpu_backward(dout: Tensor, x: Heads, made: Attended, how: Masking) -> Heads:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    out = made.out.transpose(1, 2)
+    return Heads(*backward(dout.transpose(1, 2), *x, out, made.lse, 0.0, True, scale=how.scale))
 
 
 # --- blocks of queries ---
@@ -160,8 +187,8 @@ def _block_rows(B: int, h: int, T: int) -> int:
     return max(1, min(T, BLOCK_BYTES // max(1, 4 * B * h * T)))
 
 
-def _blocks(q: Tensor, cu_seqlens: Tensor | None, window: int) -> Iterator[_Block]:
-    B, h, T, _ = q.shape
+def _blocks(q: Tensor, how: Masking) -> Iterator[_Block]:
+    (B, h, T, _), cu_seqlens, window = q.shape, how.cu_seqlens, how.window
     document_BT = None
     if cu_seqlens is not None:
         place = torch.arange(B * T, device=q.device, dtype=cu_seqlens.dtype)
@@ -195,80 +222,68 @@ def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(B, k.shape[1], h // k.shape[1] * rows, width)
 
 
-def _block_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
-    out, lse = _fwd_results(q, v)
-    for block in _blocks(q, cu_seqlens, window):
-        scores = _scores(q, k, block, scale)
+def _block_forward(x: Heads, how: Masking) -> Attended:
+    (q, k, v), (out, lse) = x, _fwd_results(x)
+    for block in _blocks(q, how):
+        scores = _scores(q, k, block, how.scale)
         one = scores.logsumexp(-1)
         values = _wide(v[:, :, block.keys])
         part = _by_key_head(scores.sub_(one[..., None]).exp_(), values) @ values
         out[:, block.rows] = part.view(*one.shape, v.shape[-1]).transpose(1, 2).to(out.dtype)
         lse[:, :, block.rows] = one
-    return out, lse
+    return Attended(out, lse)
 
 
-def _block_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = (torch.zeros_like(_wide(x), memory_format=torch.contiguous_format) for x in (q, k, v))
-    for block in _blocks(q, cu_seqlens, window):
-        p = _scores(q, k, block, scale).sub_(lse[:, :, block.rows, None]).exp_()
+def _block_backward(dout: Tensor, x: Heads, made: Attended, how: Masking) -> Heads:
+    (q, k, v), (out, lse) = x, made
+    dq, dk, dv = (torch.zeros_like(_wide(t), memory_format=torch.contiguous_format) for t in x)
+    for block in _blocks(q, how):
+        p = _scores(q, k, block, how.scale).sub_(lse[:, :, block.rows, None]).exp_()
         upstream = _wide(dout[:, block.rows]).transpose(1, 2)
         delta = (upstream * _wide(out[:, block.rows]).transpose(1, 2)).sum(-1, keepdim=True)
         keys, values = _wide(k[:, :, block.keys]), _wide(v[:, :, block.keys])
         flat = _by_key_head(upstream, values)
         dv[:, :, block.keys] += _by_key_head(p, values).transpose(-1, -2) @ flat
-        ds = (flat @ values.transpose(-1, -2)).view(p.shape).sub_(delta).mul_(p).mul_(scale)
+        ds = (flat @ values.transpose(-1, -2)).view(p.shape).sub_(delta).mul_(p).mul_(how.scale)
         ds = _by_key_head(ds, keys)
         dq[:, :, block.rows] = (ds @ keys).view(*p.shape[:3], q.shape[-1])
         dk[:, :, block.keys] += ds.transpose(-1, -2) @ _by_key_head(_wide(q[:, :, block.rows]), keys)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return Heads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
 # --- the operators ---
 
 
-def _fwd_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    B, h, T, _ = q.shape
-    out = q.new_empty((B, T, h, v.shape[-1]))
-    return out, q.new_empty((B, h, T), dtype=torch.promote_types(q.dtype, torch.float32))
+def _fwd_results(x: Heads) -> Attended:
+    (B, h, T, _), dtype = x.q.shape, torch.promote_types(x.q.dtype, torch.float32)
+    return Attended(x.q.new_empty((B, T, h, x.v.shape[-1])), x.q.new_empty((B, h, T), dtype=dtype))
 
 
-def _fwd(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_length: int, scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = (_columns_together(x) for x in (q, k, v))
-    if _takes_flash(q, v):
-        out, lse = _flash_forward(q, k, v, cu_seqlens, max_length, scale, window)
-    elif _takes_cpu_kernel(q, v, cu_seqlens, window):
-        out, lse = _cpu_forward(q, k, v, scale)
+def _fwd(x: Heads, sinks: Tensor, how: Masking) -> Attended:
+    x = x.columns_together()
+    if _takes_flash(x.q, x.v):
+        out, lse = _flash_forward(x, how)
+    elif _takes_cpu_kernel(x, how):
+        out, lse = _cpu_forward(x, how)
     else:
-        with no_autocast(q):
-            out, lse = _block_forward(q, k, v, cu_seqlens, scale, window)
+        with no_autocast(x.q):
+            out, lse = _block_forward(x, how)
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None]).contiguous()
     out.mul_((lse - total).exp_().transpose(1, 2)[..., None])
-    return out, total
+    return Attended(out, total)
 
 
-def _bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_length: int,
-    scale: float, window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v = (_columns_together(x) for x in (q, k, v))
-    if _takes_flash(q, v):
-        grads = _flash_backward(dout, q, k, v, out, lse, cu_seqlens, max_length, scale, window)
-    elif _takes_cpu_kernel(q, v, cu_seqlens, window):
-        grads = _cpu_backward(dout, q, k, v, out, lse, scale)
+def _bwd(dout: Tensor, x: Heads, made: Attended, how: Masking) -> Heads:
+    x = x.columns_together()
+    if _takes_flash(x.q, x.v):
+        grads = _flash_backward(dout, x, made, how)
+    elif _takes_cpu_kernel(x, how):
+        grads = _cpu_backward(dout, x, made, how)
     else:
-        with no_autocast(q):
-            grads = _block_backward(dout, q, k, v, out, lse, cu_seqlens, scale, window)
+        with no_autocast(x.q):
+            grads = _block_backward(dout, x, made, how)
     # One layout, whatever computed them: (B, T, heads, D) in memory, so that the projections read them without a copy.
-    dq, dk, dv = (_of_rows(x) for x in grads)
-    return dq, dk, dv
+    return Heads(*(_of_rows(grad) for grad in grads))
 
 
 def _of_rows(x: Tensor) -> Tensor:
@@ -277,31 +292,20 @@ def _of_rows(x: Tensor) -> Tensor:
     return rows.reshape(-1).view(rows.shape).transpose(1, 2)
 
 
-def _columns_together(x: Tensor) -> Tensor:
-    """Kernels read the columns of a head side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _fwd_fake(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_length: int, scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _fwd_fake(x: Heads, sinks: Tensor, how: Masking) -> Attended:
     """The results, and the scratch memory: a block of scores, and the log-sum-exp without the sink with the factor."""
-    out, total = _fwd_results(q, v)
-    scratch = [torch.empty_like(total), torch.empty_like(total)]
-    if not _takes_flash(q, v):
-        scratch.append(_fake_block(q))
+    made = _fwd_results(x)
+    scratch = [torch.empty_like(made.lse), torch.empty_like(made.lse)]
+    if not _takes_flash(x.q, x.v):
+        scratch.append(_fake_block(x.q))
     del scratch
-    return out, total
+    return made
 
 
-def _bwd_fake(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_length: int,
-    scale: float, window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _bwd_fake(dout: Tensor, x: Heads, made: Attended, how: Masking) -> Heads:
     """The results, and the scratch memory (flash_api.cpp, mha_bwd)."""
-    B, h, T, D = q.shape
-    dq, dk, dv = (x.new_empty((B, T, x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
+    (q, k, v), (B, h, T, D) = x, x.q.shape
+    grads = Heads(*(t.new_empty((B, T, t.shape[1], t.shape[3])).transpose(1, 2) for t in x))
     if _takes_flash(q, v):
         rows = -(-T // _FLASH_ROWS) * _FLASH_ROWS
         scratch = [q.new_empty((B, h, rows), dtype=torch.float32)]  # rowsum(dout · out)
@@ -309,10 +313,10 @@ def _bwd_fake(
         if k.shape[1] != h:  # dK and dV are computed per query head, then summed over the group
             scratch += [k.new_empty((B, T, h, D)), k.new_empty((B, T, h, D))]
     else:
-        scratch = [x.new_empty(x.shape, dtype=lse.dtype) for x in (q, k, v)]
+        scratch = [t.new_empty(t.shape, dtype=made.lse.dtype) for t in x]
         scratch += [_fake_block(q), _fake_block(q)]
     del scratch
-    return dq, dk, dv
+    return grads
 
 
 def _fake_block(q: Tensor) -> Tensor:
@@ -322,19 +326,8 @@ def _fake_block(q: Tensor) -> Tensor:
     return q.new_empty((B, h, rows, T), dtype=torch.float32)
 
 
-_OPTIONS = "Tensor? cu_seqlens, SymInt max_length, float scale, int window"
-attention_with_sinks_fwd = Primitive(
-    "attention_with_sinks_fwd",
-    f"(Tensor q, Tensor k, Tensor v, Tensor sinks, {_OPTIONS}) -> (Tensor, Tensor)",
-    composite=_fwd,
-    fake=_fwd_fake,
-)
-attention_with_sinks_bwd = Primitive(
-    "attention_with_sinks_bwd",
-    f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    composite=_bwd,
-    fake=_bwd_fake,
-)
+attention_with_sinks_fwd = Primitive("attention_with_sinks_fwd", composite=_fwd, fake=_fwd_fake)
+attention_with_sinks_bwd = Primitive("attention_with_sinks_bwd", composite=_bwd, fake=_bwd_fake)
 
 
 def _row_sums(dout: Tensor, out: Tensor) -> Tensor:
@@ -370,34 +363,40 @@ class AttentionWithSinks(torch.autograd.Function):
     """It saves q, k, v, the output and the log-sum-exp with the sink, as attention without sinks does."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_length: int,
-        scale: float, window: int,
-    ) -> Tensor:  # fmt: skip
-        out, lse = attention_with_sinks_fwd(q, k, v, sinks, cu_seqlens, max_length, scale, window)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens)
-        ctx.options = max_length, scale, window
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, how: Masking) -> Tensor:
+        out, lse = attention_with_sinks_fwd(Heads(q, k, v), sinks, how)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, how.cu_seqlens)
+        ctx.how = how._replace(cu_seqlens=None)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, cu_seqlens = ctx.saved_tensors
         dsinks = attention_sink_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        dq, dk, dv = attention_with_sinks_bwd(dout.contiguous(), q, k, v, out, lse, cu_seqlens, *ctx.options)
-        return dq, dk, dv, dsinks, None, None, None, None
+        how = ctx.how._replace(cu_seqlens=cu_seqlens)
+        grads = attention_with_sinks_bwd(dout.contiguous(), Heads(q, k, v), Attended(out, lse), how)
+        return *grads, dsinks, None
 
 
-_attention_with_sinks = Differentiable(
-    "attention_with_sinks", AttentionWithSinks.apply,
-    f"(Tensor q, Tensor k, Tensor v, Tensor sinks, {_OPTIONS}) -> Tensor",
-)  # fmt: skip
+def _apply(x: Heads, sinks: Tensor, how: Masking) -> Tensor:
+    return AttentionWithSinks.apply(*x, sinks, how)  # type: ignore[no-any-return]
+
+
+_attention_with_sinks = Differentiable("attention_with_sinks", _apply)
 
 
 def attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float | None = None, window: int | None = None,
-    cu_seqlens: Tensor | None = None, max_length: int | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_length: int | None = None,
+) -> Tensor:
     """Causal attention whose softmax has a sink per head.
 
     Args:
@@ -430,13 +429,14 @@ def attention_with_sinks(
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
     # A window that reaches every token is none. A compiled graph serves all lengths, so it keeps the window.
     wide = window is None or (not torch.compiler.is_compiling() and window >= T)
-    arguments = (
-        q, k, v, sinks, cu_seqlens, T if max_length is None else max_length, float(scale),
+    how = Masking(
+        cu_seqlens,
+        T if max_length is None else max_length,
+        float(scale),
         NO_WINDOW if wide or window is None else int(window),
-    )  # fmt: skip
-    if torch.compiler.is_compiling():
-        return _attention_with_sinks(*arguments)  # type: ignore[no-any-return]
-    return AttentionWithSinks.apply(*arguments)  # type: ignore[no-any-return]
+    )
+    apply = _attention_with_sinks if torch.compiler.is_compiling() else _apply
+    return apply(Heads(q, k, v), sinks, how)
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -469,9 +469,16 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor 
 
 
 def attention_with_sinks_oracle(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float | None = None, window: int | None = None,
-    cu_seqlens: Tensor | None = None, max_length: int | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_length: int | None = None,
+) -> Tensor:
     """The unfused formula, with the softmax in fp32."""
     B, h, T, D = q.shape
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
@@ -507,7 +514,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, **options: Any) -> Cost:
+def _cost(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, **options: object) -> Cost:
     """Two products in the forward and five in the backward, half of each because of the causal mask."""
     saved = 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q.numel() // q.shape[-1]
     flops = 7 * product_flops(q.shape, v.shape[-1], window or NO_WINDOW)

@@ -86,9 +86,17 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _product_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None, order: Tensor,
-    offsets: Tensor, top_k: int, gather: bool, scatter: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low: Tensor | None,
+    low_weight: Tensor | None,
+    order: Tensor,
+    offsets: Tensor,
+    top_k: int,
+    gather: bool,
+    scatter: bool,
+) -> Tensor:
     y = x.new_zeros(order.shape[0], weight.shape[1])
     for expert, rows in _groups(offsets):
         slots = order[rows]
@@ -165,9 +173,20 @@ def _unit_bwd_reference(
     want_dpre: bool, want_wy: bool, want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dpre, wy, dweights = _unit_bwd_fake(
-        pre, da, weights, order, offsets, activation, alpha, limit, up_offset, interleaved,
-        want_dpre, want_wy, want_dweight,
-    )  # fmt: skip
+        pre,
+        da,
+        weights,
+        order,
+        offsets,
+        activation,
+        alpha,
+        limit,
+        up_offset,
+        interleaved,
+        want_dpre,
+        want_wy,
+        want_dweight,
+    )
     f, df, u, du = _unit_parts(pre, _unit(activation, alpha, limit, up_offset, interleaved))
     weight = weights[order, None]
     if want_wy:

@@ -26,7 +26,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import known_amax
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.ops.dispatch import Context, Differentiable, Primitive, check_dtype, first_order
 
 Approximate = Literal["tanh", "none"]
 # PyTorch's value of `approximate` -> the kernel's activation
@@ -64,9 +64,14 @@ def _fwd_reference(gate: Tensor, up: Tensor | None, activation: str, amax: Tenso
 
 
 def _bwd_reference(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, want_dgate: bool, want_dup: bool,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    want_dgate: bool,
+    want_dup: bool,
     amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     dgate, dup = _bwd_fake(dy, gate, up, activation, want_dgate, want_dup)
     dg, du = _split(dgate, None) if up is None else (dgate, dup)
     _write_grads(dy, gate, up, activation, dg if want_dgate else None, du if want_dup or up is None else None, amax)
@@ -80,9 +85,14 @@ def _bwd_inplace_reference(
 
 
 def _write_grads(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, dg: Tensor | None, du: Tensor | None,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    dg: Tensor | None,
+    du: Tensor | None,
     amax: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the gradients into dg and du, which may be gate and up themselves."""
     g, u = _split(gate, up)
     acc = torch.promote_types(dy.dtype, torch.float32)
@@ -103,9 +113,14 @@ def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str, amax: Tensor | N
 
 
 def _bwd_fake(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, want_dgate: bool, want_dup: bool,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    want_dgate: bool,
+    want_dup: bool,
     amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     other = gate if up is None else up
     return gate.new_empty(gate.shape if want_dgate else (0,)), other.new_empty(other.shape if want_dup else (0,))
 
@@ -167,7 +182,7 @@ def _may_overwrite(gate: Tensor, up: Tensor | None, needs_input_grad: tuple[bool
 class GLU(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, activation: str, inplace: bool, find_amax: bool = False
+        ctx: Context, gate: Tensor, up: Tensor | None, activation: str, inplace: bool, find_amax: bool = False
     ) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.find_amax = activation, find_amax
@@ -181,7 +196,7 @@ class GLU(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         want_dgate, want_dup = ctx.needs_input_grad[:2]
         found = known_amax.parts_for(gate, 1 if up is None else 2) if ctx.find_amax else None
@@ -285,9 +300,13 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False, fin
 
 
 def geglu(
-    gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", inplace: bool = False,
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: Approximate = "tanh",
+    inplace: bool = False,
     find_amax: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute `gelu(gate) * up` in one pass.
 
     Args:
@@ -333,7 +352,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(gate: Tensor, up: Tensor | None = None, **_: Any) -> Cost:
+def _cost(gate: Tensor, up: Tensor | None = None, **_: object) -> Cost:
     inputs = gate.nbytes if up is None else gate.nbytes + up.nbytes
     y = inputs // 2
     # forward gate, up -> y; backward dy, gate, up -> dgate, dup

@@ -26,9 +26,13 @@ class Run:
     __slots__ = ("backward_follows", "drops_saved", "kept", "next", "once", "unsaved")
 
     def __init__(
-        self, kept: list[Tensor] | None = None, *, drops_saved: bool = False, backward_follows: bool = False,
+        self,
+        kept: list[Tensor] | None = None,
+        *,
+        drops_saved: bool = False,
+        backward_follows: bool = False,
         once: Once | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kept, self.next = kept, 0
         self.once = once
         """Receives what `compute_once` would compute; None: both runs compute it."""

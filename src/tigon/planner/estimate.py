@@ -25,7 +25,7 @@ from tigon.planner.request import Request, check
 from tigon.planner.simulate.ledger import COMPONENTS
 from tigon.planner.simulate.model_states import ModelWeights, model_weights
 from tigon.planner.simulate.playback import GraphMemory, in_graphs, offloaded
-from tigon.planner.simulated_run import RunMemory, SimulatedRun
+from tigon.planner.simulated_run import SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
 from tigon.planner.trace.tape import FORWARD
@@ -94,25 +94,32 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     if request.settings.train.cuda_graphs:
         tapes, graphs = _in_graphs(tapes, request.settings)
     placement = engine.placement(request, model)
-    frozen = tuple(model_weights(one) for one in computed.frozen())
-    run = SimulatedRun(
+    memory = SimulatedRun(
         request=computed,
         gpu=gpu,
         engine=engine,
         model=model,
         placement=placement,
         tapes=tapes,
-        frozen=frozen,
+        frozen=tuple(model_weights(one) for one in computed.frozen()),
         graphs=graphs,
-    )
+    ).memory()
     overlapped_bytes = placement.managed + offloaded_bytes
-    step_s = step_seconds(
-        request, gpu, model, placement, tapes.micro_batches[-1], overlapped_bytes=overlapped_bytes
-    )  # fmt: skip
-    return _assembled(
-        request, gpu, run.memory(), step_s, notes=_notes(request, gpu, engine, model),
-        host_bytes=overlapped_bytes + placement.host, nvme_bytes=placement.nvme,
-    )  # fmt: skip
+    step_s = step_seconds(request, gpu, model, placement, tapes.micro_batches[-1], overlapped_bytes=overlapped_bytes)
+    tokens = request.tokens * request.settings.train.gradient_accumulation * request.settings.sharding.gpus
+    return Estimate(
+        peak_allocated_bytes=memory.peak_bytes,
+        peak_reserved_bytes=memory.reserved_bytes,
+        device_bytes=memory.reserved_bytes + non_allocator_bytes(gpu, request.settings),
+        host_bytes=overlapped_bytes + placement.host,
+        nvme_bytes=placement.nvme,
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        phases={name: memory.phases.get(name, 0) for name in PHASES},
+        peak_phase=memory.peak_phase,
+        components={name: memory.components[name] for name in COMPONENTS},
+        notes=_notes(request, gpu, engine, model),
+    )
 
 
 def _offload_checkpoints(tapes: StepTapes) -> tuple[StepTapes, int]:
@@ -137,30 +144,6 @@ def _in_graphs(tapes: StepTapes, settings: Settings) -> tuple[StepTapes, GraphMe
         # A graph writes the gradients of the first micro-batch in the products too, unlike a layer without a graph.
         memory = dataclasses.replace(memory, pool=moved[-1][1].pool)
     return StepTapes(tuple(tape for tape, _ in moved), tapes.evaluation), memory
-
-
-def _assembled(
-    request: Request, gpu: Gpu, memory: RunMemory, step_s: float, *, host_bytes: int, nvme_bytes: int,
-    notes: tuple[str, ...],
-) -> Estimate:  # fmt: skip
-    return Estimate(
-        peak_allocated_bytes=memory.peak_bytes,
-        peak_reserved_bytes=memory.reserved_bytes,
-        device_bytes=memory.reserved_bytes + non_allocator_bytes(gpu, request.settings),
-        host_bytes=host_bytes,
-        nvme_bytes=nvme_bytes,
-        step_s=step_s,
-        tokens_per_s=_step_tokens(request) / step_s,
-        phases={name: memory.phases.get(name, 0) for name in PHASES},
-        peak_phase=memory.peak_phase,
-        components={name: memory.components[name] for name in COMPONENTS},
-        notes=notes,
-    )
-
-
-def _step_tokens(request: Request) -> int:
-    """Tokens of one optimizer step on all GPUs."""
-    return request.tokens * request.settings.train.gradient_accumulation * request.settings.sharding.gpus
 
 
 def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> tuple[str, ...]:

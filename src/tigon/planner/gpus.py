@@ -83,9 +83,17 @@ class Gpu:
 
 
 def _gpu(
-    name: str, memory_gib: float, tensor_tflops: float, fp32_tflops: float, bandwidth_gbs: float, *,
-    arch: tuple[int, int], sm_count: int, link_gbs: float, peer_gbs: float,
-) -> Gpu:  # fmt: skip
+    name: str,
+    memory_gib: float,
+    tensor_tflops: float,
+    fp32_tflops: float,
+    bandwidth_gbs: float,
+    *,
+    arch: tuple[int, int],
+    sm_count: int,
+    link_gbs: float,
+    peer_gbs: float,
+) -> Gpu:
     """A GPU from its data sheet: dense 16-bit tensor rate, fp32 rate, bandwidth; in the data sheet's decimal units."""
     return Gpu(
         name=name,
@@ -146,9 +154,13 @@ GPUS: Mapping[str, Gpu] = {row.name: row for row in _ROWS}
 
 # What people type -> the row's name.
 _SHORT_NAMES = {
-    "a100": "a100-80gb", "h100-sxm": "h100", "6000-ada": "rtx-6000-ada", "v100": "v100-16gb", "4060ti": "rtx-4060-ti",
+    "a100": "a100-80gb",
+    "h100-sxm": "h100",
+    "6000-ada": "rtx-6000-ada",
+    "v100": "v100-16gb",
+    "4060ti": "rtx-4060-ti",
     "4060ti-8gb": "rtx-4060-ti-8gb",
-}  # fmt: skip
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b", re.IGNORECASE)
 _LETTERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 

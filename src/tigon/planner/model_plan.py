@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from tigon._trunk import decoder_layers
@@ -33,17 +35,27 @@ from tigon.techniques.precision import FORMATS
 
 # Classes of optimizers -> names of the planner. `adamw` is PyTorch's fused one.
 _OPTIMIZER_CLASSES: Mapping[str, str] = {
-    "AdamW": "adamw", "Adam": "adamw", "SGD": "sgd", "AdamW8bit": "adamw-8bit", "Lion8bit": "lion-8bit",
-    "PagedAdamW": "paged-adamw", "PagedAdamW8bit": "paged-adamw-8bit", "Adafactor": "adafactor",
-}  # fmt: skip
+    "AdamW": "adamw",
+    "Adam": "adamw",
+    "SGD": "sgd",
+    "AdamW8bit": "adamw-8bit",
+    "Lion8bit": "lion-8bit",
+    "PagedAdamW": "paged-adamw",
+    "PagedAdamW8bit": "paged-adamw-8bit",
+    "Adafactor": "adafactor",
+}
 _WORDS = {
-    "full": "recompute everything", "mlp": "keep attention, recompute the MLP and the norms",
-    "elementwise": "keep products and attention, recompute norms and gated units", "none": "recompute nothing",
-}  # fmt: skip
+    "full": "recompute everything",
+    "mlp": "keep attention, recompute the MLP and the norms",
+    "elementwise": "keep products and attention, recompute norms and gated units",
+    "none": "recompute nothing",
+}
 # Kinds that recompute every layer -> what makes the function that transformers' layers call.
 _WHOLE_LAYERS: Mapping[str, Callable[[], Callable[..., Any]]] = {
-    "full": lambda: recomputed, OFFLOAD: inputs_on_host, KEPT_ON_HOST: LayersOnHost,
-}  # fmt: skip
+    "full": lambda: recomputed,
+    OFFLOAD: inputs_on_host,
+    KEPT_ON_HOST: LayersOnHost,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +135,15 @@ class Checkpointed:
 
 
 def plan(
-    model: Any, *, batch: int, seq: int, optimizer: Any, memory: str | int | None, precision: str | None,
+    model: nn.Module,
+    *,
+    batch: int,
+    seq: int,
+    optimizer: str | Optimizer,
+    memory: str | int | None,
+    precision: str | None,
     accumulate: int | None,
-) -> CheckpointPlan:  # fmt: skip
+) -> CheckpointPlan:
     """See `tigon.plan`."""
     inner = _transformers_model(model, "tigon.plan")
     for name, value in (("batch", batch), ("seq", seq), ("accumulate", 1 if accumulate is None else accumulate)):
@@ -134,17 +152,27 @@ def plan(
     if accumulate is not None and batch % accumulate:
         raise UsageError(f"batch is {batch}, which accumulate {accumulate} does not divide; give a multiple of it.")
     attention = str(getattr(inner.config, "_attn_implementation", None) or "sdpa")
-    settings = Settings.of({
-        "train.precision": _precision(inner, precision), "train.optimizer": _optimizer(optimizer),
-        "model.kernels": _kernels(inner),
-        "model.attention": attention, "model.attention_sinks": SINKS_FLAG in flags_of(inner), **_adapters(model),
-        **_fp8(inner),
-    })  # fmt: skip
+    settings = Settings.of(
+        {
+            "train.precision": _precision(inner, precision),
+            "train.optimizer": _optimizer(optimizer),
+            "model.kernels": _kernels(inner),
+            "model.attention": attention,
+            "model.attention_sinks": SINKS_FLAG in flags_of(inner),
+            **_adapters(model),
+            **_fp8(inner),
+        }
+    )
     unfused = unfused_layers(inner) if settings.model.kernels in model_kernels.OF_TIGON else 0
     request = Request(
-        model=type(inner).__name__, config=inner.config, batch=batch, seq=seq, settings=settings, masked=False,
+        model=type(inner).__name__,
+        config=inner.config,
+        batch=batch,
+        seq=seq,
+        settings=settings,
+        masked=False,
         adapters_fused=not unfused,
-    )  # fmt: skip
+    )
     for reason in refusals(request, settings):
         raise UsageError(f"{reason}.")
     gpu = _gpu(memory)
@@ -152,16 +180,24 @@ def plan(
     found = choose(request, space.with_headroom(gpu), [(size, batch // size) for size in sizes])
     estimate, chosen = found.option.estimate, found.option.request
     return CheckpointPlan(
-        model=request.model, layers=len(decoder_layers(inner)), checkpointing=chosen.settings.train.checkpointing,
-        batch=chosen.batch, accumulate=chosen.settings.train.gradient_accumulation, seq=seq,
-        peak_allocated_bytes=estimate.peak_allocated_bytes, device_bytes=estimate.device_bytes,
-        memory_bytes=gpu.memory_bytes, step_s=estimate.step_s, tokens_per_s=estimate.tokens_per_s,
-        fits=found.option.fits(gpu), compared=tuple(found.seen.values()),
+        model=request.model,
+        layers=len(decoder_layers(inner)),
+        checkpointing=chosen.settings.train.checkpointing,
+        batch=chosen.batch,
+        accumulate=chosen.settings.train.gradient_accumulation,
+        seq=seq,
+        peak_allocated_bytes=estimate.peak_allocated_bytes,
+        device_bytes=estimate.device_bytes,
+        memory_bytes=gpu.memory_bytes,
+        step_s=estimate.step_s,
+        tokens_per_s=estimate.tokens_per_s,
+        fits=found.option.fits(gpu),
+        compared=tuple(found.seen.values()),
         notes=(_UNFUSED.format(unfused),) if unfused else (),
-    )  # fmt: skip
+    )
 
 
-def checkpoint(model: Any, plan: CheckpointPlan | str) -> Checkpointed:
+def checkpoint(model: nn.Module, plan: CheckpointPlan | str) -> Checkpointed:
     """See `tigon.checkpoint`."""
     inner = _transformers_model(model, "tigon.checkpoint")
     value = plan if isinstance(plan, str) else plan.checkpointing
@@ -213,7 +249,7 @@ def _checked(value: str) -> str:
     return value
 
 
-def _transformers_model(model: Any, caller: str) -> PreTrainedModel:
+def _transformers_model(model: nn.Module, caller: str) -> PreTrainedModel:
     """The transformers model inside a wrapper of PEFT or DistributedDataParallel."""
     try:
         inner = unwrap(model)
@@ -256,7 +292,7 @@ def _fp8(model: PreTrainedModel) -> dict[str, Any]:
     return {f"train.fp8_{name}": value for name, value in (fp8_options(model) or {}).items()}
 
 
-def _optimizer(optimizer: Any) -> str:
+def _optimizer(optimizer: str | Optimizer) -> str:
     name = optimizer
     if not isinstance(optimizer, str):
         kind = type(optimizer).__name__
@@ -275,7 +311,7 @@ def _kernels(model: PreTrainedModel) -> str:
     return "tigon" if "linear_cross_entropy" in flags else "no-flce"
 
 
-def _adapters(model: Any) -> dict[str, Any]:
+def _adapters(model: nn.Module) -> dict[str, Any]:
     """The recipe keys that describe PEFT's adapters; empty without adapters."""
     configs = getattr(model, "peft_config", None)
     if not configs:
@@ -288,11 +324,14 @@ def _adapters(model: Any) -> dict[str, Any]:
         raise UsageError("the model's adapters are not LoRA with a list of target_modules; a plan describes only that.")
     frozen = next((p for p in model.parameters() if not p.requires_grad), None)
     return {
-        "lora.rank": config.r, "lora.targets": tuple(sorted(targets)), "lora.dropout": float(config.lora_dropout),
-        "lora.dora": bool(config.use_dora), "lora.modules_to_save": tuple(config.modules_to_save or ()),
+        "lora.rank": config.r,
+        "lora.targets": tuple(sorted(targets)),
+        "lora.dropout": float(config.lora_dropout),
+        "lora.dora": bool(config.use_dora),
+        "lora.modules_to_save": tuple(config.modules_to_save or ()),
         "lora.quantize": bool(getattr(unwrap(model), "is_loaded_in_4bit", False)),
         "lora.base": "fp32" if frozen is not None and frozen.dtype == torch.float32 else "auto",
-    }  # fmt: skip
+    }
 
 
 _UNFUSED = (

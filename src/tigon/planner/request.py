@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tigon.errors import UsageError
 from tigon.models.loading.config import build_on_meta
@@ -16,6 +16,9 @@ from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
 from tigon.techniques.sharding import sharding
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -23,7 +26,7 @@ class Request:
 
     model: str
     """The model's name, for messages."""
-    config: Any
+    config: PreTrainedConfig
     """Its transformers config, as `tigon.models.loading.config.load_config` returns it."""
     batch: int
     """Samples of one micro-batch on one GPU."""
@@ -59,7 +62,7 @@ class Request:
 
 
 def request_of(
-    recipe: Recipe, config: Any, settings: Settings, objective: PlannedObjective, *, evaluated: bool
+    recipe: Recipe, config: PreTrainedConfig, settings: Settings, objective: PlannedObjective, *, evaluated: bool
 ) -> Request:
     """The request of a recipe. settings: its techniques, with values for `auto`.
 
@@ -71,30 +74,36 @@ def request_of(
     data, train = recipe.data, recipe.train
     needs_mask = objective.pads or not (data.packs and data.cross_document_attention)
     return Request(
-        model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, settings=settings,
-        masked=needs_mask and not settings.model.attention.startswith("flash"), clipped=train.max_grad_norm > 0,
-        evaluated=evaluated, objective=objective,
-    )  # fmt: skip
+        model=recipe.model.name,
+        config=config,
+        batch=train.batch_size,
+        seq=data.sequence_length,
+        settings=settings,
+        masked=needs_mask and not settings.model.attention.startswith("flash"),
+        clipped=train.max_grad_norm > 0,
+        evaluated=evaluated,
+        objective=objective,
+    )
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The part of a config that describes the language model; multimodal configs hold one inside."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def ties_embeddings(config: Any) -> bool:
+def ties_embeddings(config: PreTrainedConfig) -> bool:
     """Whether the head and the embeddings share one weight."""
     return bool(getattr(text_config(config), "tie_word_embeddings", False))
 
 
-def build(name: str, config: Any) -> Any:
+def build(name: str, config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a config, without memory for its weights. `name` is for messages.
 
     Raises UsageError if the config cannot be built or gives a weight a size of 0.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-        model: Any = build_on_meta(name, config)
+        model = build_on_meta(name, config)
     for parameter, weight in model.named_parameters():
         if not weight.numel():
             raise UsageError(f"{name}: its config gives {parameter} the shape {tuple(weight.shape)}; no size may be 0.")
@@ -119,12 +128,8 @@ def check(request: Request) -> None:
         raise UsageError("checkpointing is auto, which stands for a choice; planner.search.checkpointing makes it.")
     for reason in matrix.untraceable(request.settings):
         raise UsageError(f"{reason}.")
-    for key, size in (("sequence", request.settings.sharding.sequence), ("tensor", request.settings.sharding.tensor)):
-        if size > 1:
-            raise UsageError(f"sharding.{key} is {size}, which is not part of any plan; plan without sharding.{key}.")
-    if used := sharding.zero_plus_plus(request.settings):
-        keys = ", ".join(f"zero_optimization.{name}" for name in used)
-        raise UsageError(f"ZeRO++ ({keys}) is not part of any plan; plan without its keys.")
+    for reason in matrix.unplanned(request.settings):
+        raise UsageError(f"{reason}.")
     sharding.check_sizes(request.settings)
     text = text_config(request.config)
     if text.num_hidden_layers < 1:

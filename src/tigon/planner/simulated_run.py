@@ -69,9 +69,12 @@ class SimulatedRun:
             reserved_bytes = ledger.allocator.peak_reserved_bytes
         phase, peak_bytes, components = ledger.peak(except_phase=None if self.request.evaluated else "eval")
         return RunMemory(
-            peak_bytes=peak_bytes, peak_phase=phase, components=components, phases=ledger.phases,
+            peak_bytes=peak_bytes,
+            peak_phase=phase,
+            components=components,
+            phases=ledger.phases,
             reserved_bytes=reserved_bytes,
-        )  # fmt: skip
+        )
 
     def _load(self, ledger: Ledger) -> None:
         placement = self.placement

@@ -7,7 +7,7 @@ meaning: `output_dir` is one run's folder, and `output.folder` holds many.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,7 +216,9 @@ def value_of(name: str, value: Any, where: str) -> Any:
     return alias.values[value] if known else value
 
 
-def translate(block: Mapping[Any, Any], prefix: str, lines: dict[str, int], where: Any) -> dict[Any, Any]:
+def translate(
+    block: Mapping[Any, Any], prefix: str, lines: dict[str, int], where: Callable[[str], str]
+) -> dict[Any, Any]:
     """A recipe's mapping, or its `on_gpu`, with aliases replaced by recipe keys.
 
     Args:
@@ -231,7 +233,7 @@ def translate(block: Mapping[Any, Any], prefix: str, lines: dict[str, int], wher
     result: dict[Any, Any] = {}
     given: dict[str, str] = {}
 
-    def take(dotted: str, written: str, value: Any) -> None:
+    def take(dotted: str, written: str, value: object) -> None:
         section, _, name = dotted.partition(".")
         if dotted in given:
             raise RecipeError(

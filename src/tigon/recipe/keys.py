@@ -362,7 +362,7 @@ class Recipe(Settings):
     def as_mapping(self) -> dict[str, Any]:
         """Plain mappings and lists for YAML; `load` of that YAML returns an equal recipe."""
 
-        def plain(value: Any) -> Any:
+        def plain(value: object) -> object:
             if isinstance(value, Mapping):
                 return {name: plain(item) for name, item in value.items()}
             return [plain(item) for item in value] if isinstance(value, tuple) else value

@@ -274,7 +274,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
     return dotted, value if dotted == written else value_of(written.rpartition(".")[2], value, "--set")
 
 
-def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
+def _assign(raw: dict[str, Any], dotted: str, value: object) -> None:
     section, name, *rest = dotted.split(".")
     target = raw.setdefault(section, {})
     if rest:  # model.config.num_hidden_layers=2

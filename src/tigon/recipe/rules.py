@@ -13,17 +13,23 @@ from tigon.data.formats import check_source
 from tigon.errors import DataError, RecipeError
 from tigon.recipe.keys import NAME_CHARACTERS, RESERVED_NAMES, SECTIONS, Recipe
 from tigon.techniques import SWITCHES
-from tigon.techniques.condition import Switch
+from tigon.techniques.condition import Condition, Switch
 from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers.table import OPTIMIZERS
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Refuses a recipe for which `breaks` returns True. The recipe has values in place of `auto`."""
+    """Refuses a recipe for which all conditions hold. The recipe has values in place of `auto`."""
 
-    breaks: Callable[[Recipe], bool]
+    when: tuple[Condition, ...] | Callable[[Recipe], bool]
+    """Conditions, or a function for what they cannot say."""
     reason: str
+
+    def breaks(self, recipe: Recipe) -> bool:
+        if callable(self.when):
+            return self.when(recipe)
+        return all(condition.holds(recipe) for condition in self.when)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def watches_eval_loss(recipe: Recipe) -> bool:
 
 _CHECKPOINTS = (
     Rule(
-        lambda r: r.train.save_async and r.sharding.zero > 0,
+        (Condition("train.save_async", "is", True), Condition("sharding.zero", "is at least", 1)),
         "train.save_async writes PyTorch's distributed format, and DeepSpeed writes its own; set sharding.fsdp: true "
         "instead of sharding.zero, or train.save_async: false",
     ),
@@ -97,44 +103,51 @@ _EVALUATION = (
         "gives scores; leave them out",
     ),
     Rule(
-        lambda r: bool(r.eval.lm_eval) and r.sharding.gpus > 1,
+        (Condition("eval.lm_eval", "is not", ()), Condition("sharding.gpus", "is at least", 2)),
         "eval.lm_eval runs in one process, for which the others would wait; set sharding.gpus: 1, or run lm_eval on "
         "the saved model",
     ),
 )
 
-_IMAGES = tuple(
-    Rule(lambda r, breaks=breaks: r.data.images > 0 and breaks(r), reason)  # type: ignore[misc]
-    for breaks, reason in (
-        (
-            lambda r: r.train.objective not in ("auto", "vision_language"),
-            "data.images trains the next token's loss; set train.objective: auto, or data.images: 0",
-        ),
-        (
-            lambda r: r.data.template == "plain",
-            "data.template: plain has no place for data.images; set data.template: auto",
-        ),
-        (
-            lambda r: r.data.tokenizer != "auto",
-            "data.tokenizer replaces the tokenizer of a model's processor, which data.images needs; leave it out",
-        ),
-        (
-            lambda r: r.data.too_long == "truncate",
-            "data.too_long: truncate could cut through an image's tokens; with data.images set it to error or drop",
-        ),
-        (
-            lambda r: bool(r.data.columns),
-            "data.columns has not been tried with data.images; rename the columns in the data: messages and images",
-        ),
-        (
-            lambda r: bool(r.eval.generate or r.eval.lm_eval),
+_WRITES = (Condition("eval.generate", "is not", ()), Condition("eval.lm_eval", "is not", ()))
+_HAS_IMAGES = Condition("data.images", "is at least", 1)
+_IMAGES = (
+    *(
+        Rule((_HAS_IMAGES, condition), reason)
+        for condition, reason in (
+            (
+                Condition("train.objective", "is not one of", ("auto", "vision_language")),
+                "data.images trains the next token's loss; set train.objective: auto, or data.images: 0",
+            ),
+            (
+                Condition("data.template", "is", "plain"),
+                "data.template: plain has no place for data.images; set data.template: auto",
+            ),
+            (
+                Condition("data.tokenizer", "is not", "auto"),
+                "data.tokenizer replaces the tokenizer of a model's processor, which data.images needs; leave it out",
+            ),
+            (
+                Condition("data.too_long", "is", "truncate"),
+                "data.too_long: truncate could cut through an image's tokens; with data.images set it to error or drop",
+            ),
+            (
+                Condition("data.columns", "is not one of", (None, {})),
+                "data.columns has not been tried with data.images; rename the columns in the data: messages and images",
+            ),
+            (
+                Condition("sharding.sequence", "is at least", 2),
+                "sharding.sequence divides rows of text; with data.images set sharding.sequence: 1",
+            ),
+        )
+    ),
+    *(
+        Rule(
+            (_HAS_IMAGES, writes),
             "eval.generate and eval.lm_eval write prompts without images; with data.images leave them out",
-        ),
-        (
-            lambda r: r.sharding.sequence > 1,
-            "sharding.sequence divides rows of text; with data.images set sharding.sequence: 1",
-        ),
-    )
+        )
+        for writes in _WRITES
+    ),
 )
 
 # The checks that techniques declare, and those of the comparison. `refusals` covers pairs of techniques.
@@ -150,7 +163,7 @@ _RULES = Rules(
             "comparison.steps needs one process without sharding; set comparison.steps: 0",
         ),
         Rule(
-            lambda r: bool(r.comparison.steps) and r.lora.rank is not None,
+            (Condition("comparison.steps", "is at least", 1), Condition("lora.rank", "is not", None)),
             "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
         ),
         *_CHECKPOINTS,

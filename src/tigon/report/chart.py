@@ -12,7 +12,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 LIMIT = "#b91c1c"
@@ -29,9 +33,16 @@ _PAGE: Mapping[str, tuple[str, str]] = {
 PAGE_COLOURS: Mapping[str, str] = {INK: "ink", MUTED: "soft", GRID: "line", "#ffffff": "page"}
 """Colours of a chart -> the style variables that a page gives them."""
 IN_THE_DARK: Mapping[str, str] = {
-    "#c2410c": "#fb923c", "#0f766e": "#2dd4bf", "#4338ca": "#818cf8", "#a16207": "#eab308", "#be185d": "#f472b6",
-    "#1d4ed8": "#60a5fa", "#7e22ce": "#c084fc", "#4d7c0f": "#a3e635", LIMIT: "#f87171",
-}  # fmt: skip
+    "#c2410c": "#fb923c",
+    "#0f766e": "#2dd4bf",
+    "#4338ca": "#818cf8",
+    "#a16207": "#eab308",
+    "#be185d": "#f472b6",
+    "#1d4ed8": "#60a5fa",
+    "#7e22ce": "#c084fc",
+    "#4d7c0f": "#a3e635",
+    LIMIT: "#f87171",
+}
 """Colours of data -> the same on a dark page, where they have a contrast of 3 or less."""
 MEMORY_COLOURS: Mapping[str, tuple[str, str]] = {
     "weights": ("#1e3a8a", "#5b7fe0"),
@@ -98,7 +109,7 @@ def new_figure(panels: int, *, columns: int, height: float = 3.2) -> tuple[Any, 
     return figure, all_axes
 
 
-def whole_numbers(axes: Any, most: int = 5, steps: Sequence[int] | None = None) -> None:
+def whole_numbers(axes: Axes, most: int = 5, steps: Sequence[int] | None = None) -> None:
     """Mark the x axis at about `most` whole numbers. steps: how far apart, times a power of ten; None: any distance."""
     from matplotlib.ticker import MaxNLocator
 
@@ -107,7 +118,7 @@ def whole_numbers(axes: Any, most: int = 5, steps: Sequence[int] | None = None) 
 
 
 def horizontal_bars(
-    axes: Any,
+    axes: Axes,
     labels: Sequence[str],
     values: Sequence[float],
     *,
@@ -124,14 +135,14 @@ def horizontal_bars(
     lay_flat(axes)
 
 
-def lay_flat(axes: Any) -> None:
+def lay_flat(axes: Axes) -> None:
     """Put the first of horizontal bars at the top, and draw the grid across them."""
     axes.invert_yaxis()
     axes.grid(axis="x", color=GRID, lw=0.8)
     axes.grid(visible=False, axis="y")
 
 
-def shared_legend(figure: Any, panels: Sequence[Any], *, order: Sequence[str] = (), **options: Any) -> None:
+def shared_legend(figure: Figure, panels: Sequence[Axes], *, order: Sequence[str] = (), **options: Any) -> None:
     """One legend for all panels, with each label once.
 
     Args:
@@ -150,7 +161,7 @@ def shared_legend(figure: Any, panels: Sequence[Any], *, order: Sequence[str] = 
     figure.legend([known[label] for label in labels], labels, frameon=False, **options)
 
 
-def svg(figure: Any, name: str) -> str:
+def svg(figure: Figure, name: str) -> str:
     """The bare <svg> element: no XML header, no DTD address, no metadata block.
 
     Ids are prefixed with the chart's name, so that several fit on a page.

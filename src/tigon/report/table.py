@@ -26,9 +26,8 @@ class Table:
 
     def markdown(self) -> str:
         """The table as Markdown, with escaped texts."""
-        alignment = ["---" if number in self.texts else "---:" for number in range(len(self.columns))]
         titles, *cells = [[escape_markdown(cell) for cell in row] for row in (self.columns, *self.rows)]
-        return "\n".join(map(markdown_row, [titles, alignment, *cells]))
+        return markdown_table(titles, cells, texts=self.texts)
 
     def show(self, console: Console) -> None:
         """Print the table under its title. Cells are texts without rich's markup."""
@@ -45,11 +44,7 @@ class Table:
         console.print(printed)
 
 
-def markdown_row(cells: Iterable[str]) -> str:
-    """A row of a Markdown table. The cells are Markdown already."""
-    return f"| {' | '.join(cells)} |"
-
-
-def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose cells are Markdown already, with every column aligned to the left."""
-    return "\n".join(map(markdown_row, [titles, ["---"] * len(titles), *rows]))
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[int] | None = None) -> str:
+    """A Markdown table whose cells are Markdown already. texts: as those of a `Table`; None: all columns are text."""
+    alignment = ["---" if texts is None or number in texts else "---:" for number in range(len(titles))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, alignment, *rows))

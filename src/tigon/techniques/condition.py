@@ -38,7 +38,7 @@ class Condition:
 
     key: str
     test: str
-    wanted: Any
+    wanted: object
 
     def holds(self, settings: Values) -> bool:
         """False for a key that these settings do not decide: a plan has no `train.max_grad_norm`."""
@@ -81,7 +81,7 @@ class Switch:
     """The recipe line that makes the keys take effect."""
 
 
-def yaml_word(value: Any) -> str:
+def yaml_word(value: object) -> str:
     """Formats a value as a recipe writes it."""
     if value is None:
         return "none"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from tigon.errors import RecipeError
@@ -203,19 +203,23 @@ def _group(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any
 
 
 def replace_attention(model: PreTrainedModel, groups: int) -> Callable[[], None]:
-    """Register the grouped function with transformers under its own name, and set that name in this model's configs.
+    """Let this model's sdpa compute in groups. Returns a function that undoes it."""
+    check_groups(model.config, groups)
+    return replace_sdpa(model, f"sdpa_in_{groups}_groups", lambda attend: in_groups(attend, groups))
+
+
+def replace_sdpa(model: nn.Module, name: str, wrap: Callable[[Attend], Attend]) -> Callable[[], None]:
+    """Register a version of sdpa with transformers under its own name, and set that name in this model's configs.
 
     Returns a function that sets their names again.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    check_groups(model.config, groups)
-    name = f"sdpa_in_{groups}_groups"
-    ALL_ATTENTION_FUNCTIONS.register(name, in_groups(ALL_ATTENTION_FUNCTIONS["sdpa"], groups))
+    ALL_ATTENTION_FUNCTIONS.register(name, wrap(ALL_ATTENTION_FUNCTIONS["sdpa"]))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    replaced = [config for config in configs if config._attn_implementation == "sdpa"]
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    replaced = [config for config in configs.values() if config._attn_implementation == "sdpa"]
     for config in replaced:
         config._attn_implementation_internal = name
 

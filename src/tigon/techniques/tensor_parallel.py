@@ -89,7 +89,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def _summed(module: nn.Module, args: Any, output: Any) -> Any:
+def _summed(module: nn.Module, args: object, output: Any) -> Any:
     """The sum over the group, as an ordinary tensor. RowwiseParallel's own is one that kernels cannot read yet."""
     from torch.distributed.tensor import Replicate
 
@@ -140,7 +140,7 @@ def step_by_mesh(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups = _joined(model, optimizer.param_groups)
     whole: list[dict[str, Any]] = []
 
-    def split(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def split(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         whole[:] = optimizer.param_groups
         groups = []
         for group in whole:
@@ -150,7 +150,7 @@ def step_by_mesh(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             groups += [{**group, "params": parameters} for parameters in kinds.values()]
         optimizer.param_groups = groups
 
-    def join(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def join(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         optimizer.param_groups = list(whole)
 
     optimizer.register_step_pre_hook(split)
@@ -240,6 +240,7 @@ DECLARATION = Declaration(
     techniques=(
         Technique(
             name="tensor-parallel",
+            planned=False,
             devices=("cuda",),
             recipe={"sharding.gpus": 4, "sharding.fsdp": True, KEY: 2},
             chosen=(_DIVIDED,),

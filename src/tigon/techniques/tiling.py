@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tigon.errors import RecipeError
 from tigon.ops.products import keeps_graph
+from tigon.techniques.checkpointing.recompute import SavedInputs
 from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Search, Spans, Technique
@@ -84,7 +85,7 @@ class _Tiles:
         # A recomputation ends when all tensors are saved. A function saves its own after its forward, so the tiles
         # would be computed for nothing.
         recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        saved = (_Saved.apply(hidden),) if recomputing and hidden.requires_grad else ()
+        saved = (SavedInputs.apply(hidden, hidden),) if recomputing and hidden.requires_grad else ()
         out: Tensor = _TiledMLP.apply(self, hidden, saved, *self.trained())
         return out
 
@@ -94,19 +95,6 @@ class _Tiles:
 
     def draws(self) -> bool:
         return self.mlp.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.mlp.modules())
-
-
-class _Saved(torch.autograd.Function):
-    """A node that saves an MLP's input before the MLP computes."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        return hidden.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("nothing depends on this node")
 
 
 class _TiledMLP(torch.autograd.Function):

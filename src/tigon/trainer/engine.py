@@ -19,12 +19,12 @@ from tigon.techniques import TECHNIQUES, model_kernels
 from tigon.techniques.keys.lora import LOFTQ
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import loftq, lora
+from tigon.techniques.sharding.deepspeed_config import partitioned_loading
 from tigon.techniques.sharding.sharding import (
     are_drawn_in_place,
     are_read_in_parts,
     fit_whole,
     name_present_layers,
-    partitioned_loading,
 )
 from tigon.techniques.technique import RunInfo
 from tigon.trainer import model as models

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +17,9 @@ from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.space import with_headroom
 from tigon.techniques.keys.settings import Settings
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 RATES_WITHOUT_GPU = "h200"
 """The GPU whose rates the choice on a CPU assumes."""
 
@@ -29,7 +32,7 @@ def gpu_of(device: torch.device) -> Gpu:
     return replace(row_of(properties.name, properties.total_memory), memory_bytes=properties.total_memory)
 
 
-def chosen(case: Case, config: Any, device: torch.device) -> tuple[str, int]:
+def chosen(case: Case, config: PreTrainedConfig, device: torch.device) -> tuple[str, int]:
     """What `auto` recomputes in this case, and its micro-batch.
 
     A memory limit is one on the peak of PyTorch's allocator, which is what the benchmark measures. Without a limit the
@@ -46,7 +49,7 @@ def chosen(case: Case, config: Any, device: torch.device) -> tuple[str, int]:
 
 
 def predicted(
-    case: Case, config: Any, device: torch.device, code: Code, recomputed: str, micro: int
+    case: Case, config: PreTrainedConfig, device: torch.device, code: Code, recomputed: str, micro: int
 ) -> dict[str, float] | None:
     """Predicted peak in bytes and step in ms; None on a CPU, and for a variant that the planner does not know."""
     if device.type != "cuda" or code.kernels is None:
@@ -61,7 +64,7 @@ def predicted(
     return {"peak_bytes": _allocated_bytes(option), "step_ms": 1000 * option.estimate.step_s}
 
 
-def _request(case: Case, config: Any, kernels: str) -> Request:
+def _request(case: Case, config: PreTrainedConfig, kernels: str) -> Request:
     settings = Settings.of({"train.precision": case.precision, "train.optimizer": "adamw", "model.kernels": kernels})
     return Request(model=case.model, config=config, batch=case.batch, seq=case.seq, settings=settings)
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+
+from torch.autograd.profiler_util import FunctionEvent
 
 from tigon.profiler.render.op_table import is_op, kernel_times
 
@@ -42,7 +43,7 @@ def kind_of(operator: str, kernel: str) -> str:
     return "fused" if operator.startswith("tigon::") or _TRITON.fullmatch(kernel) else "rest"
 
 
-def time_by_kind(events: Iterable[Any], *, on_cuda: bool, step_ms: float) -> dict[str, float | None]:
+def time_by_kind(events: Iterable[FunctionEvent], *, on_cuda: bool, step_ms: float) -> dict[str, float | None]:
     """Milliseconds of each of KINDS in a profiled step.
 
     Args:

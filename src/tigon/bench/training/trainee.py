@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,9 @@ class Trainee:
         if limit is not None and case.seq > limit:
             raise UsageError(f"--seq {case.seq} is more than {case.model}'s max_position_embeddings of {limit}.")
         with device:
-            self.model: Any = transformers.AutoModelForCausalLM.from_config(self.config, dtype=WEIGHTS[case.precision])
+            self.model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+                self.config, dtype=WEIGHTS[case.precision]
+            )
         without_cache(self.model)
         self.model.train()
         self.parameters = list(self.model.parameters())

@@ -13,7 +13,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from tigon.techniques.checkpointing import layer_function
 from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer
 from tigon.techniques.keys.settings import complaint_about
 from tigon.techniques.keys.train import STATES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WHOLE, FITS, AUTO = "whole", "fits", "auto"
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -46,14 +49,14 @@ class Code:
 
     name: str
     meaning: str
-    prepare: Callable[[Any], Ready]
+    prepare: Callable[[PreTrainedModel], Ready]
     """Changes a model that nothing else uses. Raises ImportError if the library is not installed, and
     NotImplementedError if it does not support the model."""
     kernels: str | None = None
     """The value of `model.kernels` by which the planner knows it."""
     ours: bool = False
     """Whether tigon recomputes, so that `auto` and the states of layers exist."""
-    finish: Callable[[Any, Ready, str], Ready] | None = None
+    finish: Callable[[PreTrainedModel, Ready, str], Ready] | None = None
     """Changes the model once more, after its recomputation is set up. Only for `none` and `full`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The planner's settings that describe it, beside its kernels."""
@@ -75,7 +78,7 @@ class Variant:
 
     def prepare(self, model: nn.Module, recomputed: str) -> Ready:
         """The variant on a copy of `model` that shares its parameters. recomputed: instead of `auto`."""
-        own: Any = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        own: PreTrainedModel = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
         if self.code.ours:
             ready = self.code.prepare(own)
             model_plan.checkpoint(own, recomputed)
@@ -85,19 +88,19 @@ class Variant:
         return self.code.prepare(own)
 
 
-def by_forward(model: Any) -> Loss:
+def by_forward(model: PreTrainedModel) -> Loss:
     return lambda ids, learned: model(input_ids=ids, labels=ids, num_items_in_batch=learned).loss
 
 
-def _hugging_face(model: Any) -> Ready:
+def _hugging_face(model: PreTrainedModel) -> Ready:
     return Ready(by_forward(model))
 
 
-def _compiled(model: Any) -> Ready:
+def _compiled(model: PreTrainedModel) -> Ready:
     return Ready(by_forward(torch.compile(model)))
 
 
-def _liger(model: Any) -> Ready:
+def _liger(model: PreTrainedModel) -> Ready:
     from liger_kernel.transformers import monkey_patch
 
     if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -122,7 +125,7 @@ def _liger(model: Any) -> Ready:
     return Ready(by_forward(model), active)
 
 
-def _shared_names(model: Any) -> dict[tuple[Any, str], Any]:
+def _shared_names(model: PreTrainedModel) -> dict[tuple[Any, str], Any]:
     """The functions and classes that Liger may replace for every model of the process: (owner, name) -> value."""
     module = sys.modules[type(model).__module__]
     names: dict[tuple[Any, str], Any] = {(module, name): value for name, value in vars(module).items()}
@@ -138,7 +141,7 @@ def _assign(values: Mapping[tuple[Any, str], Any]) -> None:
         setattr(owner, name, value)
 
 
-def patched(model: Any) -> Ready:
+def patched(model: PreTrainedModel) -> Ready:
     patch(model)
     return Ready(by_forward(model))
 

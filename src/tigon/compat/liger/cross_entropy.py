@@ -94,8 +94,8 @@ def linear_cross_entropy(
     use_token_scaling: bool = False,
     accum_dtype: torch.dtype | None = None,
     chunk_mem_const: int = 1,
-    ce_impl: Any = None,
-    ce_mode: Any = None,
+    ce_impl: object = None,
+    ce_mode: object = None,
     **options: Any,
 ) -> Four:
     """The four results of `cross_entropy` for `_input @ weight.T + bias`, without the logits.

@@ -106,7 +106,7 @@ class FusedGKD:
         model: PreTrainedModel,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         trainer = self.trainer
         weight: Any = unwrap(trainer.teacher_model).get_output_embeddings().weight  # type: ignore[operator]

@@ -33,7 +33,7 @@ GRPO_OUTPUTS = ("entropy",)
 class TracedModel:
     """A model whose head answers requests, as `fuse` leaves it."""
 
-    causal: Any
+    causal: PreTrainedModel
     """The transformers model, without PEFT's wrapper."""
     head: FusedHead
     form: LogitForm

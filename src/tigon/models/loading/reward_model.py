@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,8 +10,11 @@ from torch import nn
 from tigon.errors import UsageError
 from tigon.models.kv_cache import without_cache
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def with_score(built: Any) -> Any:
+
+def with_score(built: PreTrainedModel) -> Any:
     """The model of transformers for sequence classification, with the layers of `built` and a new score layer.
 
     Args:

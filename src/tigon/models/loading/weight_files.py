@@ -22,7 +22,7 @@ from tigon.errors import UsageError
 from tigon.models.loading.auto_class import auto_class
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
@@ -165,7 +165,7 @@ def compare(
     *,
     attention: str | None = None,
     trust_remote_code: bool = False,
-    cls: Any = None,
+    cls: type[PreTrainedModel] | None = None,
 ) -> LoadReport:
     """Compare the tensors of these headers with a model, as transformers does when it loads them.
 

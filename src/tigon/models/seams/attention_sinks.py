@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.seams.mask import MaskSeam, choose_by_positions, makes_consecutive_positions, without_positions
 from tigon.models.seams.rebind import owner_of, rebind, rebind_each
 from tigon.models.verification import probe
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 
@@ -255,7 +258,7 @@ def mask_or_rows(original: Callable[..., Any], *args: object, **options: object)
     return original(*args, **options) if rows is None else rows
 
 
-def _rows_of(cache: Any, given: dict[str, Any]) -> CausalRows | None:
+def _rows_of(cache: Cache | None, given: dict[str, Any]) -> CausalRows | None:
     """Returns the mask of these arguments as a `CausalRows`, or None if it says more than that."""
     config, embeddings = given.pop("config"), given.pop("inputs_embeds", None)
     padding_BT, positions = given.pop("attention_mask"), given.pop("position_ids", None)
@@ -274,7 +277,7 @@ def _rows_of(cache: Any, given: dict[str, Any]) -> CausalRows | None:
     return CausalRows.of_positions(positions.expand(B, T)) if positions.shape in ((1, T), (B, T)) else None
 
 
-def _is_empty(cache: Any) -> bool:
+def _is_empty(cache: Cache | None) -> bool:
     """Whether there is no cache, or a growing one that holds nothing. Others are longer than the tokens in them."""
     return cache is None or (type(cache).__name__ == "DynamicCache" and cache.get_seq_length() == 0)
 

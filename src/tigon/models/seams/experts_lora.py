@@ -10,7 +10,7 @@ PEFT's forward stays in charge of everything but the plain case, as in `lora.py`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -18,15 +18,18 @@ from tigon.models.seams.base import PatchedModule, Seam, is_dtensor
 from tigon.models.seams.experts import PROJECTIONS, Adapter, ExpertsOpSeam, run_experts, unit_of
 from tigon.models.seams.lora import is_hooked
 
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import ParamWrapper
+
 _EXPERTS = ExpertsOpSeam()
 
 
-def is_wrapper(module: Any) -> bool:
+def is_wrapper(module: object) -> bool:
     """Whether it is PEFT's layer around one parameter. By name, so that PEFT is not imported for models without it."""
     return any(c.__name__ == "ParamWrapper" and c.__module__.startswith("peft.") for c in type(module).__mro__)
 
 
-def factors(wrapper: Any, name: str) -> Adapter:
+def factors(wrapper: ParamWrapper, name: str) -> Adapter:
     """The factors of one adapter, as views of its two matrices.
 
     PEFT stores A as (E · R, inputs) and B as (outputs, R · E). Its first releases with this layer took the last
@@ -62,7 +65,7 @@ class ExpertsLoraSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain_forward: Any = base.forward
 
-        def forward(self: Any, x: Tensor, *args: Any, **kwargs: object) -> Tensor:
+        def forward(self: ParamWrapper, x: Tensor, *args: Tensor, **kwargs: object) -> Tensor:
             adapters = None if kwargs or len(args) != 2 else plain_adapters(self)
             if adapters is not None and not is_dtensor(x):
                 index, weights = args
@@ -84,7 +87,7 @@ def _remove_leftovers(experts: nn.Module, name: str) -> None:
             del steps[at]
 
 
-def plain_adapters(wrapper: Any) -> dict[str, Adapter] | None:
+def plain_adapters(wrapper: ParamWrapper) -> dict[str, Adapter] | None:
     """The adapter of each weight by its name, if the op can compute them now; None if not."""
     found: dict[str, Adapter] = {}
     layer, outer = wrapper, True

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,12 @@ from tigon import ops
 from tigon.models.seams.base import PatchedModule, Seam, hooks_of, is_dtensor
 from tigon.models.seams.fp8 import fp8_scaling
 from tigon.ops.linear.nf4 import dequantiser
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
+Weight = Tensor | Callable[[], Tensor]
+"""A dense weight, or a function that dequantises it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,7 @@ class LoraSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain_forward: Callable[..., Tensor] = base.forward
 
-        def forward(self: Any, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        def forward(self: LoraLayer, x: Tensor, *args: object, **kwargs: object) -> Tensor:
             adapter = None if args or kwargs else plain_adapter(self, x)
             if adapter is None:
                 return plain_forward(self, x, *args, **kwargs)
@@ -73,14 +79,12 @@ def unfused_layers(model: nn.Module) -> int:
     return sum(seam.objection(layer) is None for layer in layers)
 
 
-def adapted(module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], Tensor]) -> Tensor:
+def adapted(module: LoraLayer, x: Tensor, adapter: str, weight: Weight) -> Tensor:
     """The result of PEFT's layer `module` with one adapter. weight: that of the layer, or a function that makes it."""
     return after_dropout(module, x, adapter, weight, dropped(module, x, adapter))
 
 
-def after_dropout(
-    module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], Tensor], adapter_x: Tensor | None
-) -> Tensor:
+def after_dropout(module: LoraLayer, x: Tensor, adapter: str, weight: Weight, adapter_x: Tensor | None) -> Tensor:
     """As `adapted`. adapter_x: the result of `dropped`."""
     return ops.lora_linear(
         x,
@@ -94,7 +98,7 @@ def after_dropout(
     )
 
 
-def dropped(module: Any, x: Tensor, adapter: str) -> Tensor | None:
+def dropped(module: LoraLayer, x: Tensor, adapter: str) -> Tensor | None:
     """The adapter's input instead of x: x after its dropout, or None without one."""
     dropout = module.lora_dropout[adapter]
     return None if isinstance(dropout, nn.Identity) or not module.training else dropout(x)
@@ -134,7 +138,7 @@ def find_siblings(model: nn.Module, fits: Callable[[Any], bool]) -> None:
                 _SIBLINGS.update(dict.fromkeys(layers, siblings))
 
 
-def with_siblings(module: Any, x: Tensor, weight: Callable[[Any], Tensor | Callable[[], Tensor]]) -> Tensor | None:
+def with_siblings(module: LoraLayer, x: Tensor, weight: Callable[[LoraLayer], Weight]) -> Tensor | None:
     """The result of PEFT's layer `module`, computed together with its siblings'. None if it must be computed alone.
 
     weight: the weight of one of the layers, or a function that makes it.
@@ -179,7 +183,7 @@ def _state(siblings: Siblings, x: Tensor) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), dtype, x._version, *adapters
 
 
-def _described(layer: Any, x: Tensor, weight: Callable[[Any], Tensor | Callable[[], Tensor]]) -> ops.LoraLayer | None:
+def _described(layer: LoraLayer, x: Tensor, weight: Callable[[LoraLayer], Weight]) -> ops.LoraLayer | None:
     """The operands of a layer, or None if `lora_linears` cannot compute it."""
     adapter = None if layer is None else plain_adapter(layer, x)
     if adapter is None or fp8_scaling(layer.base_layer) is not None:
@@ -198,12 +202,12 @@ def _described(layer: Any, x: Tensor, weight: Callable[[Any], Tensor | Callable[
     )
 
 
-def _weight(module: Any) -> Tensor | Callable[[], Tensor]:
+def _weight(module: LoraLayer) -> Weight:
     layer = module.base_layer
     return _dequantise(layer) if _is_4bit(layer) else layer.weight
 
 
-def is_plain_linear(layer: Any) -> bool:
+def is_plain_linear(layer: LoraLayer) -> bool:
     """Whether the layer is torch's Linear, or one whose loss tigon had fused before it got an adapter."""
     return type(layer) is nn.Linear or (isinstance(layer, PatchedModule) and layer._tigon_base is nn.Linear)
 
@@ -212,12 +216,12 @@ def _variant_name(variant: object) -> str:
     return type(variant).__name__.removesuffix("LinearVariant")
 
 
-def _is_4bit(layer: Any) -> bool:
+def _is_4bit(layer: LoraLayer) -> bool:
     cls = type(layer)
     return cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes.")
 
 
-def _dequantise(layer: Any) -> Callable[[], Tensor]:
+def _dequantise(layer: LoraLayer) -> Callable[[], Tensor]:
     """A function that makes the dense weight of a bitsandbytes layer."""
     from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
 
@@ -250,7 +254,7 @@ def _agree(ours: Tensor, theirs: Tensor) -> bool:
     return bool(((ours.float() - theirs.float()).abs() <= step * theirs.float().abs()).all())
 
 
-def plain_adapter(module: Any, x: Tensor) -> str | None:
+def plain_adapter(module: LoraLayer, x: Tensor) -> str | None:
     """The name of the one adapter that the op can compute now, or None."""
     active = module.active_adapters
     if module.disable_adapters or module.merged or len(active) != 1 or active[0] not in module.lora_A:

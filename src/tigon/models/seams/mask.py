@@ -14,13 +14,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from tigon.models.seams.base import Seam, imitate
 from tigon.models.seams.rebind import names_of, owner_of, rebind_each
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _MASKS = "transformers.masking_utils"
 # How the trunks of transformers make positions; with a cache they begin after its tokens. OPT counts the tokens of its
@@ -66,7 +69,7 @@ def choose_by_positions(
     """
     at = list(inspect.signature(original).parameters).index("position_ids") - 1
 
-    def forward(self: Any, *args: object, **kwargs: object) -> Any:
+    def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> Any:
         given = args[at] if len(args) > at else kwargs.get("position_ids")
         are_known = given is None and (compiles_known or not torch.compiler.is_compiling())
         return (known if are_known else asking)(self, *args, **kwargs)

@@ -187,7 +187,7 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
     heads_at = names.index("unsqueeze_dim") - tensors if "unsqueeze_dim" in names else None
     heads_default = parameters[heads_at + tensors].default if heads_at is not None else 1
 
-    def apply_to_one(x: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+    def apply_to_one(x: Tensor, cos: Tensor, sin: Tensor, *rest: int, **keywords: int) -> Tensor:
         if is_dtensor(x) or x.ndim != 4:
             return original(x, cos, sin, *rest, **keywords)  # type: ignore[no-any-return]
         heads_dim = keywords.get("unsqueeze_dim", heads_default)
@@ -197,7 +197,7 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
         return rotation(x, x.narrow(heads_dim, 0, 0), cos, sin, heads_dim)[0]
 
     def apply_rotary_pos_emb(
-        q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, *rest: Any, **keywords: Any
+        q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, *rest: int, **keywords: int
     ) -> Any:
         if k is None or is_dtensor(q):  # Qwen4's indexer rotates queries alone
             return original(q, k, cos, sin, *rest, **keywords)

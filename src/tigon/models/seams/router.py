@@ -10,8 +10,10 @@ The model's load-balancing loss, if its config asks for one, is also an op. The 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +24,8 @@ from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.seams.rebind import owner_of, rebind
 from tigon.models.verification import probe
+
+Call = Callable[..., Any]
 
 _EXPERTS, _TOP_K, _TOKENS = 6, 2, 5
 
@@ -90,7 +94,7 @@ def _inputs() -> tuple[Tensor, ...]:
     return (probe.random(_TOKENS, probe.WIDTH, seed=1).requires_grad_(),)
 
 
-def _dtype_objection(make: Any, fused: Any, forward: Any) -> str | None:
+def _dtype_objection(make: Call, fused: Call, forward: Call) -> str | None:
     """Why the results have other dtypes in bf16 or under autocast, or None."""
 
     def measure() -> str | None:
@@ -111,7 +115,7 @@ _LOSS = "load_balancing_loss_func"
 
 
 @functools.cache
-def with_balancing_loss(forward: Any) -> Any:
+def with_balancing_loss(forward: FunctionType) -> Any:
     """The forward of a model, with tigon's load-balancing loss if its own function computes the same."""
     owner = owner_of(forward, _LOSS)
     if owner is None:
@@ -122,11 +126,16 @@ def with_balancing_loss(forward: Any) -> Any:
 
 
 def _balancing_loss(
-    original: Any, gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None
+    original: Call,
+    gate_logits: tuple[Tensor, ...] | None,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
 ) -> Any:
     """The arguments are those of transformers' function."""
-    served = isinstance(gate_logits, tuple) and bool(gate_logits)
-    if not served or any(is_dtensor(one) or one.shape != gate_logits[0].shape for one in gate_logits):
+    if not isinstance(gate_logits, tuple) or not gate_logits:
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    if any(is_dtensor(one) or one.shape != gate_logits[0].shape for one in gate_logits):
         return original(gate_logits, num_experts, top_k, attention_mask)
     device, (rows, experts) = gate_logits[0].device, gate_logits[0].shape
     if experts != num_experts or (attention_mask is not None and attention_mask.numel() != rows):
@@ -135,10 +144,10 @@ def _balancing_loss(
     return ops.load_balancing_loss([one.to(device) for one in gate_logits], top_k, mask=mask)
 
 
-def _computes_the_same(original: Any, replacement: Any) -> bool:
+def _computes_the_same(original: Call, replacement: Call) -> bool:
     """Whether both functions give one loss and one gradient, with and without a mask."""
 
-    def measured(function: Any, mask: Tensor | None) -> list[Tensor]:
+    def measured(function: Call, mask: Tensor | None) -> list[Tensor]:
         layers = tuple(probe.random(_TOKENS, _EXPERTS, seed=seed).requires_grad_() for seed in (1, 2))
         loss = function(layers, _EXPERTS, _TOP_K, mask)
         return [loss.detach(), *torch.autograd.grad(loss, layers)]

@@ -23,9 +23,12 @@ def finished(gradient: Tensor, left: Tensor | None, places: Places, dtype: torch
 
 
 def head_gradients(
-    made: Sequence[Tensor], wanted: Wanted, lefts: tuple[Tensor | None, Tensor | None], places: Places,
+    made: Sequence[Tensor],
+    wanted: Wanted,
+    lefts: tuple[Tensor | None, Tensor | None],
+    places: Places,
     dtype: torch.dtype,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """The gradients of hidden, weight and bias as autograd takes them; None where none is wanted.
 
     Args:

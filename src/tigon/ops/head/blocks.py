@@ -120,9 +120,7 @@ def _forward_plan(head: Head, keep: bool, block_bytes: int) -> BlockPlan:
     return plan_blocks(head.tokens, head.vocab, LogitBytes.of(head.dtype), block_bytes)
 
 
-def _forward_body(
-    head: Head, ids_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int
-) -> ForwardResults:  # fmt: skip
+def _forward_body(head: Head, ids_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int) -> ForwardResults:
     N, V = head.tokens, head.vocab
     check_ids(head.hidden_NH, ids_NK, V, options.ignore_index)
     plan = _forward_plan(head, keep, block_bytes)
@@ -145,9 +143,7 @@ def _forward_body(
     return ForwardResults(*(parts[0] if len(parts) == 1 else RowResults.joined(parts)), kept_NV)
 
 
-def _forward_fake(
-    head: Head, ids_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int
-) -> ForwardResults:  # fmt: skip
+def _forward_fake(head: Head, ids_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int) -> ForwardResults:
     N, V, one_block, buffer = head.tokens, head.vocab, True, None
     if keep:
         buffer = LogitBuffer(N, V, head.hidden_NH, head.logits_dtype)
@@ -159,9 +155,14 @@ def _forward_fake(
     kept_NV = buffer.view(N, V) if keep and buffer is not None else _no_logits(head)
     del buffer
     return ForwardResults(
-        rows.logprob_NK, rows.stats_2N, rows.entropy_N, rows.predicted_N, torch.empty_like(rows.topk_raw_NJ),
-        rows.topk_ids_NJ, kept_NV,
-    )  # fmt: skip
+        rows.logprob_NK,
+        rows.stats_2N,
+        rows.entropy_N,
+        rows.predicted_N,
+        torch.empty_like(rows.topk_raw_NJ),
+        rows.topk_ids_NJ,
+        kept_NV,
+    )
 
 
 linear_logprobs_fwd = Primitive("linear_logprobs_fwd", composite=_forward_body, fake=_forward_fake)
@@ -193,9 +194,13 @@ class _LogprobGradients:
 
 
 def _backward_body(
-    head: Head, upstream: Upstream, kept_NV: Tensor | None, logprob: LogprobOptions, wanted: Wanted,
+    head: Head,
+    upstream: Upstream,
+    kept_NV: Tensor | None,
+    logprob: LogprobOptions,
+    wanted: Wanted,
     options: BackwardOptions,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """The gradients of all blocks. kept_NV: the logits of all tokens; None to compute them again."""
     size = (head.tokens, head.vocab)
     plan = options.plan(size, LogitBytes.of(head.dtype), kept_NV is not None)
@@ -208,9 +213,13 @@ def _backward_body(
 
 
 def _backward_fake(
-    head: Head, upstream: Upstream, kept_NV: Tensor | None, logprob: LogprobOptions, wanted: Wanted,
+    head: Head,
+    upstream: Upstream,
+    kept_NV: Tensor | None,
+    logprob: LogprobOptions,
+    wanted: Wanted,
     options: BackwardOptions,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     plan = options.plan((head.tokens, head.vocab), LogitBytes.of(head.dtype), kept_NV is not None)
     gradients = _empty_gradients(head, wanted, plan, options.fp32_hidden)
     if isinstance(head.tokens, int):
@@ -254,9 +263,11 @@ class HeadPair(NamedTuple):
         """Uninitialised results."""
         x, N, dtype = self.p.hidden_NH, self.p.tokens, self.sum_dtype
         return DivergenceRows(
-            counts_N, x.new_empty(N, dtype=dtype), x.new_empty((8, N), dtype=dtype),
+            counts_N,
+            x.new_empty(N, dtype=dtype),
+            x.new_empty((8, N), dtype=dtype),
             x.new_empty((2, N), dtype=torch.int32),
-        )  # fmt: skip
+        )
 
     def logits_into(self, out: LogitPair, rows: slice, columns: slice) -> None:
         self.p.part(rows).logits_into(out.p_NC, columns)
@@ -308,7 +319,7 @@ def rows_at_once(pair: HeadPair, most_vocab: int, keep: bool, block_bytes: int) 
 
 def _kl_forward_body(
     pair: HeadPair, counts_N: Tensor | None, options: KlOptions, keep: bool, block_bytes: int
-) -> KlResults:  # fmt: skip
+) -> KlResults:
     (N, V), plan = pair.size, rows_at_once(pair, pair.p.vocab, keep, block_bytes)
     buffers, results = PairBuffers(pair, plan), pair.empty_rows(counts_N)
     with no_autocast(pair.p.hidden_NH):
@@ -321,7 +332,7 @@ def _kl_forward_body(
 
 def _kl_forward_fake(
     pair: HeadPair, counts_N: Tensor | None, options: KlOptions, keep: bool, block_bytes: int
-) -> KlResults:  # fmt: skip
+) -> KlResults:
     buffers = None
     if isinstance(pair.p.tokens, int):
         # The planner traces this fake: the buffers are alive inside the operator.
@@ -372,9 +383,14 @@ class _KlBlocks:
 
 
 def _kl_backward_body(
-    pair: HeadPair, upstream: KlUpstream, p_kept_NV: Tensor | None, q_kept_NV: Tensor | None, kl: KlOptions,
-    wanted: WantedPair, options: BackwardOptions,
-) -> KlGradients:  # fmt: skip
+    pair: HeadPair,
+    upstream: KlUpstream,
+    p_kept_NV: Tensor | None,
+    q_kept_NV: Tensor | None,
+    kl: KlOptions,
+    wanted: WantedPair,
+    options: BackwardOptions,
+) -> KlGradients:
     """The gradients of all blocks. p_kept_NV, q_kept_NV: the logits of all tokens; None to compute them again."""
     kept = None if p_kept_NV is None or q_kept_NV is None else LogitPair(p_kept_NV, q_kept_NV)
     plan = options.plan(pair.size, pair.logit_bytes(wanted), kept is not None)
@@ -386,9 +402,14 @@ def _kl_backward_body(
 
 
 def _kl_backward_fake(
-    pair: HeadPair, upstream: KlUpstream, p_kept_NV: Tensor | None, q_kept_NV: Tensor | None, kl: KlOptions,
-    wanted: WantedPair, options: BackwardOptions,
-) -> KlGradients:  # fmt: skip
+    pair: HeadPair,
+    upstream: KlUpstream,
+    p_kept_NV: Tensor | None,
+    q_kept_NV: Tensor | None,
+    kl: KlOptions,
+    wanted: WantedPair,
+    options: BackwardOptions,
+) -> KlGradients:
     kept = p_kept_NV is not None
     plan = options.plan(pair.size, pair.logit_bytes(wanted), kept)
     heads = list(zip(pair, wanted, strict=True))

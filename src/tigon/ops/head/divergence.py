@@ -22,6 +22,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError, ShardingError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import (
+    Context,
     Differentiable,
     by_vocabulary,
     check_number,
@@ -130,7 +131,7 @@ class _Divided:
 
 class LinearKl(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
+    def forward(ctx: Context, *args: Any) -> Tensor:
         *tensors, call, vocabulary, grad_enabled = args
         wanted = WantedPair(*(Wanted.of(ctx.needs_input_grad[at : at + 3], grad_enabled) for at in (0, 3)))
         places = Places(call.index, tensors[0].shape[0])
@@ -144,14 +145,14 @@ class LinearKl(torch.autograd.Function):
             kept = computed[3:] if keep and pair.p.vocab else (None, None)
             ctx.save_for_backward(
                 *pair.p[:3], *pair.q[:3], call.index, call.counts_N, computed.stats_8N, computed.peaks_2N, *kept
-            )  # fmt: skip
+            )
         ctx.wanted, ctx.tokens, ctx.options, ctx.vocabulary = wanted, places.tokens, call.options, vocabulary
         ctx.block_bytes = most_kept if keep else block_bytes
         return places.spread(computed.value_N, 0.0)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, index, counts_N, stats_8N, peaks_2N, p_kept_NV, q_kept_NV = ctx.saved_tensors
         places = Places(index, ctx.tokens)
         pair, options, vocabulary = HeadPair(Head(*tensors[:3]), Head(*tensors[3:])), ctx.options, ctx.vocabulary
@@ -204,9 +205,14 @@ def _add_up(rows: DivergenceRows, part: VocabParallelOptions, has_columns: bool)
 
 
 def _apply(
-    p_hidden: Tensor, p_weight: Tensor, p_bias: Tensor | None, q_hidden: Tensor, q_weight: Tensor,
-    q_bias: Tensor | None, call: LinearKlCall,
-) -> Tensor:  # fmt: skip
+    p_hidden: Tensor,
+    p_weight: Tensor,
+    p_bias: Tensor | None,
+    q_hidden: Tensor,
+    q_weight: Tensor,
+    q_bias: Tensor | None,
+    call: LinearKlCall,
+) -> Tensor:
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     sides = (p_hidden, p_weight, p_bias, q_hidden, q_weight, q_bias)
     return LinearKl.apply(*sides, call, _WHOLE, torch.is_grad_enabled())  # type: ignore[no-any-return]
@@ -241,15 +247,16 @@ class _Request(NamedTuple):
             check_mask(mask, rows)
         check_chunk_bytes(chunk_bytes)
         student, teacher = (
-            check_logit_map(softcap, logit_scale), check_logit_map(teacher_softcap, teacher_logit_scale, "teacher_")
-        )  # fmt: skip
+            check_logit_map(softcap, logit_scale),
+            check_logit_map(teacher_softcap, teacher_logit_scale, "teacher_"),
+        )
         temperature = check_temperature(temperature)
         student_first, share = _direction(kind, beta)
         maps = (*student, *teacher) if student_first else (*teacher, *student)
         mask_N = None if mask is None else mask.reshape(-1)
         return cls(
             student_first, KlOptions(share, temperature, *maps), mask_N, default_chunk_bytes(hidden, chunk_bytes)
-        )  # fmt: skip
+        )
 
     def call(self, index: Tensor | None) -> LinearKlCall:
         counts_N = None if self.mask_N is None or index is not None else self.mask_N.to(torch.uint8)
@@ -471,7 +478,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **options: Any) -> Cost:
+def _cost(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **options: object) -> Cost:
     # Two products in each pass, and two more for each head that is trained. Operands move once in each pass. Logits are
     # written in both passes, read twice in the forward and once in the backward; gradients are written and read twice.
     N, V = hidden.numel() // hidden.shape[-1], weight.shape[0]
@@ -500,4 +507,4 @@ LINEAR_KL = Op(
     case=Case(id="forward-keep", shape=(2, 21, 24, 100), options={"chunk_bytes": 1 << 20}),
     cost=_cost,
     errors={"fp32": 5.1e-06, "bf16": 4.5e-02, "fp16": 1.2e-02},
-)  # fmt: skip
+)

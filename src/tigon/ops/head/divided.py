@@ -31,9 +31,13 @@ class DividedHead:
 
     @classmethod
     def of(
-        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_parallel: VocabParallelOptions | None,
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vocab_parallel: VocabParallelOptions | None,
         prefix: str = "",
-    ) -> DividedHead:  # fmt: skip
+    ) -> DividedHead:
         """This process's part.
 
         Args:

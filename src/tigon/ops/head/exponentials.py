@@ -29,7 +29,7 @@ def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Te
     """f ⊙ (E W) + c ⊙ W[y], by one kernel if its tiles fill the chip, else by the vendor's product in fp32."""
     kernel = dispatch.uses_kernel(e_NV) and weight_VH.stride(1) == 1
     if kernel and starts_aligned(e_NV) and starts_aligned(weight_VH):
-        from tigon.kernels.linear_cross_entropy import scaled_product, suits_scaled_product
+        from tigon.kernels.exponential_products import scaled_product, suits_scaled_product
 
         tile = dispatch.planned_chip(e_NV).logits_tile  # type: ignore[union-attr]
         if suits_scaled_product(e_NV.shape[0], weight_VH.shape[1], tile, e_NV.device.index):
@@ -37,7 +37,7 @@ def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Te
     product = e_NV.new_empty((e_NV.shape[0], weight_VH.shape[1]), dtype=factors.dtype)
     product_into(e_NV, weight_VH, product, accumulate=False)
     if kernel:
-        from tigon.kernels.linear_cross_entropy import scaled_rows
+        from tigon.kernels.exponential_products import scaled_rows
 
         return scaled_rows(product, weight_VH, factors, target)  # type: ignore[no-any-return]
     c, labels = _label_term(factors, target, weight_VH.shape[0])
@@ -74,7 +74,7 @@ def weight_grad_into(
     scaled = scale_rows.body(x_CH)(x_CH, factors[0], None, x_CH.shape[0], x_CH.dtype)
     product_into(e_CV.t(), scaled, dw_VH, accumulate)
     if dispatch.uses_kernel(e_CV):
-        from tigon.kernels.linear_cross_entropy import add_label_rows
+        from tigon.kernels.exponential_products import add_label_rows
 
         add_label_rows(x_CH if x_CH.stride(1) == 1 else x_CH.contiguous(), target, factors, dw_VH)
         return

@@ -54,7 +54,7 @@ class Head(NamedTuple):
     @classmethod
     def of(
         cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", *, divided: bool = False
-    ) -> Head:  # fmt: skip
+    ) -> Head:
         """The head of a call with hidden (..., H), weight (V, H) and bias (V,); the casts are differentiable.
 
         Args:
@@ -84,9 +84,13 @@ class Head(NamedTuple):
         return cls(flat_NH.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous())
 
     def with_adapter(
-        self, hidden: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, scaling: float,
+        self,
+        hidden: Tensor,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        scaling: float,
         adapter_hidden: Tensor | None,
-    ) -> Head:  # fmt: skip
+    ) -> Head:
         """The head with the adapter of a call, if it has one. hidden: as the caller gave it."""
         _check_adapter(hidden, self.weight_VH, lora_a, lora_b, scaling, adapter_hidden)
         if lora_a is None:
@@ -215,9 +219,13 @@ class ChunkLimits(NamedTuple):
 
 
 def _check_adapter(
-    hidden: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, scaling: float,
+    hidden: Tensor,
+    weight: Tensor,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    scaling: float,
     adapter_hidden: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Raise unless the adapter is absent, or fits hidden (..., H) and weight (V, H)."""
     if not -math.inf < check_number("scaling", scaling) < math.inf:
         raise OptionError(f"scaling={scaling} must be finite.")
@@ -327,8 +335,10 @@ class LossArguments:
         labels = _labels(target, ignore_index)
         options, num_items = check_options(
             LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
-            reduction=reduction, num_items=num_items, outputs=outputs,
-        )  # fmt: skip
+            reduction=reduction,
+            num_items=num_items,
+            outputs=outputs,
+        )
         check_target(labels, rows, "hidden")
         check_devices(hidden=head.hidden_NH, target=labels, class_weight=class_weight, token_weight=token_weight)
         if whole:
@@ -344,7 +354,11 @@ class LossArguments:
             class_weight=class_weight,
             token_weight=None if token_weight is None else token_weight.reshape(-1).contiguous(),
             inv_denominator=inverse_denominator(
-                head.hidden_NH, target_N, class_weight, num_items=num_items, ignore_index=ignore_index,
+                head.hidden_NH,
+                target_N,
+                class_weight,
+                num_items=num_items,
+                ignore_index=ignore_index,
                 reduction=reduction,
             ),
             index=_tokens(head, target if isinstance(target, PreparedTargets) else target_N, ignore_index, whole),
@@ -353,7 +367,7 @@ class LossArguments:
             entropy="entropy" in outputs,
             predicted="predicted" in outputs or "accuracy" in outputs,
             limits=_limits(head, chunk_bytes, fp32_accumulate, memory_bytes),
-        )  # fmt: skip
+        )
 
 
 def _labels(target: Tensor | PreparedTargets, ignore_index: int) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import (
+    Context,
     Differentiable,
     check_dtype,
     check_number,
@@ -114,7 +115,7 @@ class MultiHeadResults(NamedTuple):
 class MultiHeadLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: MultiHeadCall, counts: tuple[int, int], grad_enabled: bool, *tensors: Tensor
+        ctx: Context, call: MultiHeadCall, counts: tuple[int, int], grad_enabled: bool, *tensors: Tensor
     ) -> MultiHeadResults:
         """`tensors` are hiddens, weights and blocks; `counts` are the numbers of the first two."""
         weights_at, blocks_at = counts[0], sum(counts)
@@ -140,7 +141,7 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         (left,) = ctx.saved_tensors
         scale, gradients, once = dloss * left, ctx.gradients, not keeps_graph()
         if once:
@@ -246,8 +247,11 @@ def multi_head_linear_cross_entropy(
     block_lists = [()] * len(shifts) if blocks is None else [tuple(of_head) for of_head in blocks]
     options, num_items = check_options(
         LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
-        reduction=reduction, num_items=num_items, outputs=outputs, names=OUTPUTS,
-    )  # fmt: skip
+        reduction=reduction,
+        num_items=num_items,
+        outputs=outputs,
+        names=OUTPUTS,
+    )
     if reduction == "none":
         raise OptionError("reduction='none' is not defined for a sum over heads; call linear_cross_entropy per head.")
     _check_shifts_and_factors(shifts, head_weights)
@@ -415,9 +419,13 @@ def _call(target: Tensor, **inputs: Any) -> Any:
 
 
 def _oracle(
-    target: Tensor, *, shifts: Sequence[int], head_weights: Sequence[float], chunk_bytes: int | None = None,
+    target: Tensor,
+    *,
+    shifts: Sequence[int],
+    head_weights: Sequence[float],
+    chunk_bytes: int | None = None,
     **inputs: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     hiddens, weights, blocks = _operands({"shifts": shifts, **inputs})
     inputs = {name: value for name, value in inputs.items() if name.split("_")[0] not in _TENSORS}
     losses = []

@@ -189,9 +189,15 @@ class _Loop:
             out_NH.index_copy_(0, at, part_CH.to(out_NH.dtype))
 
     def _head(
-        self, k: int, rows_C: Tensor, at: Tensor | slice, weight_VH: Tensor, dw_VH: Tensor | None, first: bool,
+        self,
+        k: int,
+        rows_C: Tensor,
+        at: Tensor | slice,
+        weight_VH: Tensor,
+        dw_VH: Tensor | None,
+        first: bool,
         logit_tokens: int,
-    ) -> Tensor | None:  # fmt: skip
+    ) -> Tensor | None:
         """Process one chunk for head k: add to its loss, its hits, dW and the gradients of its blocks.
 
         Returns its part of the hidden gradient, or None if nothing before the output weight needs a gradient.

@@ -74,9 +74,7 @@ fp8_amax = Primitive(
 _Cast = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _cast(
-    x_MK: Tensor, amax: Tensor, rowwise: bool, want_rows: bool, want_columns: bool, gradient: bool
-) -> _Cast:  # fmt: skip
+def _cast(x_MK: Tensor, amax: Tensor, rowwise: bool, want_rows: bool, want_columns: bool, gradient: bool) -> _Cast:
     M, dtype = x_MK.shape[0], format_of(rowwise, gradient)
     amax = amax if rowwise else amax.amax().reshape(1)
     amax = torch.where(amax < _SMALLEST, _SMALLEST, amax)
@@ -116,8 +114,11 @@ fp8_cast = Primitive(
     "fp8_cast",
     "(Tensor x_MK, Tensor amax, bool rowwise, bool want_rows, bool want_columns, bool gradient)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_cast_fake, kernel=f"{KERNELS}:fp8_cast", reference=_cast, complete=_complete,
-)  # fmt: skip
+    fake=_cast_fake,
+    kernel=f"{KERNELS}:fp8_cast",
+    reference=_cast,
+    complete=_complete,
+)
 """rows (M, K), columns (K, P), and their scales. `amax` is that of `fp8_amax`. Unwanted results are None or empty."""
 
 
@@ -138,15 +139,24 @@ def _has_fp8(index: int) -> bool:
 
 def _runs_on_tensor_cores(a_MK: Tensor, b_NK: Tensor, dtype: torch.dtype) -> bool:
     return (
-        dtype is torch.bfloat16 and a_MK.numel() > 0 and a_MK.shape[1] % ALIGNMENT == 0
-        and b_NK.shape[0] % ALIGNMENT == 0 and has_fp8(a_MK.device)
-    )  # fmt: skip
+        dtype is torch.bfloat16
+        and a_MK.numel() > 0
+        and a_MK.shape[1] % ALIGNMENT == 0
+        and b_NK.shape[0] % ALIGNMENT == 0
+        and has_fp8(a_MK.device)
+    )
 
 
 def _product(
-    a_MK: Tensor, b_NK: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None, leading: Sequence[int],
-    dtype: torch.dtype, fast: bool,
-) -> Tensor:  # fmt: skip
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None,
+    leading: Sequence[int],
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     N, rowwise = b_NK.shape[0], a_scales.numel() != 1 or b_scales.numel() != 1
     # y has all its dimensions from the start: a view of it would show a gated unit two holders.
     y = torch.empty(*leading, N, dtype=dtype, device=a_MK.device)
@@ -154,9 +164,7 @@ def _product(
     if _runs_on_tensor_cores(a_MK, b_NK, dtype):
         if rowwise:
             a_scales, b_scales = a_scales[:, None].contiguous(), b_scales[None].contiguous()
-        torch._scaled_mm(
-            a_MK, b_NK.t(), a_scales, b_scales, bias=bias, out_dtype=dtype, use_fast_accum=fast, out=y_MN
-        )  # fmt: skip
+        torch._scaled_mm(a_MK, b_NK.t(), a_scales, b_scales, bias=bias, out_dtype=dtype, use_fast_accum=fast, out=y_MN)
         return y
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     product = a_MK.to(wide) @ b_NK.to(wide).t()
@@ -166,9 +174,15 @@ def _product(
 
 
 def _product_fake(
-    a_MK: Tensor, b_NK: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None, leading: Sequence[int],
-    dtype: torch.dtype, fast: bool,
-) -> Tensor:  # fmt: skip
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None,
+    leading: Sequence[int],
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     return a_MK.new_empty(*leading, b_NK.shape[0], dtype=dtype)
 
 
@@ -176,8 +190,9 @@ fp8_product = Primitive(
     "fp8_product",
     "(Tensor a_MK, Tensor b_NK, Tensor a_scales, Tensor b_scales, Tensor? bias, SymInt[] leading, ScalarType dtype,"
     " bool fast) -> Tensor",
-    fake=_product_fake, composite=_product,
-)  # fmt: skip
+    fake=_product_fake,
+    composite=_product,
+)
 """(a · a_scales) (b · b_scales)ᵀ + bias, of shape (*leading, N), where leading has M elements.
 
 fast: sums stay in the tensor cores' accumulators, which have fewer bits than fp32, instead of moving to fp32 registers

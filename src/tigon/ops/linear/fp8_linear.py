@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import known_amax, recomputation
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, check_dtype, first_order, no_autocast, product_dtype
+from tigon.ops.dispatch import Context, Differentiable, check_dtype, first_order, no_autocast, product_dtype
 from tigon.ops.linear.fp8 import SCALINGS, Operand, fp8_amax, fp8_product, operand, transposed_rows
 
 # N tokens, H input width, F output width.
@@ -78,9 +78,7 @@ def _input_operand(x: Tensor, scaling: str, columns: bool, rows: bool) -> Operan
     # A first run and its recomputation must keep and take the same magnitudes, so they share no cast with other runs.
     # Each layer keeps them, because a recomputation may cast where the first run has shared a cast.
     kept, run = _last.kept, recomputation.current()
-    if kept is not None and not (
-        kept.of() is x and (x._version, scaling, capturing) == kept[1:4] and kept.run is run
-    ):  # fmt: skip
+    if kept is not None and not (kept.of() is x and (x._version, scaling, capturing) == kept[1:4] and kept.run is run):
         kept = None
     amax = _amax(x_NH, scaling, _found(x, scaling) if kept is None else kept.amax)
     if kept is not None and (kept.operand.columns is not None or not columns):
@@ -109,7 +107,7 @@ class Factors(NamedTuple):
 
 def factors_of(
     x: Tensor, weight_FH: Tensor, scaling: str, *, columns: bool, weight_columns: bool = False, rows: bool = True
-) -> Factors:  # fmt: skip
+) -> Factors:
     """Q(x) and Q(W). columns: whether x is also cast for the weight's gradient; weight_columns: W for x's.
 
     rows: whether both are cast for the forward product.
@@ -128,9 +126,14 @@ def forward_product(factors: Factors, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def input_gradient(
-    dy: Operand, weight_FH: Tensor, amax: Tensor, scaling: str, leading: list[int], columns: Tensor | None = None,
+    dy: Operand,
+    weight_FH: Tensor,
+    amax: Tensor,
+    scaling: str,
+    leading: list[int],
+    columns: Tensor | None = None,
     scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Q(dy) Q(Wᵀ)ᵀ. amax: that of the weight, from the forward; columns, scales: Q(Wᵀ), if it is there already."""
     if columns is None:
         w = operand(weight_FH, scaling, rows=False, columns=True, amax=amax)
@@ -156,8 +159,8 @@ def _columns_of(cast: Operand, of: Tensor, scaling: str) -> _Columns:
 
 
 def _factors_and_saved(
-    ctx: Any, x: Tensor, weight: Tensor, scaling: str
-) -> tuple[Factors, tuple[Tensor | None, ...]]:  # fmt: skip
+    ctx: Context, x: Tensor, weight: Tensor, scaling: str
+) -> tuple[Factors, tuple[Tensor | None, ...]]:
     """The factors of the forward product, and what the backward needs."""
     want_x, want_weight, *_ = ctx.needs_input_grad
     run = recomputation.current()
@@ -167,9 +170,13 @@ def _factors_and_saved(
     is_last = run.unsaved is not None and run.unsaved() == 2 + 2 * (want_weight + now)
     with no_autocast(x):
         factors = factors_of(
-            x, weight, scaling, columns=want_weight and not run.drops_saved,
-            weight_columns=now and not run.drops_saved, rows=not is_last,
-        )  # fmt: skip
+            x,
+            weight,
+            scaling,
+            columns=want_weight and not run.drops_saved,
+            weight_columns=now and not run.drops_saved,
+            rows=not is_last,
+        )
     of_x = _columns_of(factors.x, x, scaling) if want_weight else (None, None)
     of_weight = _columns_of(factors.weight, weight, scaling) if now else (None, None)
     return factors, (weight, factors.weight_amax, *of_x, *of_weight)
@@ -183,23 +190,27 @@ class _Saved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: str, factors: list[Factors]) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, scaling: str, factors: list[Factors]) -> Tensor:
         made, saved = _factors_and_saved(ctx, x, weight, scaling)
         factors.append(made)
         ctx.save_for_backward(*saved)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         raise AssertionError("nothing depends on this node")
 
 
 class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str,
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scaling: str,
         saved: tuple[Tensor, Factors] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.scaling, ctx.shape, ctx.saved = scaling, x.shape, None
         if saved is None:
             factors, of_backward = _factors_and_saved(ctx, x, weight, scaling)
@@ -211,7 +222,7 @@ class Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors if ctx.saved is None else ctx.saved.grad_fn.saved_tensors
         weight, amax, x_columns, x_scales, w_columns, w_scales = saved
         want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
@@ -320,7 +331,7 @@ class _Unfused(torch.autograd.Function):
     """The formula with factors that were rounded to FP8 and cast back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.scaling = scaling
         x_NH, e4m3 = x.reshape(-1, x.shape[-1]), torch.float8_e4m3fn
@@ -329,7 +340,7 @@ class _Unfused(torch.autograd.Function):
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         x_NH, dy_NF, e4m3 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]), torch.float8_e4m3fn
         rowwise = ctx.scaling == "rowwise"
@@ -339,9 +350,7 @@ class _Unfused(torch.autograd.Function):
         return dx.view(x.shape), dw, dy_NF.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-def fp8_linear_oracle(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "tensorwise"
-) -> Tensor:  # fmt: skip
+def fp8_linear_oracle(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "tensorwise") -> Tensor:
     """The products of the rounded factors. The rounding to FP8 is no error here: `quantisation_errors` records it."""
     return _Unfused.apply(x, weight, bias, scaling)  # type: ignore[no-any-return]
 
@@ -358,7 +367,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Cost:
+def _cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: object) -> Cost:
     # Each of x, W and dy is read for amax and for the cast, W in both passes. FP8 copies are written and read once.
     (F_, H), N = weight.shape, x.numel() // weight.shape[1]
     y_bytes = N * F_ * x.element_size()

@@ -30,7 +30,15 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import check_dtype, check_number, first_order, no_autocast, planned_device, product_dtype
+from tigon.ops.dispatch import (
+    Context,
+    check_dtype,
+    check_number,
+    first_order,
+    no_autocast,
+    planned_device,
+    product_dtype,
+)
 from tigon.ops.linear.fp8 import operand
 from tigon.ops.linear.fp8_linear import check_scaling, factors_of, forward_product, fp8_linear, input_gradient
 from tigon.ops.products import product_into
@@ -47,9 +55,7 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return (weight() if callable(weight) else weight).to(dtype)
 
 
-def low_rank_into(
-    y_NF: Tensor, h_NR: Tensor, b_FR: Tensor, scaling: float, bias: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def low_rank_into(y_NF: Tensor, h_NR: Tensor, b_FR: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
     """scaling · h Bᵀ + bias, written to y."""
     if bias is None:
         return y_NF.addmm_(h_NR, b_FR.t(), beta=0, alpha=scaling)  # with beta=0, what y holds is not read
@@ -64,12 +70,12 @@ class Saved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *more: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, *more: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, *more)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         raise AssertionError("nothing depends on this node")
 
 
@@ -77,9 +83,11 @@ def saves_early(*tensors: Tensor | None) -> bool:
     """Whether saved tensors go to hooks, such as those of activation checkpointing, and there is a graph."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return (
-        top is not None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        top is not None
+        and torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in tensors)
         and top(False) is not None
-    )  # fmt: skip
+    )
 
 
 def _low(x: Tensor, lora_a_RH: Tensor, adapter_x: Tensor | None) -> Tensor:
@@ -91,9 +99,17 @@ def _low(x: Tensor, lora_a_RH: Tensor, adapter_x: Tensor | None) -> Tensor:
 class LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, lora_a_RH: Tensor, lora_b_FR: Tensor,
-        adapter_x: Tensor | None, scaling: float, fp8: str | None = None, early: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        lora_a_RH: Tensor,
+        lora_b_FR: Tensor,
+        adapter_x: Tensor | None,
+        scaling: float,
+        fp8: str | None = None,
+        early: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """early: the result of `Saved`, and h."""
         stored_FH, ctx.made = (None, weight) if callable(weight) else (weight, None)
         b_FR = lora_b_FR.to(x.dtype)
@@ -116,7 +132,7 @@ class LoraLinear(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax = saved_tensors(ctx)
         weight: Weight = stored_FH if ctx.made is None else ctx.made
         want_x, want_weight, want_bias, want_a, want_b, want_entering, *_ = ctx.needs_input_grad
@@ -153,10 +169,10 @@ class LoraLinear(torch.autograd.Function):
         return dx, dw, db, da, d_b, d_entering, None, None, None
 
 
-def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+def saved_tensors(ctx: Context) -> tuple[Any, ...]:
     """The tensors that a node or its `Saved` kept. Those of `Saved` are released as the node's own would be."""
     if ctx.saved is None:
-        return ctx.saved_tensors  # type: ignore[no-any-return]
+        return ctx.saved_tensors
     if ctx.saved is _RELEASED:
         raise RuntimeError("lora_linear: the graph was freed by an earlier backward; call that one with retain_graph.")
     tensors: tuple[Any, ...] = ctx.saved.grad_fn.saved_tensors
@@ -241,9 +257,14 @@ def lora_linear(
 
 
 def check_lora_linear(
-    x: Tensor, weight: Weight, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None, adapter_x: Tensor | None,
+    x: Tensor,
+    weight: Weight,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    bias: Tensor | None,
+    adapter_x: Tensor | None,
     scaling: float,
-) -> None:  # fmt: skip
+) -> None:
     """Raise the errors that `lora_linear` names."""
     if not -math.inf < check_number("scaling", scaling) < math.inf:
         raise OptionError(f"scaling={scaling} must be finite.")
@@ -272,9 +293,15 @@ def check_lora_linear(
 
 
 def lora_linear_oracle(
-    x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, *, scaling: float = 1.0, bias: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    *,
+    scaling: float = 1.0,
+    bias: Tensor | None = None,
     adapter_x: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """PEFT's order: two layers for the adapter, cast as autocast does, then a product and a sum of activations."""
     y = F.linear(x, weight, bias)
     entering = x if adapter_x is None else adapter_x
@@ -297,7 +324,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, *_: Any, **__: Any) -> Cost:
+def _cost(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, *_: object, **__: object) -> Cost:
     # Forward y; backward dx of a frozen weight. Each is one large product and two of rank R; dA and dB are two more.
     (F_, H), R = weight.shape, lora_a.shape[0]
     N = x.numel() // H

@@ -22,8 +22,11 @@ def _reference(code: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype)
 
 
 mxfp4_weight = Primitive(
-    "mxfp4_weight", "(Tensor code, Tensor packed, Tensor scales, ScalarType dtype) -> Tensor",
-    fake=_fake, kernel="tigon.kernels.mxfp4:mxfp4_weight", reference=_reference,
-)  # fmt: skip
+    "mxfp4_weight",
+    "(Tensor code, Tensor packed, Tensor scales, ScalarType dtype) -> Tensor",
+    fake=_fake,
+    kernel="tigon.kernels.mxfp4:mxfp4_weight",
+    reference=_reference,
+)
 """code (16,) of CODE in fp32, packed (..., G, 16) of bytes with two weights each, scales (..., G) of exponents, 127 for
 1 -> (..., 32 · G)."""

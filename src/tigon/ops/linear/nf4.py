@@ -14,16 +14,30 @@ BLOCK, OUTER_BLOCK = 64, 256
 
 
 def _fake(
-    code: Tensor, packed: Tensor, scales: Tensor, code_of_scales: Tensor, outer_scales: Tensor, offset: Tensor,
-    rows: int, columns: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    code: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    code_of_scales: Tensor,
+    outer_scales: Tensor,
+    offset: Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
     return packed.new_empty((rows, columns), dtype=dtype)
 
 
 def _reference(
-    code: Tensor, packed: Tensor, scales: Tensor, code_of_scales: Tensor, outer_scales: Tensor, offset: Tensor,
-    rows: int, columns: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    code: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    code_of_scales: Tensor,
+    outer_scales: Tensor,
+    offset: Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
     block_scales = code_of_scales[scales.long()] * outer_scales.repeat_interleave(OUTER_BLOCK)[: scales.numel()]
     flat = packed.reshape(-1).long()
     nibbles = torch.stack([flat >> 4, flat & 15], dim=1).reshape(-1, BLOCK)
@@ -34,8 +48,10 @@ nf4_weight = Primitive(
     "nf4_weight",
     "(Tensor code, Tensor packed, Tensor scales, Tensor code_of_scales, Tensor outer_scales, Tensor offset,"
     " SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
-    fake=_fake, kernel="tigon.kernels.nf4:nf4_weight", reference=_reference,
-)  # fmt: skip
+    fake=_fake,
+    kernel="tigon.kernels.nf4:nf4_weight",
+    reference=_reference,
+)
 """(rows, columns) of bytes with two weights each, an 8-bit scale per 64 weights and an fp32 scale per 256 of those."""
 
 

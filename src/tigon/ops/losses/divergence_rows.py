@@ -41,15 +41,11 @@ class KlOptions(NamedTuple):
 
     @property
     def p(self) -> LogprobOptions:
-        return LogprobOptions(
-            softcap=self.p_softcap, logit_scale=self.p_logit_scale, temperature=self.temperature
-        )  # fmt: skip
+        return LogprobOptions(softcap=self.p_softcap, logit_scale=self.p_logit_scale, temperature=self.temperature)
 
     @property
     def q(self) -> LogprobOptions:
-        return LogprobOptions(
-            softcap=self.q_softcap, logit_scale=self.q_logit_scale, temperature=self.temperature
-        )  # fmt: skip
+        return LogprobOptions(softcap=self.q_softcap, logit_scale=self.q_logit_scale, temperature=self.temperature)
 
 
 class LogitPair(NamedTuple):

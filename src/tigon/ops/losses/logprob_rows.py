@@ -79,9 +79,13 @@ class Rows:
     def results(self, options: LogprobOptions) -> RowResults:
         """The results; call it after the last block."""
         return RowResults(
-            self.logprob_NK, self.stats_2N, self.entropy_N, self.predicted_N, self._topk_logprob(options),
+            self.logprob_NK,
+            self.stats_2N,
+            self.entropy_N,
+            self.predicted_N,
+            self._topk_logprob(options),
             self.topk_ids_NJ,
-        )  # fmt: skip
+        )
 
     def _topk_logprob(self, options: LogprobOptions) -> Tensor:
         if not options.top_k:
@@ -290,15 +294,14 @@ def backward_options(options: LogprobOptions) -> LogprobOptions:
     return options._replace(ignore_index=NO_ID) if options.top_k else options
 
 
-def joined_upstream(
-    dlogprob: Tensor | None, dtopk: Tensor | None, stats_2N: Tensor, sizes: tuple[int, int]
-) -> Tensor:  # fmt: skip
+def joined_upstream(dlogprob: Tensor | None, dtopk: Tensor | None, stats_2N: Tensor, sizes: tuple[int, int]) -> Tensor:
     """Gradients of the ids and of the `top_k` largest logits, side by side; 0 for one that is None."""
     parts = zip((dlogprob, dtopk), sizes, strict=True)
     whole = [
         stats_2N.new_zeros((stats_2N.shape[1], size)) if g is None else g.to(stats_2N.dtype)
-        for g, size in parts if size
-    ]  # fmt: skip
+        for g, size in parts
+        if size
+    ]
     return whole[0].contiguous() if len(whole) == 1 else torch.cat(whole, 1)
 
 

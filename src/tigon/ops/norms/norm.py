@@ -93,9 +93,13 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
 
 
 def _fwd_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: NormOptions,
     amax: Tensor | None = None,
-) -> NormResults:  # fmt: skip
+) -> NormResults:
     eps, offset, center, fp32_weight = options
     s = x if residual is None else x + residual
     wide = s.to(torch.promote_types(x.dtype, torch.float32))
@@ -133,7 +137,7 @@ def _bwd_reference(
     rstd: Tensor,
     options: NormBackwardOptions,
     amax: Tensor | None = None,
-) -> NormGradients:  # fmt: skip
+) -> NormGradients:
     offset, center, fp32_weight, want_dx, want_dw, want_db = options
     acc = rstd.dtype
     dy = dy.to(acc)
@@ -182,7 +186,7 @@ def _bwd_fake(
     mean: Tensor,
     rstd: Tensor,
     options: NormBackwardOptions,
-) -> NormGradients:  # fmt: skip
+) -> NormGradients:
     parameter = x if weight is None else weight
     return NormGradients(
         x.new_empty(x.shape if options.want_dx else (0,)),
@@ -192,25 +196,35 @@ def _bwd_fake(
 
 
 def _fwd_amax_fake(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: NormOptions,
     amax: Annotated[Tensor, WRITTEN],
-) -> NormResults:  # fmt: skip
+) -> NormResults:
     return _fwd_fake(x, residual, weight, bias, options)
 
 
 def _bwd_amax_fake(
-    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    options: NormBackwardOptions, amax: Annotated[Tensor, WRITTEN],
-) -> NormGradients:  # fmt: skip
+    dy: Tensor,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    options: NormBackwardOptions,
+    amax: Annotated[Tensor, WRITTEN],
+) -> NormGradients:
     return _bwd_fake(dy, ds, x, weight, mean, rstd, options)
 
 
-def _complete_fwd(results: Any, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _complete_fwd(results: Any, x: Tensor, *_: object) -> tuple[Tensor, ...]:
     y, s, mean, rstd = results
     return y, x.new_empty(0) if s is None else s, rstd.new_empty(0) if mean is None else mean, rstd
 
 
-def _complete_bwd(results: Any, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, *_: Any) -> Any:
+def _complete_bwd(results: Any, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, *_: object) -> Any:
     dx, dw, db = results
     parameter = x if weight is None else weight
     return (

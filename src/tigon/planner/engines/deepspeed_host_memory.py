@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tigon.planner.simulate.model_states import ModelWeights, Weight
 from tigon.planner.simulate.optimizer_cost import Parameter
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.sharding.sharding import ADAM_TENSORS, nvme_buffers, nvme_group_size
+from tigon.techniques.sharding.deepspeed_config import ADAM_TENSORS, nvme_buffers, nvme_group_size
 from tigon.techniques.technique import RunInfo
 
 GROUP_ELEMENTS = 10**9  # deepspeed/runtime/zero/config.py, sub_group_size: elements that stage 3 updates at a time

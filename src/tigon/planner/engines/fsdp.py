@@ -64,13 +64,19 @@ class Fsdp(Engine):
             update=sharded_update(model, gpus=gpus, optimizer_bytes=states),
             step_tensor_bytes=(step,),
             gradients=Gradients(
-                nbytes=grads, allocated="with each", kept=False, copies=self._copies(),
+                nbytes=grads,
+                allocated="with each",
+                kept=False,
+                copies=self._copies(),
                 # accelerate reduces only in the last micro-batch (no_sync)
                 whole_until_last_micro_batch=settings.train.gradient_accumulation > 1,
             ),
-            gathered=self._gathered(model), traffic=self._traffic(model, link),
-            loaded_itemsize=loaded, managed=managed_bytes(request, model.weights), host=host,
-        )  # fmt: skip
+            gathered=self._gathered(model),
+            traffic=self._traffic(model, link),
+            loaded_itemsize=loaded,
+            managed=managed_bytes(request, model.weights),
+            host=host,
+        )
 
     def _gathered(self, model: ModelWeights) -> GatheredSizes:
         # Accelerate makes one unit of the last norm and lm_head, which stays gathered through forward and backward. The

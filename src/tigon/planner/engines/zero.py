@@ -31,7 +31,8 @@ from tigon.planner.simulate.model_states import ModelWeights, UpdateWork
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.precision import format_of
-from tigon.techniques.sharding.sharding import are_read_in_parts, gathers_layers
+from tigon.techniques.sharding.deepspeed_config import gathers_layers
+from tigon.techniques.sharding.sharding import are_read_in_parts
 from tigon.techniques.technique import RunInfo
 
 FP32, FP64 = 4, 8
@@ -126,10 +127,15 @@ class _Zero(Engine):
             optimizer_tensor_bytes=(states,),
             update=self._update(model, states, sm_s),
             step_tensor_bytes=(step,),
-            gradients=self._gradients(model), gathered=self._gathered(model), traffic=self._traffic(model),
-            buckets=2 * self._bucket_bytes(model), buffers=self._buffer_bytes(model),
-            loaded_itemsize=self._loaded_itemsize(request, model), host=host, nvme=nvme,
-        )  # fmt: skip
+            gradients=self._gradients(model),
+            gathered=self._gathered(model),
+            traffic=self._traffic(model),
+            buckets=2 * self._bucket_bytes(model),
+            buffers=self._buffer_bytes(model),
+            loaded_itemsize=self._loaded_itemsize(request, model),
+            host=host,
+            nvme=nvme,
+        )
 
     def _update(self, model: ModelWeights, states_bytes: int, sm_s: float) -> UpdateWork:
         return sharded_update(model, gpus=self.settings.sharding.gpus, optimizer_bytes=states_bytes, sm_s=sm_s)

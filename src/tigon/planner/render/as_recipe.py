@@ -18,8 +18,12 @@ from tigon.techniques.keys.settings import DEFAULT, KEYS
 
 RECIPE_FILE = "recipe.yaml"
 ALWAYS_WRITTEN = (
-    "train.precision", "train.optimizer", "train.checkpointing", "train.gradient_accumulation", "model.kernels",
-)  # fmt: skip
+    "train.precision",
+    "train.optimizer",
+    "train.checkpointing",
+    "train.gradient_accumulation",
+    "model.kernels",
+)
 """Keys that a plan's recipe names with their defaults too, to replace the values of the recipe it is applied to."""
 
 
@@ -89,6 +93,6 @@ def yaml_text(request: Request) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
-def word(value: Any) -> str:
+def word(value: object) -> str:
     """Format a value for `--set`."""
     return yaml_word(tuple(value)) if isinstance(value, list) else yaml_word(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tigon.errors import UsageError
 from tigon.planner.estimate import Estimate, estimate
@@ -14,6 +14,10 @@ from tigon.planner.request import Request, text_config
 from tigon.planner.search.recommend import Plan, label
 from tigon.planner.simulate.ledger import COMPONENTS
 from tigon.report.chart import INK, LIMIT, MEMORY_COLOURS, MUTED, new_figure, shared_legend, svg, whole_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 POINTS = 7
 
@@ -59,7 +63,7 @@ def _values(most: int, *, unit: int) -> list[int]:
     return sorted(min(value, most) for value in even)
 
 
-def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
+def _draw_limit(axes: Axes, plan: Plan, top: float) -> None:
     """Draws the memory limit as a line. Its name goes in the legend, because next to the line it would cover curves."""
     limit = plan.gpu.memory_bytes / GIB
     name = plan.gpu.name if "GiB" in plan.gpu.name else f"{plan.gpu.name}, {limit:.0f} GiB"
@@ -67,7 +71,8 @@ def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
     axes.set_ylim(0, max(top, limit) * 1.12)
 
 
-def _components(plan: Plan) -> Any:
+def _components(plan: Plan) -> Figure:
+    figure: Figure
     figure, panels = new_figure(2, columns=2, height=3.8)
     for axes, (title, values, at) in zip(panels, _axes_of(plan), strict=True):
         predictions = [estimate(at(n), gpu=plan.gpu, evaluation=False) for n in values]
@@ -81,9 +86,12 @@ def _components(plan: Plan) -> Any:
     return figure
 
 
-def _stack(axes: Any, values: Sequence[int], predictions: Sequence[Estimate]) -> None:
+def _stack(axes: Axes, values: Sequence[int], predictions: Sequence[Estimate]) -> None:
     shown = [name for name in COMPONENTS if any(e.components[name] for e in predictions)]
     axes.stackplot(
-        values, [[e.components[name] / GIB for e in predictions] for name in shown], labels=shown,
-        colors=[MEMORY_COLOURS[name][0] for name in shown], lw=0,
-    )  # fmt: skip
+        values,
+        [[e.components[name] / GIB for e in predictions] for name in shown],
+        labels=shown,
+        colors=[MEMORY_COLOURS[name][0] for name in shown],
+        lw=0,
+    )

@@ -40,12 +40,13 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     """The whole plan as JSON values, in bytes and seconds."""
     option, request, gpu = plan.option, plan.option.request, plan.gpu
     return {
-        "model": request.model, "batch": request.batch, "seq": request.seq, "evaluated": request.evaluated,
+        "model": request.model,
+        "batch": request.batch,
+        "seq": request.seq,
+        "evaluated": request.evaluated,
         "choices": settings_mapping(request.settings),
         **_objective_sections(request),
-        "gpu": {
-            "name": gpu.name, "memory_bytes": gpu.memory_bytes, "source": gpu.source,
-        },
+        "gpu": {name: getattr(gpu, name) for name in ("name", "memory_bytes", "source")},
         **asdict(option.estimate),
         "outside_bytes": non_allocator_bytes(gpu, request.settings),
         "fits": option.fits(gpu, plan.problem.host_bytes),
@@ -55,7 +56,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "recommended": [_recommendation(plan, one) for one in plan.recommended],
         "fallback": plan.fallback,
         "refused": list(plan.refused),
-    }  # fmt: skip
+    }
 
 
 def _objective_sections(request: Request) -> dict[str, dict[str, Any] | None]:
@@ -72,25 +73,32 @@ def _max_sizes(plan: Plan, name: str) -> dict[str, int | None]:
     return {"requested": getattr(plan.max_sizes, name), "recommended": None if best is None else getattr(best, name)}
 
 
-def _recommendation(plan: Plan, one: Recommendation) -> dict[str, Any]:
-    request, result = one.option.request, one.option.estimate
+def _configuration(request: Request) -> dict[str, Any]:
     return {
-        "label": label(request.settings), "batch": request.batch, "choices": settings_mapping(request.settings),
-        "peak_allocated_bytes": result.peak_allocated_bytes, "peak_reserved_bytes": result.peak_reserved_bytes,
-        "device_bytes": result.device_bytes, "host_bytes": result.host_bytes, "nvme_bytes": result.nvme_bytes,
-        "step_s": result.step_s, "tokens_per_s": result.tokens_per_s, "components": dict(result.components),
-        "precision_cost": dict(space.changes(request.settings)), "changes": space.change_names(request),
+        "label": label(request.settings),
+        "batch": request.batch,
+        "choices": settings_mapping(request.settings),
+        "changes": space.change_names(request),
+    }
+
+
+def _recommendation(plan: Plan, one: Recommendation) -> dict[str, Any]:
+    request = one.option.request
+    unshown = ("phases", "peak_phase", "notes")
+    return {
+        **_configuration(request),
+        **{name: value for name, value in asdict(one.option.estimate).items() if name not in unshown},
+        "precision_cost": dict(space.changes(request.settings)),
         "needs": needs(one.option),
-        "cheaper": [_rejected(other) for other in one.cheaper], "command": _command(plan, one),
+        "cheaper": [_rejected(other) for other in one.cheaper],
+        "command": _command(plan, one),
         "yaml": as_recipe.yaml_text(request),
-    }  # fmt: skip
+    }
 
 
 def _rejected(other: Rejected) -> dict[str, Any]:
-    return {
-        "label": label(other.settings), "batch": other.batch, "device_bytes": other.device_bytes,
-        "reason": other.reason,
-    }  # fmt: skip
+    size = {"batch": other.batch, "device_bytes": other.device_bytes}
+    return {"label": label(other.settings), **size, "reason": other.reason}
 
 
 def needs(option: Option) -> list[str]:
@@ -107,7 +115,7 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
 
     The short form is what a person reads before a run; the details are for one who compares the recommendations.
     """
-    console.print(headline(plan), markup=False, style="bold", soft_wrap=True)
+    _print(console, headline(plan), style="bold")
     _show_option(plan, console)
     if plan.recommended:
         _recommendations(plan, console)
@@ -118,6 +126,11 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
     _reach(plan, console)
     if not details:
         console.print("--explain shows each number's parts, why other recipes were rejected, and every command.")
+
+
+def _print(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text that may hold brackets; the terminal wraps it."""
+    console.print(text, markup=False, style=style, soft_wrap=True)
 
 
 def headline(plan: Plan) -> str:
@@ -164,12 +177,12 @@ def _show_option(plan: Plan, console: Console) -> None:
     if plan.problem.auto:
         divides = " and micro-batches" if plan.problem.auto_divides else ""
         asked += f" (checkpointing{divides} chosen by auto)"
-    console.print(f"as asked: {asked}", markup=False, soft_wrap=True)
+    _print(console, f"as asked: {asked}")
     console.print(_table(result))
     console.print(bar(result, gpu))
-    console.print(verdict(option, gpu, plan.problem.host_bytes), markup=False, soft_wrap=True)
+    _print(console, verdict(option, gpu, plan.problem.host_bytes))
     for note in result.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+        _print(console, f"note: {note}")
 
 
 def verdict(option: Option, gpu: Gpu, host_bytes: int | None = None) -> str:
@@ -181,10 +194,8 @@ def verdict(option: Option, gpu: Gpu, host_bytes: int | None = None) -> str:
     if host_bytes is not None and option.host_excess(host_bytes) > 0:
         needed = f"offloading needs {gib(option.all_host_bytes)} of host memory, and only {gib(host_bytes)} may be used"
         fits = f"does not fit: {needed}" if left >= 0 else f"{fits}, and {needed}"
-    elsewhere = "".join(
-        f", {gib(size)} {where}" for size, where in ((result.host_bytes, "on the host"), (result.nvme_bytes, "on NVMe"))
-        if size
-    )  # fmt: skip
+    places = {"on the host": result.host_bytes, "on NVMe": result.nvme_bytes}
+    elsewhere = "".join(f", {gib(size)} {where}" for where, size in places.items() if size)
     return (
         f"{fits}. Peak {gib(result.peak_allocated_bytes)} allocated ({result.peak_phase}), "
         f"{gib(result.peak_reserved_bytes)} reserved, {gib(result.device_bytes)} on the device{elsewhere}; "
@@ -260,7 +271,7 @@ def _recommendations(plan: Plan, console: Console) -> None:
         rows.append((str(number), label(request.settings), batch, *figures, _changes(plan, request)))
     titles = ("#", "recipe", "batch", *_FIGURES, "changes")
     Table(titles, rows, texts=(1, len(titles) - 1)).show(console)
-    console.print(f"\nTrain with the first: {_command(plan, plan.recommended[0])}", markup=False, soft_wrap=True)
+    _print(console, f"\nTrain with the first: {_command(plan, plan.recommended[0])}")
     missing = not_installed(needs(plan.recommended[0].option))
     if missing:
         console.print(f"It needs {', '.join(missing)}, which this Python does not have.", markup=False)
@@ -300,7 +311,7 @@ def _details(plan: Plan, console: Console) -> None:
         ]
         console.print(f"\n{number}. {label(request.settings)}", markup=False, style="bold")
         for line in (*details, _command(plan, one)):
-            console.print(f"   {line}", markup=False, soft_wrap=True)
+            _print(console, f"   {line}")
     if not plan.problem.command:
         console.print(f"\nthe first as {as_recipe.RECIPE_FILE}; set your data and steps:", markup=False)
         console.print(as_recipe.yaml_text(plan.recommended[0].option.request), markup=False)
@@ -326,20 +337,16 @@ def _reach(plan: Plan, console: Console) -> None:
     request = plan.option.request
     as_asked = "as asked"
     if plan.problem.auto:
-        as_asked += ", with the layers' inputs on the host" if request.settings.train.checkpointing == "offload" else (
-            ", all layers recomputed"
-        )  # fmt: skip
+        on_host = request.settings.train.checkpointing == "offload"
+        as_asked += ", with the layers' inputs on the host" if on_host else ", all layers recomputed"
     lines = [(as_asked, plan.max_sizes, request)]
     if plan.best_max_sizes is not None:
         lines.append(("recipe 1", plan.best_max_sizes, plan.recommended[0].option.request))
     for name, reach, of in lines:
         batch = _samples(reach.largest_batch) if reach.largest_batch else "none"
         seq = f"{reach.longest_sequence:,} tokens" if reach.longest_sequence else "none"
-        console.print(
-            f"{name}: largest micro-batch of {of.seq:,} tokens: {batch}; "
-            f"longest sequence with {_samples(of.batch)}: {seq}",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+        longest = f"longest sequence with {_samples(of.batch)}: {seq}"
+        _print(console, f"{name}: largest micro-batch of {of.seq:,} tokens: {batch}; {longest}")
 
 
 def show_longest(plan: Plan, rows: Sequence[LongestRow], console: Console) -> None:
@@ -350,7 +357,7 @@ def show_longest(plan: Plan, rows: Sequence[LongestRow], console: Console) -> No
     answer = "no row fits" if best.option is None else f"rows of up to {best.request.seq:,} tokens fit"
     how = "" if best.option is None else f", with {label(best.request.settings)}"
     line = f"{best.request.model} on {gpu.name} ({gib(gpu.memory_bytes)}): {answer}{how}"
-    console.print(line, markup=False, style="bold", soft_wrap=True)
+    _print(console, line, style="bold")
     console.print(f"Longest row in micro-batches of {_samples(batch)}")
     cells = []
     for row in rows:
@@ -365,12 +372,13 @@ def show_longest(plan: Plan, rows: Sequence[LongestRow], console: Console) -> No
 
 def longest_mapping(row: LongestRow) -> dict[str, Any]:
     """The longest row of a configuration as JSON values."""
-    result = row.option.estimate if row.option is not None else None
+    option = row.option
     return {
-        "label": label(row.request.settings), "batch": row.request.batch,
-        "choices": settings_mapping(row.request.settings),
-        "changes": space.change_names(row.request), "longest_sequence": row.request.seq if result else 0,
-        "device_bytes": result.device_bytes if result else None, "step_s": result.step_s if result else None,
-        "host_bytes": row.option.all_host_bytes if row.option else None,
-        "tokens_per_s": result.tokens_per_s if result else None,
-    }  # fmt: skip
+        **_configuration(row.request),
+        "longest_sequence": row.request.seq if option else 0,
+        "host_bytes": option.all_host_bytes if option else None,
+        **{name: getattr(option.estimate, name) if option else None for name in _LONGEST_FIGURES},
+    }
+
+
+_LONGEST_FIGURES = ("device_bytes", "step_s", "tokens_per_s")

@@ -11,7 +11,7 @@ If no recomputation makes the run fit, the layers' inputs may go to the host (`o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tigon.errors import RecipeError
@@ -43,9 +43,14 @@ def device_bytes(option: Option) -> int:
 
 
 def choose(
-    request: Request, gpu: Gpu, splits: Sequence[tuple[int, int]] = (), *, needs: Needs = device_bytes,
-    offloads: bool = False, host_bytes: int | None = None,
-) -> Choice:  # fmt: skip
+    request: Request,
+    gpu: Gpu,
+    splits: Sequence[tuple[int, int]] = (),
+    *,
+    needs: Needs = device_bytes,
+    offloads: bool = False,
+    host_bytes: int | None = None,
+) -> Choice:
     """The fastest choice that fits `gpu`; if nothing fits, the smallest.
 
     Args:
@@ -61,37 +66,36 @@ def choose(
     """
     splits = splits or [(request.batch, request.settings.train.gradient_accumulation)]
     seen: dict[tuple[int, str], Option] = {}
-    largest = _Layers(request_of(request, *splits[0]), gpu, seen, needs)
+
+    def layers_of(split: tuple[int, int]) -> _Layers:
+        return _Layers(request_of(request, *split), gpu, seen, needs)
+
+    largest = layers_of(splits[0])
     whole = largest.option("none")
     if whole is not None and largest.fits(whole):
         return Choice(whole, seen)
     start = _first_split(whole, needs(whole), splits, gpu) if whole is not None else len(splits) - 1
     best: Option | None = None
-    for batch, accumulate in reversed(splits[: start + 1]):
-        layers = _Layers(request_of(request, batch, accumulate), gpu, seen, needs)
+    for layers in map(layers_of, reversed(splits[: start + 1])):
         option = layers.fastest(beats=_speed(best) if best is not None and layers.fits(best) else 0.0)
         if best is not None and layers.fits(best) and not layers.better(option, best):
             break  # larger micro-batches recompute more still
         best = option if best is None or layers.better(option, best) else best
+    assert best is not None, "there is at least one split"
     # A batch that is not divided holds no gradients in its forward pass, so it may keep more than its parts.
-    undivided = splits[0][1] == 1 and splits[0][0] != best.request.batch if best is not None else False
-    if best is not None and undivided and best.request.settings.train.checkpointing != "none":
+    undivided = splits[0][1] == 1 and splits[0][0] != best.request.batch
+    if undivided and best.request.settings.train.checkpointing != "none":
         option = largest.fastest(beats=_speed(best) if largest.fits(best) else 0.0)
         best = option if largest.better(option, best) else best
-    assert best is not None, "there is at least one split"
     if offloads and not largest.fits(best):
-        best = _on_host(request, gpu, splits, seen, needs, host_bytes) or best
+        best = _on_host(map(layers_of, reversed(splits)), host_bytes) or best
     return Choice(best, seen)
 
 
-def _on_host(
-    request: Request, gpu: Gpu, splits: Sequence[tuple[int, int]], seen: dict[tuple[int, str], Option], needs: Needs,
-    host_bytes: int | None,
-) -> Option | None:  # fmt: skip
+def _on_host(smallest_first: Iterable[_Layers], host_bytes: int | None) -> Option | None:
     """The fastest micro-batch that fits with the layers' inputs on the host; None if none does."""
     best: Option | None = None
-    for batch, accumulate in reversed(splits):
-        layers = _Layers(request_of(request, batch, accumulate), gpu, seen, needs)
+    for layers in smallest_first:
         option = layers.option("offload")
         # One that does not fit decides nothing about larger ones: a batch that is not divided holds no gradients.
         if option is None or not layers.fits(option) or option.host_excess(host_bytes) > 0:

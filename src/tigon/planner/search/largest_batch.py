@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tigon.planner.engines.non_allocator_memory import allocator_budget_bytes
 from tigon.planner.estimate import estimate
@@ -44,10 +43,11 @@ def largest_batch(request: Request, gpu: Gpu) -> int:
     """The most samples per micro-batch that fit, as a multiple of the objective's least batch; or 0."""
     unit = request.objective.least_batch
     return unit * largest(
-        lambda n: _room(request, gpu, batch=n * unit), start=max(1, request.batch // unit),
+        lambda n: _room(replace(request, batch=n * unit), gpu),
+        start=max(1, request.batch // unit),
         limit=max(1, request.objective.most_batch // unit),
         empty=_empty(request, gpu),
-    )  # fmt: skip
+    )
 
 
 def longest_sequence(request: Request, gpu: Gpu) -> int:
@@ -55,25 +55,26 @@ def longest_sequence(request: Request, gpu: Gpu) -> int:
     limit = int(getattr(text_config(request.config), "max_position_embeddings", None) or 1 << 20)
     limit -= request.objective.sequence_tokens(request.seq) - request.seq
     return SHORTEST * largest(
-        lambda n: _room(request, gpu, seq=min(n * SHORTEST, limit)), start=max(1, request.seq // SHORTEST),
-        limit=max(1, limit // SHORTEST), empty=_empty(request, gpu),
-    )  # fmt: skip
+        lambda n: _room(replace(request, seq=min(n * SHORTEST, limit)), gpu),
+        start=max(1, request.seq // SHORTEST),
+        limit=max(1, limit // SHORTEST),
+        empty=_empty(request, gpu),
+    )
 
 
-def _room(request: Request, gpu: Gpu, **changes: Any) -> tuple[bool, int]:
-    changed = replace(request, settings=request.settings.having({"train.gradient_accumulation": 1}), **changes)
-    prediction = estimate(changed, gpu=gpu, evaluation=False)
+def _room(request: Request, gpu: Gpu) -> tuple[bool, int]:
+    prediction = estimate(_one_micro_batch(request), gpu=gpu, evaluation=False)
     return prediction.device_bytes <= gpu.memory_bytes, allocator_budget_bytes(
         gpu, request.settings
     ) - prediction.peak_allocated_bytes
 
 
+def _one_micro_batch(request: Request) -> Request:
+    return replace(request, settings=request.settings.having({"train.gradient_accumulation": 1}))
+
+
 def _empty(request: Request, gpu: Gpu) -> int:
-    at_rest = estimate(
-        replace(request, settings=request.settings.having({"train.gradient_accumulation": 1})),
-        gpu=gpu,
-        evaluation=False,
-    )
+    at_rest = estimate(_one_micro_batch(request), gpu=gpu, evaluation=False)
     held = at_rest.components["weights"] + at_rest.components["optimizer"]
     return allocator_budget_bytes(gpu, request.settings) - held
 

@@ -10,6 +10,7 @@ from tigon.planner.search.largest_batch import longest_sequence
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.recommend import Plan
 from tigon.techniques import tiling
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
 
 TRIED = 3
@@ -51,25 +52,14 @@ def longest_rows(plan: Plan, *, keep_batch: bool) -> tuple[LongestRow, ...]:
     requests = [first, *(replace(first, settings=first.settings.having(kept)) for kept in kinds[-TRIED:])]
     if first.masked and not first.objective.pads:
         requests.append(replace(requests[-1], masked=False))
+    different: dict[tuple[Settings, bool], Request] = {}
+    for request in requests:
+        different.setdefault((request.settings, request.masked), request)
     rows: list[LongestRow] = []
-    for key in dict.fromkeys(map(_Key, requests)):
-        if not refusals(key.request, key.request.settings):
-            rows.append(_longest(plan, key.request, rows[-1].request.seq if rows else first.seq))
+    for request in different.values():
+        if not refusals(request, request.settings):
+            rows.append(_longest(plan, request, rows[-1].request.seq if rows else first.seq))
     return tuple(rows)
-
-
-class _Key:
-    """A request, compared by what differs between the requests of one call, because configs cannot be hashed."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self._key = (request.settings, request.masked)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._key == other._key
 
 
 def _longest(plan: Plan, request: Request, guess: int) -> LongestRow:

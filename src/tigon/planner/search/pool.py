@@ -13,19 +13,21 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
+T = TypeVar("T")
 
-class ForkedCall:
+
+class ForkedCall(Generic[T]):
     """`function(*arguments)` in a child process that starts at once; `result()` waits for it.
 
     The child inherits the cached traces. If this process cannot fork or the child fails, `result()` calls the function
     in this process, which then raises the function's error.
     """
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., T], *arguments: object) -> None:
         self._function, self._arguments = function, arguments
         self._from_child: Connection | None = None
         if not _can_fork():
@@ -36,10 +38,10 @@ class ForkedCall:
         self._process.start()
         to_parent.close()
 
-    def result(self) -> Any:
+    def result(self) -> T:
         if self._from_child is not None:
             with contextlib.suppress(EOFError):  # the child failed and sent nothing
-                value: Any = self._from_child.recv()
+                value: T = self._from_child.recv()
                 self._process.join()
                 return value
         return self._function(*self._arguments)

@@ -92,9 +92,15 @@ def plan(problem: SearchProblem) -> Plan:
     recommended, refused, fallback = recommendations(problem)
     best_max_sizes = max_sizes(recommended[0].option.request, problem.gpu) if recommended else None
     return Plan(
-        problem=problem, gpu=gpu, option=option, recommended=tuple(recommended), fallback=fallback, refused=refused,
-        max_sizes=reach.result(), best_max_sizes=best_max_sizes,
-    )  # fmt: skip
+        problem=problem,
+        gpu=gpu,
+        option=option,
+        recommended=tuple(recommended),
+        fallback=fallback,
+        refused=refused,
+        max_sizes=reach.result(),
+        best_max_sizes=best_max_sizes,
+    )
 
 
 def _with_auto(problem: SearchProblem) -> Request:
@@ -182,9 +188,11 @@ class _Search:
     def too_large(self, option: Option) -> Rejected:
         request = option.request
         return Rejected(
-            settings=request.settings, batch=request.batch, device_bytes=option.estimate.device_bytes,
+            settings=request.settings,
+            batch=request.batch,
+            device_bytes=option.estimate.device_bytes,
             reason=why_not(option, self.problem.gpu, self.problem.host_bytes),
-        )  # fmt: skip
+        )
 
     def keep(self, best: Option | None, rejected: list[Rejected]) -> None:
         if best is not None:

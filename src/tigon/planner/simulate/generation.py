@@ -23,9 +23,7 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
     samples = request.batch * request.settings.train.gradient_accumulation
     tokens = generation.prompt_tokens + generation.new_tokens
     itemsize = format_of(request.settings).products.itemsize
-    cache = [
-        samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths
-    ]  # fmt: skip
+    cache = [samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths]
     copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2]
     ledger.enter("forward")
     held = [ledger.alloc(nbytes, "activations") for nbytes in cache]

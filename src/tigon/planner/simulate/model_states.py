@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -91,10 +92,17 @@ def model_weights(request: Request) -> ModelWeights:
     The result is cached. Its key is a `TraceKey` in which batch, sequence length, block mask, kernels, attention,
     checkpointing, MLP tiles and accumulation fusion have fixed values, because the weights do not depend on them.
     """
-    settings = request.settings.having({"train.checkpointing": "none", "train.mlp_tile_tokens": 0,
-    "model.kernels": "none", "model.attention": "sdpa",
-        "model.attention_sinks": False, "train.gradient_accumulation_fusion": False, "train.loss_memory_mib": 0,
-    })  # fmt: skip
+    settings = request.settings.having(
+        {
+            "train.checkpointing": "none",
+            "train.mlp_tile_tokens": 0,
+            "model.kernels": "none",
+            "model.attention": "sdpa",
+            "model.attention_sinks": False,
+            "train.gradient_accumulation_fusion": False,
+            "train.loss_memory_mib": 0,
+        }
+    )
     return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, settings=settings)))
 
 
@@ -112,7 +120,7 @@ def _model_weights(key: TraceKey) -> ModelWeights:
     return weights
 
 
-def _of_json(stored: Any) -> ModelWeights:
+def _of_json(stored: Mapping[str, Any]) -> ModelWeights:
     weights = tuple(Weight(**{**one, "shape": tuple(one["shape"])}) for one in stored["weights"])
     vocab, hidden = stored["lm_head_shape"]
     return ModelWeights(weights, stored["buffer_bytes"], (vocab, hidden))
@@ -120,7 +128,7 @@ def _of_json(stored: Any) -> ModelWeights:
 
 def _built_weights(key: TraceKey) -> ModelWeights:
     request, settings = key.request, key.request.settings
-    model: Any = build(request.model, request.config)
+    model = build(request.model, request.config)
     if settings.lora.quantize:
         adapters.quantize(model, settings)
     if settings.lora.rank is not None:
@@ -132,7 +140,7 @@ def _built_weights(key: TraceKey) -> ModelWeights:
     return ModelWeights(weights, buffer_bytes, (head.out_features, head.in_features))
 
 
-def _weights(model: Any, settings: Settings, own_parameters: str | None) -> tuple[Weight, ...]:
+def _weights(model: nn.Module, settings: Settings, own_parameters: str | None) -> tuple[Weight, ...]:
     formats = adapters.quantized_formats(model)
     layers = {
         id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
@@ -144,11 +152,17 @@ def _weights(model: Any, settings: Settings, own_parameters: str | None) -> tupl
         bytes_each = held.itemsize if p.is_floating_point() else p.itemsize
         weights.append(
             Weight(
-                name, tuple(p.shape), p.numel(), bytes_each, trained=p.requires_grad,
-                projected=id(p) in layers and p.ndim == 2, stored_as=formats.get(id(p)), embedding=id(p) in embeddings,
+                name,
+                tuple(p.shape),
+                p.numel(),
+                bytes_each,
+                trained=p.requires_grad,
+                projected=id(p) in layers and p.ndim == 2,
+                stored_as=formats.get(id(p)),
+                embedding=id(p) in embeddings,
                 of_objective=own_parameters is not None and name.startswith(own_parameters),
             )
-        )  # fmt: skip
+        )
     return tuple(weights)
 
 

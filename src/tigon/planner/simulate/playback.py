@@ -28,9 +28,13 @@ class GradientRules:
 
 
 def replay(
-    ledger: Ledger, tape: Tape, rules: GradientRules, *, gathered: GatheredWeights | None = None,
+    ledger: Ledger,
+    tape: Tape,
+    rules: GradientRules,
+    *,
+    gathered: GatheredWeights | None = None,
     backward_bytes: int = 0,
-) -> list[Allocation | None]:  # fmt: skip
+) -> list[Allocation | None]:
     """Simulates one micro-batch and returns the gradients that it leaves.
 
     gathered: weights that are gathered and freed layer by layer. backward_bytes: further weights that the GPU holds
@@ -142,8 +146,8 @@ def in_graphs(tape: Tape, *, recomputes: bool) -> tuple[Tape, GraphMemory]:
         elif of_layer and component != "checkpoints":
             moved.add(block)
             kept_bytes += nbytes if len(uses.phases) == 2 else 0
-    hidden_bytes = max((size for size, kind in zip(tape.sizes, tape.components, strict=True) if kind == "checkpoints"),
-                       default=_hidden_bytes(tape, places))  # fmt: skip
+    inputs = (size for size, kind in zip(tape.sizes, tape.components, strict=True) if kind == "checkpoints")
+    hidden_bytes = max(inputs, default=_hidden_bytes(tape, places))
     out = Tape(sizes=list(tape.sizes), components=list(tape.components))
     pool = live = 0
     for segment in tape.segments:
@@ -156,9 +160,7 @@ def in_graphs(tape: Tape, *, recomputes: bool) -> tuple[Tape, GraphMemory]:
         out.segments.append(TapeSegment(Where(*segment.where), events, segment.cost))
         live = 0
     activations = 0 if recomputes else kept_bytes
-    return out, GraphMemory(
-        gradients=gradient_bytes, activations=activations, buffers=3 * hidden_bytes, pool=pool
-    )  # fmt: skip
+    return out, GraphMemory(gradients=gradient_bytes, activations=activations, buffers=3 * hidden_bytes, pool=pool)
 
 
 class _Uses:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.adapter_targets import expert_parameters
 from tigon.techniques.lora.lora import keeps_mxfp4
 from tigon.techniques.technique import RunInfo
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel
 
 # bitsandbytes 0.50.2 with double quantisation: half a byte per weight, an 8-bit scale per 64 weights, and an fp32 scale
 # per 256 scales. Two tables hold 16 and 256 fp32 values.
@@ -110,7 +114,10 @@ def quantized_formats(model: nn.Module) -> dict[int, str]:
 
 
 def quantize(
-    model: Any, settings: Settings, watch: Watch = lambda moved_bytes: None, compute_dtype: torch.dtype = torch.bfloat16
+    model: PreTrainedModel,
+    settings: Settings,
+    watch: Watch = lambda moved_bytes: None,
+    compute_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Convert experts to 4 bits as a run does, and with NF4 all linear modules except the head. Products call `watch`.
 
@@ -130,7 +137,7 @@ def quantize(
             vars(module)["watch"] = watch
 
 
-def _adapted(layer: Any, x: Tensor) -> Tensor:
+def _adapted(layer: LoraLayer, x: Tensor) -> Tensor:
     """The forward of PEFT's layer around a 4-bit layer (PEFT 0.21, tuners/lora/bnb.py, Linear4bit.forward).
 
     The product is cloned. Under autocast the adapter gets the input unchanged; otherwise in the adapter's dtype.
@@ -144,7 +151,7 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
     return result
 
 
-def _fused(layer: Any, x: Tensor) -> Tensor:
+def _fused(layer: LoraLayer, x: Tensor) -> Tensor:
     """The forward of `tigon.models.seams.lora` around a 4-bit layer, with a dense weight that holds no data."""
     name = layer.active_adapters[0]
     a: Tensor = layer.lora_A[name].weight
@@ -153,7 +160,7 @@ def _fused(layer: Any, x: Tensor) -> Tensor:
         return _adapted(layer, x)
     dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
 
-    def weight(layer: Any) -> Callable[[], Tensor]:
+    def weight(layer: LoraLayer) -> Callable[[], Tensor]:
         # Made from the adapter: the op keeps this function until its backward, and x must not live as long.
         like = layer.lora_A[layer.active_adapters[0]].weight
         return functools.partial(layer.base_layer.dequantised, like, dtype)
@@ -162,7 +169,7 @@ def _fused(layer: Any, x: Tensor) -> Tensor:
     return (lora.adapted(layer, x, name, weight(layer)) if together is None else together).to(x.dtype)
 
 
-def attach(model: Any, settings: Settings, fused: bool) -> None:
+def attach(model: PreTrainedModel, settings: Settings, fused: bool) -> None:
     """Add adapters to `model` in place and freeze its other weights, as the run does, before it is patched.
 
     fused: whether the run's kernels are tigon's.
@@ -189,5 +196,5 @@ def attach(model: Any, settings: Settings, fused: bool) -> None:
         lora.find_siblings(model, _around_nf4)
 
 
-def _around_nf4(module: Any) -> bool:
+def _around_nf4(module: nn.Module) -> bool:
     return isinstance(getattr(module, "base_layer", None), Nf4Linear)

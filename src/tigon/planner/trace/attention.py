@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tigon.ops import recomputation
@@ -144,7 +144,7 @@ def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -
     """
 
     def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: object
     ) -> tuple[Tensor, None]:
         if attention_mask is not None:  # transformers repeats them for every kernel that gets a mask
             shared_by = query.shape[1] // key.shape[1]
@@ -166,7 +166,7 @@ def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -
         return attend
 
     def grouped(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: object
     ) -> tuple[Tensor, None]:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
         flash = attention_mask is None and dtype in _FLASH_DTYPES
@@ -210,7 +210,7 @@ def mask_maker(*, masked: bool, dense: bool) -> Callable[..., Tensor | None]:
         kv_length: int,
         local_size: int | None = None,
         allow_is_bidirectional_skip: bool = False,
-        **_: Any,
+        **_: object,
     ) -> Tensor | None:
         if allow_is_bidirectional_skip:  # an image without padding; transformers then makes no mask
             return None

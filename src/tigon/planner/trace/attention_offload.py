@@ -52,7 +52,7 @@ class _TracedOffload(HostOffload):
         finally:
             self.recorder.component = component
 
-    def wait_for(self, event: Any, tensor: Tensor) -> None:
+    def wait_for(self, event: object, tensor: Tensor) -> None:
         pass
 
 

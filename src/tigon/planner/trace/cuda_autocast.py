@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 # torch/include/ATen/autocast_mode.h (torch 2.13), as far as the CPU's lists differ from CUDA's. Left out are operators
 # on images, recurrent cells, and what language models do not call (tests/planner/test_cuda_autocast.py names them).
 # AT_FORALL_FP32: the arguments become fp32.
 FP32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
-    "rms_norm", "group_norm", "cosine_similarity", "dist", "logsumexp",
-)  # fmt: skip
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
+    *("sinh", "tan", "softplus", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "dist", "logsumexp"),
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "cosine_similarity"),
+)
 # AT_FORALL_FP32_SET_OPT_DTYPE: the result is fp32 unless the call names a dtype.
-FP32_RESULT = (
-    "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "sum", "sum.dim_IntList",
-)  # fmt: skip
+FP32_RESULT = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "sum", "sum.dim_IntList")
 # AT_FORALL_PROMOTE: the arguments get the widest dtype among them.
 WIDEST = ("addcdiv", "addcmul", "atan2", "dot", "index_put", "scatter_add", "tensordot", "vdot")
 _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -35,9 +34,7 @@ _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 def cuda_autocast() -> Iterator[None]:
     """Context in which `torch.autocast("cpu")` treats operators like CUDA's autocast, in the whole process."""
     library = torch.library.Library("aten", "IMPL")
-    kinds: tuple[tuple[tuple[str, ...], Callable[..., Any]], ...] = (
-        (FP32, _in_fp32), (FP32_RESULT, _with_fp32_result), (WIDEST, _in_the_widest),
-    )  # fmt: skip
+    kinds = ((FP32, _in_fp32), (FP32_RESULT, _with_fp32_result), (WIDEST, _in_the_widest))
     try:
         for names, kind in kinds:
             for name in names:
@@ -49,12 +46,12 @@ def cuda_autocast() -> Iterator[None]:
         library._destroy()
 
 
-def _casts(value: Any) -> bool:
+def _casts(value: object) -> TypeGuard[Tensor]:
     """Whether autocast changes the dtype of an argument. It leaves integers and fp64 unchanged."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _in_fp32(operator: Any) -> Callable[..., Any]:
+def _in_fp32(operator: OpOverload) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEY):
             return operator(*(arg.float() if _casts(arg) else arg for arg in args), **kwargs)
@@ -62,7 +59,7 @@ def _in_fp32(operator: Any) -> Callable[..., Any]:
     return call
 
 
-def _with_fp32_result(operator: Any) -> Callable[..., Any]:
+def _with_fp32_result(operator: OpOverload) -> Callable[..., Any]:
     # `dtype` is the last argument of each, and some take it by position
     count = len(operator._schema.arguments)
 
@@ -78,7 +75,7 @@ def _with_fp32_result(operator: Any) -> Callable[..., Any]:
     return call
 
 
-def _in_the_widest(operator: Any) -> Callable[..., Any]:
+def _in_the_widest(operator: OpOverload) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         dtypes = {arg.dtype for arg in args if _casts(arg)}
         with torch._C._ExcludeDispatchKeyGuard(_KEY):

@@ -77,7 +77,7 @@ def read(kind: str, question: str) -> Any:
         return None
 
 
-def write(kind: str, question: str, answer: Any) -> None:
+def write(kind: str, question: str, answer: object) -> None:
     """Remember an answer that is made of JSON's types."""
     path = _file(kind, question)
     if path is None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon.ops.attention_with_sinks import product_flops
-from tigon.ops.dispatch import PRIMITIVES
+from tigon.ops.dispatch import PRIMITIVES, Primitive
 from tigon.planner.trace import operator_cache
 from tigon.planner.trace.tape import Tape, TapeSegment, Where
 
@@ -46,12 +47,12 @@ class _Operator:
     """The recorder's questions about an operator. PyTorch computes each of these again at every question."""
 
     name: str
-    primitive: Any
+    primitive: Primitive | None
     """tigon's primitive; None for an operator of PyTorch."""
     is_mutable: bool
 
     @classmethod
-    def of(cls, func: Any) -> _Operator:
+    def of(cls, func: OpOverload) -> _Operator:
         name = func._schema.name
         return cls(name, PRIMITIVES.get(name), func._schema.is_mutable)
 
@@ -106,7 +107,9 @@ class TraceRecorder(TorchDispatchMode):
         if block is not None:
             self.tape.components[block] = component
 
-    def count(self, *, flops: float = 0.0, moved_bytes: float = 0.0, launches: int = 1, dtype: Any = None) -> None:
+    def count(
+        self, *, flops: float = 0.0, moved_bytes: float = 0.0, launches: int = 1, dtype: torch.dtype | None = None
+    ) -> None:
         """Add work that no operator of the trace represents."""
         if self._closed:
             return
@@ -129,7 +132,9 @@ class TraceRecorder(TorchDispatchMode):
         """Whether PyTorch wraps each dispatch in a switch that turns off torch.compile. Nothing compiles a trace."""
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:  # three of five dispatches; each counts as an operator
             self.tape.segments[-1].cost.host_calls += 1 + self.watching_calls
             return args[0].fake_device
@@ -158,7 +163,7 @@ class TraceRecorder(TorchDispatchMode):
             self._charge(func, name, args, results)
         return out
 
-    def follow(self, results: Any) -> None:
+    def follow(self, results: object) -> None:
         """Record the memory of tensors that another mode has made."""
         for result in results if isinstance(results, (tuple, list)) else (results,):
             if isinstance(result, Tensor):
@@ -201,7 +206,7 @@ class TraceRecorder(TorchDispatchMode):
         if not self._holders[block]:
             self.tape.segments[-1].events.append(~block)
 
-    def _charge(self, func: Any, name: str, args: Any, results: Any) -> None:
+    def _charge(self, func: OpOverload, name: str, args: tuple[Any, ...], results: Sequence[object]) -> None:
         cost = self.tape.segments[-1].cost
         if func is aten.empty.memory_format or func is aten.empty_strided.default or func is aten.new_empty.default:
             return
@@ -230,7 +235,7 @@ class TraceRecorder(TorchDispatchMode):
         cost.moved_bytes += sum(t.numel() * t.itemsize for t in tensors)
 
 
-def _written(func: Any, args: Any) -> tuple[Any, ...]:
+def _written(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments that an operator writes to. They are the results of an operator that returns None."""
     pairs = zip(args, func._schema.arguments, strict=False)
     return tuple(arg for arg, declared in pairs if declared.alias_info is not None and declared.alias_info.is_write)
@@ -239,7 +244,7 @@ def _written(func: Any, args: Any) -> tuple[Any, ...]:
 _FIRST: Inplace = {0: 0}
 
 
-def _sums_gradients(func: Any, args: Any) -> bool:
+def _sums_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether the autograd engine is adding two gradients of one tensor.
 
     It adds ordinary tensors in place, but not fakes (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
@@ -258,18 +263,18 @@ def _sums_gradients(func: Any, args: Any) -> bool:
 _THIN = 64
 
 
-def _waits_for_memory(name: str, args: Any) -> bool:
+def _waits_for_memory(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a product into an existing matrix has so small a summed dimension that its bytes take the time."""
     return name == "aten::addmm_" and args[1].shape[1] <= _THIN
 
 
-def _rows_added(args: Any) -> int:
+def _rows_added(args: tuple[Any, ...]) -> int:
     """Bytes of an embedding's gradient rows: read, and added to as many rows of the table's gradient at most."""
     grad_VH, dy_NH = args[:2]
     return int(dy_NH.numel() * (dy_NH.itemsize + 2 * grad_VH.itemsize))
 
 
-_TOUCHED: Mapping[str, Callable[[Any], int]] = {"tigon::add_rows_": _rows_added}
+_TOUCHED: Mapping[str, Callable[[tuple[Any, ...]], int]] = {"tigon::add_rows_": _rows_added}
 """Bytes of the operators that read and write only a part of their tensors."""
 
 

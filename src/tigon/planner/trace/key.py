@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import Any
 
 from tigon.planner.request import Request
 from tigon.techniques.keys.settings import KEYS
@@ -31,7 +30,7 @@ class TraceKey:
     def __hash__(self) -> int:
         return hash(self._parts)
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, TraceKey) and self._parts == other._parts
 
     @property

@@ -7,10 +7,12 @@ leaves the rest to the fake tensors: weights, pixels and all that follows from t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -18,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
 
 aten = torch.ops.aten
-_CONSTANTS = frozenset({
-    "aten::arange", "aten::full", "aten::ones", "aten::zeros", "aten::scalar_tensor", "aten::linspace", "aten::eye",
-})  # fmt: skip
-_COMPARISONS = frozenset({"aten::ne", "aten::eq", "aten::gt", "aten::ge", "aten::lt", "aten::le"})
+_CONSTANTS = frozenset(
+    f"aten::{name}" for name in ("arange", "full", "ones", "zeros", "scalar_tensor", "linspace", "eye")
+)
+_COMPARISONS = frozenset(f"aten::{name}" for name in ("ne", "eq", "gt", "ge", "lt", "le"))
 _MOST = 1 << 20
 """The most elements of a comparison that becomes a tensor with values."""
 
@@ -36,7 +38,9 @@ class KnownValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -56,13 +60,13 @@ class KnownValues(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _shape_of(value: Any) -> Any:
+def _shape_of(value: object) -> object:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
-def _as_numbers(indices: Any) -> list[Any]:
+def _as_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The indices with numbers in place of masks, whose results would have a shape that fake tensors do not know."""
-    numbers: list[Any] = []
+    numbers: list[Tensor | None] = []
     for index in indices:
         if isinstance(index, Tensor) and not isinstance(index, FakeTensor) and index.dtype == torch.bool:
             with _disable_current_modes():

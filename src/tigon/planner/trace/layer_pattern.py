@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tigon._trunk import decoder_layers
 from tigon.planner.request import build, text_config
 from tigon.planner.trace.tape import unrollable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Pattern:
         return Pattern(max(self.start, count), self.period, max(self.end, count))
 
 
-def layer_pattern(name: str, config: Any, *, every: int = 1) -> Pattern:
+def layer_pattern(name: str, config: PreTrainedConfig, *, every: int = 1) -> Pattern:
     """The pattern that needs the fewest traced layers. every: a period that the run adds, of checkpointing.
 
     Raises UsageError if the model cannot be built.
@@ -55,7 +58,7 @@ def layer_pattern(name: str, config: Any, *, every: int = 1) -> Pattern:
     return best
 
 
-def per_layer_lists(config: Any) -> dict[str, list[Any]]:
+def per_layer_lists(config: PreTrainedConfig) -> dict[str, list[Any]]:
     """The entries of a config that hold one value for each layer, such as `layer_types`."""
     layers = config.num_hidden_layers
     return {
@@ -78,7 +81,7 @@ _MAX_BUILT = 64
 _built: dict[tuple[str, str], tuple[Any, ...]] = {}
 
 
-def _structures(name: str, config: Any) -> tuple[Any, ...]:
+def _structures(name: str, config: PreTrainedConfig) -> tuple[Any, ...]:
     """The modules and shapes of each layer."""
     key = (name, config.to_json_string(use_diff=False))
     if key not in _built:

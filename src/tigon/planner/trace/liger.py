@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tigon.planner.trace.dispatch_recorder import Inplace, TraceRecorder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # N tokens, C tokens of a chunk, H hidden, V vocabulary.
 
@@ -57,12 +60,12 @@ class _FusedLoss(torch.autograd.Function):
         return *ctx.saved_tensors, None
 
 
-def fuse_loss(model: Any, recorder: TraceRecorder) -> None:
+def fuse_loss(model: PreTrainedModel, recorder: TraceRecorder) -> None:
     """Replace the model's loss with Liger's: the head returns its input, and the loss reads the head's weight."""
     head = model.get_output_embeddings()
     project, unfused = head.forward, model.loss_function
 
-    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
         if not model.training:
             return unfused(logits=logits, labels=labels, vocab_size=vocab_size)  # type: ignore[no-any-return]
         hidden_NH, weight = logits.reshape(-1, logits.shape[-1]), head.weight

@@ -8,18 +8,17 @@ and asks the fake mode for everything else. `tests/planner/test_operator_cache.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
-_PLAIN = frozenset(
-    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-)  # fmt: skip
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _UNKNOWN_RESULTS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view})
 _MAX_ENTRIES = 1 << 16
 
@@ -35,9 +34,9 @@ class _Result:
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
-    dtype: Any = None
+    dtype: torch.dtype | None = None
     """The dtype of the tensor, or the result itself if `constant`."""
-    device: Any = None
+    device: torch.device | None = None
     constant: bool = False
 
 
@@ -52,11 +51,11 @@ class _Uncached(Exception):
     """A call whose result this cache does not know how to make again."""
 
 
-_entries: dict[Any, _Entry | None] = {}
+_entries: dict[Hashable, _Entry | None] = {}
 """A call's key -> its results; None if the fake mode must be asked each time."""
 
 
-def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`func(*args, **kwargs)` under the active fake mode. Without a fake mode it is an ordinary call."""
     mode = torch._C._get_dispatch_mode(_FAKE_MODE)
     if mode is None or mode.shape_env is not None or torch.is_inference_mode_enabled():
@@ -77,7 +76,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return result
 
 
-def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode) -> Any:
+def _key(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode) -> Hashable:
     parts: list[Any] = [func, torch.get_default_dtype()]
     _add(parts, args, mode)
     for name, value in kwargs.items():
@@ -113,7 +112,12 @@ def _add(parts: list[Any], values: Sequence[Any], mode: FakeTensorMode) -> None:
 
 
 def _remembered(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode, key: Any, result: Any
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: FakeTensorMode,
+    key: Hashable,
+    result: Any,
 ) -> _Entry | None:
     if not _UNKNOWN_RESULTS.isdisjoint(func.tags):
         return None
@@ -145,17 +149,22 @@ def _described(result: Any, args: Sequence[Any], mode: FakeTensorMode) -> _Resul
     shape, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
     storage = result.untyped_storage()
     owners = [
-        place for place, arg in enumerate(args)
+        place
+        for place, arg in enumerate(args)
         if isinstance(arg, Tensor) and arg.untyped_storage()._cdata == storage._cdata
-    ]  # fmt: skip
+    ]
     if not owners and (offset or storage.nbytes() != _dense_bytes(shape, stride, result.itemsize)):
         raise _Uncached
     if owners and args[owners[0]].dtype != result.dtype:  # view(dtype)
         raise _Uncached
     return _Result(
-        view_of=owners[0] if owners else None, shape=shape, stride=stride, offset=offset, dtype=result.dtype,
+        view_of=owners[0] if owners else None,
+        shape=shape,
+        stride=stride,
+        offset=offset,
+        dtype=result.dtype,
         device=result.fake_device,
-    )  # fmt: skip
+    )
 
 
 def _dense_bytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:

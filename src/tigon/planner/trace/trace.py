@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,12 @@ from tigon.techniques.checkpointing.checkpointing import KEPT_OPS, every_n_layer
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4
 from tigon.techniques.precision import format_of
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch._ops import OpOverload
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
 # that write in place like Liger's. liger.py has Liger's loss.
@@ -150,7 +156,7 @@ def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bo
     return few
 
 
-def shallow_config(config: Any, layers: int) -> Any:
+def shallow_config(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """A copy of the config with the first `layers` layers."""
     shallow = copy.deepcopy(config)
     text = text_config(shallow)
@@ -201,7 +207,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     config = shallow_config(request.config, layers)
     if settings.model.attention == "eager":
         config._attn_implementation = "eager"  # of a vision tower too
-    model: Any = build(request.model, config)
+    model = build(request.model, config)
     if settings.lora.quantize:
         watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
         adapters.quantize(model, settings, watch, format_of(settings).products)
@@ -260,7 +266,7 @@ class _Frozen:
     The cost of its layers is multiplied to that of all layers.
     """
 
-    model: Any
+    model: PreTrainedModel
     repeats: float
     """Layers of the model per layer of the trace."""
 
@@ -275,10 +281,10 @@ class _Frozen:
     def watch(self, recorder: TraceRecorder, head: nn.Module) -> list[Any]:
         """Hooks that mark the layers as work outside the trained model's layers, and multiply their cost."""
 
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             recorder.mark(Where("forward"), "activations")
 
-        def leave(*_: Any) -> None:
+        def leave(*_: object) -> None:
             recorder.tape.segments[-1].cost.multiply(self.repeats)
             enter()
 
@@ -315,7 +321,7 @@ _seams: dict[Hashable, SeamsByPath] = {}
 """What `patch` decided for a model, by everything that the model is built from."""
 
 
-def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, lora: bool) -> None:
+def _patch(model: PreTrainedModel, request: Request, layers: int, recorder: TraceRecorder, lora: bool) -> None:
     kernels = request.settings.model.kernels
     flags = PATCH_FLAGS[kernels]
     if flags is None:
@@ -339,7 +345,7 @@ def _patch(model: Any, request: Request, layers: int, recorder: TraceRecorder, l
 @dataclass
 class _Run:
     request: Request
-    model: Any
+    model: PreTrainedModel
     recorder: TraceRecorder
     accumulating: bool
     frozen: tuple[_Frozen, ...]
@@ -502,7 +508,9 @@ class _Run:
         head = self.request.objective.head(self.model)
         return [*handles, head.register_forward_pre_hook(marker(Where("loss"), "logits"))]
 
-    def _enter_layer(self, number: int, checkpointed: bool, layer: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_layer(
+        self, number: int, checkpointed: bool, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._in_backward():
             return
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -512,7 +520,7 @@ class _Run:
             hidden.register_hook(self._marker(Where("backward")))
         self.recorder.mark(Where("forward", number), "activations")
 
-    def _leave_layer(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
+    def _leave_layer(self, number: int, layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         if self._in_backward():
             return
         hidden = output[0] if isinstance(output, tuple) else output
@@ -527,7 +535,7 @@ class _Run:
         return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _fill(model: Any, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
+def _fill(model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
     """Give a model fake CPU tensors in place of meta tensors; tied weights stay tied."""
     twins: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -553,12 +561,12 @@ def _is_checkpointed(layer: nn.Module) -> bool:
 _KEPT = frozenset({*KEPT_OPS, attention.OPERATOR})
 
 
-def _keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _keeps(ctx: object, op: OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
     """The run's policy of selective checkpointing, for the operator that stands for attention in a trace."""
     return CheckpointPolicy.MUST_SAVE if op._schema.name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield

@@ -32,6 +32,12 @@ _DEPTH = 48
 """How many frames above an operator are examined."""
 
 
+_NOTES = [
+    "Memory outside PyTorch (Python, libraries, oneDNN's packed weights) is not recorded.",
+    "Recording slows a CPU down, so the times between events are longer than in a normal run.",
+]
+
+
 class _Calls(TorchDispatchMode):
     """Opens a profiler range around every operator, named by the number of its Python frames."""
 
@@ -125,7 +131,4 @@ class _Tree:
             while i < len(events) and events[i].time_ns < self._marks[number]:
                 i += 1
             positions.append(i)
-        return Recording("cpu", events, positions, notes=[
-            "Memory outside PyTorch (Python, libraries, oneDNN's packed weights) is not recorded.",
-            "Recording slows a CPU down, so the times between events are longer than in a normal run.",
-        ])  # fmt: skip
+        return Recording("cpu", events, positions, notes=_NOTES)

@@ -27,6 +27,10 @@ from tigon.profiler.timeline.timeline import Call
 _ROUND_BYTES = 512
 _MAX_ENTRIES = 2_000_000
 """Limit on the history. An event takes a few KB of host memory; 32 layers make about 20 thousand per step."""
+_NOTES = [
+    "Memory outside the caching allocator (CUDA context, NCCL) is not recorded.",
+    "Times are those of the host, which runs ahead of the device.",
+]
 
 
 class CudaRecorder(Recorder):
@@ -77,13 +81,8 @@ class CudaRecorder(Recorder):
             raise UsageError(
                 f"the allocator's history holds {len(events):,} of {last - self._first:,} events; lower --steps"
             )
-        return Recording(
-            str(self._device), events, [count - self._first for count in self._counts], self._base_bytes, peak_bytes,
-            [
-                "Memory outside the caching allocator (CUDA context, NCCL) is not recorded.",
-                "Times are those of the host, which runs ahead of the device.",
-            ],
-        )  # fmt: skip
+        positions = [count - self._first for count in self._counts]
+        return Recording(str(self._device), events, positions, self._base_bytes, peak_bytes, _NOTES)
 
 
 def read_snapshot(snapshot: Mapping[str, Any], device: int) -> list[RawEvent]:

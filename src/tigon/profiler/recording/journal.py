@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +115,7 @@ class Journal:
                 self.entries.append(Tag(here, storage.data_ptr(), storage.nbytes(), category))
 
 
-def plain_tensors(value: Any) -> Iterable[Tensor]:
+def plain_tensors(value: object) -> Iterable[Tensor]:
     """The plain tensors in a value: a tensor, the inner tensors of a subclass, or the items of a container."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):

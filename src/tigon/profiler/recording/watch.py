@@ -20,9 +20,14 @@ class PhaseHooks:
     """Context manager that installs the hooks around the recorded steps."""
 
     def __init__(
-        self, journal: Journal, model: nn.Module, layers: Sequence[nn.Module], *,
-        checkpointed: Callable[[nn.Module], bool], name_nodes: bool,
-    ) -> None:  # fmt: skip
+        self,
+        journal: Journal,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        *,
+        checkpointed: Callable[[nn.Module], bool],
+        name_nodes: bool,
+    ) -> None:
         """layers: the decoder layers. checkpointed: whether a layer keeps only its input (activation checkpointing).
 
         name_nodes: note every autograd node in the journal, for recorders that do not know the nodes.
@@ -83,7 +88,7 @@ class PhaseHooks:
         self._gradients_are_there()
         self._journal.enter("optimizer")
 
-    def end_optimizer(self, optimizer: Any) -> None:
+    def end_optimizer(self, optimizer: object) -> None:
         for state in getattr(optimizer, "state", {}).values():
             if isinstance(state, dict):
                 self._journal.tag((value for value in state.values() if isinstance(value, Tensor)), "optimizer")
@@ -98,14 +103,14 @@ class PhaseHooks:
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
-    def _enter_model(self, *_: Any) -> None:
+    def _enter_model(self, *_: object) -> None:
         if _in_backward():
             return
         if not torch.is_grad_enabled():
             self._phase_before = self._journal.phase
         self._journal.enter("forward")
 
-    def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _leave_model(self, model: nn.Module, args: object, output: object) -> None:
         if self._phase_before is not None and not _in_backward():
             self._journal.enter(self._phase_before)
             self._phase_before = None
@@ -117,7 +122,7 @@ class PhaseHooks:
         if self._name_nodes:
             _hook_nodes(loss.grad_fn, self._journal)
 
-    def _enter_head(self, *_: Any) -> None:
+    def _enter_head(self, *_: object) -> None:
         if torch.is_grad_enabled() and not _in_backward():
             self._journal.enter("loss")
 
@@ -136,11 +141,13 @@ class PhaseHooks:
             finally:
                 self._journal.enter("backward", number)
 
+        def wrapped(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            return checkpoint(functools.partial(bracketed, function), *args, **options)
+
         for name in [name for name in vars(layer) if name.endswith("checkpointing_func")]:
             checkpoint = getattr(layer, name)
             self._bracketed.append((layer, name, checkpoint))
-            setattr(layer, name, lambda function, *args, checkpoint=checkpoint, **options: checkpoint(
-                functools.partial(bracketed, function), *args, **options))  # fmt: skip
+            setattr(layer, name, functools.partial(wrapped, checkpoint))
 
     def _enter_layer(self, number: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
         if _in_backward():
@@ -154,7 +161,7 @@ class PhaseHooks:
                 hidden.register_hook(lambda _: self._journal.enter("backward"))
         self._journal.enter("forward", number)
 
-    def _leave_layer(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
+    def _leave_layer(self, number: int, layer: nn.Module, args: object, output: object) -> None:
         if _in_backward():
             self._journal.enter("backward", number)
             return
@@ -194,5 +201,5 @@ def _hook_nodes(root: Any, journal: Journal) -> None:
                 todo.append(following)
 
 
-def _say(journal: Journal, name: str, gradients: Any) -> None:
+def _say(journal: Journal, name: str, gradients: object) -> None:
     journal.node(name)

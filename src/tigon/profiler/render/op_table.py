@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 Shape = Sequence[int]
 
@@ -125,7 +126,7 @@ class OpRow:
         return cls(**{name: mapping[name] for name in ("name", "time_ms", "share", "launches", "flops")})
 
 
-def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
+def op_table(events: Iterable[FunctionEvent], *, on_cuda: bool) -> list[OpRow]:
     """Add up events by operator name.
 
     Args:
@@ -161,7 +162,7 @@ def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
     return sorted(rows, key=lambda row: -row.time_ms)
 
 
-def kernel_times(events: Iterable[Any]) -> dict[tuple[str, str], tuple[float, int]]:
+def kernel_times(events: Iterable[FunctionEvent]) -> dict[tuple[str, str], tuple[float, int]]:
     """(operator, kernel) -> microseconds and launches. The operator is "" for kernels that no operator launched."""
     times: dict[tuple[str, str], tuple[float, int]] = {}
 
@@ -185,15 +186,15 @@ def is_op(name: str) -> bool:
     return not name.startswith(("cuda", "cu", "hip", "ProfilerStep", "autograd::engine", "Optimizer.", "enumerate("))
 
 
-def _flops(event: Any) -> float:
+def _flops(event: FunctionEvent) -> float:
     """FLOPs from the shapes of the arguments; 0 for operators that _FLOPS_BY_OP lacks, or that call one of them."""
     if event.name not in _FLOPS_BY_OP or _calls_counted(event):
         return 0.0
     flops_of, start, end = _FLOPS_BY_OP[event.name]
-    shapes = (event.input_shapes or [])[start:end]
+    shapes = list(event.input_shapes or ())[start:end]
     given = len(shapes) == end - start and (event.name in _MAY_LACK or all(shapes))
     return float(flops_of(*shapes)) if given else 0.0
 
 
-def _calls_counted(event: Any) -> bool:
+def _calls_counted(event: FunctionEvent) -> bool:
     return any(child.name in _FLOPS_BY_OP or _calls_counted(child) for child in event.cpu_children)

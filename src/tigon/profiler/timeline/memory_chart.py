@@ -10,18 +10,25 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tigon.profiler.render.result import Profile
 from tigon.profiler.timeline.timeline import CATEGORIES, Phase, Timeline, title
 from tigon.report.chart import INK, MEMORY_COLOURS, MUTED, new_figure, shared_legend, svg
 from tigon.units import in_bytes
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 COLUMNS = 400
 """Number of columns in a panel. Each shows the lowest and the highest of its events."""
 BAND_COLOURS = {
-    "load": "#f3f4f6", "forward": "#eff6ff", "loss": "#fff1e6", "backward": "#f0fdf4", "optimizer": "#faf5ff",
-}  # fmt: skip
+    "load": "#f3f4f6",
+    "forward": "#eff6ff",
+    "loss": "#fff1e6",
+    "backward": "#f0fdf4",
+    "optimizer": "#faf5ff",
+}
 _LINE_CHARACTERS, _PANEL_CHARACTERS = 96, 130
 """Letters per line under a panel, and for the names of the bands across it."""
 
@@ -88,7 +95,7 @@ def _highest(profile: Profile) -> int:
 # `places` below has one entry for the beginning and one after each event.
 
 
-def _stack(axes: Any, timeline: Timeline, places: Sequence[float], size: int) -> None:
+def _stack(axes: Axes, timeline: Timeline, places: Sequence[float], size: int) -> None:
     """Fill each category down to zero, the highest first, so that the lower categories cover it."""
     totals = timeline.totals()
     wanted = set(sampled(totals, COLUMNS))
@@ -110,7 +117,7 @@ def _outline(xs: Sequence[float], heights: Sequence[float], *, least: float) -> 
     return [*corners, (xs[-1], corners[-1][1]), (xs[-1], 0.0)]
 
 
-def _bands(axes: Any, profile: Profile, places: Sequence[float], *, top: float, size: int) -> None:
+def _bands(axes: Axes, profile: Profile, places: Sequence[float], *, top: float, size: int) -> None:
     """Draw the phases behind the stack, their names above it, and the predicted peak of each phase."""
     labelled = False
     for band in profile.timeline.bands():
@@ -121,12 +128,12 @@ def _bands(axes: Any, profile: Profile, places: Sequence[float], *, top: float, 
         name = next((name for name in (f"{band.name} {number}", f"{band.name[0]}{number}") if len(name) < room), "")
         axes.text((start + end) / 2, top * 0.985, name, ha="center", va="top", fontsize=7, color=MUTED)
         if profile.predicted and profile.predicted.phases.get(band.name):
-            label = None if labelled else "predicted"
+            label = "" if labelled else "predicted"
             axes.hlines(profile.predicted.phases[band.name] / size, start, end, color=INK, lw=1.3, ls="--", label=label)
             labelled = True
 
 
-def _mark_peak(axes: Any, profile: Profile, places: Sequence[float], size: int) -> None:
+def _mark_peak(axes: Axes, profile: Profile, places: Sequence[float], size: int) -> None:
     peak = profile.peak
     place = places[peak.event + 1]
     right = place > places[-1] / 2

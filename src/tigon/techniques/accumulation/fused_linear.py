@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tigon.ops.accumulation_fusion import LeafGradient
 from tigon.ops.dispatch import no_autocast, product_dtype
 from tigon.ops.products import keeps_graph, product_into
+from tigon.techniques.checkpointing.recompute import SavedInputs
 
 # N tokens, H input width, F output width.
 
@@ -66,22 +67,9 @@ class FusedLinear:
         # A recomputation ends when all tensors are saved. A function saves its own after its forward, so that the last
         # layer's product would be computed for nothing.
         recomputing = torch._C._current_graph_task_id() != -1
-        saved = (_Saved.apply(x, weight),) if recomputing else ()
+        saved = (SavedInputs.apply(x, x, weight),) if recomputing else ()
         y: Tensor = _FusedLinear.apply(x, weight, bias, leaf, saved, _SharedInput.of(x))
         return y
-
-
-class _Saved(torch.autograd.Function):
-    """A node that saves the input and the weight of a layer before the layer computes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_FH: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_FH)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("nothing depends on this node")
 
 
 class _SharedInput:

@@ -50,7 +50,7 @@ class _Cell:
 
     __slots__ = ("left", "offload", "sent", "value")
 
-    def __init__(self, offload: HostOffload, sent: Any) -> None:
+    def __init__(self, offload: HostOffload, sent: Tensor | Waiting) -> None:
         self.offload, self.sent, self.left = offload, sent, 0
         self.value: Tensor | None = None
 
@@ -118,7 +118,7 @@ class HostFrame(Frame):
             if isinstance(sent, Waiting) and sent.host.nbytes < host_offload.LARGE_BYTES:
                 offload.start(sent)
 
-    def _input(self, sent: Any) -> Tensor:
+    def _input(self, sent: Tensor | Waiting) -> Tensor:
         tensor = self.layers.input_offload.fetch(sent).detach()
         self._leave_on_host(tensor, self.layers.input_offload, sent)
         return tensor
@@ -142,12 +142,12 @@ class HostFrame(Frame):
         self.layers.saved_offload.settle()  # copies in both directions run at the same time
         return fetched
 
-    def _result(self, sent: Any) -> Tensor:
+    def _result(self, sent: Tensor | Waiting) -> Tensor:
         tensor = self.layers.result_offload.fetch(sent)
         self._leave_on_host(tensor, self.layers.result_offload, sent)
         return tensor
 
-    def _leave_on_host(self, tensor: Tensor, offload: HostOffload, sent: Any) -> None:
+    def _leave_on_host(self, tensor: Tensor, offload: HostOffload, sent: Tensor | Waiting) -> None:
         """Remember that a large tensor is on the host too, so that `put` saves a view of that instead of the tensor."""
         storage = tensor.untyped_storage()
         if isinstance(sent, Waiting) and storage.nbytes() >= host_offload.LARGE_BYTES:

@@ -64,7 +64,7 @@ def selective_contexts() -> Any:
     """
     kept = set(KEPT_OPS)
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
         name = getattr(op, "_schema", None) and op._schema.name
         return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -110,7 +110,6 @@ def _recomputed_by(function: Callable[..., Any], model: PreTrainedModel, mode: s
 
 OFFLOAD = "offload"
 KEPT_ON_HOST = "offload-attention"
-_EACH_LAYER = "Each layer's input is kept: tokens x hidden x bytes of the autocast dtype."
 
 
 def _keeps_attention_not_with(condition: Condition, reason: str, instead: str) -> Exclusion:

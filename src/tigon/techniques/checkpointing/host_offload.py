@@ -67,13 +67,14 @@ class HostOffload:
         while self._leaving:
             self.wait_for(*self._leaving.popleft())
 
-    def fetch(self, sent: Any) -> Tensor:
+    def fetch(self, sent: Tensor | Waiting) -> Tensor:
         """The tensor of a `send`, on the device. It can be fetched again."""
         if isinstance(sent, Tensor):
             return sent
         self.settle()  # the forward pass is over
         self.start(sent)
-        tensor: Tensor = sent.returned
+        tensor = sent.returned
+        assert tensor is not None
         self.wait_for(sent.arrived, tensor)
         sent.returned = None
         earlier = sent.earlier() if sent.earlier is not None else None
@@ -81,7 +82,7 @@ class HostOffload:
             self.start(earlier)
         return tensor
 
-    def start(self, sent: Any) -> None:
+    def start(self, sent: Tensor | Waiting) -> None:
         """Start the copy back, unless it has started."""
         if not isinstance(sent, Tensor) and sent.returned is None:
             sent.returned, sent.arrived = self.copied_back(sent)
@@ -110,6 +111,6 @@ class HostOffload:
             tensor.copy_(sent.host, non_blocking=True)
             return tensor, self._stream.record_event()
 
-    def wait_for(self, event: Any, tensor: Tensor) -> None:
+    def wait_for(self, event: torch.cuda.Event, tensor: Tensor) -> None:
         """Let the stream that computes with `tensor` wait for a copy of it."""
         torch.cuda.current_stream(tensor.device).wait_event(event)

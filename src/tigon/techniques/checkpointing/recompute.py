@@ -91,13 +91,14 @@ class Enough(Exception):  # ends the recomputation when all tensors are saved
     pass
 
 
-class _Inputs(torch.autograd.Function):
-    """A node that saves its inputs, so that outer hooks (offloading) see them like any saved tensor."""
+class SavedInputs(torch.autograd.Function):
+    """A node that saves tensors before a function computes, so that outer hooks (offloading, a recomputation) see them
+    like any saved tensor. `anchor` gives it a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        return torch.empty(0)
+        return anchor.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -134,7 +135,7 @@ class Frame:
     def hold(self, tensors: list[Tensor]) -> Any:
         """Keep the function's inputs for `held`."""
         # Holds the output, not the node: until PyTorch 2.11 a Python node loses its saved tensors with its last output.
-        return _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
+        return SavedInputs.apply(torch.empty(0, requires_grad=True), *tensors)
 
     def held(self) -> Sequence[Tensor]:
         return self.inputs.grad_fn.saved_tensors  # type: ignore[no-any-return]

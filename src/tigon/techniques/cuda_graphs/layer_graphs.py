@@ -210,7 +210,7 @@ class _Passes:
         def leaf(x: Tensor) -> Tensor:
             return x.detach().requires_grad_()
 
-        def forward(_: Any) -> Any:
+        def forward(_: object) -> Any:
             if recomputes:
                 with torch.no_grad():
                     self.input.buffer.copy_(call([self.input.buffer, *others]))

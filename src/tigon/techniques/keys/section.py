@@ -78,13 +78,13 @@ class Section:
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_yaml_forms(cls, value: Any, info: ValidationInfo) -> Any:
+    def _read_yaml_forms(cls, value: object, info: ValidationInfo) -> object:
         assert info.field_name is not None
         return _of_yaml(value, hints(cls)[info.field_name], metadata_of(cls)[info.field_name])
 
     @field_validator("*", mode="after")
     @classmethod
-    def _check_values(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_values(cls, value: object, info: ValidationInfo) -> object:
         assert info.field_name is not None
         limits = metadata_of(cls)[info.field_name]
         for item in value if isinstance(value, tuple) else (value,):
@@ -110,7 +110,7 @@ def metadata_of(section: type[Section]) -> Mapping[str, Mapping[str, Any]]:
     return _METADATA[section]
 
 
-def _of_yaml(value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
+def _of_yaml(value: object, hint: object, limits: Mapping[str, Any]) -> object:
     """Converts the forms in which YAML may give a value of this type."""
     targets = [option for option in _options(hint) if option is not types.NoneType]
     # YAML's word is null. A number cannot be called "none", as a text can.
@@ -128,11 +128,11 @@ def _of_yaml(value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
     return value
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def _options(hint: object) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def _check(value: Any, limits: Mapping[str, Any]) -> None:
+def _check(value: object, limits: Mapping[str, Any]) -> None:
     if isinstance(value, str):
         _check_text(value, limits["prose"])
         if (
@@ -200,17 +200,17 @@ def limits_text(limits: Mapping[str, Any]) -> str:
     return "must be " + " and ".join(word for word in words if word) if any(words) else ""
 
 
-def type_name(hint: Any) -> str:
+def type_name(hint: object) -> str:
     """A type by its name in YAML."""
     if isinstance(hint, types.UnionType):
         return " or ".join(type_name(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return f"{type_name(typing.get_args(hint)[0])} or list"
-    names = {str: "text", int: "integer", float: "number", bool: "true/false", types.NoneType: "null"}
-    return names.get(hint, "mapping")
+    types_by_name = (("text", str), ("integer", int), ("number", float), ("true/false", bool), ("null", types.NoneType))
+    return next((name for name, one in types_by_name if hint is one), "mapping")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as text for a message, at most 100 characters."""
     try:
         text = repr(value)
@@ -219,10 +219,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """The type of a value of YAML, in a word."""
-    names = {str: "text", int: "integer", float: "number", bool: "true/false value", list: "list", dict: "mapping"}
-    return names.get(type(value), "empty value" if value is None else type(value).__name__)
+    names = {"str": "text", "int": "integer", "float": "number", "bool": "true/false value", "dict": "mapping"}
+    name = type(value).__name__
+    return names.get(name, "empty value" if value is None else name)
 
 
 def article(noun: str) -> str:

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from tigon.errors import RecipeError
 from tigon.techniques.keys.lora import LoraConfig
 from tigon.techniques.keys.model import ModelKeys
-from tigon.techniques.keys.section import CONFIG, complaint
+from tigon.techniques.keys.section import CONFIG, Section, complaint
 from tigon.techniques.keys.sharding import ShardingConfig
 from tigon.techniques.keys.train import AUTO, TrainKeys
 
@@ -70,7 +70,7 @@ class Settings:
         return replace(self, train=replace(train, checkpointing=checkpointing, precision=chosen))
 
 
-def _with(name: str, section: Any, given: Mapping[str, Any]) -> Any:
+def _with(name: str, section: Section, given: Mapping[str, Any]) -> Any:
     try:
         return replace(section, **given)
     except ValidationError as error:
@@ -81,7 +81,7 @@ def _with(name: str, section: Any, given: Mapping[str, Any]) -> Any:
 _DEFAULT = Settings()
 
 
-def complaint_about(key: str, value: Any) -> str | None:
+def complaint_about(key: str, value: object) -> str | None:
     """The end of a sentence that begins with a technique's key and says what is wrong with a value; None if nothing."""
     try:
         _DEFAULT.having({key: value})

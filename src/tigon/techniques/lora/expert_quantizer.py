@@ -40,7 +40,9 @@ def config(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
 class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
     """Quantises experts too, and leaves a model behind that looks like one of `Bnb4BitHfQuantizer`."""
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, device_map: object, **kwargs: object
+    ) -> None:
         self.expert_states: dict[str, Any] = dict.fromkeys(expert_parameters(model))
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
 
@@ -50,7 +52,7 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
     def get_quantize_ops(self) -> Any:
         return _Quantize(self)
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> PreTrainedModel:
         from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized  # type: ignore[import-not-found]
 
         for path, state in self.expert_states.items():

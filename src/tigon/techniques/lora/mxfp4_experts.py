@@ -33,7 +33,7 @@ _METHOD = "tigon_mxfp4"
 class KeptMxfp4Config(QuantizationConfigMixin):  # type: ignore[misc]
     """The quantisation config of a model whose experts stay in MXFP4. compute_dtype: that of dense weights."""
 
-    def __init__(self, compute_dtype: str = "bfloat16", **_: Any) -> None:
+    def __init__(self, compute_dtype: str = "bfloat16", **_: object) -> None:
         self.quant_method = _METHOD
         self.compute_dtype = compute_dtype
 
@@ -61,7 +61,7 @@ class KeepingQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = False
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> None:
         self.paths = list(expert_parameters(model))
         for path in self.paths:
             module_path, _, name = path.rpartition(".")
@@ -76,7 +76,7 @@ class KeepingQuantizer(HfQuantizer):  # type: ignore[misc]
                 empty = torch.empty(of, dtype=torch.uint8, device="meta")
                 module.register_parameter(f"{name}_{part}", nn.Parameter(empty, requires_grad=False))
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> PreTrainedModel:
         dtype: torch.dtype = getattr(torch, self.quantization_config.compute_dtype)
         for path in self.paths:
             module_path, _, name = path.rpartition(".")

@@ -70,7 +70,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
         return refused
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

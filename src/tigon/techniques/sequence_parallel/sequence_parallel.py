@@ -18,7 +18,7 @@ DeepSpeed's engine, and drops the mask that separates packed documents.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from tigon.errors import RecipeError
 from tigon.techniques.condition import Condition, Exclusion
-from tigon.techniques.head_groups import check_has_attention, check_text_alone, key_heads
+from tigon.techniques.head_groups import Attend, check_has_attention, check_text_alone, key_heads, replace_sdpa
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.sharding import RING, ULYSSES
 from tigon.techniques.sequence_parallel import ring_attention
@@ -85,17 +85,9 @@ def share_rows(model: nn.Module, group: dist.ProcessGroup, method: str = ULYSSES
         group: The processes that share the rows, in the order of their shards.
         method: `ulysses` or `ring`, how attention sees whole rows.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     size = dist.get_world_size(group)
     name = f"sdpa_of_{size}_sequence_shards" + ("_in_a_ring" if method == RING else "")
-    of_rows = _in_a_ring if method == RING else _of_whole_rows
-    ALL_ATTENTION_FUNCTIONS.register(name, of_rows(ALL_ATTENTION_FUNCTIONS["sdpa"]))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    for config in configs.values():
-        config._attn_implementation_internal = name
+    replace_sdpa(model, name, _in_a_ring if method == RING else _of_whole_rows)
     hooks = _Hooks(group, int(model.config.num_hidden_layers), method)  # type: ignore[union-attr, arg-type]
     model.register_forward_pre_hook(hooks.cut, with_kwargs=True)
     model.register_forward_hook(hooks.check_layers, with_kwargs=True)
@@ -121,7 +113,7 @@ class _Hooks:
             inputs["attention_mask"] = None
         return (), inputs
 
-    def check_layers(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def check_layers(self, _: nn.Module, args: object, kwargs: dict[str, Any], output: object) -> None:
         shard: Shard | None = kwargs.get(SHARD)
         if shard is None:
             return
@@ -225,7 +217,7 @@ def document_mask(positions_BT: Tensor) -> Tensor | None:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def _of_whole_rows(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+def _of_whole_rows(attend: Attend) -> Attend:
     """Returns `attend` for the shards of a row."""
 
     def attend_whole_rows(
@@ -246,7 +238,7 @@ def _of_whole_rows(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
     return attend_whole_rows
 
 
-def _in_a_ring(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+def _in_a_ring(attend: Attend) -> Attend:
     """Returns causal attention for shards whose keys and values go round. `attend` is for calls without labels."""
 
     def attend_in_a_ring(
@@ -379,6 +371,7 @@ DECLARATION = Declaration(
     techniques=(
         Technique(
             name="sequence-parallel",
+            planned=False,
             recipe={"sharding.gpus": 2, KEY: 2},
             chosen=(_SHARDED,),
             model=_share,

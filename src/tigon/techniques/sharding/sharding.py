@@ -1,193 +1,25 @@
 """Several GPUs, and offload of states: DDP, FSDP2, DeepSpeed ZeRO (arXiv 1910.02054, 2101.06840, 2104.07857).
 
-This file computes configurations from the model, and marks its layers. The engines are DeepSpeed's and PyTorch's.
+The engines are DeepSpeed's and PyTorch's. deepspeed_config.py has the first one's configuration.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.precision import format_of
+from tigon.techniques.sharding.deepspeed_config import deepspeed_config, mark_layers
 from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CPU_ZERO_PROCESSES = 1  # Accelerate 1.15 lacks a backend for more on the CPU
-AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
-AIO_THREADS = 8  # threads per read or write; each takes a share of the bytes
-AIO_ALIGNED_BYTES = 1024  # a thread's share is a multiple of this
-ADAM_TENSORS = 4  # DeepSpeed's optimizer swapper holds weight, gradient and two moments at a time
-# Larger layers are gathered weight by weight. It is DeepSpeed's own default for its buckets, and half of the gathered
-# weights that it keeps at a time (stage3_max_live_parameters).
-LARGEST_LAYER = 500_000_000
-
-
-def deepspeed_config(settings: Settings, run_info: RunInfo) -> dict[str, Any]:
-    """Returns the whole DeepSpeed configuration. Sizes are numbers of elements, as DeepSpeed expects.
-
-    Bucket sizes follow from the hidden size, like those of transformers' `auto`, so that small models get small ones.
-    If stage 3 gathers whole layers, its buckets hold one.
-    """
-    square = max(run_info.hidden_size**2, 2**16)
-    whole_layers = gathers_layers(settings, run_info)
-    bucket = max(square, run_info.largest_layer()) if whole_layers else square
-    zero: dict[str, Any] = {
-        "stage": settings.sharding.zero,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": square,
-    }
-    if settings.sharding.zero == 3:
-        zero |= {
-            "stage3_prefetch_bucket_size": bucket if whole_layers else square * 9 // 10,
-            "stage3_param_persistence_threshold": 10 * run_info.hidden_size,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    zero |= _offloads(settings, run_info) | zero_plus_plus(settings)
-    pure = settings.train.precision == "bf16"
-    config: dict[str, Any] = {
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # any torch.optim.Optimizer; excluded ones are refused earlier
-        "bf16": {"enabled": settings.train.precision in ("amp-bf16", "bf16")},
-        "fp16": {"enabled": settings.train.precision == "amp-fp16"},
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-    }
-    if pure:
-        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    if settings.sharding.offload == "nvme":
-        config["aio"] = {
-            "block_size": AIO_BLOCK_BYTES,
-            "queue_depth": 32,
-            "intra_op_parallelism": AIO_THREADS,
-            "overlap_events": True,
-        }
-    return config
-
-
-def gathers_layers(settings: Settings, run_info: RunInfo) -> bool:
-    """Returns whether stage 3 gathers and reduces the weights of a layer together, instead of one by one.
-
-    DeepSpeed then has hooks on layers, not on each of their modules, which takes most of its host time away. Its hook
-    for gradients runs when a layer's backward pass ends. So each layer has to run once, with trained weights in front
-    of it: adapters, heads and post-training keep the hooks on each module. Offload keeps them because its buffers are
-    counted by weights.
-    """
-    return (
-        settings.sharding.zero == 3
-        and run_info.processes > 1
-        and run_info.runs_layers_once
-        and settings.sharding.offload == "none"
-        and settings.lora.rank is None
-        and not zero_plus_plus(settings)
-        and 0 < run_info.largest_layer() <= LARGEST_LAYER
-    )
-
-
-def _mark_layers(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
-    """Let DeepSpeed see each decoder layer as one module, if `gathers_layers` says so."""
-    layers = decoder_layers(model)
-    weights = [weight for layer in layers for weight in layer.parameters()]
-    if gathers_layers(settings, run_info) and len(weights) == len(set(weights)):  # layers may share weights
-        from deepspeed.utils import set_z3_leaf_module
-
-        for layer in layers:
-            set_z3_leaf_module(layer, True)
-            _check_first_input(layer)
-    return model
-
-
-def _check_first_input(layer: Any) -> None:
-    """Let a layer's first training call raise RecipeError if no input passes gradients on.
-
-    DeepSpeed's hook would then run before the gradients of the layer's weights exist, and take zeros for them.
-    """
-
-    def check(module: Any, args: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled():
-            return
-        handle.remove()
-        if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
-            raise RecipeError(
-                f"sharding.zero: 3 gathers whole layers, and a {type(module).__name__} of this model gets no input "
-                "with a gradient, as if the weights before it were frozen; use sharding.fsdp: true, or sharding.zero: 2"
-            )
-
-    handle = layer.register_forward_pre_hook(check)
-
-
-def zero_plus_plus(settings: Settings) -> dict[str, Any]:
-    """Returns the keys of ZeRO++ (arXiv 2306.10209) in DeepSpeed's configuration."""
-    keys: dict[str, Any] = {}
-    if settings.sharding.zero_copy_ranks > 1:
-        keys["zero_hpz_partition_size"] = settings.sharding.zero_copy_ranks
-    if settings.sharding.zero_int8_weights:
-        keys["zero_quantized_weights"] = True
-    if settings.sharding.zero_int4_gradients:
-        keys["zero_quantized_gradients"] = True
-    return keys
-
-
-def _offloads(settings: Settings, run_info: RunInfo) -> dict[str, Any]:
-    if settings.sharding.offload == "none":
-        return {}
-    place: dict[str, Any] = {"device": settings.sharding.offload, "pin_memory": run_info.device == "cuda"}
-    optimizer, weights = dict(place), dict(place)
-    extra: dict[str, Any] = {}
-    if settings.sharding.offload == "nvme":
-        optimizer |= {"nvme_path": settings.sharding.nvme_folder, "buffer_count": ADAM_TENSORS}
-        weights |= {"nvme_path": settings.sharding.nvme_folder, "max_in_cpu": 0, **nvme_buffers(settings, run_info)}
-        # The optimizer's buffers hold a sub-group. DeepSpeed's default of 1e9 elements would take 16 GB of pinned
-        # memory. Weights that are used again within its default reuse distance of 1e9 elements would stay in their
-        # buffers, until no buffer is left.
-        extra |= {"sub_group_size": nvme_group_size(run_info), "stage3_max_reuse_distance": 0}
-    return {
-        "offload_optimizer": optimizer,
-        **({"offload_param": weights} if settings.sharding.zero == 3 else {}),
-        **extra,
-    }
-
-
-def nvme_group_size(run_info: RunInfo) -> int:
-    """Returns the number of elements that the optimizer reads from files and updates at a time."""
-    return max(10**8, run_info.largest())
-
-
-def nvme_buffers(settings: Settings, run_info: RunInfo) -> dict[str, int]:
-    """Returns size and number of the buffers for swapped weights.
-
-    Each is as large as the largest partition, and there are as many as can be in use at a time. DeepSpeed 0.19.8 fails
-    at the first layer if there are fewer buffers than the layer's parameters and those it prefetches. It also fails if
-    a buffer is smaller than the largest parameter (default 1e8 elements; Llama-3.2-1B's embedding has 262.7e6).
-    """
-    itemsize = format_of(settings).products.itemsize
-
-    def swapped(numels: list[int]) -> int:
-        return sum(math.ceil(n / run_info.processes) * itemsize >= AIO_BLOCK_BYTES for n in numels)
-
-    layers = run_info.by_layer()
-    outside = swapped(layers.pop("", []))
-    most = max((swapped(numels) for numels in layers.values()), default=0)
-    partition = math.ceil(run_info.largest() / run_info.processes)
-    share = AIO_THREADS * AIO_ALIGNED_BYTES // itemsize
-    return {"buffer_size": math.ceil(partition / share) * share, "buffer_count": max(5, 2 * most + outside + 1)}
-
-
-def _zero(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
-    return {"deepspeed": deepspeed_config(settings, run_info)}
 
 
 def name_present_layers(model: PreTrainedModel) -> None:
@@ -232,27 +64,6 @@ def are_read_in_parts(settings: Settings, *, reads_whole_weights: bool) -> bool:
         and not settings.lora.quantize
         and not reads_whole_weights
     )
-
-
-@contextlib.contextmanager
-def partitioned_loading(settings: Settings, run_info: RunInfo) -> Iterator[None]:
-    """Context in which from_pretrained reads weights into stage 3's partitions, with one whole weight at a time on the
-    GPU.
-
-    The host may hold all weights in each process, because transformers merges the files first. transformers looks for
-    a live configuration. Its numbers have to be set here, because the Trainer fills them in later. DeepSpeed checks
-    them against the number of processes, which it takes for one until its own communication has started.
-    """
-    from deepspeed import init_distributed
-    from transformers.integrations import HfDeepSpeedConfig
-
-    init_distributed(auto_mpi_discovery=False)
-    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
-    alive = HfDeepSpeedConfig({**deepspeed_config(settings, run_info), **batch, "train_batch_size": run_info.processes})
-    try:
-        yield
-    finally:
-        del alive
 
 
 def shard_ranks(settings: Settings) -> int:
@@ -332,8 +143,6 @@ _LABELS: Mapping[str, str] = {
     "sharding.offload": "offload {}",
 }
 
-# DeepSpeed compiles its CPU Adam at the first use (op_builder/cpu_adam.py, async_io.py).
-_CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc if there is a GPU")
 _CPU, _NVME = (Condition("sharding.offload", "is", place) for place in ("cpu", "nvme"))
 _ZERO, _OFFLOADED = Condition("sharding.zero", "is at least", 1), Condition("sharding.offload", "is not", "none")
 _ZERO_PLUS_PLUS = (
@@ -347,16 +156,16 @@ _ZERO_EFFECT_ON_RESULT = (
 )
 
 
-def _stage(stage: int, saves: str, costs: str) -> Technique:
+def _stage(stage: int) -> Technique:
     return Technique(
         name=f"zero-{stage}",
         effect_on_result=_ZERO_EFFECT_ON_RESULT,
+        change_rank=1,
         needs=("deepspeed",),
         recipe={"sharding.gpus": 2, "sharding.zero": stage},
         chosen=(Condition("sharding.zero", "is", stage),),
-        arguments=_zero,
-        model=_mark_layers,
-        change_rank=1,
+        arguments=lambda settings, run_info: {"deepspeed": deepspeed_config(settings, run_info)},
+        model=mark_layers,
     )
 
 
@@ -370,23 +179,17 @@ _TECHNIQUES = (
             Condition("sharding.fsdp", "is", False),
         ),
     ),
-    _stage(
-        1, "Optimizer states, divided by the GPUs.", "Weights are gathered once per step: little more traffic than DDP."
-    ),
-    _stage(2, "Optimizer states and gradients, divided by the GPUs.", "As stage 1."),
-    _stage(
-        3,
-        "Weights too, divided by the GPUs. A layer's weights are gathered for its forward and its backward pass.",
-        "1.5 times the traffic of DDP, because the weights are gathered twice.",
-    ),
+    *map(_stage, (1, 2, 3)),
     Technique(
         name="zero-3-hpz",
+        planned=False,
         needs=("deepspeed",),
         recipe={"sharding.gpus": 4, "sharding.zero": 3, "sharding.zero_copy_ranks": 2},
         chosen=(Condition("sharding.zero", "is", 3), Condition("sharding.zero_copy_ranks", "is at least", 2)),
     ),
     Technique(
         name="zero-3-int8-weights",
+        planned=False,
         effect_on_result="Gathered weights have about 8 bits of precision. No GPU has run it with tigon yet.",
         needs=("deepspeed",),
         devices=("cuda",),
@@ -396,6 +199,7 @@ _TECHNIQUES = (
     ),
     Technique(
         name="zero-3-int4-gradients",
+        planned=False,
         effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
         needs=("deepspeed",),
         devices=("cuda",),

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
 from tigon.models.seams.head.loss import deferred, requested_loss, warn_full_logits, whole
 from tigon.models.seams.lora import LoraSeam, after_dropout, dropped, is_plain_linear, plain_adapter
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class LoraHeadSeam(LoraSeam):
         attributes = super().namespace(base) if self.lora_linear else {}
         plain_forward: Callable[..., Tensor] = attributes.get("forward", base.forward)
 
-        def forward(self: Any, x: Tensor, *args: object, **kwargs: object) -> Any:
+        def forward(self: LoraLayer, x: Tensor, *args: object, **kwargs: object) -> Any:
             call = None if args or kwargs else requested_loss(self)
             if call is None or not call.fits(x):
                 return plain_forward(self, x, *args, **kwargs)
@@ -65,5 +68,5 @@ class LoraHeadSeam(LoraSeam):
         return {**attributes, "forward": forward}
 
 
-def _logits(module: Any, x: Tensor, *, adapter: str, entering: Tensor) -> Tensor:
+def _logits(module: LoraLayer, x: Tensor, *, adapter: str, entering: Tensor) -> Tensor:
     return after_dropout(module, x, adapter, module.base_layer.weight, entering)

@@ -45,6 +45,7 @@ from tigon.models.seams.router import with_balancing_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
 # Class names of wrappers that pass the input to a descendant and return its output unchanged: PEFT's `modules_to_save`,
 # and FSDP1.
@@ -201,7 +202,7 @@ class LossCall:
         loss = logits.loss(self.losses)
         return self._nan_if_written(loss, answers[0][1]) if torch.compiler.is_compiling() else loss
 
-    def add_metrics(self, outputs: Any) -> Any:
+    def add_metrics(self, outputs: ModelOutput) -> Any:
         """The model's outputs with the metrics of the fused loss, or of its logits if the fused loss was not used."""
         if self.metrics is None:
             return outputs
@@ -211,7 +212,7 @@ class LossCall:
         target = self.target.to(self.predicted.device)
         return self.metrics.add(outputs, self.predicted, target, self.ignore_index)
 
-    def seal(self, output: Any) -> Any:
+    def seal(self, output: object) -> Any:
         """One element of the model's output; the head's object is replaced by one that the user may hold."""
         if isinstance(output, DeferredLogits):
             return output.seal()
@@ -233,7 +234,7 @@ def _shift_labels_alone(kwargs: dict[str, Any]) -> Tensor:
     return shift_labels
 
 
-def _metrics_of_logits(metrics: TokenMetrics, outputs: Any, target: Tensor, ignore_index: int) -> Any:
+def _metrics_of_logits(metrics: TokenMetrics, outputs: ModelOutput, target: Tensor, ignore_index: int) -> Any:
     """The outputs with the metrics of their logits; both metrics are None if logits and labels differ in number."""
     if isinstance(outputs, tuple):  # the losses come first; mixture-of-experts models may return two
         logits = next(part for part in outputs if not isinstance(part, Tensor) or part.ndim)
@@ -399,7 +400,7 @@ class CausalLMSeam(Seam):
         labels_at = _position(base_forward, "labels")
         loss_property: Any = inspect.getattr_static(base, "loss_function")
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             skip_logits, metrics = kwargs.pop("skip_logits", None), TokenMetrics.pop(kwargs)
             labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
             if labels is None and skip_logits:
@@ -429,11 +430,13 @@ class CausalLMSeam(Seam):
                 outputs.logits = call.seal(outputs.logits)
             return call.add_metrics(outputs)
 
-        def loss_function(self: Any) -> Any:
+        def loss_function(self: PreTrainedModel) -> Any:
             original = self._original_loss()
             return self._tigon_loss if is_causal_lm_loss(original) else original
 
-        def _tigon_loss(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: object) -> Tensor:
+        def _tigon_loss(
+            self: PreTrainedModel, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: object
+        ) -> Tensor:
             call = _active.call
             fused = None if call is None else call.take(logits, labels, {**kwargs, "vocab_size": vocab_size})
             if fused is not None:

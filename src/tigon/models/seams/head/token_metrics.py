@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class TokenMetrics:
         predicted = bool(kwargs.pop("return_predicted_tokens", False))
         return TokenMetrics(accuracy, predicted) if accuracy or predicted else None
 
-    def add(self, outputs: Any, predicted: Tensor, target: Tensor, ignore_index: int) -> Any:
+    def add(self, outputs: ModelOutput, predicted: Tensor, target: Tensor, ignore_index: int) -> Any:
         """Add the requested metrics to a model's outputs.
 
         Args:
@@ -50,11 +53,11 @@ class TokenMetrics:
         tokens = torch.where(counts, predicted, -1) if self.predicted else None
         return self._join(outputs, accuracy, tokens)
 
-    def add_none(self, outputs: Any) -> Any:
+    def add_none(self, outputs: ModelOutput) -> Any:
         """Like `add`, for outputs whose logits do not fit the labels: the requested metrics are None."""
         return self._join(outputs, None, None)
 
-    def _join(self, outputs: Any, accuracy: Tensor | None, tokens: Tensor | None) -> Any:
+    def _join(self, outputs: ModelOutput, accuracy: Tensor | None, tokens: Tensor | None) -> Any:
         if isinstance(outputs, tuple):
             requested = ((self.accuracy, accuracy), (self.predicted, tokens))
             return (*outputs, *(metric for wanted, metric in requested if wanted))
@@ -82,7 +85,7 @@ def _with_metrics(base: type[Any]) -> type[Any]:
     return _classes[base]
 
 
-def _reduce(outputs: Any, base: type[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _reduce(outputs: ModelOutput, base: type[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Pickle support: pickle cannot find the generated class by its name."""
     return _rebuild, (base, {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)})
 
