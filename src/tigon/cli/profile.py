@@ -32,7 +32,7 @@ def command(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="New or empty folder for the results.")] = None,
 ) -> None:
     """Record every allocation of a recipe's first steps, then the time of each operator in a later step."""
-    from tigon.trainer.profile import ProfileRequest, profile  # not for --help
+    from tigon.trainer.measuring.profile import ProfileRequest, profile  # not for --help
 
     with console.survive_broken_streams():
         profile(ProfileRequest(recipe, tuple(assignments or ()), steps, beside, tuple(beside_assignments or ()), out))
