@@ -45,6 +45,19 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         pytest.skip("triton is not installed: there are no kernels on this platform")
 
 
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A mesh of one rank: tensors can be DTensors, and are freed and gathered as on many."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("gloo is not built in")
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The interpreter uses numpy, which warns where a GPU is silent: about overflows of exp(-x), whose 1 / (1 + inf)
     # is correctly 0, and about arithmetic on masked lanes. The third warning concerns the interpreter's own code.

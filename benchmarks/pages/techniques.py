@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tigon.planner.simulate.optimizer_cost import bytes_per_parameter
+from tigon.planner.simulate.optimizer_cost import COSTS, FP32, Parameter
 from tigon.recipe.keys import Recipe
 from tigon.techniques import EXCLUSIONS, TECHNIQUES
 from tigon.techniques.condition import yaml_word
@@ -166,6 +166,12 @@ def section(name: str, written: Mapping[str, str]) -> str:
         said["Effect on the result"] = technique.effect_on_result
     bullets = [f"- **{word}.** {said[word]}" for word in (*WRITTEN, "Measured") if said.get(word)]
     return "\n".join([f"## `{name}`", "", *bullets, "", "```yaml", recipe_lines(technique.recipe), "```", ""])
+
+
+def bytes_per_parameter(name: str) -> float:
+    """Returns the bytes of an optimizer's state per element of a large fp32 matrix, at all places."""
+    matrix = Parameter((4096, 4096), FP32, projected=True)
+    return sum(tensor.nbytes for tensor in COSTS[name].states(matrix, 128)) / matrix.numel
 
 
 def optimizer_table(written: Mapping[str, list[str]]) -> str:

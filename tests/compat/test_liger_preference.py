@@ -266,17 +266,6 @@ def test_sequences_without_labels_give_finite_losses_and_gradients() -> None:
     assert all(value.isfinite().all() for value in found)
 
 
-def test_frozen_head_or_frozen_hidden_states_get_no_gradient_and_the_other_keeps_its_own() -> None:
-    data = inputs(6, bias=True).to(torch.float32)
-    both = results(lambda d: dpo_loss(d, 1), data, torch.float32)
-    for frozen in (0, 1):
-        leaves = [data.hidden.clone(), data.weight.clone()]
-        leaves[1 - frozen].requires_grad_()
-        dpo_loss(Inputs(leaves[0], leaves[1], None, data.labels), 1).mul(1.7).backward()
-        assert leaves[frozen].grad is None
-        torch.testing.assert_close(leaves[1 - frozen].grad.double(), both[2 - frozen], rtol=1e-4, atol=1e-5)
-
-
 def test_no_tensor_of_all_logits_is_made() -> None:
     sequences, tokens, vocab = 4, 40, 5000
     hidden, weight = draw(sequences, tokens, H, seed=1).float(), draw(vocab, H, seed=2).float()

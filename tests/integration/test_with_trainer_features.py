@@ -1,6 +1,6 @@
 """Features of the Hugging Face Trainer that reach into the model: packing, noise, adapters, resuming, the best model.
 
-tests/models/test_with_trainer.py has the losses, metrics and checkpoints of plain runs.
+tests/models/test_with_trainer.py has the losses and metrics of plain runs.
 """
 
 from __future__ import annotations

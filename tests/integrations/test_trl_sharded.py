@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_run import both_runs, layers_of_both
-from torch import nn
 from trl_cases import FSDP2, FUSED, SHARDED_TEACHER, ZERO3
 from trl_runs import Result, build, compare, model, of_time
 
 import tigon
 from forks import forks, in_forks
+from partitioned import Partitioned
 from second_proofs import proved_by
 from tigon.integrations.trl.forward import FusedForward
 from tigon.trainer.distributed import launch
@@ -43,47 +43,6 @@ def loss_of(policy: Any, rows: slice = slice(None)) -> torch.Tensor:
     """A loss with gradients through log-probabilities and entropy."""
     outputs = policy(input_ids=IDS[rows], labels=LABELS[rows], fused_lm_head=True)
     return (outputs.log_probs.square() + 0.1 * outputs.entropy).sum()
-
-
-class Partitioned:
-    """What ZeRO-3 does to a module: its weight exists only between its own hooks, in the forward and the backward.
-
-    The backward hook hangs on each tensor of the output, as in deepspeed/runtime/zero/parameter_offload.py.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.weight = module.weight
-        self.full, self.gathers = self.weight.data.clone(), 0
-        module.register_forward_pre_hook(lambda *_: self.gather())
-        module.register_forward_hook(self.after_forward)
-        self.release()
-
-    def gather(self) -> None:
-        self.gathers += 1
-        self.weight.data = self.full
-
-    def release(self) -> None:
-        self.weight.data = torch.empty(0)
-
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self.release()
-        partitioned = self
-
-        class PreBackward(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *outputs: torch.Tensor) -> Any:
-                return tuple(each.detach() for each in outputs)
-
-            @staticmethod
-            def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-                partitioned.gather()
-                return grads
-
-        whole = PreBackward.apply(*output) if isinstance(output, tuple) else PreBackward.apply(output)
-        return whole if isinstance(output, tuple) else whole[0]
-
-
-Partitioned.after_forward.__module__ = "deepspeed"  # a hook of the user's would be one that reads logits
 
 
 def test_head_that_zero3_partitions_is_gathered_by_its_own_forward() -> None:

@@ -52,41 +52,6 @@ def test_training_step_is_one_graph_of_named_ops_without_logits():
             use(outputs.logits)
 
 
-@pytest.mark.parametrize(
-    "config",
-    proved_by(
-        ["grouped-query"], ["grouped-query", "tied-llama3-rope"],
-        "test_compiled_families.py compiles a tied Llama, and the table of the rope is made outside of its op",
-    ),
-)  # fmt: skip
-def test_compiled_training_equals_eager_with_and_without_ignored_labels(config):
-    patched, original = twins(config)
-    patch(patched)
-    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
-    inputs = batch()
-    for labels in (inputs["labels"], inputs["input_ids"], torch.full_like(inputs["labels"], -100)):
-        kwargs = {"input_ids": inputs["input_ids"], "labels": labels, "use_cache": False}
-        got = loss_and_gradients(patched, lambda _, kwargs=kwargs: compiled(**kwargs).loss)
-        assert_close(got, loss_and_gradients(patched, call(**kwargs)), 2e-5)
-        if (labels != -100).any():
-            assert_close(got, loss_and_gradients(original, call(**kwargs)), 2e-5)
-        else:
-            assert all(not t.any() for t in got.values())
-
-
-def test_lengths_that_change_recompile_at_most_once():
-    patched, original = twins()
-    patch(patched)
-    backend = Graphs()
-    compiled = torch.compile(patched, backend=backend, fullgraph=True)
-    for tokens in (19, 23, 11, 31):
-        inputs = batch(tokens=tokens)
-        items = torch.tensor(tokens)
-        got = compiled(**inputs, num_items_in_batch=items, use_cache=False).loss
-        torch.testing.assert_close(got, original(**inputs, num_items_in_batch=items).loss)
-    assert len(backend.graphs) <= 2
-
-
 def test_compiled_model_in_eval_mode_returns_logits_and_loss():
     patched, original = twins()
     patch(patched)
@@ -106,11 +71,7 @@ def test_eager_training_still_works_after_a_compiled_step():
     assert_close(loss_and_gradients(patched, call(**batch())), want)
 
 
-# What happens to the logits, and the norms and ropes that are not Llama's.
-COMPILED = ("qwen3", "gemma2", "cohere")
-
-
-@pytest.mark.parametrize("name", proved_by(["cohere"], COMPILED, "test_compiled_families.py compiles the family too"))
+@pytest.mark.parametrize("name", ["llama", "cohere"])
 def test_compiled_family_is_one_graph_and_equals_eager(name):
     original = tiny_model(name, MODELS[name].tiny)
     patched = copy.deepcopy(original)
@@ -123,6 +84,8 @@ def test_compiled_family_is_one_graph_and_equals_eager(name):
         assert_close(got, loss_and_gradients(patched, call(**kwargs)), 2e-5)
         if (labels != -100).any():
             assert_close(got, loss_and_gradients(original, call(**kwargs)), 2e-5)
+        else:
+            assert all(not t.any() for t in got.values())
 
 
 @pytest.mark.parametrize("name", proved_by(["gemma2"], ["gemma2", "granite"], "a factor in the place of a cap"))

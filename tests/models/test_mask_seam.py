@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "nonzero"})
 # A count that a GPU's event announces, and two checks that only labels on the CPU get.
-OF_THE_HEAD = {"labels.py", "loss.py"}
+OF_THE_HEAD = {"inputs.py", "prepared_targets.py", "loss.py"}
 FIRST = ("llama", "gemma3_text", "llama4_text", "gpt_neox")
 each_family = pytest.mark.parametrize(
     "family", proved_by(FIRST, MODELS, "the trunks of transformers make positions and masks in the same words")

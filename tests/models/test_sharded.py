@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from models_helpers import HEADS, VOCAB, assert_close, batch, call, llama, loss_and_gradients, twins
 from torch import nn
 
+from partitioned import Partitioned
 from second_proofs import proved_by
 from tigon.errors import PatchError
 from tigon.models import DeferredLogits, MaterializedLogitsWarning, patch
@@ -18,45 +18,6 @@ from tigon.models.seams.base import PatchedModule
 
 INPUTS = batch()
 each_head = pytest.mark.parametrize("family", HEADS)
-
-
-class Partitioned:
-    """What DeepSpeed ZeRO-3 does to a module: its weight exists only between its own hooks, forward and backward.
-
-    The backward half hangs on the tensors the module returns, through an autograd function, as in
-    deepspeed/runtime/zero/parameter_offload.py.
-    """
-
-    def __init__(self, module):
-        self.full = module.weight.data.clone()
-        self.weight = module.weight
-        self.gathers = 0
-        module.register_forward_pre_hook(lambda *_: self.gather())
-        module.register_forward_hook(self.after_forward)
-        self.release()
-
-    def gather(self):
-        self.gathers += 1
-        self.weight.data = self.full
-
-    def release(self):
-        self.weight.data = torch.empty(0)
-
-    def after_forward(self, module, args, output):
-        self.release()
-        partitioned = self
-
-        class PreBackward(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, output):
-                return output.detach()
-
-            @staticmethod
-            def backward(ctx, grad):
-                partitioned.gather()
-                return grad
-
-        return PreBackward.apply(output)
 
 
 @each_head
@@ -96,17 +57,6 @@ def test_tensor_parallel_head_with_gathered_logits_has_the_loss_of_the_whole_hea
         outputs = patched(**INPUTS)
     assert type(outputs.logits) is torch.Tensor
     torch.testing.assert_close(outputs.loss, original(**INPUTS).loss)
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    """One rank: parameters are DTensors, and are freed and gathered as on many."""
-    if not dist.is_gloo_available():
-        pytest.skip("gloo is not built in")
-    store = tmp_path_factory.mktemp("gloo") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @each_head

@@ -565,3 +565,20 @@ def test_product_of_one_token_has_no_factor_of_one_column(monkeypatch: pytest.Mo
     F.cross_entropy(x @ unfused.t(), target).backward()
     assert w.grad is not None and exact.grad is not None and unfused.grad is not None
     assert_within(w.grad, exact.grad, unfused.grad, 2, "gradient of the weight")
+
+
+@pytest.mark.parametrize(("ignored", "kept"), [(0, None), (4, None), (5, 251)])
+def test_plan_gathers_the_tokens_that_a_run_gathers(
+    ignored: int, kept: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 1/64 of the tokens is computed with the others, because a gather would cost more."""
+    monkeypatch.setattr(head_inputs, "_WORTH_A_WAIT_FLOPS", 0)
+    hidden, target = torch.randn(256, 8), torch.randint(0, 50, (256,))
+    target[:ignored] = -100
+    loss_head = head_inputs.Head.of(hidden, torch.randn(50, 8), None)
+    run = head_inputs.LossArguments.of(loss_head, target.shape, target)
+    with dispatch.planned_for(dispatch.Planned(arch=(9, 0), ignored=ignored)):
+        for labels in (target, prepare_targets(target)):
+            plan = head_inputs.LossArguments.of(loss_head, target.shape, labels)
+            assert (None if plan.index is None else len(plan.index)) == kept
+    assert (None if run.index is None else len(run.index)) == kept

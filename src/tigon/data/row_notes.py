@@ -64,14 +64,53 @@ def of_text(texts: Iterable[str], marks: re.Pattern[str] | None) -> tuple[Note, 
     return () if found is None else ((MARK_IN_TEXT, found),)
 
 
+_SENTENCES = {
+    KEY: "the chat template leaves out these keys of messages, first at {first}: {names}. The model does not see them; "
+    "name a data.template that writes them, or remove the keys",
+    CONTENT: "the chat template leaves out parts of messages, first at {first}: {names}. Templates of reasoning models "
+    "drop what stands before </think>; name a data.template that keeps it, or give the reasoning as reasoning_content "
+    "if the template reads that",
+    TOOLS: "the chat template leaves out parts of the tools' descriptions in {rows}, first at {first}: {names}",
+    MARK_IN_TEXT: "{rows} of text contain special tokens of the tokenizer, such as {names} in {first}. They are read "
+    "as plain characters. Give chats as messages, and the chat template writes the tokens",
+    MARK_IN_CHAT: "messages of {rows} contain special tokens of the tokenizer, such as {names} in {first}. The model "
+    "reads them as if the chat template had written them, so they can begin or end a turn; remove them, unless you "
+    "want that",
+}
+"""Kind -> the warning about its rows."""
+
+
 def warnings_of(encoded: Sequence[Noted], *, without: Collection[str] = ()) -> tuple[str, ...]:
     """One sentence for each kind of note in the data set, except the kinds in `without`."""
     rows: dict[str, dict[str, list[Noted]]] = defaultdict(lambda: defaultdict(list))
     for each in encoded:
         for kind, what in each.notes:
             rows[kind][what].append(each)
-    writers = {KEY: _keys, CONTENT: _contents, TOOLS: _tools, MARK_IN_TEXT: _marks_in_text, MARK_IN_CHAT: _marks}
-    return tuple(write(rows[kind]) for kind, write in writers.items() if rows[kind] and kind not in without)
+    made = []
+    for kind in (kind for kind in _SENTENCES if rows[kind] and kind not in without):
+        every = [each for of in rows[kind].values() for each in of]
+        names = _names(kind, rows[kind])
+        made.append(_SENTENCES[kind].format(rows=_n_rows(every), first=every[0].origin, names=names))
+    return tuple(made)
+
+
+def _names(kind: str, rows: Mapping[str, Sequence[Noted]]) -> str:
+    """What the notes of a kind are about."""
+    if kind == KEY:
+        return ", ".join(f"{key} ({_n_rows(of)})" for key, of in rows.items())
+    if kind == TOOLS:
+        return ", ".join(f"{leaf!r}" for leaf in list(rows)[:5])
+    if kind != CONTENT:
+        return next(iter(rows))
+    by_role: dict[str, list[tuple[int, int, Noted]]] = defaultdict(list)
+    for what, of in rows.items():
+        role, missing, total = what.split()
+        by_role[role] += [(int(missing), int(total), each) for each in of]
+    parts = []
+    for role, found in by_role.items():
+        share = sum(missing for missing, _, _ in found) / sum(total for _, total, _ in found)
+        parts.append(f"{role} ({_n_rows([each for *_, each in found])}, {share:.0%} of their characters)")
+    return ", ".join(parts)
 
 
 def no_end(n_documents: int) -> str:
@@ -81,65 +120,6 @@ def no_end(n_documents: int) -> str:
         "may write on without an end. Use a data.template that ends the assistant's turn inside its learned part, or a "
         "tokenizer with an eos_token"
     )
-
-
-_Rows = Mapping[str, Sequence[Noted]]
-
-
-def _keys(rows: _Rows) -> str:
-    names = ", ".join(f"{key} ({_n_rows(of)})" for key, of in rows.items())
-    return (
-        f"the chat template leaves out these keys of messages, first at {_first(rows)}: {names}. The model does not "
-        "see them; name a data.template that writes them, or remove the keys"
-    )
-
-
-def _contents(rows: _Rows) -> str:
-    by_role: dict[str, list[tuple[int, int, Noted]]] = defaultdict(list)
-    for what, of in rows.items():
-        role, missing, total = what.split()
-        by_role[role] += [(int(missing), int(total), each) for each in of]
-    parts = []
-    for role, found in by_role.items():
-        share = sum(missing for missing, _, _ in found) / sum(total for _, total, _ in found)
-        parts.append(f"{role} ({_n_rows([each for *_, each in found])}, {share:.0%} of their characters)")
-    return (
-        f"the chat template leaves out parts of messages, first at {_first(rows)}: {', '.join(parts)}. Templates of "
-        "reasoning models drop what stands before </think>; name a data.template that keeps it, or give the reasoning "
-        "as reasoning_content if the template reads that"
-    )
-
-
-def _tools(rows: _Rows) -> str:
-    names = ", ".join(f"{leaf!r}" for leaf in list(rows)[:5])
-    return (
-        f"the chat template leaves out parts of the tools' descriptions in {_n_rows(_all(rows))}, first at "
-        f"{_first(rows)}: {names}"
-    )
-
-
-def _marks_in_text(rows: _Rows) -> str:
-    return (
-        f"{_n_rows(_all(rows))} of text contain special tokens of the tokenizer, such as {next(iter(rows))} in "
-        f"{_first(rows)}. They are read as plain characters. Give chats as messages, and the chat template writes the "
-        "tokens"
-    )
-
-
-def _marks(rows: _Rows) -> str:
-    return (
-        f"messages of {_n_rows(_all(rows))} contain special tokens of the tokenizer, such as {next(iter(rows))} in "
-        f"{_first(rows)}. The model reads them as if the chat template had written them, so they can begin or end a "
-        "turn; remove them, unless you want that"
-    )
-
-
-def _all(rows: _Rows) -> list[Noted]:
-    return [each for of in rows.values() for each in of]
-
-
-def _first(rows: _Rows) -> str:
-    return next(iter(rows.values()))[0].origin
 
 
 def _n_rows(rows: Sequence[Noted]) -> str:

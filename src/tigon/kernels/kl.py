@@ -363,8 +363,9 @@ def _numbers(options):
     """The numbers and flags of `KlOptions`, in the order of the kernels' parameters."""
     numbers, flags = {}, {}
     for side, softcap, logit_scale in (
-        ("p", options.p_softcap, options.p_logit_scale), ("q", options.q_softcap, options.q_logit_scale)
-    ):  # fmt: skip
+        ("p", options.p_softcap, options.p_logit_scale),
+        ("q", options.q_softcap, options.q_logit_scale),
+    ):
         # Without a softcap, one factor is enough.
         scale = logit_scale if softcap is not None else logit_scale / options.temperature
         numbers |= {f"softcap_{side}": 1.0 if softcap is None else softcap, f"scale_{side}": scale}

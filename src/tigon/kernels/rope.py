@@ -380,11 +380,17 @@ class _Plan:
             return
         groups = cdiv(q_heads, HEADS) + cdiv(k_heads, HEADS)
         numbers = dict(
-            N=B * T, T=T, q_heads=q_heads, k_heads=k_heads,
-            **_strides("stride_q", q_strides, heads_dim), **_strides("stride_k", k_strides, heads_dim),
-            **_table_strides("stride_c", cos_shape, cos_strides), **_table_strides("stride_s", sin_shape, sin_strides),
-            **_strides("stride_yq", self.q_out, heads_dim), **_strides("stride_yk", self.k_out, heads_dim),
-        )  # fmt: skip
+            N=B * T,
+            T=T,
+            q_heads=q_heads,
+            k_heads=k_heads,
+            **_strides("stride_q", q_strides, heads_dim),
+            **_strides("stride_k", k_strides, heads_dim),
+            **_table_strides("stride_c", cos_shape, cos_strides),
+            **_table_strides("stride_s", sin_shape, sin_strides),
+            **_strides("stride_yq", self.q_out, heads_dim),
+            **_strides("stride_yk", self.k_out, heads_dim),
+        )
         block = next_power_of_2(R // 2)
         self.flat = not parts and fits_flat(R, D, interleaved)
         if self.flat:

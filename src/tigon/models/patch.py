@@ -157,7 +157,7 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         _decide_layers(model, spec, flag, flags[flag], decision)
     # After rope, whose seam may be below on the same attention.
     if flags[SINKS_FLAG] is not False:
-        _decide_sinks(model, flags[SINKS_FLAG], decision)
+        _decide_sinks(model, flags, decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
     # Few models have adapters, so a flag for them that was left out asks for nothing.
@@ -273,32 +273,27 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
         )
 
 
-def _decide_sinks(model: nn.Module, on: bool | None, decision: _Decision) -> None:
+def _decide_sinks(model: nn.Module, flags: Flags, decision: _Decision) -> None:
     """Patch every attention with sinks and the module that makes their masks, or none of them."""
     seam, masks = SinksAttentionSeam(), CausalMaskSeam()
-    modules = list(model.named_modules())
-    if any(seam.flag == SINKS_FLAG for _, m in modules for seam in seams_of(m)):
+    if any(seam.flag == SINKS_FLAG for m in model.modules() for seam in seams_of(m)):
         return
-    attentions = [(path, m) for path, m in modules if seam.candidate(m)]
+    attentions = seam.claims(model)
     inside = {id(m) for _, m in attentions}
-    trunks = [(path, m) for path, m in modules if masks.candidate(m) and inside <= {id(each) for each in m.modules()}]
+    trunks = [(path, m) for path, m in masks.claims(model) if inside <= {id(each) for each in m.modules()}]
     reason = None if attentions else "it has no eager attention with sinks"
     reason = reason or (None if trunks else "its masks are not made by transformers' functions for causal masks")
     if reason is None:
-        both: tuple[tuple[list[tuple[str, nn.Module]], Seam], ...] = ((trunks[-1:], masks), (attentions, seam))
         judged = _Decision(home=decision.home)
-        for pairs, own in both:
-            for path, m in pairs:
-                _judge(path, m, [own], judged)
+        _judge(*trunks[-1], [masks], judged)
+        for path, m in attentions:
+            _judge(path, m, [seam], judged)
         if not judged.refused:
             decision.changes += judged.changes
             return
         reason = judged.reasons(SINKS_FLAG)
     decision.refused += [(path, m, seam, reason) for path, m in attentions]
-    if on:
-        raise PatchError(
-            f"attention_sinks=True, but {reason}. Nothing was changed; leave attention_sinks out, or pass False."
-        )
+    _insist(flags, (SINKS_FLAG,), reason)
 
 
 def _decide_masks(model: nn.Module, decision: _Decision) -> None:

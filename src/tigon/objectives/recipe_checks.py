@@ -6,8 +6,9 @@ recipe. Checks that need the model's config are in the objective's own file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tigon.errors import RecipeError
@@ -20,34 +21,9 @@ from tigon.techniques.condition import Condition, Switch
 from tigon.techniques.keys.settings import Settings
 
 
-def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
-    """Load the recipe in `path`, with `--set section.key=value` applied last.
-
-    Args:
-        path: The recipe file.
-        overrides: `section.key=value` texts.
-        gpu_present: Called only if `train.device` is auto and the recipe has an `on_gpu` block, because importing
-            torch is slow.
-        checked: False skips the checks for keys that exclude each other or do nothing.
-
-    Raises:
-        RecipeError: The file cannot be read, or a key or value is wrong; the message names file, line and key.
-    """
-    return recipe_file.load(path, overrides, gpu_present=gpu_present, objective_rules=RULES, checked=checked)
-
-
 def loads_saved(path: Path) -> Recipe:
     """The resolved recipe that a run wrote into its own folder."""
     return load(path, gpu_present=lambda: False)
-
-
-def of_assignments(overrides: Sequence[str]) -> Recipe:
-    """A recipe of defaults with `--set section.key=value` applied, for a plan. No rules are checked.
-
-    Raises:
-        RecipeError: A key or value is wrong; the message names the key.
-    """
-    return recipe_file.of_assignments(overrides)
 
 
 def without_phases(recipe: Recipe) -> Recipe:
@@ -222,3 +198,8 @@ RULES = post_training_rules.RULES + Rules(
     ),
 )
 """The rules of all objectives' sections."""
+
+load = partial(recipe_file.load, objective_rules=RULES)
+"""Loads a recipe as `recipe_file.load` does, with the rules of the objectives' sections."""
+of_assignments = recipe_file.of_assignments
+"""A recipe of `--set` alone, for a plan. No rules are checked."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import (
+    Context,
     Differentiable,
     Primitive,
     check_dtype,
@@ -362,7 +363,7 @@ class AttentionWithSinks(torch.autograd.Function):
     """It saves q, k, v, the output and the log-sum-exp with the sink, as attention without sinks does."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, how: Masking) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, how: Masking) -> Tensor:
         out, lse = attention_with_sinks_fwd(Heads(q, k, v), sinks, how)
         ctx.save_for_backward(q, k, v, sinks, out, lse, how.cu_seqlens)
         ctx.how = how._replace(cu_seqlens=None)
@@ -370,7 +371,7 @@ class AttentionWithSinks(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, cu_seqlens = ctx.saved_tensors
         dsinks = attention_sink_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
         how = ctx.how._replace(cu_seqlens=cu_seqlens)
@@ -513,7 +514,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, **options: Any) -> Cost:
+def _cost(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, **options: object) -> Cost:
     """Two products in the forward and five in the backward, half of each because of the causal mask."""
     saved = 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q.numel() // q.shape[-1]
     flops = 7 * product_flops(q.shape, v.shape[-1], window or NO_WINDOW)

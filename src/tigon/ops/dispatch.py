@@ -29,6 +29,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd.function import FunctionCtx
 
 from tigon.errors import DoubleBackwardError, DtypeError, OptionError
 from tigon.kernels import chips
@@ -325,6 +326,17 @@ def by_vocabulary(divided: Callable[..., Any], **weights: int) -> Callable[[_F],
     return decorate
 
 
+class Context(FunctionCtx):
+    """The `ctx` of an autograd function. Its other attributes are what the function keeps for its backward."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Any, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: object) -> None: ...
+
+
 def first_order(backward: _F) -> _F:
     """Decorate a backward so that it raises `DoubleBackwardError` under `create_graph=True`.
 
@@ -333,7 +345,7 @@ def first_order(backward: _F) -> _F:
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Any) -> Any:
+    def checked(ctx: Context, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise DoubleBackwardError(
                 f"{type(ctx).__name__.removesuffix('Backward')}: create_graph=True needs a second derivative, which "

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,15 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, check_dtype, check_number, first_order, no_autocast, product_dtype
+from tigon.ops.dispatch import (
+    Context,
+    Differentiable,
+    check_dtype,
+    check_number,
+    first_order,
+    no_autocast,
+    product_dtype,
+)
 from tigon.ops.expert_operators import (
     UNIT_SCHEMA,
     ExpertUnit,
@@ -67,7 +75,7 @@ def _sorted_slots(experts_TK: Tensor, number_of_experts: int) -> tuple[Tensor, T
 class Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Weight, down: Weight,
+        ctx: Context, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Weight, down: Weight,
         gate_up_bias: Tensor | None, down_bias: Tensor | None,
         gate_up_lora_a: Tensor | None, gate_up_lora_b: Tensor | None,
         down_lora_a: Tensor | None, down_lora_b: Tensor | None, gate_up_scaling: float, down_scaling: float,
@@ -82,40 +90,27 @@ class Experts(torch.autograd.Function):
             weight = dense(gate_up, dtype)
             E = weight.shape[0]
             order, offsets = _sorted_slots(experts_TK, E)
+            slots = _Slots(order, offsets, top_k)
             weights = top_k_weights.reshape(-1).to(torch.promote_types(top_k_weights.dtype, torch.float32))
-            h_gate_up, b = _low(hidden, gate_up_lora_a, gate_up_lora_b, gate_up_scaling, order, offsets, top_k, True)
-            pre = grouped_product(hidden, weight, gate_up_bias, h_gate_up, b, order, offsets, top_k, True, False)
+            h_gate_up, b = _Adapter(gate_up_lora_a, gate_up_lora_b, gate_up_scaling).low(hidden, slots, True)
+            pre = grouped_product(hidden, weight, gate_up_bias, h_gate_up, b, *slots, True, False)
             del weight
             y = expert_unit_fwd(pre, *unit)
-            h_down, b = _low(y, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, False)
+            h_down, b = _Adapter(down_lora_a, down_lora_b, down_scaling).low(y, slots, False)
             weight = dense(down, dtype)
-            z = grouped_product(y, weight, down_bias, h_down, b, order, offsets, top_k, False, True)
+            z = grouped_product(y, weight, down_bias, h_down, b, *slots, False, True)
             del y, weight
             out = combine_slots(z, weights, experts_TK, E)
-        ctx.save_for_backward(
-            hidden,
-            experts_TK,
-            weights,
-            order,
-            offsets,
-            pre,
-            stored_gate_up,
-            stored_down,
-            down_bias,
-            gate_up_lora_a,
-            gate_up_lora_b,
-            down_lora_a,
-            down_lora_b,
-            h_gate_up,
-            h_down,
-        )
+        routing, stored = (experts_TK, weights, order, offsets), (stored_gate_up, stored_down, down_bias)
+        lora = (gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b)
+        ctx.save_for_backward(hidden, *routing, pre, *stored, *lora, h_gate_up, h_down)
         ctx.unit, ctx.weights_dtype, ctx.weights_shape = unit, top_k_weights.dtype, top_k_weights.shape
         ctx.scalings = gate_up_scaling, down_scaling
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         with no_autocast(dy):
             return _backward(ctx, dy)
 
@@ -127,69 +122,54 @@ def _scaled(lora: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     return lora.to(dtype).contiguous()
 
 
-def _low(
-    x: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    scaling: float,
-    order: Tensor,
-    offsets: Tensor,
-    top_k: int,
-    gather: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """h = s · A_e x of each sorted row, and B in the dtype of x; (None, None) without an adapter."""
-    if lora_a is None or lora_b is None:
-        return None, None
-    a = _scaled(lora_a, scaling, x.dtype)
-    h = grouped_product(x, a, None, None, None, order, offsets, top_k, gather, False)
-    return h, _scaled(lora_b, 1.0, x.dtype)
+class _Adapter(NamedTuple):
+    """A low-rank adapter of each expert, or none."""
+
+    a: Tensor | None
+    b: Tensor | None
+    scaling: float
+
+    def low(self, x: Tensor, slots: _Slots, gather: bool) -> tuple[Tensor | None, Tensor | None]:
+        """h = s · A_e x of each sorted row, and B in the dtype of x; (None, None) without an adapter."""
+        if self.a is None or self.b is None:
+            return None, None
+        h = grouped_product(x, _scaled(self.a, self.scaling, x.dtype), None, None, None, *slots, gather, False)
+        return h, _scaled(self.b, 1.0, x.dtype)
+
+    def low_gradient(self, dy: Tensor, slots: _Slots, gather: bool) -> tuple[Tensor | None, Tensor | None]:
+        """g = B_eᵀ dy of each sorted row, and s · Aᵀ, whose product adds to dx; (None, None) without an adapter."""
+        if self.a is None or self.b is None:
+            return None, None
+        b_t = _scaled(self.b, 1.0, dy.dtype).transpose(1, 2)
+        g = grouped_product(dy, b_t, None, None, None, *slots, gather, False)
+        return g, _scaled(self.a, self.scaling, dy.dtype).transpose(1, 2)
 
 
-def _low_gradient(
-    dy: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    scaling: float,
-    order: Tensor,
-    offsets: Tensor,
-    top_k: int,
-    gather: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """g = B_eᵀ dy of each sorted row, and s · Aᵀ, whose product adds to dx; (None, None) without an adapter."""
-    if lora_a is None or lora_b is None:
-        return None, None
-    b = _scaled(lora_b, 1.0, dy.dtype)
-    g = grouped_product(dy, b.transpose(1, 2), None, None, None, order, offsets, top_k, gather, False)
-    return g, _scaled(lora_a, scaling, dy.dtype).transpose(1, 2)
+class _Slots(NamedTuple):
+    """The slots sorted by expert."""
+
+    order: Tensor
+    offsets: Tensor
+    top_k: int
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (
-        hidden,
-        experts_TK,
-        weights,
-        order,
-        offsets,
-        pre,
-        stored_gate_up,
-        stored_down,
-        down_bias,
-        gate_up_lora_a,
-        gate_up_lora_b,
-        down_lora_a,
-        down_lora_b,
-        h_gate_up,
-        h_down,
-    ) = ctx.saved_tensors
+def _backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, experts_TK, weights, order, offsets, pre, stored_gate_up, stored_down, down_bias, *low_rank = (
+        ctx.saved_tensors
+    )
+    gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, h_gate_up, h_down = low_rank
     want_x, _, want_w, want_gate_up, want_down, want_b, want_c, *want_lora = ctx.needs_input_grad[:11]
     want_gate_up_a, want_gate_up_b, want_down_a, want_down_b = want_lora
     gate_up_scaling, down_scaling = ctx.scalings
     dtype, top_k = hidden.dtype, experts_TK.shape[1]
+    sorted_slots = _Slots(order, offsets, top_k)
+    gate_up_adapter = _Adapter(gate_up_lora_a, gate_up_lora_b, gate_up_scaling)
+    down_adapter = _Adapter(down_lora_a, down_lora_b, down_scaling)
     want_dpre = want_x or want_gate_up or want_b or want_gate_up_a or want_gate_up_b
     dx = dw = d_gate_up = d_down = db = dc = None
     d_gate_up_a = d_gate_up_b = d_down_a = d_down_b = da = g = None
     if want_dpre or want_w or want_down_a:
-        g, a_t = _low_gradient(dy, down_lora_a, down_lora_b, down_scaling, order, offsets, top_k, True)
+        g, a_t = down_adapter.low_gradient(dy, sorted_slots, True)
         if want_dpre or want_w:
             weight = dense(ctx.make_down or stored_down, dtype).transpose(1, 2)
             da = grouped_product(dy, weight, None, g, a_t, order, offsets, top_k, True, False)
@@ -217,7 +197,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if want_b:
         db = grouped_sum(dpre, None, order, offsets, top_k, False)
     if want_x or want_gate_up_a:
-        g, a_t = _low_gradient(dpre, gate_up_lora_a, gate_up_lora_b, gate_up_scaling, order, offsets, top_k, False)
+        g, a_t = gate_up_adapter.low_gradient(dpre, sorted_slots, False)
     if want_gate_up_b:
         d_gate_up_b = grouped_weight_gradient(dpre, h_gate_up, offsets, gate_up_lora_b)
     if want_gate_up or want_gate_up_a:
@@ -370,11 +350,15 @@ def _check(
         E, twice, _ = first.shape
         ranks = [0 if b is None else b.shape[-1] for b in (lora[1], lora[3])]
         wanted |= {
-            "gate_up": (first, (E, twice, H)), "down": (stored[1], (E, H, twice // 2)),
-            "gate_up_bias": (gate_up_bias, (E, twice)), "down_bias": (down_bias, (E, H)),
-            "gate_up_lora_a": (lora[0], (E, ranks[0], H)), "gate_up_lora_b": (lora[1], (E, twice, ranks[0])),
-            "down_lora_a": (lora[2], (E, ranks[1], twice // 2)), "down_lora_b": (lora[3], (E, H, ranks[1])),
-        }  # fmt: skip
+            "gate_up": (first, (E, twice, H)),
+            "down": (stored[1], (E, H, twice // 2)),
+            "gate_up_bias": (gate_up_bias, (E, twice)),
+            "down_bias": (down_bias, (E, H)),
+            "gate_up_lora_a": (lora[0], (E, ranks[0], H)),
+            "gate_up_lora_b": (lora[1], (E, twice, ranks[0])),
+            "down_lora_a": (lora[2], (E, ranks[1], twice // 2)),
+            "down_lora_b": (lora[3], (E, H, ranks[1])),
+        }
     for name, (tensor, shape) in wanted.items():
         if tensor is not None and tensor.shape != shape:
             raise ShapeError(f"{name} is {tuple(tensor.shape)}; with hidden {(T, H)} it must be {tuple(shape)}.")
@@ -446,10 +430,12 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
         lora = {
             name: randn(E, rows, columns, dtype=adapter_dtype, device=device, scale=columns**-0.5)
             for name, rows, columns in (
-                ("gate_up_lora_a", rank, H), ("gate_up_lora_b", 2 * inner, rank), ("down_lora_a", rank, inner),
+                ("gate_up_lora_a", rank, H),
+                ("gate_up_lora_b", 2 * inner, rank),
+                ("down_lora_a", rank, inner),
                 ("down_lora_b", H, rank),
             )
-        }  # fmt: skip
+        }
     index = torch.rand(T, max(E, K), device=device).argsort(1)[:, :K] % E
     if route == "one":
         index = torch.full_like(index, E - 1)
@@ -480,7 +466,15 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
 
 
 def _cost(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor, **options: Any
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_lora_b: Tensor | None = None,
+    down_lora_b: Tensor | None = None,
+    **options: object,
 ) -> Cost:
     S, H = top_k_index.numel(), hidden.shape[1]
     inner = gate_up.numel() // (2 * gate_up.shape[0] * H)
@@ -489,9 +483,7 @@ def _cost(
     moved = slots * (2 * H + 6 * inner) + slots * (5 * H + 11 * inner) + 3 * (gate_up.nbytes + down.nbytes)
     saved = hidden.nbytes + slots * 2 * inner + 24 * S
     flops = 18 * S * H * inner
-    for b, outputs, inputs in (
-        (options.get("gate_up_lora_b"), 2 * inner, H), (options.get("down_lora_b"), H, inner),
-    ):  # fmt: skip
+    for b, outputs, inputs in ((gate_up_lora_b, 2 * inner, H), (down_lora_b, H, inner)):
         if b is not None:
             saved += slots * b.shape[-1]
             flops += 6 * S * b.shape[-1] * (outputs + inputs)

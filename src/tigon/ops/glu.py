@@ -26,7 +26,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import known_amax
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.ops.dispatch import Context, Differentiable, Primitive, check_dtype, first_order
 
 Approximate = Literal["tanh", "none"]
 # PyTorch's value of `approximate` -> the kernel's activation
@@ -182,7 +182,7 @@ def _may_overwrite(gate: Tensor, up: Tensor | None, needs_input_grad: tuple[bool
 class GLU(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, activation: str, inplace: bool, find_amax: bool = False
+        ctx: Context, gate: Tensor, up: Tensor | None, activation: str, inplace: bool, find_amax: bool = False
     ) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.find_amax = activation, find_amax
@@ -196,7 +196,7 @@ class GLU(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         want_dgate, want_dup = ctx.needs_input_grad[:2]
         found = known_amax.parts_for(gate, 1 if up is None else 2) if ctx.find_amax else None
@@ -352,7 +352,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(gate: Tensor, up: Tensor | None = None, **_: Any) -> Cost:
+def _cost(gate: Tensor, up: Tensor | None = None, **_: object) -> Cost:
     inputs = gate.nbytes if up is None else gate.nbytes + up.nbytes
     y = inputs // 2
     # forward gate, up -> y; backward dy, gate, up -> dgate, dup

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, check_whole, first_order
+from tigon.ops.dispatch import Context, Differentiable, Primitive, check_dtype, check_whole, first_order
 from tigon.ops.topk_softmax import MAX_EXPERTS, largest
 
 KERNELS = "tigon.kernels.expert_load"
@@ -67,13 +67,13 @@ expert_load_bwd = Primitive(
 
 class ExpertLoad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, mask: Tensor | None, top_k: int) -> Tensor:
+    def forward(ctx: Context, logits: Tensor, mask: Tensor | None, top_k: int) -> Tensor:
         ctx.save_for_backward(logits, mask)
         return expert_load_fwd(logits, mask, top_k)  # type: ignore[no-any-return]
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dload: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dload: Tensor) -> tuple[Tensor | None, ...]:
         logits, mask = ctx.saved_tensors
         return expert_load_bwd(dload[0], logits, mask), None, None  # the counts have no gradient
 

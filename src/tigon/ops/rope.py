@@ -29,7 +29,7 @@ from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.kernels.layout import empty_ordered, outer_order
 from tigon.ops import known_amax
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.ops.dispatch import Context, Differentiable, Primitive, check_dtype, first_order
 from tigon.ops.signature import WRITTEN
 
 # B batch, H heads, T tokens, D head width, R rotary width. `heads_dim` is 1 for (B, H, T, D), 2 for (B, T, H, D).
@@ -123,7 +123,7 @@ rotate_amax = Primitive(
 class Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, interleaved: bool
+        ctx: Context, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, interleaved: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.layout = layout = _layout(outer_order(q), outer_order(k), heads_dim, interleaved)
         ctx.save_for_backward(cos, sin)
@@ -133,7 +133,7 @@ class Rope(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         want_dq = dq is not None and ctx.needs_input_grad[0]
         want_dk = dk is not None and ctx.needs_input_grad[1]
@@ -264,7 +264,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     return {"q": projected(heads), "k": projected(kv_heads), **tables, **options}
 
 
-def _cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> Cost:
+def _cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **_: object) -> Cost:
     # forward and backward each: q, k, cos, sin -> q, k
     tables = cos.nbytes + sin.nbytes
     return Cost(moved_bytes=4 * (q.nbytes + k.nbytes) + 2 * tables, saved_bytes=tables)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, check_whole, first_order
+from tigon.ops.dispatch import Context, Differentiable, Primitive, check_dtype, check_whole, first_order
 
 KERNELS = "tigon.kernels.topk_softmax"
 MAX_EXPERTS = 4096
@@ -72,7 +72,9 @@ topk_softmax_bwd = Primitive(
 
 class TopkSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, top_k: int, normalised: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Context, logits: Tensor, top_k: int, normalised: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         weights, index = topk_softmax_fwd(logits, top_k, normalised, dtype)
         ctx.mark_non_differentiable(index)
         ctx.save_for_backward(logits, index)
@@ -81,7 +83,7 @@ class TopkSoftmax(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dweights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dweights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         logits, index = ctx.saved_tensors
         return topk_softmax_bwd(dweights, logits, index, ctx.normalised), None, None, None
 
@@ -149,7 +151,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     return {"logits": randn(*case.shape, dtype=dtype, device=device, scale=scale), **options}
 
 
-def _cost(logits: Tensor, top_k: int, **options: Any) -> Cost:
+def _cost(logits: Tensor, top_k: int, **options: object) -> Cost:
     T = logits.shape[0]
     slots = T * top_k * (8 + logits.itemsize)
     return Cost(moved_bytes=3 * logits.nbytes + 2 * slots, saved_bytes=logits.nbytes + 8 * T * top_k)

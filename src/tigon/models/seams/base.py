@@ -52,6 +52,10 @@ class Seam(ABC):
     def candidate(self, module: nn.Module) -> bool:
         """Whether the module is of the kind that this seam replaces, judged by structure alone."""
 
+    def claims(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Path and module of every candidate in a model."""
+        return [(path, module) for path, module in model.named_modules() if self.candidate(module)]
+
     @abstractmethod
     def objection(self, module: nn.Module) -> str | None:
         """Why this candidate must stay unchanged, or None. Compares results on a tiny stand-in, not on the weights."""

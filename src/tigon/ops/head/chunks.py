@@ -201,12 +201,18 @@ def plan_for(head: Head, limits: ChunkLimits, wanted: Wanted, *, per_row: bool, 
         fitting, logit_tokens = split_bytes(least, V, itemsize, fp32_logits)
         return Plan(mode, max(1, fitting), limits.fp32_accumulate, min(logit_tokens, max(1, fitting)))
     request = ChunkRequest(
-        tokens=N, hidden=H, vocab=V, itemsize=itemsize, chunk_bytes=(least, most), per_row=per_row,
+        tokens=N,
+        hidden=H,
+        vocab=V,
+        itemsize=itemsize,
+        chunk_bytes=(least, most),
+        per_row=per_row,
         want_hidden=wanted.want_hidden or wanted.want_low or wanted.want_lora_b,
         want_weight=wanted.want_weight or wanted.want_bias,
-        fp32_accumulate=limits.fp32_accumulate or limits.memory_bytes > 0, fp32_logits=fp32_logits,
+        fp32_accumulate=limits.fp32_accumulate or limits.memory_bytes > 0,
+        fp32_logits=fp32_logits,
         may_sum_in_16_bits=head.dtype == torch.bfloat16,
-    )  # fmt: skip
+    )
     return plan_within(limits.memory_bytes, request) if limits.memory_bytes else make_chunk_plan(request)
 
 

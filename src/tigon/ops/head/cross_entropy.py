@@ -53,7 +53,7 @@ from torch import Tensor
 from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
-from tigon.ops.dispatch import Differentiable, by_vocabulary, first_order, may_overwrite, no_autocast
+from tigon.ops.dispatch import Context, Differentiable, by_vocabulary, first_order, may_overwrite, no_autocast
 from tigon.ops.gradient_sums import add_scaled_
 from tigon.ops.head.chunks import TILE, ChunkOptions, chunk_loop, needs_fp32_logits, plan_for
 from tigon.ops.head.divided_cross_entropy import divided_cross_entropy
@@ -79,7 +79,7 @@ _PRODUCT_BYTES = 64 * MIB
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> LossResults:
+    def forward(ctx: Context, *args: Any) -> LossResults:
         """args: the tensors of a `Head`, the other arguments, whether gradients are enabled, the leaf of the weight."""
         *tensors, call, grad_enabled, ctx.leaf = args
         wanted, head = Wanted.of(ctx.needs_input_grad[:5], grad_enabled), Head(*tensors)
@@ -98,11 +98,16 @@ class LinearCrossEntropy(torch.autograd.Function):
             head,
             TokenLabels(target, class_weight, token_weight, stored),
             ChunkOptions(
-                loss=call.options, chunk=plan.chunk, logit_tokens=plan.logit_tokens, keep=plan.mode == "keep",
-                fp32_accumulate=plan.fp32_accumulate, wanted=wanted if plan.mode in ("keep", "stream") else NOTHING,
-                entropy=call.entropy, predicted=call.predicted,
+                loss=call.options,
+                chunk=plan.chunk,
+                logit_tokens=plan.logit_tokens,
+                keep=plan.mode == "keep",
+                fp32_accumulate=plan.fp32_accumulate,
+                wanted=wanted if plan.mode in ("keep", "stream") else NOTHING,
+                entropy=call.entropy,
+                predicted=call.predicted,
             ),
-        )  # fmt: skip
+        )
         ctx.plan, ctx.options, ctx.wanted, ctx.tokens, ctx.dtype = plan, call.options, wanted, places.tokens, head.dtype
         if plan.mode == "keep":
             ctx.save_for_backward(chunks.kept_NV, chunks.factors, target, chunks.db_V, left, places.index_N, *head)
@@ -129,7 +134,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         grads = _BACKWARD[ctx.plan.mode](ctx, dloss)
         return *(g if want else None for g, want in zip(grads, ctx.wanted, strict=True)), None, None, None
 
@@ -138,7 +143,7 @@ _Grads = tuple[Tensor | None, ...]
 """Of a head's five tensors."""
 
 
-def _backward_keep(ctx: Any, dloss: Tensor) -> _Grads:
+def _backward_keep(ctx: Context, dloss: Tensor) -> _Grads:
     g_NV, factors, target, db, left, index, *tensors = ctx.saved_tensors
     head, wanted, places = Head(*tensors), ctx.wanted, Places(index, ctx.tokens)
     scale, x_NH = dloss if left is None else dloss * left, head.hidden_NH
@@ -206,7 +211,7 @@ def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor,
             torch.mul(product[: len(rows)], scale, out=rows)
 
 
-def _backward_stream(ctx: Any, dloss: Tensor) -> _Grads:
+def _backward_stream(ctx: Context, dloss: Tensor) -> _Grads:
     # Raises in a second backward of a graph that was not retained.
     dx, db, dlow, dlora_b, left, index = ctx.saved_tensors
     scale = dloss if left is None else dloss * left
@@ -224,7 +229,7 @@ def _backward_stream(ctx: Any, dloss: Tensor) -> _Grads:
     return _scaled(ctx, index, scale, (dx, dw, db, dlow, dlora_b))
 
 
-def _scaled(ctx: Any, index: Tensor | None, scale: Tensor, made: tuple[Any, ...]) -> _Grads:
+def _scaled(ctx: Context, index: Tensor | None, scale: Tensor, made: tuple[Any, ...]) -> _Grads:
     """The loop's gradients times the scale; dW is scaled already."""
     wanted, tokens, (dx, dw, db, dlow, dlora_b) = ctx.wanted, ctx.tokens, made
     return (
@@ -245,7 +250,7 @@ def scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
     return x_NH.mul_(scale)
 
 
-def _backward_recompute(ctx: Any, dloss: Tensor) -> _Grads:
+def _backward_recompute(ctx: Context, dloss: Tensor) -> _Grads:
     target, class_weight, token_weight, inverse, index, *tensors = ctx.saved_tensors
     head, wanted, plan = Head(*tensors), ctx.wanted, ctx.plan
     per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
@@ -257,10 +262,13 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> _Grads:
         head,
         TokenLabels(target, class_weight, per_token, stored),
         ChunkOptions(
-            loss=ctx.options, chunk=plan.chunk, logit_tokens=plan.logit_tokens, fp32_accumulate=plan.fp32_accumulate,
+            loss=ctx.options,
+            chunk=plan.chunk,
+            logit_tokens=plan.logit_tokens,
+            fp32_accumulate=plan.fp32_accumulate,
             wanted=wanted,
         ),
-    ).gradients  # fmt: skip
+    ).gradients
     grad_VH, dw = gradient_to_add_to(ctx.leaf) if wanted.want_weight else None, None
     if grad_VH is not None:
         add_scaled_(grad_VH, made.dw_VH, left)
@@ -424,7 +432,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cost:
+def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: object) -> Cost:
     # Three products of 2·N·H·V operations; operands move once, logits are written and read once.
     N, H, V = target.numel(), hidden.shape[-1], weight.shape[0]
     logits_bytes = N * V * hidden.element_size()

@@ -22,6 +22,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError, ShardingError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import (
+    Context,
     Differentiable,
     by_vocabulary,
     check_number,
@@ -130,7 +131,7 @@ class _Divided:
 
 class LinearKl(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
+    def forward(ctx: Context, *args: Any) -> Tensor:
         *tensors, call, vocabulary, grad_enabled = args
         wanted = WantedPair(*(Wanted.of(ctx.needs_input_grad[at : at + 3], grad_enabled) for at in (0, 3)))
         places = Places(call.index, tensors[0].shape[0])
@@ -151,7 +152,7 @@ class LinearKl(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, index, counts_N, stats_8N, peaks_2N, p_kept_NV, q_kept_NV = ctx.saved_tensors
         places = Places(index, ctx.tokens)
         pair, options, vocabulary = HeadPair(Head(*tensors[:3]), Head(*tensors[3:])), ctx.options, ctx.vocabulary
@@ -477,7 +478,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **options: Any) -> Cost:
+def _cost(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **options: object) -> Cost:
     # Two products in each pass, and two more for each head that is trained. Operands move once in each pass. Logits are
     # written in both passes, read twice in the forward and once in the backward; gradients are written and read twice.
     N, V = hidden.numel() // hidden.shape[-1], weight.shape[0]
@@ -506,4 +507,4 @@ LINEAR_KL = Op(
     case=Case(id="forward-keep", shape=(2, 21, 24, 100), options={"chunk_bytes": 1 << 20}),
     cost=_cost,
     errors={"fp32": 5.1e-06, "bf16": 4.5e-02, "fp16": 1.2e-02},
-)  # fmt: skip
+)

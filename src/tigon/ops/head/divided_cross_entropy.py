@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tigon.errors import ShapeError
-from tigon.ops.dispatch import first_order, no_autocast, outside_graphs
+from tigon.ops.dispatch import Context, first_order, no_autocast, outside_graphs
 from tigon.ops.head.autograd import head_gradients
 from tigon.ops.head.blocks import empty_sums, linear_logprobs_fwd
 from tigon.ops.head.divided import DividedHead
@@ -81,7 +81,7 @@ class DividedChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_UH: Tensor, bias: Tensor | None, call: DividedChunksCall
+        ctx: Context, hidden_NH: Tensor, weight_UH: Tensor, bias: Tensor | None, call: DividedChunksCall
     ) -> tuple[Tensor, ...]:
         ctx.wanted = wanted = Wanted.of(ctx.needs_input_grad[:3], True)
         places = Places(call.index, hidden_NH.shape[0])
@@ -105,7 +105,7 @@ class DividedChunks(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         *made, left, index = ctx.saved_tensors
         scale = dloss if left is None else dloss * left
         return *head_gradients(made, ctx.wanted, (scale, scale), Places(index, ctx.tokens), ctx.dtype), None
@@ -216,10 +216,14 @@ def _divided_loss(divided: DividedHead, call: LossArguments) -> tuple[Tensor, Re
     head = divided.head
     check_divided_labels(divided, tokens.ids_N1, options.ignore_index)
     of_chunks = DividedChunksCall(
-        tokens=tokens, index=call.index, inv_denominator=call.inv_denominator,
+        tokens=tokens,
+        index=call.index,
+        inv_denominator=call.inv_denominator,
         scales=gradient_scales(head.dtype, call.inv_denominator, call.token_weight, call.class_weight, options),
-        options=of_logits, plan=plan, vocabulary=DividedVocabulary(divided.part),
-    )  # fmt: skip
+        options=of_logits,
+        plan=plan,
+        vocabulary=DividedVocabulary(divided.part),
+    )
     value, *fields = DividedChunks.apply(*head[:3], of_chunks)
     return value, Results._make(fields)
 

@@ -354,7 +354,11 @@ class LossArguments:
             class_weight=class_weight,
             token_weight=None if token_weight is None else token_weight.reshape(-1).contiguous(),
             inv_denominator=inverse_denominator(
-                head.hidden_NH, target_N, class_weight, num_items=num_items, ignore_index=ignore_index,
+                head.hidden_NH,
+                target_N,
+                class_weight,
+                num_items=num_items,
+                ignore_index=ignore_index,
                 reduction=reduction,
             ),
             index=_tokens(head, target if isinstance(target, PreparedTargets) else target_N, ignore_index, whole),
@@ -363,7 +367,7 @@ class LossArguments:
             entropy="entropy" in outputs,
             predicted="predicted" in outputs or "accuracy" in outputs,
             limits=_limits(head, chunk_bytes, fp32_accumulate, memory_bytes),
-        )  # fmt: skip
+        )
 
 
 def _labels(target: Tensor | PreparedTargets, ignore_index: int) -> Tensor:

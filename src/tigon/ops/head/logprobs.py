@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, by_vocabulary, first_order, outside_graphs
+from tigon.ops.dispatch import Context, Differentiable, by_vocabulary, first_order, outside_graphs
 from tigon.ops.head.autograd import head_gradients
 from tigon.ops.head.blocks import BackwardOptions, linear_logprobs_bwd, linear_logprobs_fwd
 from tigon.ops.head.divided import DividedHead
 from tigon.ops.head.inputs import Head, Wanted, default_chunk_bytes
 from tigon.ops.head.plan import LogitBytes, keeps_logits
-from tigon.ops.losses.inputs import Places, check_chunk_bytes, check_devices, may_wait, tokens_that_count
-from tigon.ops.losses.logprob_inputs import LogprobOptions, check_ids, check_logprob_options, flat_ids
+from tigon.ops.losses.inputs import Places, check_chunk_bytes, may_wait, tokens_that_count
+from tigon.ops.losses.logprob_inputs import (
+    LogprobInputs,
+    LogprobOptions,
+    check_ids,
+)
 from tigon.ops.losses.logprob_rows import fp16_scales
 from tigon.ops.losses.logprobs import logprobs_oracle, make_ids
-from tigon.ops.losses.results import Logprobs, Results, RowResults
+from tigon.ops.losses.results import Logprobs, Results, RowResults, wanted_gradients
 from tigon.ops.losses.vocabulary import WHOLE, DividedVocabulary, Vocabulary
 from tigon.ops.vocab_parallel import VocabParallelOptions, replicated
 
@@ -53,7 +57,7 @@ class LinearLogprobsCall:
 class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias: Tensor | None,
@@ -91,21 +95,11 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(
-        ctx: Any,
-        dlogprob: Tensor | None,
-        dlse: Tensor | None,
-        dentropy: Tensor | None,
-        _dpredicted: Any,
-        dtopk: Tensor | None,
-        _dids: Any,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias, kept_NV, index, *saved = ctx.saved_tensors
         head, wanted, places = Head(hidden_NH, weight_VH, bias), ctx.wanted, Places(index, ctx.tokens)
-        # A compiled graph passes zeros for a result that was not asked for.
-        dlse, dentropy = dlse if ctx.lse else None, dentropy if ctx.options.entropy else None
-        grads = [places.take(grad) for grad in (dlogprob, dlse, dentropy, dtopk)]
-        upstream, options = ctx.vocabulary.upstream(saved, grads, ctx.options, ctx.sizes)
+        wanted_grads = [places.take(grad) for grad in wanted_gradients(grads, ctx.options, ctx.lse)]
+        upstream, options = ctx.vocabulary.upstream(saved, wanted_grads, ctx.options, ctx.sizes)
         left = None
         if head.dtype == torch.float16 and head.tokens and head.vocab:
             scale, left = fp16_scales(upstream.dlogprob_NK, upstream.dlse_N, upstream.dentropy_N, options)
@@ -141,41 +135,6 @@ def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearLogp
 _linear_logprobs = Differentiable("linear_logprobs", _apply)
 
 
-class _Request(NamedTuple):
-    """The checked options of a call, and the shapes of its results."""
-
-    ids_NK: Tensor
-    options: LogprobOptions
-    lse: bool
-    chunk_bytes: tuple[int, int]
-    shape: torch.Size
-    """Of the ids."""
-    rows: torch.Size
-
-    @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        ids: Tensor,
-        mask: Tensor | None,
-        *,
-        vocab: int,
-        ignore_index: int = -100,
-        outputs: tuple[str, ...] = (),
-        chunk_bytes: int | None = None,
-        **options: Any,
-    ) -> _Request:
-        check_devices(hidden=hidden, ids=ids, mask=mask)
-        checked = check_logprob_options(vocab=vocab, ignore_index=ignore_index, outputs=outputs, **options)
-        check_chunk_bytes(chunk_bytes)
-        rows = hidden.shape[:-1]
-        ids_NK = flat_ids(ids, mask, rows, ignore_index, "hidden")
-        return cls(ids_NK, checked, "lse" in outputs, default_chunk_bytes(hidden, chunk_bytes), ids.shape, rows)
-
-    def public(self, results: Results) -> Tensor | Logprobs:
-        return results.public(self.shape, self.rows, self.options, self.lse)
-
-
 @outside_graphs
 def _divided(
     hidden: Tensor,
@@ -184,17 +143,20 @@ def _divided(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    chunk_bytes: int | None = None,
     vocab_parallel: VocabParallelOptions | None = None,
     **options: Any,
 ) -> Tensor | Logprobs:
     """`linear_logprobs` for a head that is divided by vocabulary."""
     divided = DividedHead.of(hidden, weight, bias, vocab_parallel)
     ids, mask = replicated(ids, "ids"), replicated(mask, "mask")
-    request = _Request.of(divided.hidden, ids, mask, vocab=divided.most_top_k, **options)
-    ids_NK, checked = request.ids_NK.long(), request.options
+    given = LogprobInputs.of("hidden", divided.hidden, ids, mask, divided.most_top_k, options)
+    check_chunk_bytes(chunk_bytes)
+    ids_NK, ignore_index = given.ids_NK.long(), given.options.ignore_index
     # The ids alone decide, because processes with different numbers of rows must drop the same tokens.
-    index = tokens_that_count(ids_NK, lambda: (ids_NK != checked.ignore_index).any(1))
-    return request.public(divided_logprobs(divided, ids_NK, checked, request.chunk_bytes, index))
+    index = tokens_that_count(ids_NK, lambda: (ids_NK != ignore_index).any(1))
+    blocks = default_chunk_bytes(divided.hidden, chunk_bytes)
+    return divided_logprobs(divided, ids_NK, given.options, blocks, index).public(given)
 
 
 def divided_logprobs(
@@ -270,30 +232,19 @@ def linear_logprobs(
         DoubleBackwardError: in backward, with create_graph=True.
     """
     head = Head.of(hidden, weight, bias)
-    request = _Request.of(
-        hidden,
-        ids,
-        mask,
-        vocab=head.vocab,
-        ignore_index=ignore_index,
-        outputs=outputs,
-        top_k=top_k,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        chunk_bytes=chunk_bytes,
-    )
-    ids_NK = request.ids_NK
+    options = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    given = LogprobInputs.of("hidden", hidden, ids, mask, head.vocab, {**options, "top_k": top_k, "outputs": outputs})
+    check_chunk_bytes(chunk_bytes)
+    ids_NK = given.ids_NK
     if may_wait(ids_NK):
         # Checked here so that the message names the caller's position: tokens are dropped below.
         check_ids(head.hidden_NH, ids_NK, head.vocab, ignore_index)
     pays = 6 * head.tokens * head.weight_VH.numel() >= WORTH_A_WAIT_FLOPS["ids" if mask is None else "mask"]
     index = tokens_that_count(ids_NK, lambda: (ids_NK != ignore_index).any(1), wait_pays=pays)
-    call = LinearLogprobsCall(
-        ids_NK=ids_NK, index=index, options=request.options, lse=request.lse, chunk_bytes=request.chunk_bytes
-    )
+    blocks = default_chunk_bytes(hidden, chunk_bytes)
+    call = LinearLogprobsCall(ids_NK=ids_NK, index=index, options=given.options, lse=given.lse, chunk_bytes=blocks)
     apply = _linear_logprobs if torch.compiler.is_compiling() else _apply
-    return request.public(apply(head.hidden_NH, head.weight_VH, head.bias, call))
+    return apply(head.hidden_NH, head.weight_VH, head.bias, call).public(given)
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -334,7 +285,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> Cost:
+def _cost(hidden: Tensor, weight: Tensor, ids: Tensor, **options: object) -> Cost:
     # Four products of 2·N·H·V operations; operands move once in each pass. Logits are written and read twice, their
     # gradient is written once and read twice.
     H, V = weight.shape[1], weight.shape[0]

@@ -23,6 +23,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import (
+    Context,
     Differentiable,
     check_dtype,
     check_number,
@@ -114,7 +115,7 @@ class MultiHeadResults(NamedTuple):
 class MultiHeadLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: MultiHeadCall, counts: tuple[int, int], grad_enabled: bool, *tensors: Tensor
+        ctx: Context, call: MultiHeadCall, counts: tuple[int, int], grad_enabled: bool, *tensors: Tensor
     ) -> MultiHeadResults:
         """`tensors` are hiddens, weights and blocks; `counts` are the numbers of the first two."""
         weights_at, blocks_at = counts[0], sum(counts)
@@ -140,7 +141,7 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         (left,) = ctx.saved_tensors
         scale, gradients, once = dloss * left, ctx.gradients, not keeps_graph()
         if once:

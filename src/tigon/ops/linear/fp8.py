@@ -114,8 +114,11 @@ fp8_cast = Primitive(
     "fp8_cast",
     "(Tensor x_MK, Tensor amax, bool rowwise, bool want_rows, bool want_columns, bool gradient)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_cast_fake, kernel=f"{KERNELS}:fp8_cast", reference=_cast, complete=_complete,
-)  # fmt: skip
+    fake=_cast_fake,
+    kernel=f"{KERNELS}:fp8_cast",
+    reference=_cast,
+    complete=_complete,
+)
 """rows (M, K), columns (K, P), and their scales. `amax` is that of `fp8_amax`. Unwanted results are None or empty."""
 
 
@@ -187,8 +190,9 @@ fp8_product = Primitive(
     "fp8_product",
     "(Tensor a_MK, Tensor b_NK, Tensor a_scales, Tensor b_scales, Tensor? bias, SymInt[] leading, ScalarType dtype,"
     " bool fast) -> Tensor",
-    fake=_product_fake, composite=_product,
-)  # fmt: skip
+    fake=_product_fake,
+    composite=_product,
+)
 """(a · a_scales) (b · b_scales)ᵀ + bias, of shape (*leading, N), where leading has M elements.
 
 fast: sums stay in the tensor cores' accumulators, which have fewer bits than fp32, instead of moving to fp32 registers

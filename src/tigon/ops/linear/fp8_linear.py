@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import known_amax, recomputation
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, check_dtype, first_order, no_autocast, product_dtype
+from tigon.ops.dispatch import Context, Differentiable, check_dtype, first_order, no_autocast, product_dtype
 from tigon.ops.linear.fp8 import SCALINGS, Operand, fp8_amax, fp8_product, operand, transposed_rows
 
 # N tokens, H input width, F output width.
@@ -78,9 +78,7 @@ def _input_operand(x: Tensor, scaling: str, columns: bool, rows: bool) -> Operan
     # A first run and its recomputation must keep and take the same magnitudes, so they share no cast with other runs.
     # Each layer keeps them, because a recomputation may cast where the first run has shared a cast.
     kept, run = _last.kept, recomputation.current()
-    if kept is not None and not (
-        kept.of() is x and (x._version, scaling, capturing) == kept[1:4] and kept.run is run
-    ):  # fmt: skip
+    if kept is not None and not (kept.of() is x and (x._version, scaling, capturing) == kept[1:4] and kept.run is run):
         kept = None
     amax = _amax(x_NH, scaling, _found(x, scaling) if kept is None else kept.amax)
     if kept is not None and (kept.operand.columns is not None or not columns):
@@ -160,7 +158,9 @@ def _columns_of(cast: Operand, of: Tensor, scaling: str) -> _Columns:
     return columns, cast.row_scales.new_empty(1).expand(K if scaling == "rowwise" else 1)
 
 
-def _factors_and_saved(ctx: Any, x: Tensor, weight: Tensor, scaling: str) -> tuple[Factors, tuple[Tensor | None, ...]]:
+def _factors_and_saved(
+    ctx: Context, x: Tensor, weight: Tensor, scaling: str
+) -> tuple[Factors, tuple[Tensor | None, ...]]:
     """The factors of the forward product, and what the backward needs."""
     want_x, want_weight, *_ = ctx.needs_input_grad
     run = recomputation.current()
@@ -190,21 +190,21 @@ class _Saved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: str, factors: list[Factors]) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, scaling: str, factors: list[Factors]) -> Tensor:
         made, saved = _factors_and_saved(ctx, x, weight, scaling)
         factors.append(made)
         ctx.save_for_backward(*saved)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         raise AssertionError("nothing depends on this node")
 
 
 class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -222,7 +222,7 @@ class Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors if ctx.saved is None else ctx.saved.grad_fn.saved_tensors
         weight, amax, x_columns, x_scales, w_columns, w_scales = saved
         want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
@@ -331,7 +331,7 @@ class _Unfused(torch.autograd.Function):
     """The formula with factors that were rounded to FP8 and cast back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.scaling = scaling
         x_NH, e4m3 = x.reshape(-1, x.shape[-1]), torch.float8_e4m3fn
@@ -340,7 +340,7 @@ class _Unfused(torch.autograd.Function):
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         x_NH, dy_NF, e4m3 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]), torch.float8_e4m3fn
         rowwise = ctx.scaling == "rowwise"
@@ -367,7 +367,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Cost:
+def _cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: object) -> Cost:
     # Each of x, W and dy is read for amax and for the cast, W in both passes. FP8 copies are written and read once.
     (F_, H), N = weight.shape, x.numel() // weight.shape[1]
     y_bytes = N * F_ * x.element_size()

@@ -30,7 +30,15 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import check_dtype, check_number, first_order, no_autocast, planned_device, product_dtype
+from tigon.ops.dispatch import (
+    Context,
+    check_dtype,
+    check_number,
+    first_order,
+    no_autocast,
+    planned_device,
+    product_dtype,
+)
 from tigon.ops.linear.fp8 import operand
 from tigon.ops.linear.fp8_linear import check_scaling, factors_of, forward_product, fp8_linear, input_gradient
 from tigon.ops.products import product_into
@@ -62,12 +70,12 @@ class Saved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *more: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, *more: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, *more)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         raise AssertionError("nothing depends on this node")
 
 
@@ -91,7 +99,7 @@ def _low(x: Tensor, lora_a_RH: Tensor, adapter_x: Tensor | None) -> Tensor:
 class LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Weight,
         bias: Tensor | None,
@@ -124,7 +132,7 @@ class LoraLinear(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR, amax = saved_tensors(ctx)
         weight: Weight = stored_FH if ctx.made is None else ctx.made
         want_x, want_weight, want_bias, want_a, want_b, want_entering, *_ = ctx.needs_input_grad
@@ -161,10 +169,10 @@ class LoraLinear(torch.autograd.Function):
         return dx, dw, db, da, d_b, d_entering, None, None, None
 
 
-def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+def saved_tensors(ctx: Context) -> tuple[Any, ...]:
     """The tensors that a node or its `Saved` kept. Those of `Saved` are released as the node's own would be."""
     if ctx.saved is None:
-        return ctx.saved_tensors  # type: ignore[no-any-return]
+        return ctx.saved_tensors
     if ctx.saved is _RELEASED:
         raise RuntimeError("lora_linear: the graph was freed by an earlier backward; call that one with retain_graph.")
     tensors: tuple[Any, ...] = ctx.saved.grad_fn.saved_tensors
@@ -316,7 +324,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, *_: Any, **__: Any) -> Cost:
+def _cost(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, *_: object, **__: object) -> Cost:
     # Forward y; backward dx of a frozen weight. Each is one large product and two of rank R; dA and dB are two more.
     (F_, H), R = weight.shape, lora_a.shape[0]
     N = x.numel() // H

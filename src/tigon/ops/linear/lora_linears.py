@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import first_order, no_autocast, product_dtype
+from tigon.ops.dispatch import Context, first_order, no_autocast, product_dtype
 from tigon.ops.linear.lora_linear import (
     Weight,
     check_lora_linear,
@@ -57,7 +57,7 @@ class LoraLinears(torch.autograd.Function):
     """Tensors after `layers`: stored weights (None for those that are made), biases, Aᵢ, Bᵢ."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: Sequence[LoraLayer], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, x: Tensor, layers: Sequence[LoraLayer], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         stored, biases, a_RH, b_FR = _parts(tensors)
         ctx.made = [layer.weight if callable(layer.weight) else None for layer in layers]
         weights = _weights(stored, ctx.made)
@@ -79,7 +79,7 @@ class LoraLinears(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, h_NS, *saved = ctx.saved_tensors
         n = len(dys)
         stored, a_RH, b_FR = saved[:n], saved[n : 2 * n], saved[2 * n :]
@@ -178,11 +178,14 @@ def lora_linears(x: Tensor, layers: Sequence[LoraLayer]) -> tuple[Tensor, ...]:
 def _layers(tensors: dict[str, Any]) -> list[LoraLayer]:
     return [
         LoraLayer(
-            weight=tensors[f"weight_{i}"], lora_a=tensors[f"lora_a_{i}"], lora_b=tensors[f"lora_b_{i}"],
-            scaling=tensors.get(f"scaling_{i}", 1.0), bias=tensors.get(f"bias_{i}"),
+            weight=tensors[f"weight_{i}"],
+            lora_a=tensors[f"lora_a_{i}"],
+            lora_b=tensors[f"lora_b_{i}"],
+            scaling=tensors.get(f"scaling_{i}", 1.0),
+            bias=tensors.get(f"bias_{i}"),
         )
         for i in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def _call(x: Tensor, **tensors: Any) -> tuple[Tensor, ...]:

@@ -48,8 +48,10 @@ nf4_weight = Primitive(
     "nf4_weight",
     "(Tensor code, Tensor packed, Tensor scales, Tensor code_of_scales, Tensor outer_scales, Tensor offset,"
     " SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
-    fake=_fake, kernel="tigon.kernels.nf4:nf4_weight", reference=_reference,
-)  # fmt: skip
+    fake=_fake,
+    kernel="tigon.kernels.nf4:nf4_weight",
+    reference=_reference,
+)
 """(rows, columns) of bytes with two weights each, an 8-bit scale per 64 weights and an fp32 scale per 256 of those."""
 
 

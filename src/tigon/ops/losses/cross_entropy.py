@@ -20,7 +20,7 @@ from torch import Tensor
 from tigon.errors import DoubleBackwardError, OptionError, ShapeError
 from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, check_dtype, first_order
+from tigon.ops.dispatch import Context, Differentiable, check_dtype, first_order
 from tigon.ops.losses.cross_entropy_rows import Rows, cross_entropy_bwd, cross_entropy_fwd, rows_with_gradient
 from tigon.ops.losses.inputs import (
     LossOptions,
@@ -54,7 +54,7 @@ class CrossEntropyCall:
 
 class CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, call: CrossEntropyCall) -> LossResults:
+    def forward(ctx: Context, logits_NV: Tensor, call: CrossEntropyCall) -> LossResults:
         rows = Rows(logits_NV, call.target, call.class_weight, call.token_weight, call.options)
         loss_N, *others = cross_entropy_fwd(rows, call.entropy, call.predicted)
         ctx.save_for_backward(
@@ -66,7 +66,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         logits_NV, target, class_weight, token_weight, inv_denominator, stats = ctx.saved_tensors
         rows = Rows(logits_NV, target, class_weight, token_weight, ctx.options)
         return cross_entropy_bwd(rows, stats, dloss.expand(target.shape), inv_denominator), None
@@ -76,7 +76,7 @@ class CrossEntropyInplace(torch.autograd.Function):
     """The forward overwrites the logits with their gradient. Eager mode only; one backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, call: CrossEntropyCall) -> LossResults:
+    def forward(ctx: Context, logits_NV: Tensor, call: CrossEntropyCall) -> LossResults:
         stored, ctx.left = gradient_scales(
             logits_NV.dtype, call.inv_denominator, call.token_weight, call.class_weight, call.options
         )
@@ -91,7 +91,7 @@ class CrossEntropyInplace(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         if ctx.gradient is None:
             raise DoubleBackwardError(
                 "cross_entropy(inplace=True): the gradient was scaled in place by the first backward. "
@@ -191,14 +191,18 @@ def cross_entropy(
         class_weight=class_weight,
         token_weight=token_weight_N,
         inv_denominator=inverse_denominator(
-            logits_NV, target_N, class_weight,
-            num_items=num_items, ignore_index=ignore_index, reduction=reduction,
+            logits_NV,
+            target_N,
+            class_weight,
+            num_items=num_items,
+            ignore_index=ignore_index,
+            reduction=reduction,
         ),
         options=options,
         per_row=reduction == "none",
         entropy="entropy" in outputs,
         predicted="predicted" in outputs or "accuracy" in outputs,
-    )  # fmt: skip
+    )
     compiling = torch.compiler.is_compiling()
     if inplace and torch.is_grad_enabled() and logits.requires_grad and not compiling:
         _check_inplace(logits, logits_NV)
@@ -295,7 +299,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     return {"logits": randn(*case.shape, dtype=dtype, device=device, scale=scale), **inputs}
 
 
-def _cost(logits: Tensor, target: Tensor, *, inplace: bool = False, **_: Any) -> Cost:
+def _cost(logits: Tensor, target: Tensor, *, inplace: bool = False, **_: object) -> Cost:
     # forward reads; backward reads and writes. With inplace: one read and one write.
     rows = target.numel()
     return Cost(

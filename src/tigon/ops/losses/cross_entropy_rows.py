@@ -164,7 +164,7 @@ def _bwd_fake(rows: Rows, stats: Tensor, dloss: Tensor, scale: Tensor) -> Tensor
     return torch.empty_like(rows.logits_NV, memory_format=torch.contiguous_format)
 
 
-def check_rows(rows: Rows, *_: Any) -> None:
+def check_rows(rows: Rows, *_: object) -> None:
     """Raise `LabelError` for an invalid label, where labels are checked at all."""
     if wants_label_check(rows.logits_NV):
         check_labels(rows.logits_NV.shape[1], rows.target, rows.options.ignore_index)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.ops.dispatch import check_number, check_whole
-from tigon.ops.losses.inputs import check_labels, check_outputs, wants_label_check
+from tigon.ops.losses.inputs import check_devices, check_labels, check_outputs, wants_label_check
 
 # N rows (tokens), K ids of a row.
 
@@ -31,8 +31,8 @@ class LogprobOptions(NamedTuple):
 
 
 def check_logprob_options(
-    *,
     vocab: int,
+    *,
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -99,3 +99,27 @@ def check_ids(like: Tensor, ids_NK: Tensor, vocab: int, ignore_index: int) -> No
     """Raise `LabelError` for an id outside the vocabulary, where labels are checked at all."""
     if wants_label_check(like):
         check_labels(vocab, ids_NK, ignore_index)
+
+
+class LogprobInputs(NamedTuple):
+    """What a call is given besides logits, or hidden states and a head."""
+
+    ids_NK: Tensor
+    options: LogprobOptions
+    lse: bool
+    shape: torch.Size
+    """Of the ids."""
+    rows: torch.Size
+
+    @classmethod
+    def of(
+        cls, name: str, states: Tensor, ids: Tensor, mask: Tensor | None, vocab: int, given: Mapping[str, Any]
+    ) -> LogprobInputs:
+        """Check and flatten the arguments. name: that of `states` (..., H or V). vocab: a bound of the vocabulary.
+
+        given: the arguments of `check_logprob_options`.
+        """
+        check_devices(**{name: states, "ids": ids, "mask": mask})
+        options, rows = check_logprob_options(vocab, **given), states.shape[:-1]
+        ids_NK = flat_ids(ids, mask, rows, options.ignore_index, name)
+        return cls(ids_NK, options, "lse" in given.get("outputs", ()), ids.shape, rows)

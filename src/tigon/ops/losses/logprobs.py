@@ -10,11 +10,23 @@ from torch import Tensor
 
 from tigon.errors import ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, Primitive, by_vocabulary, check_dtype, first_order, outside_graphs
-from tigon.ops.losses.inputs import check_devices, check_vocabulary
-from tigon.ops.losses.logprob_inputs import LogprobOptions, check_ids, check_logprob_options, flat_ids
+from tigon.ops.dispatch import (
+    Context,
+    Differentiable,
+    Primitive,
+    by_vocabulary,
+    check_dtype,
+    first_order,
+    outside_graphs,
+)
+from tigon.ops.losses.inputs import check_vocabulary
+from tigon.ops.losses.logprob_inputs import (
+    LogprobInputs,
+    LogprobOptions,
+    check_ids,
+)
 from tigon.ops.losses.logprob_rows import Block, Rows, Upstream, add_block, gradient_into
-from tigon.ops.losses.results import Logprobs, Results, RowResults
+from tigon.ops.losses.results import Logprobs, Results, RowResults, wanted_gradients
 from tigon.ops.losses.vocabulary import WHOLE, DividedVocabulary, Vocabulary
 from tigon.ops.vocab_parallel import ANY_VOCABULARY, VocabParallelOptions, check_columns
 
@@ -61,7 +73,7 @@ class LogprobsCall:
 
 class LogprobsOfLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, call: LogprobsCall, vocabulary: Vocabulary) -> Results:
+    def forward(ctx: Context, logits_NV: Tensor, call: LogprobsCall, vocabulary: Vocabulary) -> Results:
         def compute(ids_NK: Tensor, options: LogprobOptions) -> RowResults:
             return logprobs_fwd(logits_NV, ids_NK, options)  # type: ignore[no-any-return]
 
@@ -75,19 +87,10 @@ class LogprobsOfLogits(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(
-        ctx: Any,
-        dlogprob: Tensor | None,
-        dlse: Tensor | None,
-        dentropy: Tensor | None,
-        _dpredicted: Any,
-        dtopk: Tensor | None,
-        _dids: Any,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits_NV, *saved = ctx.saved_tensors
-        # A compiled graph passes zeros for a result that was not asked for.
-        grads = (dlogprob, dlse if ctx.lse else None, dentropy if ctx.call_options.entropy else None, dtopk)
-        upstream, options = ctx.vocabulary.upstream(saved, grads, ctx.call_options, ctx.sizes)
+        wanted = wanted_gradients(grads, ctx.call_options, ctx.lse)
+        upstream, options = ctx.vocabulary.upstream(saved, wanted, ctx.call_options, ctx.sizes)
         return logprobs_bwd(logits_NV, upstream, options), None, None
 
 
@@ -98,53 +101,32 @@ def _apply(logits: Tensor, call: LogprobsCall) -> Results:
 _logprobs = Differentiable("logprobs", _apply)
 
 
+def _rows_of(logits: Tensor) -> Tensor:
+    """Checked logits as (N, V) with unit stride along the row."""
+    check_dtype(logits)
+    if logits.ndim == 0:
+        raise ShapeError("logits are 0-dim; pass (..., V).")
+    V = logits.shape[-1]
+    check_vocabulary(V)
+    logits_NV = logits.reshape(-1, V)
+    return logits_NV if logits_NV.stride(1) == 1 or V == 1 else logits_NV.contiguous()
+
+
 @outside_graphs
-def _divided(logits: Tensor, ids: Tensor, *, vocab_parallel: VocabParallelOptions, **options: Any) -> Tensor | Logprobs:
+def _divided(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    vocab_parallel: VocabParallelOptions,
+    mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | Logprobs:
     """`logprobs` for this process's columns of the logits."""
-    inputs = _Inputs.of(logits, ids, vocab=ANY_VOCABULARY, **options)
+    logits_NV = _rows_of(logits)
+    given = LogprobInputs.of("logits", logits, ids, mask, ANY_VOCABULARY, options)
     vocabulary = DividedVocabulary(check_columns(vocab_parallel, logits.shape[-1]))
-    call = LogprobsCall(ids_NK=inputs.call.ids_NK.long(), options=inputs.call.options, lse=True)
-    return inputs.public(Results._make(LogprobsOfLogits.apply(inputs.logits_NV, call, vocabulary)))
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """Checked and flattened logits and ids."""
-
-    logits_NV: Tensor
-    call: LogprobsCall
-    shape: torch.Size
-    """Of the ids."""
-    rows: torch.Size
-
-    @classmethod
-    def of(
-        cls,
-        logits: Tensor,
-        ids: Tensor,
-        *,
-        vocab: int | None = None,
-        mask: Tensor | None = None,
-        ignore_index: int = -100,
-        outputs: tuple[str, ...] = (),
-        **options: Any,
-    ) -> _Inputs:
-        """vocab: a bound of the whole vocabulary; None if the logits have it."""
-        check_dtype(logits)
-        if logits.ndim == 0:
-            raise ShapeError("logits are 0-dim; pass (..., V).")
-        V, rows = logits.shape[-1], logits.shape[:-1]
-        check_vocabulary(V)
-        check_devices(logits=logits, ids=ids, mask=mask)
-        checked = check_logprob_options(vocab=vocab or V, ignore_index=ignore_index, outputs=outputs, **options)
-        ids_NK = flat_ids(ids, mask, rows, ignore_index, "logits")
-        logits_NV = logits.reshape(-1, V)
-        if logits_NV.stride(1) != 1 and V > 1:
-            logits_NV = logits_NV.contiguous()
-        return cls(logits_NV, LogprobsCall(ids_NK=ids_NK, options=checked, lse="lse" in outputs), ids.shape, rows)
-
-    def public(self, results: Results) -> Tensor | Logprobs:
-        return results.public(self.shape, self.rows, self.call.options, self.call.lse)
+    call = LogprobsCall(ids_NK=given.ids_NK.long(), options=given.options, lse=True)
+    return Results._make(LogprobsOfLogits.apply(logits_NV, call, vocabulary)).public(given)
 
 
 @by_vocabulary(_divided)
@@ -177,18 +159,13 @@ def logprobs(
         ShardingError: vocab_parallel is given without a process group.
         DtypeError, OptionError, LabelError, DoubleBackwardError: as in `linear_logprobs`.
     """
-    inputs = _Inputs.of(
-        logits,
-        ids,
-        mask=mask,
-        ignore_index=ignore_index,
-        outputs=outputs,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        top_k=top_k,
+    logits_NV = _rows_of(logits)
+    options = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    given = LogprobInputs.of(
+        "logits", logits, ids, mask, logits.shape[-1], {**options, "top_k": top_k, "outputs": outputs}
     )
-    return inputs.public((_logprobs if torch.compiler.is_compiling() else _apply)(inputs.logits_NV, inputs.call))
+    call = LogprobsCall(ids_NK=given.ids_NK, options=given.options, lse=given.lse)
+    return (_logprobs if torch.compiler.is_compiling() else _apply)(logits_NV, call).public(given)
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -252,7 +229,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     return {"logits": randn(*rows, V, dtype=dtype, device=device, scale=3.0), "ids": ids, **options}
 
 
-def _cost(logits: Tensor, ids: Tensor, **options: Any) -> Cost:
+def _cost(logits: Tensor, ids: Tensor, **options: object) -> Cost:
     return Cost(moved_bytes=3 * logits.nbytes, saved_bytes=logits.nbytes)
 
 

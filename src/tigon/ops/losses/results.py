@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.losses.inputs import Places
-from tigon.ops.losses.logprob_inputs import LogprobOptions
+from tigon.ops.losses.logprob_inputs import LogprobInputs, LogprobOptions
 
 # N tokens, K ids of a token, J largest logits of a token.
 
@@ -129,8 +129,9 @@ class Results(NamedTuple):
             places.spread(self.topk_ids_NJ, ignored),
         )
 
-    def public(self, ids_shape: torch.Size, rows: torch.Size, options: LogprobOptions, lse: bool) -> Tensor | Logprobs:
+    def public(self, given: LogprobInputs) -> Tensor | Logprobs:
         """The public function's result: the log-probabilities alone, or `Logprobs`."""
+        _, options, lse, ids_shape, rows = given
         logprob = self.logprob_NK.view(ids_shape)
         if not (lse or options.entropy or options.predicted or options.top_k):
             return logprob
@@ -143,3 +144,12 @@ class Results(NamedTuple):
             topk_logprob=self.topk_logprob_NJ.view(top) if options.top_k else None,
             topk_ids=self.topk_ids_NJ.view(top) if options.top_k else None,
         )
+
+
+def wanted_gradients(grads: Sequence[Tensor | None], options: LogprobOptions, lse: bool) -> list[Tensor | None]:
+    """The gradients of logprob, lse, entropy and topk_logprob, from those of `Results`.
+
+    A compiled graph passes zeros for a result that was not asked for; they become None.
+    """
+    dlogprob, dlse, dentropy, _, dtopk, _ = grads
+    return [dlogprob, dlse if lse else None, dentropy if options.entropy else None, dtopk]

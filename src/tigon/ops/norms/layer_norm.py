@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, check_dtype, first_order
+from tigon.ops.dispatch import Context, Differentiable, check_dtype, first_order
 from tigon.ops.norms import norm
 
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         y, _, mean, rstd = norm.norm_fwd(x, None, weight, bias, norm.norm_options(eps, 0.0, True, True))
         ctx.save_for_backward(x, weight, mean, rstd)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         want_dx, want_dw, want_db = ctx.needs_input_grad[:3]
         options = norm.norm_backward_options(0.0, True, True, want_dx, want_dw, want_db)
@@ -85,7 +85,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _cost(x: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> Cost:
+def _cost(x: Tensor, weight: Tensor | None = None, *_: object, **__: object) -> Cost:
     # forward x -> y; backward dy, x -> dx
     return Cost(moved_bytes=5 * x.nbytes, saved_bytes=x.nbytes + 8 * x.shape[:-1].numel())
 

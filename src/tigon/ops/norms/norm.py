@@ -137,7 +137,7 @@ def _bwd_reference(
     rstd: Tensor,
     options: NormBackwardOptions,
     amax: Tensor | None = None,
-) -> NormGradients:  # fmt: skip
+) -> NormGradients:
     offset, center, fp32_weight, want_dx, want_dw, want_db = options
     acc = rstd.dtype
     dy = dy.to(acc)
@@ -186,7 +186,7 @@ def _bwd_fake(
     mean: Tensor,
     rstd: Tensor,
     options: NormBackwardOptions,
-) -> NormGradients:  # fmt: skip
+) -> NormGradients:
     parameter = x if weight is None else weight
     return NormGradients(
         x.new_empty(x.shape if options.want_dx else (0,)),
@@ -219,12 +219,12 @@ def _bwd_amax_fake(
     return _bwd_fake(dy, ds, x, weight, mean, rstd, options)
 
 
-def _complete_fwd(results: Any, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _complete_fwd(results: Any, x: Tensor, *_: object) -> tuple[Tensor, ...]:
     y, s, mean, rstd = results
     return y, x.new_empty(0) if s is None else s, rstd.new_empty(0) if mean is None else mean, rstd
 
 
-def _complete_bwd(results: Any, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, *_: Any) -> Any:
+def _complete_bwd(results: Any, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, *_: object) -> Any:
     dx, dw, db = results
     parameter = x if weight is None else weight
     return (

@@ -22,7 +22,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import known_amax
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, check_dtype, first_order
+from tigon.ops.dispatch import Context, Differentiable, check_dtype, first_order
 from tigon.ops.norms import norm
 
 Casting = Literal["llama", "gemma", "fp32"]
@@ -46,7 +46,7 @@ def _normed(
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Tensor | None,
         eps: float,
@@ -61,7 +61,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         want_dx, want_dw = ctx.needs_input_grad[:2]
         options = norm.norm_backward_options(ctx.offset, False, ctx.fp32_weight, want_dx, want_dw, False)
@@ -72,7 +72,7 @@ class RMSNorm(torch.autograd.Function):
 class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         residual: Tensor,
         weight: Tensor | None,
@@ -90,7 +90,7 @@ class AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
         s, weight, rstd = ctx.saved_tensors
         want_dx, want_dr, want_dw = ctx.needs_input_grad[:3]
         others = [None] * (len(ctx.needs_input_grad) - 3)
@@ -233,12 +233,12 @@ def _make_add(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str,
     return {"x": inputs.pop("x"), "residual": randn(*case.shape, dtype=dtype, device=device), **inputs}
 
 
-def _cost(x: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> Cost:
+def _cost(x: Tensor, weight: Tensor | None = None, *_: object, **__: object) -> Cost:
     # forward x -> y; backward dy, x -> dx
     return Cost(moved_bytes=5 * x.nbytes, saved_bytes=x.nbytes + 4 * x.shape[:-1].numel())
 
 
-def _add_cost(x: Tensor, residual: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> Cost:
+def _add_cost(x: Tensor, residual: Tensor, weight: Tensor | None = None, *_: object, **__: object) -> Cost:
     # forward x, r -> s, y; backward dy, ds, s -> dx
     return Cost(moved_bytes=8 * x.nbytes, saved_bytes=x.nbytes + 4 * x.shape[:-1].numel())
 

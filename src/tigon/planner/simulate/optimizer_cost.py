@@ -363,9 +363,3 @@ COSTS: Mapping[str, OptimizerCost] = {
 def cost_of(settings: Settings) -> OptimizerCost:
     """The cost of the optimizer of a run."""
     return replace(COSTS[settings.train.optimizer], rank=settings.train.galore_rank)
-
-
-def bytes_per_parameter(name: str) -> float:
-    """Returns the bytes of state per element of a large fp32 matrix, at all places; for tables, not for plans."""
-    matrix = Parameter((4096, 4096), FP32, projected=True)
-    return sum(tensor.nbytes for tensor in COSTS[name].states(matrix, 128)) / matrix.numel
