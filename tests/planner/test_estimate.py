@@ -497,3 +497,18 @@ def test_estimate_leaves_the_model_code_and_the_ops_unchanged() -> None:
     assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == before
     assert config.to_json_string() == words
     assert dispatch.planned() is None
+
+
+def test_plan_says_which_code_runs_layers_with_a_state_instead_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "lfm2", vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    request = Request(model="lfm2", config=config, batch=1, seq=16, settings=Settings.of({"train.precision": "fp32"}))
+    (note,) = [note for note in estimate(request, gpu=H200, evaluation=False).notes if "convolution" in note]
+    assert note.startswith("With what is installed here, short convolution (1 layer) run in PyTorch")
+    assert "`pip install causal-conv1d --no-build-isolation`" in note
+    monkeypatch.setattr("tigon.models.hybrid_layers._installed", lambda kind: kind.library)
+    notes = estimate(request, gpu=H200, evaluation=False).notes
+    assert "With what is installed here, short convolution (1 layer): causal-conv1d." in notes

@@ -1,4 +1,4 @@
-"""The recipe: what it reads, what it refuses, and that the table in docs/train.md is the one it generates."""
+"""The recipe: what it reads, what it refuses, and that the table in docs/recipe.md is the one it generates."""
 
 from __future__ import annotations
 
@@ -254,9 +254,9 @@ def test_the_recipes_that_come_with_tigon_are_valid_on_both_devices():
 
 def test_the_key_tables_in_the_docs_are_current():
     """If this fails: python -m benchmarks.pages.recipe_keys writes them again."""
-    text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
     inside = re.search(r"<!-- recipe keys -->\n(.*?)<!-- end of recipe keys -->", text, re.DOTALL)
-    assert inside, "docs/train.md lost its markers"
+    assert inside, "docs/recipe.md lost its markers"
     assert inside[1].strip() == reference_table().strip()
 
 

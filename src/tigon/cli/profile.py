@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.options import Recipe
 from tigon.cli.shared import Command
 from tigon.trainer.guards import console
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML; docs/train.md lists its keys.")],
+    recipe: Recipe,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, with --beside of both recipes."),

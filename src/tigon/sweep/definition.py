@@ -169,7 +169,7 @@ def check_key(dotted: object, where: str) -> str:
     if text in REFUSED:
         raise RecipeError(f"{where}: {text} is set by the sweep; write {REFUSED[text]}")
     if text not in known and not re.fullmatch(r"model\.config\.[A-Za-z0-9_]+", text):
-        raise RecipeError(f"{where}: {text} is not a recipe key; {_nearest(text, known, 'docs/train.md lists them')}")
+        raise RecipeError(f"{where}: {text} is not a recipe key; {_nearest(text, known, 'docs/recipe.md lists them')}")
     return text
 
 

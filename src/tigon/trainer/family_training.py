@@ -1,4 +1,4 @@
-"""Trains a small random model of a family as `tigon train` does, for `tigon models --train` and docs/models.md.
+"""Trains a small random model of a family as `tigon train` does, for `tigon models --train` and docs/models-trained.md.
 
 Each family is trained in full, and with adapters that are merged. A recipe that is refused with a next step, such as
 `set data.packing: false`, is tried again with it.

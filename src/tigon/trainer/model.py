@@ -360,7 +360,11 @@ def end_ids(recipe: Recipe, config: PreTrainedConfig) -> tuple[int, ...]:
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by name, tied ones once, without allocating the model."""
-    return {name: tuple(parameter.shape) for name, parameter in without_data(config).named_parameters()}
+    return shapes_of(without_data(config))
+
+
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def build(

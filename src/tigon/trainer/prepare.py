@@ -23,6 +23,7 @@ from tigon.data.packing import Collator, SampleDataset, fingerprint, unigram_ent
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.data.tokens import Encoder, Tokens, learns_an_end
 from tigon.errors import DataError, RecipeError, TigonError
+from tigon.models.hybrid_layers import LayerPath, paths_of, slow_layers
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
@@ -98,6 +99,8 @@ class Prepared(Setup):
     """Lines that name the formats of the rows, unless all data is text, and the cache that their tokens came from."""
     warnings: tuple[str, ...] = ()
     """Settings of the recipe that are allowed but probably mistakes."""
+    layer_paths: tuple[LayerPath, ...] = ()
+    """Which code runs the layers that have a state instead of attention."""
     unused_tensors: tuple[str, ...] = ()
     """Tensors in the checkpoint's files that the model lacks."""
     command: str = ""
@@ -178,7 +181,9 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     harness.check(recipe.eval.lm_eval)
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
-    shapes = model.parameter_shapes(config)
+    built = model.without_data(config)
+    shapes, layer_paths = model.shapes_of(built), paths_of(built)
+    del built
     settings = preflight.check_techniques(recipe, device)
     model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(settings))
     for technique in TECHNIQUES.values():
@@ -311,10 +316,18 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
             *model.text_part_warning(recipe.model, config),
             *adapter_warnings,
             *of_rows,
+            *slow_layer_warning(layer_paths, device.type),
             *_row_warnings(encoded, tok, rendering, is_trl=rows is not None),
             *warnings_of(recipe, size, trains_tokenizer=_trains_tokenizer(recipe)),
         ),
+        layer_paths=layer_paths,
     )
+
+
+def slow_layer_warning(paths: Sequence[LayerPath], device_type: str) -> tuple[str, ...]:
+    """A warning if a library that is not installed would run layers faster; on a CPU none would."""
+    slow = slow_layers(paths) if device_type == "cuda" else None
+    return () if slow is None else (slow,)
 
 
 def check_every_row_has_images(samples: Sequence[Sample], settings: Settings) -> None:

@@ -41,6 +41,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
         f"model    {model.described(recipe.model)}, {in_parameters(prepared.n_parameters)}, "
         f"kernels: {recipe.model.kernels}",
+        *([f"layers   {'; '.join(map(str, prepared.layer_paths))}"] if prepared.layer_paths else []),
         f"data     {recipe.data.source_names}: {counts}",
         *prepared.rows_line,
         f"steps    {prepared.size_words}",
