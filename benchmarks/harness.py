@@ -23,7 +23,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # PyTorch i
 from torch.profiler import ProfilerActivity, profile
 
 from tigon.bench import timing
-from tigon.bench.record import environment, save
+from tigon.bench.record import environment, other_machine, save
 from tigon.bench.session import Session
 from tigon.bench.training.planned import gpu_of
 from tigon.errors import TigonError
@@ -75,33 +75,21 @@ class Bench:
     def gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def resume(self, table: str, same: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-        """Go on with the record at `--json`, if it exists; returns the lines of a table.
-
-        same: parts of the environment that have to be those of the record.
-        """
+    def resume(self, table: str) -> list[dict[str, Any]]:
+        """Go on with the record at `--json`, if it exists and was measured here; returns the lines of a table."""
         path: Path | None = self.given.json
         if path is None or not path.exists():
             return []
         earlier = json.loads(path.read_text(encoding="utf-8"))
-        for name in same:
-            if earlier["environment"][name] != self.environment()[name]:
-                sys.exit(f"{path} was measured with another {name}; move it away, or choose another place for --json")
+        if other := other_machine(earlier["environment"], self.environment()):
+            sys.exit(f"{path} was measured with another {other[0]}; move it away, or choose another place for --json")
         self.fields = {**earlier, **self.fields}
         lines: list[dict[str, Any]] = self.fields.setdefault(table, [])
         return lines
 
-    def add(self, table: str, line: dict[str, Any], text: str = "", *, key: str = "") -> None:
-        """Append a line to a table of the record, print it or `text`, and write the record.
-
-        key: a line with the same value of this key is replaced.
-        """
-        lines = self.fields.setdefault(table, [])
-        same = [place for place, one in enumerate(lines) if key and one[key] == line[key]]
-        if same:
-            lines[same[0]] = line
-        else:
-            lines.append(line)
+    def add(self, table: str, line: dict[str, Any], text: str = "") -> None:
+        """Append a line to a table of the record, print it or `text`, and write the record."""
+        self.fields.setdefault(table, []).append(line)
         if self.writes:
             print(text or f"{table} {json.dumps(line)}", flush=True)
             self.save()
@@ -202,20 +190,18 @@ def by_name(kernels: list[Any], longest: int = 20) -> dict[str, tuple[int, float
     return dict(sorted(sums.items(), key=lambda item: -item[1][1])[:longest])
 
 
-def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """Frobenius norm of the difference, relative to that of the truth."""
-    return float((got.double() - truth).norm() / truth.norm())
-
-
 # --- training steps ---------------------------------------------------------------------------------------------------
 
 
 def figures(timed: timing.Steps, tokens: int) -> dict[str, Any]:
     """What a record has of training steps."""
     return {
-        "ms": timed.median_ms, "tokens_per_s": 1e3 * tokens / timed.median_ms, "peak_bytes": timed.peak_bytes,
-        "losses": timed.losses, "all_ms": timed.ms,
-    }  # fmt: skip
+        "ms": timed.median_ms,
+        "tokens_per_s": 1e3 * tokens / timed.median_ms,
+        "peak_bytes": timed.peak_bytes,
+        "losses": timed.losses,
+        "all_ms": timed.ms,
+    }
 
 
 def predicted(request: Request, device: torch.device) -> dict[str, Any]:

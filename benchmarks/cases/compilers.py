@@ -43,11 +43,16 @@ def compared(old: Mapping[str, Binary], new: Mapping[str, Binary], chip: str) ->
         "more": sum((b["registers"] or 0) > (a["registers"] or 0) for a, b in pairs if not (a["error"] or b["error"])),
         "spilling": [sum(bool(b["spills"]) for b in side) for side in zip(*pairs, strict=True)],
         "spills": [
-            {"kernel": a["kernel"], "dtype": a["dtype"], "flags": {k: v for k, v in a["flags"].items() if v},
-             "bytes": [a["spills"], b["spills"]]}
-            for a, b in pairs if a["spills"] or b["spills"]
+            {
+                "kernel": a["kernel"],
+                "dtype": a["dtype"],
+                "flags": {k: v for k, v in a["flags"].items() if v},
+                "bytes": [a["spills"], b["spills"]],
+            }
+            for a, b in pairs
+            if a["spills"] or b["spills"]
         ],
-    }  # fmt: skip
+    }
 
 
 def measure(bench: Bench) -> None:
@@ -55,9 +60,11 @@ def measure(bench: Bench) -> None:
     versions, files = zip(*(report.split(":", 1) for report in given.reports), strict=True)
     old, new = (by_launch(Path(file)) for file in files)
     record = {
-        "triton": versions, "tigon_commit": given.commit, "date": given.date,
+        "triton": versions,
+        "tigon_commit": given.commit,
+        "date": given.date,
         "chips": {chip: compared(old, new, chip) for chip in CHIPS},
-    }  # fmt: skip
+    }
     if given.json is None:
         print(json.dumps(record, indent=1))
     else:

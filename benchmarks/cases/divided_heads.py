@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tigon
-from benchmarks.harness import Bench, Case, kernels_of, peaks_bytes, relative_error, times_ms
+from benchmarks.harness import Bench, Case, kernels_of, peaks_bytes, times_ms
+from tigon.bench.numerical_errors import relative_error
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class Shape:
 
 
 SHAPES = (
-    Shape("llama-3-8b", 4096, 4096, 128256), Shape("llama-3-8b", 16384, 4096, 128256),
-    Shape("gemma-3-4b", 8192, 2560, 262208), Shape("qwen3-8b", 8192, 4096, 151936),
-)  # fmt: skip
+    Shape("llama-3-8b", 4096, 4096, 128256),
+    Shape("llama-3-8b", 16384, 4096, 128256),
+    Shape("gemma-3-4b", 8192, 2560, 262208),
+    Shape("qwen3-8b", 8192, 4096, 151936),
+)
 CHECK = Shape("check", 96, 64, 1001)
 TINY = (Shape("tiny", 64, 32, 515),)
 
@@ -128,10 +131,11 @@ def measured(shape: Shape, device: str, dtype: torch.dtype, link: float) -> dict
     """Each way's median milliseconds, predicted milliseconds, and peak bytes above what was allocated."""
     ways = {name: together(run) for name, run in steps(shape, dtype, device)}
     return {
-        "shape": asdict(shape), "median_ms": times_ms(ways, torch.device(device)),
+        "shape": asdict(shape),
+        "median_ms": times_ms(ways, torch.device(device)),
         "predicted_ms": predicted_ms(shape, product_flops(shape, dtype, device), link),
         "peak_bytes": peaks_bytes(ways, torch.device(device)),
-    }  # fmt: skip
+    }
 
 
 def profiled(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -26,7 +26,8 @@ import transformers
 from torch import Tensor
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from benchmarks.harness import Bench, Case, host_us, peaks_bytes, relative_error, times_ms
+from benchmarks.harness import Bench, Case, host_us, peaks_bytes, times_ms
+from tigon.bench.numerical_errors import relative_error
 from tigon.integrations import experts as registered
 from tigon.ops import experts, load_balancing_loss, topk_softmax
 
@@ -53,9 +54,12 @@ TINY = (Shape("tiny", 4, 2, 32, 24),)
 
 def config_of(shape: Shape) -> Any:
     return transformers.Qwen3MoeConfig(
-        hidden_size=shape.hidden, moe_intermediate_size=shape.inner, num_experts=shape.experts,
-        num_experts_per_tok=shape.top_k, norm_topk_prob=True,
-    )  # fmt: skip
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.inner,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+    )
 
 
 def layer(shape: Shape, device: torch.device) -> Any:
@@ -111,9 +115,13 @@ def measure_layer(names: list[str], shape: Shape, tokens: int, skewed: bool, dev
     medians = times_ms(calls, device)
     flops = 18 * tokens * shape.top_k * shape.hidden * shape.inner
     return {
-        "shape": asdict(shape), "tokens": tokens, "skewed": skewed, "median_ms": medians,
-        "tflops": {name: flops / ms / 1e9 for name, ms in medians.items()}, "peak_bytes": peaks_bytes(calls, device),
-    }  # fmt: skip
+        "shape": asdict(shape),
+        "tokens": tokens,
+        "skewed": skewed,
+        "median_ms": medians,
+        "tflops": {name: flops / ms / 1e9 for name, ms in medians.items()},
+        "peak_bytes": peaks_bytes(calls, device),
+    }
 
 
 def measure_router(shape: Shape, tokens: int, device: torch.device) -> dict[str, Any]:
@@ -139,16 +147,20 @@ def measure_router(shape: Shape, tokens: int, device: torch.device) -> dict[str,
 
     calls: dict[str, Callable[[], Any]] = {
         "router": lambda: torch.autograd.grad(router(hidden)[1], [hidden, router.weight], d_weights),
-        "router by tigon": route_by_tigon, "experts": serve, f"balance of {LAYERS} layers": balance,
+        "router by tigon": route_by_tigon,
+        "experts": serve,
+        f"balance of {LAYERS} layers": balance,
         f"balance of {LAYERS} layers by tigon": lambda: torch.autograd.grad(
             load_balancing_loss(gates, shape.top_k), gates
         ),
-    }  # fmt: skip
+    }
     medians = times_ms(calls, device)
     return {
-        "shape": shape.name, "tokens": tokens, "median_ms": medians,
+        "shape": shape.name,
+        "tokens": tokens,
+        "median_ms": medians,
         "host_us": {name: host_us(call, device, medians[name]) for name, call in calls.items()},
-    }  # fmt: skip
+    }
 
 
 def measure(bench: Bench) -> None:

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from benchmarks.harness import Bench, Case, relative_error, times_ms
+from benchmarks.harness import Bench, Case, times_ms
+from tigon.bench.numerical_errors import relative_error
 from tigon.ops import OPS
 from tigon.ops.linear.fp8 import SCALINGS, fp8_amax, fp8_cast, fp8_product, operand
 
@@ -75,11 +76,16 @@ def errors(shapes: dict[str, tuple[int, int]], tokens: int) -> Iterator[dict[str
             for kind, number in (("y", 0), ("dx", 1), ("dw", 2)):
                 own, of_baseline = (relative_error(r[number], truth[number]) for r in (got, baseline))
                 yield {
-                    "shape": name, "tokens": tokens, "scaling": scaling, "result": kind, "error": own,
-                    "baseline_error": of_baseline, "within_the_rule": own <= 2 * of_baseline,
+                    "shape": name,
+                    "tokens": tokens,
+                    "scaling": scaling,
+                    "result": kind,
+                    "error": own,
+                    "baseline_error": of_baseline,
+                    "within_the_rule": own <= 2 * of_baseline,
                     "error_with_rounding": relative_error(got[number], unrounded[number]),
                     "error_of_bf16": relative_error(plain[number], unrounded[number]),
-                }  # fmt: skip
+                }
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

@@ -57,11 +57,15 @@ def request_of(name: str, tokens: int, kind: str, *, tiny: bool) -> Request:
     if tiny:
         config.num_hidden_layers, config.vocab_size = 3, 256
     config.max_position_embeddings = max(config.max_position_embeddings, tokens)
-    settings = Settings.of({
-        "train.precision": "bf16", "train.optimizer": "adamw", "train.checkpointing": kind,
-        "train.mlp_tile_tokens": 128 if tiny else TILE_TOKENS,
-        "train.attention_groups": groups_of(config),
-    })  # fmt: skip
+    settings = Settings.of(
+        {
+            "train.precision": "bf16",
+            "train.optimizer": "adamw",
+            "train.checkpointing": kind,
+            "train.mlp_tile_tokens": 128 if tiny else TILE_TOKENS,
+            "train.attention_groups": groups_of(config),
+        }
+    )
     return Request(model=name, config=config, batch=1, seq=tokens, settings=settings)
 
 
@@ -137,16 +141,19 @@ def limit_allocator(limit_bytes: int) -> int:
 def row_for(request: Request, plan: Estimate, limit_bytes: int, device: torch.device) -> dict[str, Any]:
     """One row: its plan and its measurement, or the error if it ran out of memory."""
     row: dict[str, Any] = {
-        "model": request.model, "tokens": request.seq,
+        "model": request.model,
+        "tokens": request.seq,
         "checkpointing": request.settings.train.checkpointing,
         "mlp_tile_tokens": request.settings.train.mlp_tile_tokens,
         "attention_groups": request.settings.train.attention_groups,
         "limit_bytes": limit_bytes,
         "predicted": {
-            "peak_allocated_bytes": plan.peak_allocated_bytes, "device_bytes": plan.device_bytes,
-            "host_bytes": plan.host_bytes, "step_s": plan.step_s,
+            "peak_allocated_bytes": plan.peak_allocated_bytes,
+            "device_bytes": plan.device_bytes,
+            "host_bytes": plan.host_bytes,
+            "step_s": plan.step_s,
         },
-    }  # fmt: skip
+    }
     try:
         training = Training(request, device)
         if device.type == "cuda":

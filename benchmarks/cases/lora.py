@@ -54,18 +54,28 @@ transformers = importlib.import_module("transformers")
 
 TURNS, STEPS, WARM_UPS = 3, 3, 1
 TINY = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 TINY_EXPERTS = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2}
 TINY_MXFP4 = {
-    "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
     "layer_types": ["sliding_attention", "full_attention"],
-}  # fmt: skip
+}
 PATCHES: dict[str, dict[str, Any] | None] = {
-    "transformers": None, "peft": {"lora": False}, "grouped_mm": {"experts": False}, "tigon": {},
+    "transformers": None,
+    "peft": {"lora": False},
+    "grouped_mm": {"experts": False},
+    "tigon": {},
     "sinks": {"attention_sinks": True},
-}  # fmt: skip
+}
 """Version -> the options of `tigon.patch`."""
 KNOWN: dict[str, dict[str, Any]] = {
     "transformers": {"model.kernels": "none"},
@@ -124,9 +134,13 @@ def four_bit(config: Any, device: torch.device) -> Any:
             for name, linear in list(parent.named_children()):
                 if type(linear) is nn.Linear:
                     stored = bitsandbytes.nn.Linear4bit(
-                        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16,
-                        compress_statistics=True, quant_type="nf4",
-                    )  # fmt: skip
+                        linear.in_features,
+                        linear.out_features,
+                        bias=False,
+                        compute_dtype=torch.bfloat16,
+                        compress_statistics=True,
+                        quant_type="nf4",
+                    )
                     stored.weight = bitsandbytes.nn.Params4bit(
                         linear.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True
                     )
@@ -147,9 +161,7 @@ def in_mxfp4(config: Any, device: torch.device) -> Any:
     """Random bytes for the experts and random bf16 weights for the rest."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="eager"
-        )  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
     for path in list(expert_parameters(model)):
         module_path, _, name = path.rpartition(".")
         module = model.get_submodule(module_path)
@@ -168,27 +180,38 @@ def in_mxfp4(config: Any, device: torch.device) -> Any:
 
 
 _LLAMA = Run(
-    preset="llama-3.1-8b", build=dense, batch=4, seq=2048, targets=(("linear",),), versions=("peft", "tigon"),
-    checkpointing=("none", "full"), tiny=TINY,
-)  # fmt: skip
+    preset="llama-3.1-8b",
+    build=dense,
+    batch=4,
+    seq=2048,
+    targets=(("linear",),),
+    versions=("peft", "tigon"),
+    checkpointing=("none", "full"),
+    tiny=TINY,
+)
 RUNS = {
     "llama-3.1-8b": _LLAMA,
-    "llama-3.1-8b-4-bit": dataclasses.replace(
-        _LLAMA, build=four_bit, settings=USUAL.having({"lora.quantize": True})
-    ),
+    "llama-3.1-8b-4-bit": dataclasses.replace(_LLAMA, build=four_bit, settings=USUAL.having({"lora.quantize": True})),
     "qwen3-30b-a3b": Run(
-        preset="qwen3-30b-a3b", build=grouped, batch=1, seq=4096, tiny=TINY | TINY_EXPERTS,
+        preset="qwen3-30b-a3b",
+        build=grouped,
+        batch=1,
+        seq=4096,
+        tiny=TINY | TINY_EXPERTS,
         targets=(("q_proj", "k_proj", "v_proj", "o_proj"), ("experts",)),
         versions=("transformers", "grouped_mm", "tigon"),
     ),
     "gpt-oss-20b": Run(
-        preset="gpt-oss-20b", build=in_mxfp4, batch=1, seq=2048, tiny=TINY | TINY_MXFP4,
-        targets=(("linear",), ("linear", "experts")), versions=("tigon", "sinks"),
-        settings=USUAL.having(
-            {"model.attention": "eager", "lora.quantize": True, "lora.quantize_to": "mxfp4"}
-        ),
+        preset="gpt-oss-20b",
+        build=in_mxfp4,
+        batch=1,
+        seq=2048,
+        tiny=TINY | TINY_MXFP4,
+        targets=(("linear",), ("linear", "experts")),
+        versions=("tigon", "sinks"),
+        settings=USUAL.having({"model.attention": "eager", "lora.quantize": True, "lora.quantize_to": "mxfp4"}),
     ),
-}  # fmt: skip
+}
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

@@ -46,9 +46,13 @@ class Run:
         # A micro-batch of one packed sample takes a quarter of the memory, and the step is the same up to rounding.
         size = "train.gradient_accumulation" if self.packing else "train.batch_size"
         return {
-            "train.epochs": self.epochs, "train.learning_rate": self.learning_rate, "data.packing": self.packing,
-            "train.batch_size": 1, size: self.batch_size, **more,
-        }  # fmt: skip
+            "train.epochs": self.epochs,
+            "train.learning_rate": self.learning_rate,
+            "data.packing": self.packing,
+            "train.batch_size": 1,
+            size: self.batch_size,
+            **more,
+        }
 
 
 BASE = Run(80, 0.05, 1e-30)
@@ -77,7 +81,7 @@ RUNS = (
     Run(300, 1, 2e-4),
     Run(300, 3, 2e-4),
     Run(300, 3, 2e-4, packing=True),
-)  # fmt: skip
+)
 """The most telling ones first, because a CPU takes hours for all."""
 
 
@@ -89,19 +93,29 @@ def measured(case: Run, model: str, folder: Path) -> dict[str, Any]:
     recipe = folder / "recipe.yaml"
     recipe.write_text("output: {name: small, if_exists: number}\n", encoding="utf-8")
     keys = {
-        "model.name": model, "data.source": folder / "rows.jsonl", "data.eval_source": folder / "eval.jsonl",
-        "output.folder": folder / "runs", "output.sample_tokens": 0, "train.report_to": "none", "train.log_steps": 1,
+        "model.name": model,
+        "data.source": folder / "rows.jsonl",
+        "data.eval_source": folder / "eval.jsonl",
+        "output.folder": folder / "runs",
+        "output.sample_tokens": 0,
+        "train.report_to": "none",
+        "train.log_steps": 1,
         **case.overrides(),
-    }  # fmt: skip
+    }
     path = run.train(recipe, [f"{name}={value}" for name, value in keys.items()])
     summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
     records = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     data = json.loads((path / "data.json").read_text(encoding="utf-8"))
     steps = max(record["step"] for record in records if record["event"] == "train")
     return {
-        **asdict(case), "samples": data["rows"], "tokens": data["tokens"], "steps": steps,
-        "train_s": summary["train_s"], "eval_loss": summary["eval_loss"], "answers": _asked(path),
-    }  # fmt: skip
+        **asdict(case),
+        "samples": data["rows"],
+        "tokens": data["tokens"],
+        "steps": steps,
+        "train_s": summary["train_s"],
+        "eval_loss": summary["eval_loss"],
+        "answers": _asked(path),
+    }
 
 
 def _asked(path: Path) -> dict[str, str]:
@@ -111,9 +125,12 @@ def _asked(path: Path) -> dict[str, str]:
     tokenizer = loaded.tokenizer
     tokenizer.padding_side = "left"
     asked = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": question}] for question in questions], add_generation_prompt=True, padding=True,
-        return_tensors="pt", return_dict=True,
-    ).to(loaded.model.device)  # fmt: skip
+        [[{"role": "user", "content": question}] for question in questions],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    ).to(loaded.model.device)
     with torch.no_grad():
         made = loaded.model.generate(**asked, max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True)
     texts = tokenizer.batch_decode(made[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -66,13 +66,18 @@ def _loaded(task: Task, folder: Path) -> Any:
     """A model of transformers, with PEFT's adapters if the task has them."""
     transformers = importlib.import_module("transformers")
     quantised = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa", device_map={"": 0 if DEVICE == "cuda" else "cpu"},
+        folder,
+        dtype=torch.bfloat16,
+        attn_implementation="sdpa",
+        device_map={"": 0 if DEVICE == "cuda" else "cpu"},
         **({"quantization_config": quantised} if task.four_bit else {}),
-    )  # fmt: skip
+    )
     model.config.use_cache = False
     if not task.adapters:
         return model
@@ -113,10 +118,11 @@ def _tigon(task: Task, entry: Entry, folder: Path, ids: torch.Tensor, checked: C
         start_s = time.monotonic()
         choice = tigon.plan(model, batch=batch, seq=seq, memory=memory, accumulate=1)
         line |= {
-            "plan": choice.checkpointing, "plan_s": round(time.monotonic() - start_s, 1),
+            "plan": choice.checkpointing,
+            "plan_s": round(time.monotonic() - start_s, 1),
             "planned_peak_gib": round(choice.peak_allocated_bytes / steps.GIB, 2),
             "planned_tokens_per_s": round(choice.tokens_per_s),
-        }  # fmt: skip
+        }
     tigon.checkpoint(model, choice)
 
     def fuse(trainer: Any) -> None:
@@ -133,16 +139,26 @@ def _unsloth(task: Task, entry: Entry, folder: Path, ids: torch.Tensor, checked:
     checkpointing: Any = False if entry.setting == "none" else "unsloth"
     shared = {"max_seq_length": ids.shape[1], "use_gradient_checkpointing": checkpointing, "random_state": inputs.SEED}
     model, _ = fast.from_pretrained(
-        str(folder), dtype=torch.bfloat16, load_in_4bit=task.four_bit,
-        load_in_16bit=task.adapters and not task.four_bit, full_finetuning=not task.adapters,
-        use_exact_model_name=True, **shared,
-    )  # fmt: skip
+        str(folder),
+        dtype=torch.bfloat16,
+        load_in_4bit=task.four_bit,
+        load_in_16bit=task.adapters and not task.four_bit,
+        full_finetuning=not task.adapters,
+        use_exact_model_name=True,
+        **shared,
+    )
     skipped = {"checkpoint_skip_layers": "auto"} if entry.setting == "auto" else {}
     if task.adapters:
         model = fast.get_peft_model(
-            model, r=inputs.RANK, lora_alpha=inputs.ALPHA, lora_dropout=0, bias="none",
-            target_modules=[*inputs.TARGETS], **shared, **skipped,
-        )  # fmt: skip
+            model,
+            r=inputs.RANK,
+            lora_alpha=inputs.ALPHA,
+            lora_dropout=0,
+            bias="none",
+            target_modules=[*inputs.TARGETS],
+            **shared,
+            **skipped,
+        )
     checked(model)
     if entry.where == LOOP:
         fast.for_training(model, use_gradient_checkpointing=checkpointing)
@@ -154,5 +170,8 @@ def _unsloth(task: Task, entry: Entry, folder: Path, ids: torch.Tensor, checked:
 
 
 _LIBRARIES: dict[str, Callable[..., Line]] = {
-    "hf": _hugging_face, "liger": _liger, "tigon": _tigon, "unsloth": _unsloth,
-}  # fmt: skip
+    "hf": _hugging_face,
+    "liger": _liger,
+    "tigon": _tigon,
+    "unsloth": _unsloth,
+}

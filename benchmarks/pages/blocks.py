@@ -202,8 +202,11 @@ def extreme(results: Results) -> str:
     for variant in results["variants"]:
         own = _rows(results, variant=variant)
         ran = max(_ok(own), key=lambda row: row["axes"][axis], default=None)
-        out = min((row for row in own if row["status"] == failures.OUT_OF_MEMORY), key=lambda row: row["axes"][axis],
-                  default=None)  # fmt: skip
+        out = min(
+            (row for row in own if row["status"] == failures.OUT_OF_MEMORY),
+            key=lambda row: row["axes"][axis],
+            default=None,
+        )
         most = NONE if ran is None else f"{ran['axes'][axis]:,}"
         rows.append(
             [
@@ -243,9 +246,15 @@ def ladder(results: Results) -> str:
         rows.append([row["variant"], _gib(row), _predicted_gib(row), change, _speed(row), speed, *_loss(row, first)])
         above = row if row["status"] == failures.OK else above
     titles = [
-        "rung", "GiB", "predicted", "GiB against the rung before", "tokens/s", "tokens/s against the rung before",
-        f"loss after {results['steps']} steps", "against the first rung",
-    ]  # fmt: skip
+        "rung",
+        "GiB",
+        "predicted",
+        "GiB against the rung before",
+        "tokens/s",
+        "tokens/s against the rung before",
+        f"loss after {results['steps']} steps",
+        "against the first rung",
+    ]
     return _table(titles, rows)
 
 
@@ -281,11 +290,20 @@ def techniques(results: Results) -> str:
         )
     base = results["baseline"]
     titles = [
-        "technique", "GiB", "predicted", f"against {base}", "tokens/s", f"against {base}",
-        f"loss after {results['steps']} steps", f"against {base}",
-    ]  # fmt: skip
-    failed = [f"{row['id']}: {row['status']}. {row['detail']}" for row in results["points"]
-              if row["status"] in (failures.FAILED, failures.REFUSED, failures.TIMED_OUT)]  # fmt: skip
+        "technique",
+        "GiB",
+        "predicted",
+        f"against {base}",
+        "tokens/s",
+        f"against {base}",
+        f"loss after {results['steps']} steps",
+        f"against {base}",
+    ]
+    failed = [
+        f"{row['id']}: {row['status']}. {row['detail']}"
+        for row in results["points"]
+        if row["status"] in (failures.FAILED, failures.REFUSED, failures.TIMED_OUT)
+    ]
     return _table(titles, rows) + (f"\n\n{_list(failed)}" if failed else "")
 
 
@@ -359,8 +377,9 @@ def estimate(_: Mapping[str, Results]) -> str:
     for size, length in ((4, 1024), (8, 1024), (16, 1024), (112, 1024), (4, 24576)):
         tokens = size * length
         checkpoints, logits = tokens * hidden * 2 * layers, tokens * vocab * 4 * 3
-        rows.append([f"{size} x {length:,}", f"{checkpoints / GIB:.2f}", f"{logits / GIB:.2f}",
-                     f"{logits / checkpoints:.0f}"])  # fmt: skip
+        rows.append(
+            [f"{size} x {length:,}", f"{checkpoints / GIB:.2f}", f"{logits / GIB:.2f}", f"{logits / checkpoints:.0f}"]
+        )
     return _table(["sequences x tokens", "checkpoints, GiB", "logits, GiB", "logits / checkpoints"], rows)
 
 
@@ -422,9 +441,10 @@ def _cheapest_rung(records: Mapping[str, Results]) -> str | None:
         else:
             free.append(f"{what} ({gib:.1f} GiB)")
     groups = {
-        "First take the techniques that save memory and cost no time": free, "Then take those that cost time": paid,
+        "First take the techniques that save memory and cost no time": free,
+        "Then take those that cost time": paid,
         "These change the loss after the same number of steps, here against the first rung": other,
-    }  # fmt: skip
+    }
     return " ".join(f"{start}: {', '.join(rungs)}." for start, rungs in groups.items() if rungs) or None
 
 

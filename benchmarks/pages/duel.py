@@ -37,9 +37,9 @@ def load(path: Path = RECORD) -> Record | None:
 
 def lines(record: Record | None, task: str, size: str) -> list[Line]:
     """The measured rows of a task and size, in the order of `ENTRIES`."""
-    found = [] if record is None else [
-        one for one in record["measurements"] if (one["task"], one["size"]) == (task, size)
-    ]  # fmt: skip
+    found = (
+        [] if record is None else [one for one in record["measurements"] if (one["task"], one["size"]) == (task, size)]
+    )
     return sorted(found, key=lambda one: [*ENTRIES].index(one["entry"]))
 
 
@@ -48,11 +48,12 @@ def fastest(
 ) -> Line | None:
     """The fastest row of a library: with one of these settings, and with no larger peak, where given."""
     rows = [
-        one for one in found
+        one
+        for one in found
         if ENTRIES[one["entry"]].library == library
         and (not settings or ENTRIES[one["entry"]].setting in settings)
         and (within_gib is None or one["peak_gib"] <= within_gib)
-    ]  # fmt: skip
+    ]
     return max(rows, key=lambda one: one["tokens_per_s"], default=None)
 
 
@@ -133,10 +134,12 @@ def _notes(found: Sequence[Line]) -> Iterator[str]:
 
 def _left_out(record: Record, task: str, size: str) -> Iterator[str]:
     missing = [
-        (one["entry"], reason) for kind in ("refused", "failed") for one in record[kind]
+        (one["entry"], reason)
+        for kind in ("refused", "failed")
+        for one in record[kind]
         if (one["task"], one["size"]) == (task, size)
         for reason in ["; ".join(one["refused"]) if kind == "refused" else one["error"]]
-    ]  # fmt: skip
+    ]
     if missing:
         yield ""
         yield from (f"- `{entry}` is left out: {reason}." for entry, reason in missing)

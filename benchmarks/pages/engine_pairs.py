@@ -73,14 +73,16 @@ FEATURES = (
     Feature("experts", "Mixture of experts", {}, experts=True),
     Feature("experts-lora", "Mixture, LoRA beside the experts", _LORA, experts=True),
     Feature(
-        "lora-on-experts", "Mixture, LoRA on the experts", {"lora": {"rank": 4, "targets": ["linear", "experts"]}},
+        "lora-on-experts",
+        "Mixture, LoRA on the experts",
+        {"lora": {"rank": 4, "targets": ["linear", "experts"]}},
         experts=True,
     ),
     Feature("medusa-1", "Medusa heads, stage 1", {"heads": {"stage": 1, "count": 2}}),
     Feature("medusa-2", "Medusa heads, stage 2", {"heads": {"stage": 2, "count": 2}}),
     Feature("medusa-lora", "Medusa heads, stage 2 with LoRA", {"heads": {"stage": 2, "count": 2}, **_LORA}),
     Feature("mtp", "MTP module", {"heads": {"stage": 2, "kind": "mtp", "count": 1}}),
-)  # fmt: skip
+)
 
 
 def refusal(feature: Feature, engine: Engine) -> str | None:

@@ -26,9 +26,7 @@ BATCH, SEQUENCE, MODEL = "train.batch_size", "data.sequence_length", "model.name
 HUGGING_FACE, LIGER, TIGON = "unpatched", "Liger", "tigon"
 NAMES = {HUGGING_FACE: "Hugging Face", LIGER: "Liger", TIGON: "tigon"}
 TILED = "tiled MLPs too"
-PAPER_MODELS = {
-    "llama-3-8b": "Llama 3 8B", "qwen2-7b": "Qwen2 7B", "gemma-7b": "Gemma 7B", "mistral-7b": "Mistral 7B"
-}  # fmt: skip
+PAPER_MODELS = {"llama-3-8b": "Llama 3 8B", "qwen2-7b": "Qwen2 7B", "gemma-7b": "Gemma 7B", "mistral-7b": "Mistral 7B"}
 
 Point = Mapping[str, Any]
 

@@ -185,10 +185,15 @@ def step_bytes(count: int, fused: bool) -> int:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=8192, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=4096,
+            vocab_size=8192,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
         )
-    )  # fmt: skip
+    )
     if fused:
         patch(model)
     attach(model, HeadsSpec(count=count, shared=True), Objective(stage=2))

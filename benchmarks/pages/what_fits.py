@@ -26,8 +26,12 @@ RECIPE = ROOT / "recipes" / "what-fits.yaml"
 RECORD = ROOT / "benchmarks" / "results" / "planned" / "what-fits.json"
 MEASURED = ROOT / "benchmarks" / "results" / "nvidia-h200"
 CARDS: Mapping[str, str] = {
-    "8 GB": "8GB", "16 GB": "rtx-4080", "24 GB": "rtx-4090", "48 GB": "rtx-6000-ada", "80 GB": "h100",
-}  # fmt: skip
+    "8 GB": "8GB",
+    "16 GB": "rtx-4080",
+    "24 GB": "rtx-4090",
+    "48 GB": "rtx-6000-ada",
+    "80 GB": "h100",
+}
 """Size on the box -> a card of `tigon plan --gpu`."""
 
 

@@ -24,9 +24,13 @@ CODE_COLOURS = {
     "tigon-graphs-fused-add": "#fb7185",
 }
 KIND_COLOURS = {
-    "matmuls": "#1d4ed8", "attention": "#7e22ce", "fused": "#c2410c", "optimizer": "#a16207", "rest": "#9ca3af",
+    "matmuls": "#1d4ed8",
+    "attention": "#7e22ce",
+    "fused": "#c2410c",
+    "optimizer": "#a16207",
+    "rest": "#9ca3af",
     "idle": GRID,
-}  # fmt: skip
+}
 
 
 def draw(run: TrainRecord) -> dict[str, str]:

@@ -41,7 +41,7 @@ BAD_VERSIONS = {"triton": "3.3.1", "liger_kernel": "0.8.5"}
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row_fires_only_on_its_packages_and_conditions(row: KnownBad) -> None:
     versions = {p: "99.0" if s.startswith(">=") else BAD_VERSIONS.get(p, "0.1") for p, s in row.packages.items()}
-    env = replace(GOOD, packages={**GOOD.packages, **versions}, conditions=GOOD.conditions | row.conditions)
+    env = replace(GOOD, packages={**GOOD.packages, **versions}, conditions=GOOD.conditions | {*row.conditions})
     assert row.id in found(env)
     for condition in row.conditions:
         assert row.id not in found(replace(env, conditions=env.conditions - {condition})), condition
@@ -97,7 +97,7 @@ def test_torch_and_triton_that_were_not_tried_are_noted(package: str, version: s
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row_is_well_formed_and_names_its_source(row: KnownBad) -> None:
     assert row.packages or row.conditions, "it would fire everywhere"
-    assert row.conditions <= CONDITIONS.keys()
+    assert {*row.conditions} <= CONDITIONS.keys()
     assert row.packages.keys() <= set(PACKAGES)
     assert row.level in LEVELS
     assert row.what.endswith(".") and row.fix.endswith(".") and row.source

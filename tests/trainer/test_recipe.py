@@ -93,11 +93,7 @@ WRONG = {
     "section that is no mapping": ("train: 3", r"train is a section of keys, not an integer"),
     "recipe that is a list": ("- 1", r"a recipe is a mapping of the sections"),
     "text for a number": ("train: {steps: many}", r"r\.yaml:1: train\.steps is 'many', text"),
-    "boolean for a number": ("train: {steps: true}", r"train\.steps is True"),
-    "fraction for an integer": ("train: {steps: 1.5}", r"train\.steps is 1\.5, a number"),
     "below the limit": ("train: {steps: 1, batch_size: 0}", r"train\.batch_size is 0; it must be at least 1"),
-    "not finite": ("train: {steps: 1, learning_rate: .inf}", r"train\.learning_rate is inf"),
-    "not a number": ("train: {steps: 1, learning_rate: .nan}", r"train\.learning_rate is nan"),
     "outside the choices": (
         "train: {steps: 1, schedule: cosin}",
         r"'cosin'; it must be one of cosine, linear, constant",
@@ -126,8 +122,6 @@ WRONG = {
         "train: {steps: 1}\ncomparison: {batch_size: 4}",
         r"comparison\.batch_size would do nothing without comparison\.steps",
     ),
-    "heads without a stage": ("train: {steps: 1}\nheads: {count: 5}", r"heads\.count would .* add heads\.stage: 1"),
-    "ramp of a constant": ("train: {steps: 1}\nheads: {stage: 1, ramp: 0.5}", r"heads\.ramp would .* heads\.schedule"),
     "rank of no GaLore": (
         "train: {steps: 1, galore_rank: 64}",
         r"train\.galore_rank would .* train\.optimizer: galore",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from tigon.bench import record as records
 from tigon.bench import table, timing
@@ -70,19 +69,10 @@ def bench_kernels(options: KernelOptions, catalogue: Catalogue = CATALOGUE) -> R
     known = {row.id: {m.impl for m in row.measurements} for row in run.rows}
     wanted = {row.id: catalogue.of_row(row, {*chosen, *known.get(row.id, ())}) for row in rows}
     missing = [row for row in rows if not {impl.name for impl in wanted[row.id]} <= known.get(row.id, set())]
-    for position, row in enumerate(missing):
-        if session.is_over(run, [left.id for left in missing[position:]]):
-            break
-        try:
-            measured = measure_row(row, wanted[row.id], setting)
-        except torch.cuda.OutOfMemoryError:
-            run.not_run.append(f"{row.id} (its inputs do not fit)")
-            continue
-        finally:
-            timing.release(device)
-        measured.tigon_commit, measured.date = run.environment["tigon_commit"], run.environment["date"]
-        run.rows = [*(earlier for earlier in run.rows if earlier.id != row.id), measured]
-        session.save(run, has_figures=_has_figures(run, chosen))
+    todo = {row.id: partial(measure_row, row, wanted[row.id], setting) for row in missing}
+    for measured in session.measure(run, run.rows, todo, device):
+        if _has_figures(run, chosen):
+            session.save(run)
         print(f"\n{table.details(measured)}", flush=True)
     _finish(run, session, [row for row in rows if not wanted[row.id]], chosen)
     return run

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
 
 from tigon.bench import record as records
+from tigon.bench import timing
 from tigon.bench.record import R, Record
 from tigon.errors import BenchError, OptionError
 
+
+class Line(Protocol):
+    """A row or a case of a record."""
+
+    id: str
+    tigon_commit: str | None
+    date: str | None
+
+
+L = TypeVar("L", bound=Line)
 _TIME_LIMIT = "time limit"
 _MOST_REASONS = 5
 
@@ -57,17 +71,38 @@ class Session:
             )
         return earlier
 
-    def is_over(self, run: Record, left: Sequence[str]) -> bool:
-        """Whether the time limit is over. The record then names what is left."""
-        if self.time_limit_s is None or time.monotonic() - self._start_s <= self.time_limit_s:
-            return False
-        run.not_run += [f"{name} ({_TIME_LIMIT})" for name in left]
-        return True
+    def measure(
+        self, run: Record, lines: list[L], todo: Mapping[str, Callable[[], L]], device: torch.device
+    ) -> Iterator[L]:
+        """Measure one line of the record after the other, and yield each.
 
-    def save(self, run: Record, *, has_figures: bool = True) -> None:
-        """Write the record after a row, if it has figures yet."""
+        The record names what the time limit leaves out, and what does not fit the device.
+
+        Args:
+            run: the record, which is written by the caller.
+            lines: the record's lines. A new one replaces an earlier one of its id.
+            todo: id -> measures the line.
+            device: the device, whose memory is freed after each line.
+        """
+        for position, (name, work) in enumerate(todo.items()):
+            if self.time_limit_s is not None and time.monotonic() - self._start_s > self.time_limit_s:
+                run.not_run += [f"{left} ({_TIME_LIMIT})" for left in list(todo)[position:]]
+                return
+            try:
+                line = work()
+            except torch.cuda.OutOfMemoryError:
+                run.not_run.append(f"{name} (its inputs do not fit)")
+                continue
+            finally:
+                timing.release(device)
+            line.tigon_commit, line.date = run.environment["tigon_commit"], run.environment["date"]
+            lines[:] = [*(earlier for earlier in lines if earlier.id != line.id), line]
+            yield line
+
+    def save(self, run: Record) -> None:
+        """Write the record, if a file is named."""
         run.seconds = round(time.monotonic() - self._start_s, 1)
-        if self.json_path is not None and has_figures:
+        if self.json_path is not None:
             records.save(dataclasses.asdict(run), self.json_path)
 
     def finish(self, run: Record, *, has_figures: bool, reasons: Sequence[str]) -> None:

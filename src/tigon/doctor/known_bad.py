@@ -33,10 +33,10 @@ class KnownBad:
     """A known failure. It holds if every package is installed in a matching version and every condition is met."""
 
     id: str
-    level: Level
+    level: Level = "problem"
     packages: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Package -> version specifier (PEP 440); the empty specifier matches any version."""
-    conditions: frozenset[str] = frozenset()
+    conditions: tuple[str, ...] = ()
     """Keys of `environment.CONDITIONS`."""
     what: str
     fix: str
@@ -50,7 +50,7 @@ class KnownBad:
             version = environment.packages.get(package)
             return version is not None and SpecifierSet(specifier).contains(version, prereleases=True)
 
-        return self.conditions <= environment.conditions and all(matches(p, s) for p, s in self.packages.items())
+        return set(self.conditions) <= environment.conditions and all(matches(p, s) for p, s in self.packages.items())
 
     def finding(self) -> Finding:
         """The row as a finding."""
@@ -60,25 +60,22 @@ class KnownBad:
 ROWS: tuple[KnownBad, ...] = (
     KnownBad(
         id="interpreter-numpy",
-        level="problem",
         packages={"triton": "<3.7", "numpy": ">=2.4"},
-        conditions=frozenset({"interpreter"}),
+        conditions=("interpreter",),
         what="Triton's interpreter up to 3.6 cannot index with numpy 2.4 arrays: most kernels raise a TypeError.",
         fix="pip install 'numpy<2.4', or unset TRITON_INTERPRET.",
         source="https://github.com/triton-lang/triton/issues/9171",
     ),
     KnownBad(
         id="interpreter-on-gpu",
-        level="problem",
-        conditions=frozenset({"interpreter", "gpu"}),
+        conditions=("interpreter", "gpu"),
         what="TRITON_INTERPRET=1 runs every kernel in Python on the CPU, about a thousand times slower than this GPU.",
         fix="unset TRITON_INTERPRET.",
         source="https://triton-lang.org/main/programming-guide/chapter-3/debugging.html",
     ),
     KnownBad(
         id="bf16-amx",
-        level="problem",
-        conditions=frozenset({"bf16-product-traps"}),
+        conditions=("bf16-product-traps",),
         what="PyTorch's own bf16 matrix product ends with an illegal instruction. This CPU, usually a virtual one, "
         "advertises AMX but traps on it.",
         fix="export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 (or AVX512_CORE_BF16) before Python starts.",
@@ -86,8 +83,7 @@ ROWS: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         id="gpu-not-seen",
-        level="problem",
-        conditions=frozenset({"gpu-not-seen"}),
+        conditions=("gpu-not-seen",),
         what="An NVIDIA driver is loaded, but PyTorch sees no GPU: it is a CPU build, was built for a newer driver, or "
         "CUDA_VISIBLE_DEVICES is empty.",
         fix="compare nvidia-smi with the version after + in torch's; install the build for your CUDA version.",
@@ -95,24 +91,21 @@ ROWS: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         id="architecture-not-built",
-        level="problem",
-        conditions=frozenset({"architecture-not-built"}),
+        conditions=("architecture-not-built",),
         what="This PyTorch was built without code for this GPU's architecture, so PyTorch's own operators fail on it.",
         fix="install a PyTorch built for a CUDA version that supports the GPU.",
         source="torch.cuda.get_arch_list()",
     ),
     KnownBad(
         id="gpu-without-triton",
-        level="problem",
-        conditions=frozenset({"gpu", "no-triton"}),
+        conditions=("gpu", "no-triton"),
         what="There is a GPU, but triton is not installed. Every op runs its composite path: correct, but slow.",
         fix="pip install triton (triton-windows on Windows).",
         source="https://github.com/triton-lang/triton#quick-installation",
     ),
     KnownBad(
         id="no-c-compiler",
-        level="problem",
-        conditions=frozenset({"gpu", "no-compiler"}),
+        conditions=("gpu", "no-compiler"),
         what="Triton needs a C compiler for the launcher of each kernel at its first launch, and none was found.",
         fix="install gcc or clang, or set CC.",
         source="https://github.com/apple/ml-cross-entropy/issues/5",
@@ -120,15 +113,14 @@ ROWS: tuple[KnownBad, ...] = (
     KnownBad(
         id="before-ampere",
         level="warning",
-        conditions=frozenset({"before-ampere"}),
+        conditions=("before-ampere",),
         what="Triton supports NVIDIA GPUs from compute capability 8.0 (Ampere) on; this one is older and has no bf16.",
         fix="train in fp16 or fp32, and trust the self-test below rather than this version list.",
         source="https://github.com/triton-lang/triton#compatibility",
     ),
     KnownBad(
         id="patched-globally",
-        level="problem",
-        conditions=frozenset({"patched-globally"}),
+        conditions=("patched-globally",),
         what="Another library has replaced names of transformers or torch for the whole process (listed above). "
         "Before tigon replaces a module, it compares its op with the module's forward. It leaves such modules alone.",
         fix="do not call the other patcher (use_liger_kernel=False), and start a new process.",
@@ -155,7 +147,6 @@ ROWS: tuple[KnownBad, ...] = (
     *(
         KnownBad(
             id=f"{package}-older-than-supported",
-            level="problem",
             packages={package: f"<{version}"},
             what=f"{package} older than {version} is not supported: tigon is written against and tested with {version} "
             "and newer.",

@@ -128,8 +128,6 @@ def check(request: Request) -> None:
         raise UsageError("checkpointing is auto, which stands for a choice; planner.search.checkpointing makes it.")
     for reason in matrix.untraceable(request.settings):
         raise UsageError(f"{reason}.")
-    for reason in matrix.unplanned(request.settings):
-        raise UsageError(f"{reason}.")
     sharding.check_sizes(request.settings)
     text = text_config(request.config)
     if text.num_hidden_layers < 1:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from functools import partial
 
 from tigon.bench import record as records
 from tigon.bench import timing
@@ -13,7 +12,7 @@ from tigon.bench.session import Session
 from tigon.bench.training import table
 from tigon.bench.training.cases import Case, select
 from tigon.bench.training.measure import CaseRun
-from tigon.bench.training.record import CaseRecord, TrainRecord
+from tigon.bench.training.record import TrainRecord
 from tigon.bench.training.variants import CODES, DEFAULT, FITS, WHOLE, Code, Variant, parse
 from tigon.errors import OptionError
 from tigon.models.loading.config import load_config
@@ -67,20 +66,19 @@ def bench_train(options: TrainOptions) -> TrainRecord:
     timing.release(device)
     print(provenance(run), flush=True)
     run.cases = session.continued(run).cases
-    for position, case in enumerate(cases):
+    todo = {}
+    for case in cases:
         known = [m.variant for earlier in run.cases if earlier.id == case.id for m in earlier.measurements]
-        if {variant.name for variant in variants} <= set(known):
-            continue
-        if session.is_over(run, [left.id for left in cases[position:]]):
-            break
-        both = [*variants, *(parse(name, codes=options.codes) for name in known)]
-        wanted = list({variant.name: variant for variant in both}.values())
-        print(f"\n{case.id}", flush=True)
-        measured = _measure(case, wanted, run, options, device)
-        if measured is not None:
-            run.cases = [*(earlier for earlier in run.cases if earlier.id != case.id), measured]
-            print(table.case_table(measured), flush=True)
-        session.save(run, has_figures=_has_figures(run))
+        if not {variant.name for variant in variants} <= set(known):
+            both = [*variants, *(parse(name, codes=options.codes) for name in known)]
+            wanted = list({variant.name: variant for variant in both}.values())
+            case_run = CaseRun(case, device, options.rounds, options.steps, run.ceilings["matmul_tflop_per_s"])
+            todo[case.id] = partial(case_run.measure, wanted)
+    for measured in session.measure(run, run.cases, todo, device):
+        measured.command = options.command
+        print(table.case_table(measured), flush=True)
+        if _has_figures(run):
+            session.save(run)
     reasons = [f"{m.variant}: {m.status}: {m.detail}" for case in run.cases for m in case.measurements]
     session.finish(run, has_figures=_has_figures(run), reasons=reasons)
     return run
@@ -108,24 +106,6 @@ def _variants(options: TrainOptions, cases: Sequence[Case]) -> list[Variant]:
                     f"--variant {variant.name}: a micro-batch of {variant.micro} does not divide --batch {case.batch}."
                 )
     return list({variant.name: variant for variant in variants}.values())
-
-
-def _measure(
-    case: Case, variants: Sequence[Variant], run: TrainRecord, options: TrainOptions, device: torch.device
-) -> CaseRecord | None:
-    """The case's record; None if the weights and the optimizer do not fit the device."""
-    try:
-        measured = CaseRun(case, device, options.rounds, options.steps, run.ceilings["matmul_tflop_per_s"]).measure(
-            variants
-        )
-    except torch.cuda.OutOfMemoryError:
-        run.not_run.append(f"{case.id} (its weights and gradients do not fit)")
-        return None
-    finally:
-        timing.release(device)
-    measured.tigon_commit, measured.date = run.environment["tigon_commit"], run.environment["date"]
-    measured.command = options.command
-    return measured
 
 
 def _has_figures(run: TrainRecord) -> bool:

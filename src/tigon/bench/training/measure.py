@@ -61,6 +61,7 @@ class CaseRun:
     def measure(self, variants: Sequence[Variant]) -> CaseRecord:
         """Prepare the variants, let them take turns, and profile each."""
         start_s = time.monotonic()
+        print(f"\n{self.case.id}", flush=True)
         torch.compiler.reset()  # its caches hold the models of the case before
         timing.release(self.device)
         self.trainee = Trainee(self.case, self.device, WARM_UP_STEPS + self.steps)

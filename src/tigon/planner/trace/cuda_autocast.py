@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 # torch/include/ATen/autocast_mode.h (torch 2.13), as far as the CPU's lists differ from CUDA's. Left out are operators
 # on images, recurrent cells, and what language models do not call (tests/planner/test_cuda_autocast.py names them).

@@ -6,11 +6,10 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +17,9 @@ from tigon.ops.attention_with_sinks import product_flops
 from tigon.ops.dispatch import PRIMITIVES, Primitive
 from tigon.planner.trace import operator_cache
 from tigon.planner.trace.tape import Tape, TapeSegment, Where
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 # The caching allocator's granularity: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize.
 ROUND_BYTES = 512

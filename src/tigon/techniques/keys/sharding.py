@@ -57,7 +57,3 @@ class ShardingConfig(Section):
     def divides_weights(self) -> bool:
         """Whether a process holds only a part of the weights between steps."""
         return self.zero == 3 or self.fsdp
-
-    def readers(self, processes: int) -> int:
-        """The processes, or groups of them that share rows or divide matrices, that read different samples."""
-        return max(1, processes // (self.sequence * self.tensor))
