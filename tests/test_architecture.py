@@ -496,14 +496,6 @@ def test_packages_import_only_their_allowed_libraries() -> None:
             assert room == "report", path
 
 
-def test_each_recipe_key_is_declared_once() -> None:
-    from tigon.recipe.keys import SECTIONS
-
-    for section, cls in SECTIONS.items():
-        declared = [name for one in cls.__mro__ for name in vars(one).get("__annotations__", {})]
-        assert len(declared) == len(set(declared)), f"{section} declares a key twice"
-
-
 def test_every_file_is_below_the_line_limit() -> None:
     lines = {str(path): len(text.splitlines()) for path, text in TEXT.items()}
     assert not {path: number for path, number in lines.items() if number > MAX_LINES}, "split them"

@@ -130,6 +130,12 @@ def install_command(paths: Iterable[LayerPath]) -> str:
     return " && ".join([*commands, f"pip install {' '.join(built)} --no-build-isolation"] if built else commands)
 
 
+def library_among(modules: Iterable[str]) -> str | None:
+    """The library with a kernel of this file that one of these modules belongs to."""
+    packages = {name.partition(".")[0] for name in modules}
+    return next((kind.library for kind in KINDS if kind.module.partition(".")[0] in packages), None)
+
+
 def slow_layers(paths: Iterable[LayerPath]) -> str | None:
     """One sentence about the layers that PyTorch runs, with the command that installs their kernels."""
     slow = [path for path in paths if path.runs == PYTORCH]
