@@ -82,7 +82,7 @@ docs: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs tests/examples
 
 pages: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
+	$(BIN)/python -m benchmarks.pages.study --into docs
 	$(BIN)/python -m benchmarks.pages.medusa
 	$(BIN)/python -m benchmarks.pages.duel
 	$(BIN)/python -m benchmarks.pages.front_page
@@ -94,7 +94,7 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.recipe_keys
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
 	PYTHONPATH=tests $(BIN)/python tests/compat/liger_page.py
-	PYTHONPATH=. $(BIN)/python tests/docs/page_examples.py
+	PYTHONPATH=.:tests $(BIN)/python tests/docs/page_examples.py
 
 # Terminals as docs/img/terminal/*.svg and pages as docs/img/pages/*.png. The pages need Chromium.
 pictures: $(VENV)/.ready

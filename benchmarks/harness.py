@@ -190,11 +190,6 @@ def by_name(kernels: list[Any], longest: int = 20) -> dict[str, tuple[int, float
     return dict(sorted(sums.items(), key=lambda item: -item[1][1])[:longest])
 
 
-def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """Frobenius norm of the difference, relative to that of the truth."""
-    return float((got.double() - truth).norm() / truth.norm())
-
-
 # --- training steps ---------------------------------------------------------------------------------------------------
 
 

@@ -50,8 +50,8 @@ MAY_IMPORT_TRANSFORMERS = {
     "cli", "doctor", "models", "techniques", "objectives", "medusa", "data", "planner", "trainer", "sweep", "bench",
     "compat", "integrations", "trained", "callback", "_quiet",
 }  # fmt: skip
-# What may say "Medusa" or ask for its heads: the objective, its modules, its command, the declaration of its keys, and
-# the room that decodes with heads after a run.
+# What may say "Medusa" or ask for its heads: the objective, its modules, its command, and the room that decodes with
+# heads after a run. recipe/keys.py declares the section.
 MAY_NAME_HEADS = {"objectives", "medusa", "cli", "trained"}
 MAX_LINES = 600
 
@@ -236,11 +236,11 @@ def test_every_import_inside_a_function_has_a_documented_reason() -> None:
     {
         "import transformers": True,
         "from torch.distributed import launcher": True,
-        "from tigon.trainer import engine  # loads transformers": True,
+        "from tigon.trainer import guarded  # loads transformers": True,
         "import json": False,
         "from torch import nn": False,
-        "from tigon.trainer import engine": False,
-        "from tigon.trainer import engine  # loads matplotlib": False,
+        "from tigon.trainer import guarded": False,
+        "from tigon.trainer import guarded  # loads matplotlib": False,
         "from tigon import units  # loads transformers": False,
         "from tigon import units  # not for --help": False,
     }.items(),
@@ -257,6 +257,17 @@ def test_every_documented_reason_is_needed() -> None:
 # --- private names ---------------------------------------------------------------------------------------------------
 
 
+def names_bound_by_imports(tree: ast.AST) -> dict[str, str]:
+    """Name in a file -> the dotted name that an import statement gave it."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return bound
+
+
 def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
@@ -267,39 +278,24 @@ def private_names_of_others(text: str, room: str) -> list[str]:
     A string counts behind its module: `setattr(module, "_name", ...)`, `(module, "_name")`.
     """
     tree = tree_of(text)
-    bound: dict[str, str] = {}
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            named = {alias.asname or alias.name: alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            named = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-        else:
-            continue
-        for name, full in named.items():
-            package, other, *rest = [*full.split("."), ""]
-            if package == "tigon" and other != room:
-                bound[name] = full
-                if is_private(".".join(rest if other in LEAVES else (other, *rest))):
-                    found.append(f"line {node.lineno}: {full}")
+    imported = names_bound_by_imports(tree)
     for node in ast.walk(tree):  # X = importlib.import_module("tigon.ops.rope")
-        value = getattr(node, "value", None)
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, ast.Call) and value.args:
-            full = getattr(value.args[0], "value", None)
-            if ast.unparse(value.func).endswith("import_module") and isinstance(full, str):
-                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-                if full.startswith("tigon.") and full.split(".")[1] != room:
-                    bound[ast.unparse(target)] = full
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call) and node.value.args:
+            full = getattr(node.value.args[0], "value", None)
+            if isinstance(full, str) and ast.unparse(node.value.func).endswith("import_module"):
+                imported[ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])] = full
+    parts = {name: full.split(".") for name, full in imported.items() if full.startswith("tigon.")}
+    others = {name: path for name, path in parts.items() if path[1] != room}
+    found = [".".join(path) for path in others.values() if any(map(is_private, path[1 + (path[1] in LEAVES) :]))]
     for node in ast.walk(tree):
         pair = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
         name = pair[1].value if len(pair) > 1 and isinstance(pair[1], ast.Constant) else None
-        if isinstance(name, str) and is_private(name) and ast.unparse(pair[0]) in bound:
-            found.append(f"line {node.lineno}: {ast.unparse(pair[0])}, {name!r}")
-    for node in ast.walk(tree):
+        if isinstance(name, str) and is_private(name) and ast.unparse(pair[0]) in others:
+            found.append(f"{ast.unparse(pair[0])}, {name!r}")
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = ast.unparse(node.value)
-            if owner in bound or (owner.partition(".")[0] in bound and owner.startswith("tigon.")):
-                found.append(f"line {node.lineno}: {owner}.{node.attr}")
+            if owner in others or (owner.partition(".")[0] in others and owner.startswith("tigon.")):
+                found.append(f"{owner}.{node.attr}")
     return found
 
 
@@ -325,15 +321,80 @@ def test_a_private_name_of_another_package_is_found(text: str) -> None:
     assert private_names_of_others("from tigon._files import _write", "models")
 
 
-# --- private methods of libraries ------------------------------------------------------------------------------------
+# --- private names and attributes of libraries -----------------------------------------------------------------------
 
 
-def documented_overrides() -> set[str]:
-    """`Class.method` of each private method of another library that may be overridden."""
-    rows = CONTRIBUTING.partition("| overridden private method | reason why no public one serves |\n|---|---|\n")[2]
+def documented_names(heading: str) -> set[str]:
+    """The names in the first column of a table of CONTRIBUTING.md."""
+    rows = CONTRIBUTING.partition(f"| {heading} | reason why no public one serves |\n|---|---|\n")[2]
     return {
         name for row in rows.partition("\n\n")[0].splitlines() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])
     }
+
+
+def private_imports(text: str) -> set[str]:
+    """The private names that a file imports from other libraries."""
+    names = names_bound_by_imports(tree_of(text)).values()
+    return {name for name in names if is_private(name) and not name.startswith("tigon.")}
+
+
+def within(name: str, entries: Iterable[str]) -> str | None:
+    """The entry that a dotted name is, or stands below."""
+    return next((entry for entry in entries if name == entry or name.startswith(f"{entry}.")), None)
+
+
+def test_private_names_of_libraries_are_imported_only_for_a_documented_reason() -> None:
+    imported = set().union(*(private_imports(text) for text in TEXT.values()))
+    documented = documented_names("imported private name")
+    assert {name for name in imported if not within(name, documented)} == set()
+    assert {within(name, documented) for name in imported} == documented
+
+
+def attributes_set_from_outside(text: str) -> list[str]:
+    """The attributes of imported modules, classes and objects that a file sets."""
+    tree = tree_of(text)
+    bound = names_bound_by_imports(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            pairs = [(target.value, target.attr) for target in targets if isinstance(target, ast.Attribute)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            pairs = [(node.args[0], ast.unparse(node.args[1]).strip("'"))]
+        else:
+            continue
+        for owner, name in pairs:
+            first, *rest = ast.unparse(owner).split(".")
+            if first in bound:
+                found.append(".".join((bound[first], *rest, name)))
+            elif re.match(r"(sys\.modules|(importlib\.)?import_module)\b", ast.unparse(owner)):
+                found.append(f"{ast.unparse(owner)}.{name}")
+    return [name for name in found if not name.startswith("sys.") or name.startswith("sys.modules")]
+
+
+def test_no_file_sets_an_attribute_of_what_it_imports() -> None:
+    documented = documented_names("imported private name") | documented_names("overridden private method")
+    found = [(str(path), name) for path, text in TEXT.items() for name in attributes_set_from_outside(text)]
+    assert not [
+        where
+        for where in found
+        if not within(where[1], documented) and ".".join(where[1].split(".")[-2:]) not in documented
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    {
+        "import torch\ntorch.nn.functional.cross_entropy = f": ["torch.nn.functional.cross_entropy"],
+        "from torch import nn\nsetattr(nn.Linear, 'forward', f)": ["torch.nn.Linear.forward"],
+        "import sys\nsetattr(sys.modules['x'], name, f)": ["sys.modules['x'].name"],
+        "from tigon.ops import rope\nrope.LIMIT += 1": ["tigon.ops.rope.LIMIT"],
+        "import sys\nsys.stdout = stream": [],
+        "self.limit = 1\nsetattr(module, name, f)": [],
+    }.items(),
+)
+def test_an_attribute_that_is_set_from_outside_is_found(text: str, found: list[str]) -> None:
+    assert attributes_set_from_outside(text) == found
 
 
 def overridden_private_methods(text: str) -> set[str]:
@@ -342,12 +403,7 @@ def overridden_private_methods(text: str) -> set[str]:
     A function that is assigned to a private name of another object counts as `method` alone.
     """
     tree = tree_of(text)
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            bound |= {alias.asname or alias.name: alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    bound = names_bound_by_imports(tree)
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     found = set()
     for node in ast.walk(tree):
@@ -383,7 +439,7 @@ def owner_of(base: type, name: str) -> str:
 def test_private_methods_of_libraries_are_overridden_only_for_a_documented_reason() -> None:
     pytest.importorskip("transformers")
     found = set().union(*(overridden_private_methods(text) for text in TEXT.values()))
-    documented = documented_overrides()
+    documented = documented_names("overridden private method")
     whole = {name for name in documented if name.rpartition(".")[2] not in found}
     assert {name for name in found if "." in name} == whole
     assert {name for name in found if "." not in name} <= {name.rpartition(".")[2] for name in documented}
@@ -440,92 +496,49 @@ def test_packages_import_only_their_allowed_libraries() -> None:
             assert room == "report", path
 
 
-def test_each_recipe_key_is_declared_once() -> None:
-    from tigon.recipe.keys import SECTIONS
-
-    for section, cls in SECTIONS.items():
-        declared = [name for one in cls.__mro__ for name in vars(one).get("__annotations__", {})]
-        assert len(declared) == len(set(declared)), f"{section} declares a key twice"
-
-
 def test_every_file_is_below_the_line_limit() -> None:
     lines = {str(path): len(text.splitlines()) for path, text in TEXT.items()}
     assert not {path: number for path, number in lines.items() if number > MAX_LINES}, "split them"
 
 
-def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, name) of all that code names: variables, arguments, attributes, keywords, modules, and whole strings."""
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Name):
-            yield line, node.id
-        elif isinstance(node, ast.Attribute):
-            yield line, node.attr
-        elif isinstance(node, (ast.arg, ast.keyword)):
-            yield line, node.arg or ""
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield line, node.name
-        elif isinstance(node, ast.alias):
-            yield from ((line, part) for part in (*node.name.split("."), node.asname or ""))
+def names_of_medusa(text: str) -> list[str]:
+    """The names in code that mean Medusa or a recipe's section `heads`; attention has heads too, as variables."""
+    found = []
+    for node in ast.walk(tree_of(text)):
+        if isinstance(node, (ast.Attribute, ast.keyword)):
+            name = (node.attr if isinstance(node, ast.Attribute) else node.arg) or ""
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
-            yield line, node.value
+            name = node.value
+        else:
+            name = getattr(node, "id", getattr(node, "name", None)) or ""
+            name = "" if name == "heads" else name
+        if re.search(r"(?i)medusa|^heads(\.|$)|HeadsConfig|draft_heads", name):
+            found.append(f"line {getattr(node, 'lineno', '?')}: {name}")
+    return found
 
 
-def names_medusa_heads(name: str) -> bool:
-    """`heads` as one word of the name, or Medusa; not attention's heads, which have a word before them."""
-    if "head" not in name.lower() and "medusa" not in name.lower():
-        return False
-    words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) if word]
-    of_attention = {"attention", "key", "value", "query", "kv", "q", "n", "num", "multi", "warned"}
-    before = ["", *words][: len(words)]
-    return any(
-        word == "medusa" or re.fullmatch(r"head\d+", word) or (word == "heads" and previous not in of_attention)
-        for word, previous in zip(words, before, strict=True)
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "is_theirs"),
-    {
-        "heads": True, "HeadsConfig": True, "medusa": True, "PlannedMedusa": True, "draft_heads": True,
-        "heads.stage": True, "head1_loss": True, "num_attention_heads": False, "head": False, "multi_head": False,
-        "head_groups": False,
-    }.items(),
-)  # fmt: skip
-def test_names_of_medusa_heads_are_told_from_those_of_attention(name: str, is_theirs: bool) -> None:
-    assert names_medusa_heads(name) == is_theirs
+@pytest.mark.parametrize("text", ["from tigon import medusa", "recipe.heads", "f(heads=1)", "f('heads.stage')"])
+def test_a_name_of_medusa_is_found(text: str) -> None:
+    assert names_of_medusa(text) and not names_of_medusa("heads, key_heads = config.num_attention_heads, 'two heads'")
 
 
 def test_only_the_objective_asks_for_medusa_heads() -> None:
     """A decision about heads is the objective's; the trainer, the planner and the sweep ask its protocol."""
     # A kernel, an op or a model may have heads: attention's, or several output layers.
-    asked = [
-        path
-        for path in FILES
-        if LEVEL.get(room_of(path), 0) < LEVEL["models"] and room_of(path) not in {*MAY_NAME_HEADS, "bench", "compat"}
-    ]
-    asked += sorted((SOURCE / "techniques").glob("*.py"))
-    found = {}
-    for path in asked:
-        tree = tree_of(TEXT[path])
-        if path == SOURCE / "recipe" / "keys.py":  # the section's declaration
-            declared = ("HeadsConfig", "Recipe", "SECTIONS", "OBJECTIVE_SECTIONS")
-            kept = [node for node in tree.body if not any(name in declared for _, name in _defined(node))]
-            tree = ast.Module(kept, [])
-        if path == SOURCE / "planner" / "request.py":  # checks the numbers of attention heads in a config
-            tree = ast.Module([n for n in tree.body if getattr(n, "name", "") != "check"], [])
-        if lines := [f"line {line}: {name}" for line, name in names_in(tree) if names_medusa_heads(name)]:
-            found[str(path.relative_to(SOURCE))] = lines
-    assert not found, f"these files name Medusa or its heads: {found}"
+    may = {*MAY_NAME_HEADS, "bench", "compat"}
+    asked = [path for path in FILES if LEVEL.get(room_of(path), 0) < LEVEL["models"] and room_of(path) not in may]
+    asked += sorted((SOURCE / "techniques").rglob("*.py"))
+    found = {str(path): names_of_medusa(TEXT[path]) for path in asked if path != SOURCE / "recipe" / "keys.py"}
+    assert not {path: names for path, names in found.items() if names}
 
 
-def _defined(node: ast.stmt) -> Iterator[tuple[int, str]]:
-    """What a statement of a module defines."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        yield node.lineno, node.name
-    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        yield from ((node.lineno, target.id) for target in targets if isinstance(target, ast.Name))
+def test_no_recipe_key_is_declared_twice() -> None:
+    pytest.importorskip("pydantic")
+    from tigon.recipe.keys import SECTIONS
+
+    for section, form in SECTIONS.items():
+        declared = [name for part in form.__mro__ for name in inspect.get_annotations(part)]
+        assert sorted(declared) == sorted({*declared}), section
 
 
 def test_recipes_are_loaded_with_the_objectives_rules() -> None:
@@ -632,17 +645,10 @@ def errors_raised_by(value: object, seen: set[object] | None = None) -> set[str]
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_docstring_of_every_op_documents_arguments_result_and_each_error(name: str) -> None:
+def test_docstring_of_every_op_lists_each_error_that_it_raises(name: str) -> None:
     function = getattr(tigon, name)
-    parts = re.split(r"^(Args|Returns|Raises):\n", inspect.getdoc(function) or "", flags=re.M)
-    assert parts[1::2] == ["Args", "Returns", "Raises"]
-    summary, args, returns, raises = parts[::2]
-    assert summary.split("\n\n")[0].strip().endswith(".") and returns.strip()
-    documented, listed = (
-        {word for line in re.findall(r"^    ([\w, ]+):", text, flags=re.M) for word in line.split(", ")}
-        for text in (args, raises)
-    )
-    assert documented == set(inspect.signature(function).parameters)
+    raises = (inspect.getdoc(function) or "").partition("\nRaises:\n")[2]
+    listed = {word for line in re.findall(r"^    ([\w, ]+):", raises, flags=re.M) for word in line.split(", ")}
     assert listed == errors_raised_by(function) > {"DoubleBackwardError"}
 
 

@@ -68,7 +68,7 @@ def test_every_public_function_documents_arguments_results_and_errors(name: str)
     documented = {word for line in re.findall(r"^    ([\w, ]+):", args, flags=re.M) for word in line.split(", ")}
     flags = {p for p, v in inspect.signature(function).parameters.items() if v.kind is v.VAR_KEYWORD}
     assert documented == set(inspect.signature(function).parameters) - flags
-    assert returns.strip()
+    assert sections[0].split("\n\n")[0].strip().endswith(".") and returns.strip()
     named = [word for line in re.findall(r"^    ([\w, ]+):", raises, flags=re.M) for word in line.split(", ")]
     assert named and all(issubclass(getattr(tigon.errors, error), tigon.errors.TigonError) for error in named)
     assert not re.search(r"(other )?errors (as|`)", doc, flags=re.I), "an error needs its condition, not a reference"

@@ -73,18 +73,20 @@ def op(name: str) -> str:
         lines += ["", "| dtype | error |", "|---|---:|"]
         lines += [*(f"| {dtype} | {error:.1e} |" for dtype, error in row.errors.items()), ""]
     if maths := _maths(name):
-        lines += ["## Maths", "", f"From [the mathematics of the ops](../../math.md). {maths}", ""]
+        lines += ["## Maths", "", maths, ""]
     return "\n".join(lines)
 
 
 def _maths(name: str) -> str:
-    """The section of docs/math.md about an op, or nothing."""
-    text = (ROOT / "docs" / "math.md").read_text(encoding="utf-8")
-    found = re.search(rf"^## [^\n]*`{name}`[^\n]*\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    if found is None:
-        return ""
-    body = re.sub(r"\]\(#", "](../../math.md#", found[1])
-    return re.sub(r"^#", "##", body, flags=re.MULTILINE).strip() if "```python" not in body else body.strip()
+    """The section about an op on one of the pages docs/math*.md, or nothing."""
+    for page in (ROOT / "docs").glob("math*.md"):
+        text = page.read_text(encoding="utf-8")
+        if found := re.search(rf"^## [^\n]*`{name}`[^\n]*\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
+            body = re.sub(r"\]\(#", f"](../../{page.name}#", found[1])
+            body = re.sub(r"\]\((math[\w-]*\.md)", r"](../../\1", body)
+            body = re.sub(r"^#", "##", body, flags=re.MULTILINE).strip()
+            return f"From [the mathematics of the ops](../../{page.name}). {body}"
+    return ""
 
 
 def commands() -> str:
@@ -134,7 +136,7 @@ def recipe_keys() -> str:
     """Every recipe key, one heading each, so that the search finds it."""
     from tigon.recipe.keys import SECTIONS
 
-    lines = ["# Recipe keys", "", "[Recipes](../train.md) are explained elsewhere; this page is for the search.", ""]
+    lines = ["# Recipe keys", "", "[Recipes](../recipe.md) are explained elsewhere; this page is for the search.", ""]
     for section, form in SECTIONS.items():
         lines += [f"## `{section}`", "", (inspect.getdoc(form) or "").strip(), ""]
         for field in dataclasses.fields(form):

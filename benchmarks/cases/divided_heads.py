@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tigon
-from benchmarks.harness import Bench, Case, kernels_of, peaks_bytes, relative_error, times_ms
+from benchmarks.harness import Bench, Case, kernels_of, peaks_bytes, times_ms
+from tigon.bench.numerical_errors import relative_error
 
 
 @dataclass(frozen=True)

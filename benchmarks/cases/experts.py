@@ -26,7 +26,8 @@ import transformers
 from torch import Tensor
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from benchmarks.harness import Bench, Case, host_us, peaks_bytes, relative_error, times_ms
+from benchmarks.harness import Bench, Case, host_us, peaks_bytes, times_ms
+from tigon.bench.numerical_errors import relative_error
 from tigon.integrations import experts as registered
 from tigon.ops import experts, load_balancing_loss, topk_softmax
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks families                                    # predictions, on any machine
     python -m benchmarks families --measure --json RECORD            # and the peaks, on a GPU
-    python -m benchmarks families --json RECORD --into docs/planner.md   # the table, from the record
+    python -m benchmarks families --json RECORD --into docs/planner-accuracy.md   # the table, from the record
 
 The models have two layers with random weights. Batches of 3 x 1111 tokens and a vocabulary of 50,257 words are not
 multiples of a kernel's block size. Each family takes three optimizer steps under autocast, in a

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from benchmarks.harness import Bench, Case, relative_error, times_ms
+from benchmarks.harness import Bench, Case, times_ms
+from tigon.bench.numerical_errors import relative_error
 from tigon.ops import OPS
 from tigon.ops.linear.fp8 import SCALINGS, fp8_amax, fp8_cast, fp8_product, operand
 

@@ -46,7 +46,7 @@ def chart_folder(name: str) -> str:
 
 
 def section(run: RunRecord | TrainRecord, name: str) -> str:
-    """The record's section in the docs: tables, all figures, charts. Charts of sweeps are shown, bar charts folded."""
+    """The record's section in the docs: a table and charts. Charts of sweeps are shown, bar charts folded."""
     if isinstance(run, TrainRecord):
         images = [f"![{chart}]({chart_folder(name)}/{chart}.svg)" for chart in train_charts.chart_names(run)]
         return "\n\n".join([train_table.section(run), *images])
@@ -54,7 +54,8 @@ def section(run: RunRecord | TrainRecord, name: str) -> str:
     sweeps = [image for chart, image in shown.items() if charts.is_sweep(run, chart)]
     bars = [image for chart, image in shown.items() if not charts.is_sweep(run, chart)]
     folded = [kernel_table.folded("Charts", "\n".join(bars))] if bars else []
-    parts = [kernel_table.section(run), *folded, *sweeps]
+    command = f"`python -m benchmarks report benchmarks/results/{name}.json` prints every implementation."
+    parts = [kernel_table.provenance(run), kernel_table.summary(run), command, *folded, *sweeps]
     return "\n\n".join(parts)
 
 

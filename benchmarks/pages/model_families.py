@@ -1,4 +1,4 @@
-"""The three tables of docs/models.md, from the installed transformers.
+"""The tables of docs/models.md, models-by-structure.md and models-trained.md, from the installed transformers.
 
 python -m benchmarks.pages.model_families rows             # seconds
 python -m benchmarks.pages.model_families others           # minutes
@@ -24,7 +24,9 @@ from tigon.models.verification.small_models import NotBuilt, families_without_a_
 from tigon.models.verification.verify import NO_LOGITS, Verification, verify
 from tigon.trainer.family_training import TRAINS, TrainedFamily, trained_families
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {"rows": "models.md", "others": "models-by-structure.md", "trained": "models-trained.md"}
+"""Table -> its page."""
 
 
 def rows() -> str:
@@ -121,7 +123,7 @@ def main(names: Iterator[str]) -> None:
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     tables = {"rows": rows, "others": others, "trained": trained}
     for name in names:
-        regions.write_between(tables[name](), DOCUMENT, begin=f"<!-- {name} -->", end=f"<!-- /{name} -->")
+        regions.write_between(tables[name](), DOCS / PAGES[name], begin=f"<!-- {name} -->", end=f"<!-- /{name} -->")
 
 
 if __name__ == "__main__":

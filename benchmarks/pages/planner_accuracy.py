@@ -1,6 +1,6 @@
 """Compare the planner's estimates with measurements.
 
-    python -m benchmarks.pages.planner_accuracy [--into docs/planner.md]
+    python -m benchmarks.pages.planner_accuracy [--into docs/planner-accuracy.md]
 
 The measurements are those of planner/runs.json. Prints the errors of every case, and the peaks of each phase for cases
 whose memory is beyond a limit. With `--into`, the predictions are written beside the measurements, the table
@@ -33,7 +33,7 @@ from tigon.techniques.keys.settings import Settings
 
 MEASUREMENTS = Path("benchmarks/results/nvidia-h200/planner/runs.json")
 CHART = "img/planner-accuracy.svg"
-REMAKE = "`python -m benchmarks.pages.planner_accuracy --into docs/planner.md` makes it"
+REMAKE = "`python -m benchmarks.pages.planner_accuracy --into docs/planner-accuracy.md` makes it"
 BEGIN, END = "<!-- accuracy -->", "<!-- /accuracy -->"
 
 

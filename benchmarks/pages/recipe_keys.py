@@ -1,4 +1,4 @@
-"""The tables of recipe keys in docs/train.md:
+"""The tables of recipe keys in docs/recipe.md:
 
     python -m benchmarks.pages.recipe_keys
 
@@ -19,7 +19,7 @@ from tigon.recipe.aliases import ALIASES, SHARED
 from tigon.recipe.keys import SECTIONS, fields_of
 from tigon.techniques.keys.section import Section, hints, limits_text, type_name
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "train.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "recipe.md"
 
 
 def meanings(section: type[Section]) -> Mapping[str, str]:
@@ -36,7 +36,7 @@ def meanings(section: type[Section]) -> Mapping[str, str]:
 
 
 def reference_table() -> str:
-    """The Markdown tables of docs/train.md, one per section."""
+    """The Markdown tables of docs/recipe.md, one per section."""
     parts = []
     for section, cls in SECTIONS.items():
         parts.append(f"### `{section}`\n\n{cls.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|")

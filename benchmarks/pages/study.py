@@ -1,6 +1,6 @@
-"""docs/study.md from the committed records: `python -m benchmarks.pages.study --into docs/study.md`.
+"""docs/study.md and docs/study-paper.md from the committed records: `python -m benchmarks.pages.study --into docs`.
 
-A record is the results.json of a sweep of recipes/study/, kept as benchmarks/results/GPU/study/NAME.json. The page
+A record is the results.json of a sweep of recipes/study/, kept as benchmarks/results/GPU/study/NAME.json. A page
 shows the record's machine, charts, tables and findings between its markers, with figures that others published beside
 them. A block without a record says that it was not measured.
 """
@@ -42,6 +42,12 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
 }
 # Blocks that are made of all records together, or of none.
 WHOLE: Mapping[str, Callable[[Mapping[str, Results]], str]] = {"estimate": blocks.estimate, "advice": blocks.advice}
+OF_THE_PAPER = ("training-step", "paper", "paper-two-gpus")
+PAGES: Mapping[str, Sequence[str]] = {
+    "study.md": [name for name in (*BLOCKS, *WHOLE) if name not in OF_THE_PAPER],
+    "study-paper.md": OF_THE_PAPER,
+}
+"""Page -> its blocks."""
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -86,9 +92,9 @@ def _with_new_prediction(point: Mapping[str, Any], allocated_bytes: int | None) 
     return point if allocated_bytes is None else {**point, "predicted_allocated_bytes": allocated_bytes}
 
 
-def page(text: str, records: Mapping[str, Mapping[str, Results]]) -> str:
-    """The document with every block written again. Raises UsageError if the document lacks a marker."""
-    for name in (*BLOCKS, *WHOLE):
+def page(text: str, names: Sequence[str], records: Mapping[str, Mapping[str, Results]]) -> str:
+    """The document with its blocks written again. Raises UsageError if the document lacks a marker."""
+    for name in names:
         text = regions.put(text, *markers(name), block(name, records))
     return text
 
@@ -107,7 +113,7 @@ def block(name: str, records: Mapping[str, Mapping[str, Results]]) -> str:
 
 
 def drawings(records: Mapping[str, Mapping[str, Results]]) -> dict[str, str]:
-    """Path beside the document -> SVG, of every chart on the page."""
+    """Path beside the pages -> SVG, of every chart on them."""
     return {
         f"{IMAGES}/{gpu}/{name}/{chart}.svg": svg + "\n"
         for gpu, own in records.items()
@@ -117,23 +123,19 @@ def drawings(records: Mapping[str, Mapping[str, Results]]) -> dict[str, str]:
     }
 
 
-def into_document(records: Mapping[str, Mapping[str, Results]], document: Path) -> None:
-    """Write the blocks into the document and the charts into img/."""
-    try:
-        new = page(document.read_text(encoding="utf-8"), records)
-    except OSError as error:
-        raise UsageError(f"{document} cannot be read: {error.strerror}.") from None
+def into_pages(records: Mapping[str, Mapping[str, Results]], folder: Path) -> None:
+    """Write the blocks into the pages of the folder, and the charts into its img/."""
+    new = {name: page(read_text(folder / name), names, records) for name, names in PAGES.items()}
     drawn = drawings(records)
-    for path, svg in drawn.items():
-        write_text(document.parent / path, svg)
-    write_text(document, new)
-    print(f"wrote {document} and {len(drawn)} charts")
+    for path, text in {**drawn, **new}.items():
+        write_text(folder / path, text)
+    print(f"wrote {', '.join(new)} and {len(drawn)} charts into {folder}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pages.study", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--records", type=Path, default=RECORDS, help=f"default: {RECORDS}")
-    parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="write the blocks into this document")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="write the blocks into the pages in this folder")
     options = parser.parse_args(arguments)
     try:
         records = load(options.records)
@@ -142,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 done = sum(point["status"] in ("ok", "out of memory") for point in record["points"])
                 print(f"{gpu}/{name}: {done} of {len(record['points'])} points, {', '.join(blocks.dates(record))}")
         if options.into is not None:
-            into_document(records, options.into)
+            into_pages(records, options.into)
     except (TigonError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -40,7 +40,7 @@ ROOMS = ("study", "medusa")
 PREDICTIONS = "planner/sweeps-predicted.json"
 """Path inside the results folder of a GPU."""
 BEGIN, END = "<!-- accuracy of sweeps -->", "<!-- /accuracy of sweeps -->"
-REMAKE = "`python -m benchmarks.pages.sweep_accuracy --into docs/planner.md` makes it"
+REMAKE = "`python -m benchmarks.pages.sweep_accuracy --into docs/planner-accuracy.md` makes it"
 
 _STREAMS = (
     "the planner does not simulate memory that the allocator holds back for the engine's copy and gather streams."

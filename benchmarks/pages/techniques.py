@@ -230,13 +230,15 @@ def overview(texts: Mapping[str, str]) -> str:
             page, words = said[name]
             saves, costs = words["Saves"], words["Costs"]
         listed.append(f"| [`{name}`]({page}.md) | {saves} | {costs} |")
-    return "\n".join([*listed, "", "## What is refused, and why", "", exclusion_table()])
+    return "\n".join(listed)
 
 
 def generated(page: str, texts: Mapping[str, str]) -> str:
     """The text between the markers of a page. texts: page -> its text."""
     if page == README:
         return overview(texts)
+    if page == "refused":
+        return exclusion_table()
     if page == OPTIMIZER_PAGE:
         return optimizer_table(rows(texts[page]))
     written = sections(texts[page])

@@ -13,7 +13,7 @@ import logging
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tigon.errors import PatchError, TigonError
 from tigon.integrations.trl.layers import is_matched
@@ -38,7 +38,7 @@ FUSE = (
 )
 
 
-def compares_models(args: Any, model: Any) -> bool:
+def compares_models(args: TrainingArguments, model: PreTrainedModel) -> bool:
     """Whether a trainer of TRL with these arguments has a reference or a teacher beside the trained model."""
     has_teacher = any(name.startswith("teacher_model") for name in vars(args))
     has_reference = hasattr(args, "sync_ref_model") and getattr(args, "beta", 0) != 0
@@ -72,12 +72,21 @@ class TigonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         self.peak_bytes: int | None = None
         """The most memory that PyTorch had allocated on the GPU; None on a CPU."""
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: object, state: object, control: object, model: PreTrainedModel = None, **kwargs: object
+    ) -> None:
         """Patch the model before the Trainer wraps it."""
         if model is not None and self.report is None:
             self.report = patch(model, **self.flags)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel = None,
+        **kwargs: object,
+    ) -> None:
         """Patch, if the callback was added to a finished Trainer, and plan."""
         self.on_init_end(args, state, control, model)
         self.plan = self.unplanned = self.peak_bytes = None
@@ -93,7 +102,14 @@ class TigonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
             if compares_models(args, model) and not is_matched(model):
                 LOG.warning("tigon: %s", FUSE)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: object,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Add the measured and the planned peak to this record."""
         if args.device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated(args.device)
@@ -102,7 +118,7 @@ class TigonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
             if record is not None:
                 record.update({name: round(peak / GIB, 3) for name, peak in peaks.items() if peak is not None})
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Undo the patch. A model that was wrapped after the patch keeps it, with a warning."""
         if self.report is None:
             return
@@ -113,19 +129,24 @@ class TigonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         else:
             self.report = None
 
-    def _planned(self, args: Any, model: Any) -> Estimate:
+    def _planned(self, args: TrainingArguments, model: PreTrainedModel) -> Estimate:
         settings = settings_of(args, model)
         length = self.sequence_length or getattr(args, "max_length", None)
         if length is None:
             raise NotPlanned("not planned: TigonCallback needs sequence_length, the tokens per sample")
         request = Request(
-            model=type(model).__name__, config=model.config, batch=args.per_device_train_batch_size, seq=int(length),
-            settings=settings, masked=self.masked, clipped=bool(args.max_grad_norm),
+            model=type(model).__name__,
+            config=model.config,
+            batch=args.per_device_train_batch_size,
+            seq=int(length),
+            settings=settings,
+            masked=self.masked,
+            clipped=bool(args.max_grad_norm),
             evaluated=str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
-        )  # fmt: skip
+        )
         return estimate(request, gpu=self._gpu(args, settings))
 
-    def _gpu(self, args: Any, settings: Settings) -> Gpu:
+    def _gpu(self, args: TrainingArguments, settings: Settings) -> Gpu:
         if self.gpu is not None:
             return find_gpu(self.gpu)
         if args.device.type != "cuda":
@@ -133,7 +154,7 @@ class TigonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         return gpu_here(args.device, settings)
 
 
-def settings_of(args: Any, model: Any) -> Settings:
+def settings_of(args: TrainingArguments, model: PreTrainedModel) -> Settings:
     """The planner's settings for a Trainer's arguments and its model, PEFT's adapters included.
 
     Raises:
@@ -154,15 +175,20 @@ def settings_of(args: Any, model: Any) -> Settings:
     )
     # transformers 5.23 renames gradient_checkpointing; older releases have only that name.
     recomputes = getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing
-    return Settings.of({
-        "train.precision": precision, "train.optimizer": ALIASES["optim"].values[name],
-        "train.checkpointing": "full" if recomputes else "none",
-        "train.gradient_accumulation": args.gradient_accumulation_steps, "sharding.gpus": args.world_size, **adapters,
-        **options,
-    })  # fmt: skip
+    return Settings.of(
+        {
+            "train.precision": precision,
+            "train.optimizer": ALIASES["optim"].values[name],
+            "train.checkpointing": "full" if recomputes else "none",
+            "train.gradient_accumulation": args.gradient_accumulation_steps,
+            "sharding.gpus": args.world_size,
+            **adapters,
+            **options,
+        }
+    )
 
 
-def _adapters(model: Any) -> dict[str, Any]:
+def _adapters(model: PreTrainedModel) -> dict[str, Any]:
     """The recipe keys of PEFT's LoRA; empty without adapters."""
     configs = getattr(model, "peft_config", None)
     if not configs or not any("lora_" in name for name, _ in model.named_parameters()):
@@ -170,8 +196,11 @@ def _adapters(model: Any) -> dict[str, Any]:
     config = next(iter(configs.values()))
     targets = config.target_modules
     return {
-        "lora.rank": config.r, "lora.dropout": config.lora_dropout, "lora.rslora": config.use_rslora,
-        "lora.dora": config.use_dora, "lora.bias": config.bias,
+        "lora.rank": config.r,
+        "lora.dropout": config.lora_dropout,
+        "lora.rslora": config.use_rslora,
+        "lora.dora": config.use_dora,
+        "lora.bias": config.bias,
         "lora.targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
         "lora.quantize": bool(getattr(model, "is_loaded_in_4bit", False)),
-    }  # fmt: skip
+    }

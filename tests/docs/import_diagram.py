@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "tigon"
-
-
-def levels() -> list[list[str]]:
-    """The packages from top to bottom, as CONTRIBUTING.md documents them and tests/test_architecture.py checks them."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^`(\w.* -> .*)`$", text, re.MULTILINE)
-    return [entry.split(" | ") for entry in line.split(" -> ")]
+from tests.test_architecture import FILES, documented_order, room_of, rooms_imported
 
 
 def imports() -> dict[str, set[str]]:
     """Package -> packages that one of its files imports, inside functions too."""
-    packages = [package for level in levels() for package in level]
+    packages = [package for entry in documented_order()[1:] for package in entry]
     found: dict[str, set[str]] = {package: set() for package in packages}
-    for package in packages:
-        folder = SOURCE / package
-        for file in folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]:
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                found[package] |= {name.split(".")[1] for name in names if name.startswith("tigon.")}
-        found[package] &= set(packages) - {package}
+    for path in FILES:
+        if room_of(path) in found:
+            found[room_of(path)] |= rooms_imported(path) & (found.keys() - {room_of(path)})
     return found
 
 

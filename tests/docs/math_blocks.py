@@ -1,4 +1,4 @@
-"""Reads the ```sympy blocks of docs/math.md and runs them, with symbols or with numbers.
+"""Reads the ```sympy blocks of docs/math*.md and runs them, with symbols or with numbers.
 
 A block is Python. It declares its inputs with `scalar`, `vector` and `matrix`, and ends with
 
@@ -25,7 +25,9 @@ import mpmath
 import numpy as np
 import sympy
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "math.md"
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("math*.md")))
+"""The pages that derive the ops."""
 DIGITS = 50
 # A claim that is right differs by rounding at DIGITS digits; one that is wrong has no reason to come near this.
 TOLERANCE = mpmath.mpf(10) ** (-DIGITS + 10)
@@ -129,7 +131,7 @@ class Block:
 
     def _run(self, environment: Namespace, text: str) -> Namespace:
         namespace = {"__builtins__": {"range": range, "len": len}, **environment}
-        exec(compile(text, f"{DOCUMENT.name}:{self.id}", "exec"), namespace)
+        exec(compile(text, f"docs/math.md:{self.id}", "exec"), namespace)
         assert ("forward" in namespace) == ("backward" in namespace), f"{self.id}: forward and backward belong together"
         assert namespace.get("backward") or namespace.get("identity"), f"{self.id} states nothing to check"
         return namespace

@@ -11,12 +11,14 @@ from benchmarks.pages import planner_accuracy as plan_accuracy
 from benchmarks.pages import sweep_accuracy
 from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison
 from tests.short_names import settings_of
+from tigon.models.hybrid_layers import KINDS
 from tigon.models.loading.config import load_config
 from tigon.models.loading.presets import PRESETS
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.model_states import model_weights
+from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("llama-3.2-1b", "llama-3.1-8b")
@@ -53,9 +55,15 @@ def preset_sentence() -> str:
     return textwrap.fill(f"The presets are {', '.join(f'`{name}`' for name in PRESETS)}.", 120)
 
 
+def hybrid_kinds() -> str:
+    """The layers without an op of tigon, and the kernels that transformers looks for."""
+    rows = [(kind.name, f"`{kind.module}.{kind.function}`", f"`{kind.library}`") for kind in KINDS]
+    return markdown_table(("layers", "kernel", "pip installs it as"), rows)
+
+
 @functools.cache
 def every_prediction() -> Sequence[Comparison]:
-    """All runs on GPUs whose records are committed, with the predictions in docs/planner.md."""
+    """All runs on GPUs whose records are committed, with the predictions in docs/planner-accuracy.md."""
     runs = ROOT / plan_accuracy.MEASUREMENTS
     sweeps = runs.parents[1]
     measured = plan_accuracy.load(runs).measured

@@ -7,11 +7,6 @@ from duel_record import made_up
 from benchmarks.pages import duel
 
 
-def test_page_is_that_of_the_record() -> None:
-    text = duel.DOCUMENT.read_text(encoding="utf-8")
-    assert duel.written(text, duel.load()) == text, "make pages writes it again"
-
-
 def test_summary_compares_at_the_memory_of_unsloths_fastest_row() -> None:
     record = made_up()
     (line,) = duel.summary(record).splitlines()[2:]

@@ -18,11 +18,6 @@ from benchmarks.pages import duel, front_page, published, what_fits
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_tables_of_the_readme_are_those_of_the_records() -> None:
-    text = front_page.DOCUMENT.read_text(encoding="utf-8")
-    assert front_page.written(text, duel.load()) == text, "make pages writes them again"
-
-
 def test_picture_is_that_of_the_records() -> None:
     text = front_page.PICTURE.read_text(encoding="utf-8")
     assert text == front_page.picture(duel.load()), "make pages draws it again"

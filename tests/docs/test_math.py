@@ -1,4 +1,4 @@
-"""docs/math.md: every claimed backward is the derivative of its forward, and the ops compute what is written there."""
+"""docs/math*.md: every claimed backward is the derivative of its forward, and the ops compute what is written there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import sympy
 import torch
-from math_blocks import DIGITS, DOCUMENT, TOLERANCE, Block, Entry, Namespace, pairs, read_blocks, vanishes
+from math_blocks import DIGITS, TEXT, TOLERANCE, Block, Entry, Namespace, pairs, read_blocks, vanishes
 
 from tigon import ops
 from tigon.ops import OPS
 
-BLOCKS = read_blocks(DOCUMENT.read_text(encoding="utf-8"))
+BLOCKS = read_blocks(TEXT)
 GRADIENTS = [pytest.param(block, id=block.id) for block in BLOCKS if block.claims_a_gradient]
 IDENTITIES = [pytest.param(block, id=block.id) for block in BLOCKS if "identity = " in block.text]
 SEEDS = (1, 2)
@@ -24,11 +24,11 @@ SEEDS = (1, 2)
 
 def test_every_op_has_a_section_with_a_checked_gradient() -> None:
     derived = {block.section for block in BLOCKS if block.claims_a_gradient}
-    assert derived >= set(OPS), f"docs/math.md derives no gradient for {sorted(set(OPS) - derived)}"
+    assert derived >= set(OPS), f"docs/math*.md derive no gradient for {sorted(set(OPS) - derived)}"
 
 
 def test_every_fenced_sympy_block_is_read() -> None:
-    assert len(BLOCKS) == DOCUMENT.read_text(encoding="utf-8").count("```sympy")
+    assert len(BLOCKS) == TEXT.count("```sympy")
 
 
 def assert_exactly_equal(entries: list[Entry], what: str) -> None:

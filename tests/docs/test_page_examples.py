@@ -268,13 +268,6 @@ def anchors(file: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_page_about_the_architecture_names_the_folders_of_the_package() -> None:
-    tree = next(block.body for block in BLOCKS["docs/architecture.md"] if block.kind == "text")
-    named = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
-    package = ROOT / "src" / "tigon"
-    assert named == {entry.name for entry in package.iterdir() if (entry / "__init__.py").exists()}
-
-
 def test_every_page_is_linked_from_another() -> None:
     linked = {
         ((ROOT / page).parent / link.partition("#")[0]).resolve()

@@ -28,6 +28,15 @@ MOST_LINES = 100
 """Of the changelog until a second version is released."""
 
 
+MOST_WORDS = 4_200
+
+
+def test_no_page_is_too_long_to_be_read() -> None:
+    """A longer page is split by what a reader looks for. The log is a diary, and nobody reads it whole."""
+    words = {page: sum(bool(re.search(r"\w", word)) for word in text.split()) for page, text in PAGES.items()}
+    assert not {page: number for page, number in words.items() if number > MOST_WORDS}
+
+
 def section(page: str, heading: str) -> str:
     """The text below a heading, up to the next one of its level."""
     level = heading.partition(" ")[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
@@ -183,6 +184,15 @@ def test_quantised_checkpoint_is_noted(tmp_path: Path) -> None:
     file = config_file(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     check = diagnosis.check_model(str(file))
     assert [finding.id for finding in check.findings] == ["quantised"]
+
+
+def test_layers_that_pytorch_runs_slowly_are_noted_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv"] * 2}))
+    (finding,) = diagnosis.check_model(str(file)).findings
+    assert (finding.id, finding.level) == ("slow-layers", "warning" if torch.cuda.is_available() else "note")
+    assert finding.what == "short convolution (2 layers) run in PyTorch, which is slow"
+    assert finding.fix == "pip install causal-conv1d --no-build-isolation"
 
 
 def test_model_without_a_patched_module_is_a_problem(

@@ -25,7 +25,6 @@ from tigon.objectives.medusa import PlannedMedusa
 from tigon.objectives.metric_sections import MetricColumn, MetricRow, MetricSection, section_of
 from tigon.planner.estimate import estimate
 from tigon.recipe.keys import Recipe, TrainConfig
-from tigon.trainer import trainer as trainers
 from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.report import charts
 
@@ -124,10 +123,7 @@ SECTION = MetricSection(
 
 def trainer_of(folder: Path, objective: Scaled, steps: int) -> GuardedTrainer:
     train = TrainConfig(steps=steps, batch_size=4, learning_rate=0.01, schedule="constant", log_steps=1, save_steps=1)
-    made = small_trainer(folder, Recipe(model=SMALL, train=train))
-    return trainers.make(
-        objective.attach(made.model), made.args, made.data_collator, rows(), rows(8), objective=objective
-    )
+    return small_trainer(folder, Recipe(model=SMALL, train=train), objective, evaluate=rows(8))
 
 
 def test_trainer_needs_only_the_members_of_an_objective(tmp_path: Path) -> None:
@@ -142,7 +138,7 @@ def test_trainer_needs_only_the_members_of_an_objective(tmp_path: Path) -> None:
     trainer.evaluate()
     assert trainer.state.log_history[-1]["scale"] == pytest.approx(float(trainer.model.scale.detach()))
     assert objective.calls == ["loss", "loss", "begin", "counted", "counted"], "in batches of four"
-    saved = tmp_path / "c" / "checkpoint-2"
+    saved = tmp_path / "checkpoints" / "checkpoint-2"
     assert float((saved / "scale.txt").read_text()) == pytest.approx(logged[1])
 
     again = Scaled()

@@ -17,7 +17,6 @@ from tigon.objectives.base import FinalSave
 from tigon.objectives.medusa import MedusaTraining
 from tigon.objectives.metric_sections import section_of
 from tigon.recipe.keys import DataConfig, HeadsConfig, Recipe, TrainConfig
-from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import GuardedTrainer, split_groups
 
@@ -26,19 +25,16 @@ def heads_of(recipe: Recipe) -> MedusaTraining:
     return MedusaTraining(recipe.model, recipe=recipe, spec=HeadsSpec(count=2, shared=True))
 
 
-def with_heads(trainer: Any, recipe: Recipe, held_out: Any = None) -> GuardedTrainer:
-    """A trainer of the same model with heads on it."""
-    objective = heads_of(recipe)
-    model = objective.attach(trainer.model)
-    return trainers.make(model, trainer.args, trainer.data_collator, rows(), held_out, objective=objective)
+def with_heads(folder: Path, recipe: Recipe, held_out: Any = None) -> GuardedTrainer:
+    """A trainer of a model with heads on it."""
+    return small_trainer(folder, recipe, heads_of(recipe), evaluate=held_out)
 
 
 def test_heads_have_their_own_learning_rate(tmp_path: Path) -> None:
     recipe_of = Recipe(
         model=SMALL, train=TrainConfig(steps=2, batch_size=4, learning_rate=0.01), heads=HeadsConfig(stage=2, count=2)
     )
-    trainer = small_trainer(tmp_path, recipe_of)
-    ours = with_heads(trainer, recipe_of)
+    ours = with_heads(tmp_path, recipe_of)
     model = ours.model
     ours.create_optimizer()
     rates = {
@@ -57,8 +53,7 @@ def evaluate_as_rank(rank: int, folder: Path) -> None:
     """What one of two processes says of an evaluation whose three rows all fall to rank 0."""
     torch.distributed.init_process_group("gloo")
     recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=4), heads=HeadsConfig(stage=1, count=2))
-    trainer = small_trainer(folder / str(rank), recipe_of)
-    ours = with_heads(trainer, recipe_of, rows(3))
+    ours = with_heads(folder / str(rank), recipe_of, rows(3))
     ours.evaluate()
     (folder / f"{rank}.json").write_text(json.dumps(ours.state.log_history[-1]), encoding="utf-8")
     torch.distributed.barrier()
@@ -74,8 +69,7 @@ def test_process_without_sequences_to_evaluate_takes_part_in_evaluation(tmp_path
 
 def test_batch_that_another_process_could_not_evaluate_counts_once(tmp_path: Path, monkeypatch: Any) -> None:
     recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=8), heads=HeadsConfig(stage=1, count=2))
-    trainer = small_trainer(tmp_path, recipe_of)
-    ours = with_heads(trainer, recipe_of, rows())
+    ours = with_heads(tmp_path, recipe_of, rows())
     ours.evaluate()
     others = iter([0, 1])
     monkeypatch.setattr(launch, "all_gather_ints", lambda value, patience_s: [value, next(others, 0)])
@@ -133,7 +127,7 @@ def test_report_shows_the_metrics_that_the_heads_log(stage: int, tmp_path: Path)
     recipe_of = Recipe(
         model=SMALL, train=TrainConfig(steps=1, batch_size=4, log_steps=1), heads=HeadsConfig(stage=stage, count=2)
     )
-    ours = with_heads(small_trainer(tmp_path, recipe_of), recipe_of)
+    ours = with_heads(tmp_path, recipe_of)
     ours.train()
     section = section_of(heads_of(recipe_of))
     logged = next(record for record in ours.state.log_history if "loss" in record)

@@ -497,3 +497,37 @@ def test_estimate_leaves_the_model_code_and_the_ops_unchanged() -> None:
     assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == before
     assert config.to_json_string() == words
     assert dispatch.planned() is None
+
+
+def short_convolutions(transformers: Any, seq: int) -> Request:
+    """A small LFM2."""
+    config = transformers.AutoConfig.for_model(
+        "lfm2", vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    return Request(model="lfm2", config=config, batch=1, seq=seq, settings=Settings.of({"train.precision": "fp32"}))
+
+
+def test_plan_says_which_code_runs_layers_with_a_state_instead_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    request = short_convolutions(transformers, seq=16)
+    (note,) = [note for note in estimate(request, gpu=H200, evaluation=False).notes if "convolution" in note]
+    assert note.startswith("With what is installed here, short convolution (1 layer) run in PyTorch")
+    assert "`pip install causal-conv1d --no-build-isolation`" in note
+    monkeypatch.setattr("tigon.models.hybrid_layers._installed", lambda kind: kind.library)
+    notes = estimate(request, gpu=H200, evaluation=False).notes
+    assert "With what is installed here, short convolution (1 layer): causal-conv1d." in notes
+
+
+def test_plan_beside_a_library_that_cannot_be_traced_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is called with tensors that have no data."""
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
+    library: dict[str, Any] = {"__name__": "causal_conv1d.interface"}
+    exec("def causal_conv1d_fn(*given, **named):\n    raise ValueError('no pointer')", library)
+    monkeypatch.setattr(modeling, "causal_conv1d_fn", library["causal_conv1d_fn"])
+    request = short_convolutions(transformers, seq=24)
+    with pytest.raises(
+        UsageError, match=r"^lfm2: causal-conv1d runs layers of it, .* environment without causal-conv1d"
+    ):
+        estimate(request, gpu=H200, evaluation=False)

@@ -82,7 +82,7 @@ def _predicted(stage: int, precision: str, optimizer: str) -> int:
         for name, shape, numel in (("weight", (64, 64), 64 * 64), ("bias", (64,), 64))
     ]
     request: Request = request_of(zero=stage, precision=precision, optimizer=optimizer)
-    return engine_of(request.settings).placement(request, ModelWeights(tuple(weights), 0, (64, 64))).optimizer
+    return engine_of(request.settings).placement(request, ModelWeights(tuple(weights), 0, (64, 64), {})).optimizer
 
 
 def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:

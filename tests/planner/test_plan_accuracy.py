@@ -25,7 +25,7 @@ from tigon.techniques.keys.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 MEASURED = ROOT / planner_accuracy.MEASUREMENTS
-DOCUMENT = ROOT / "docs" / "planner.md"
+DOCUMENT = ROOT / "docs" / "planner-accuracy.md"
 LEAST_CASES = 40
 MAX_LEFT = 1 << 16
 """Bytes that a case may find: bitsandbytes keeps its tables of levels for the process, 1 KiB each."""
@@ -121,7 +121,7 @@ def test_committed_predictions_are_current(before: list[Comparison], anew: dict[
         for quantity in QUANTITIES
         if abs(old.predicted[quantity.name] / new.predicted[quantity.name] - 1) > allowed
     ]
-    assert not stale, "run `python -m benchmarks.pages.planner_accuracy --into docs/planner.md`\n" + "\n".join(stale)
+    assert not stale, "\n".join([planner_accuracy.REMAKE, *stale])
 
 
 @committed
@@ -130,9 +130,7 @@ def test_table_in_the_document_is_generated_from_the_measurements(
 ) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     inside = text.partition(planner_accuracy.BEGIN + "\n")[2].partition("\n" + planner_accuracy.END)[0]
-    assert inside == planner_accuracy.section(measurements, before), (
-        "run `python -m benchmarks.pages.planner_accuracy --into docs/planner.md`"
-    )
+    assert inside == planner_accuracy.section(measurements, before), planner_accuracy.REMAKE
     drawn = (DOCUMENT.parent / planner_accuracy.CHART).read_text(encoding="utf-8")
     assert drawn.startswith("<svg")
 

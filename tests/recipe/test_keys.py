@@ -1,8 +1,7 @@
-"""The recipe's keys: each is declared once, and a value is checked wherever it comes from."""
+"""The recipe's keys: a value is checked wherever it comes from."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +10,9 @@ from pydantic import ValidationError
 
 from tigon.errors import RecipeError
 from tigon.objectives import recipe_checks
-from tigon.recipe.keys import SECTIONS, Recipe, TrainConfig
+from tigon.recipe.keys import Recipe, TrainConfig
 from tigon.techniques.keys.lora import LoraConfig
 from tigon.techniques.keys.settings import KEYS, Settings
-
-
-def test_every_key_is_declared_once() -> None:
-    for name, section in SECTIONS.items():
-        declared = Counter(key for base in section.__mro__ for key in vars(base).get("__annotations__", {}))
-        assert not [key for key, count in declared.items() if count > 1 and not key.startswith("_")], name
 
 
 def test_sections_take_no_value_that_a_recipe_file_may_not_have() -> None:

@@ -1,9 +1,10 @@
-"""docs/study.md shows the numbers of the committed records; without a record it shows none."""
+"""docs/study.md and docs/study-paper.md show the numbers of the committed records; without a record they show none."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tigon.errors import UsageError
 from tigon.sweep import definition, failures, points, results
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "study.md"
+DOCS = ROOT / "docs"
 GIB = 1 << 30
 ENVIRONMENT = {
     "device": "Test GPU", "driver": "1", "threads": None, "versions": {"torch": "9"}, "memory_bytes": 100 * GIB,
@@ -67,16 +68,22 @@ def inside(text: str, name: str) -> str:
     return text[text.index(begin) + len(begin) : text.index(end)].strip()
 
 
-def test_committed_page_is_generated_from_the_committed_records():
-    text = DOCUMENT.read_text(encoding="utf-8")
+def whole(folder):
+    """The text of both pages."""
+    return "".join((folder / page).read_text(encoding="utf-8") for page in study.PAGES)
+
+
+def test_committed_pages_are_generated_from_the_committed_records():
     records = study.load(ROOT / study.RECORDS)
-    assert study.page(text, records) == text, "run `python -m benchmarks.pages.study --into docs/study.md`"
-    for image in re.findall(r"\]\((img/study/[^)]+)\)", text):
-        assert (DOCUMENT.parent / image).is_file(), image
+    for name, names in study.PAGES.items():
+        text = (DOCS / name).read_text(encoding="utf-8")
+        assert study.page(text, names, records) == text, "run `python -m benchmarks.pages.study --into docs`"
+        for image in re.findall(r"\]\((img/study/[^)]+)\)", text):
+            assert (DOCS / image).is_file(), image
 
 
 def test_block_without_a_record_says_not_measured_and_has_no_number():
-    text = study.page(DOCUMENT.read_text(encoding="utf-8"), {})
+    text = "".join(study.page((DOCS / page).read_text(encoding="utf-8"), study.PAGES[page], {}) for page in study.PAGES)
     for name in study.BLOCKS:
         assert inside(text, name).startswith("Not measured yet.")
         assert not re.search(r"\d", inside(text, name).replace(name, "")), name
@@ -84,10 +91,10 @@ def test_block_without_a_record_says_not_measured_and_has_no_number():
 
 
 def test_page_shows_every_figure_of_its_records(made_up, tmp_path):
-    document = tmp_path / "study.md"
-    document.write_text(DOCUMENT.read_text(encoding="utf-8"), encoding="utf-8")
-    study.main(["--records", str(made_up), "--into", str(document)])
-    text = document.read_text(encoding="utf-8")
+    for page in study.PAGES:
+        shutil.copy(DOCS / page, tmp_path)
+    study.main(["--records", str(made_up), "--into", str(tmp_path)])
+    text = whole(tmp_path)
     assert all("Not measured yet" not in inside(text, name) for name in (*MADE_UP, "advice"))
     batch = inside(text, "batch")
     assert "Test GPU (100.0 GiB, driver 1)" in batch and "tigon at commit abc; 2026-01-02" in batch
@@ -103,13 +110,13 @@ def test_page_shows_every_figure_of_its_records(made_up, tmp_path):
     assert "0.548" not in text and "-55 %, +43 % (64 sequences)" in inside(text, "paper-two-gpus")
     for image in re.findall(r"\]\((img/study/[^)]+)\)", text):
         assert (tmp_path / image).read_text(encoding="utf-8").startswith("<svg"), image
-    again = study.page(text, study.load(made_up))
-    assert again == text, "made twice, the page differs"
+    study.main(["--records", str(made_up), "--into", str(tmp_path)])
+    assert whole(tmp_path) == text, "made twice, the pages differ"
 
 
 def test_page_without_markers_and_file_that_is_no_record_are_refused(tmp_path):
     with pytest.raises(UsageError, match="has no lines <!-- study: batch -->"):
-        study.page("# nothing", {})
+        study.page("# nothing", study.PAGES["study.md"], {})
     (tmp_path / "gpu" / "study").mkdir(parents=True)
     (tmp_path / "gpu" / "study" / "batch.json").write_text('{"schema": 1, "name": "sequence"}', encoding="utf-8")
     with pytest.raises(UsageError, match=r"is not the results.json of the sweep batch"):
@@ -119,8 +126,7 @@ def test_page_without_markers_and_file_that_is_no_record_are_refused(tmp_path):
 def test_every_figure_of_others_names_its_source():
     for source in (published.STUDY, published.PAPER, published.AMD):
         assert source.name and source.setting
-    page = DOCUMENT.read_text(encoding="utf-8")
-    assert "arXiv 2410.10989" in page
+    assert "arXiv 2410.10989" in whole(DOCS)
     assert set(published.PAPER_GAINS) == set(published.AMD_GAINS)
 
 

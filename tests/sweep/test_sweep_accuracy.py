@@ -23,7 +23,7 @@ from tigon.errors import UsageError
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / sweep_accuracy.RESULTS / "nvidia-h200"
-DOCUMENT = ROOT / "docs" / "planner.md"
+DOCUMENT = ROOT / "docs" / "planner-accuracy.md"
 SAME, SAME_WITH_OTHERS = 1e-3, 0.05
 """As in tests/planner/test_plan_accuracy.py: with the versions that the predictions were made with, and with others."""
 ALLOCATED, RESERVED, TIME = QUANTITIES
@@ -84,7 +84,7 @@ def test_committed_predictions_of_sweeps_are_current(
         for quantity in QUANTITIES
         if abs(old.predicted[quantity.name] / new.predicted[quantity.name] - 1) > allowed
     ]
-    assert not stale, "run `python -m benchmarks.pages.sweep_accuracy --into docs/planner.md`\n" + "\n".join(stale)
+    assert not stale, "\n".join([sweep_accuracy.REMAKE, *stale])
 
 
 @committed
@@ -94,9 +94,7 @@ def test_summary_in_the_document_is_generated_from_the_sweeps(kept: list[Compari
         .partition(sweep_accuracy.BEGIN + "\n")[2]
         .partition("\n" + sweep_accuracy.END)[0]
     )
-    assert inside == sweep_accuracy.section(kept), (
-        "run `python -m benchmarks.pages.sweep_accuracy --into docs/planner.md`"
-    )
+    assert inside == sweep_accuracy.section(kept), sweep_accuracy.REMAKE
 
 
 # --- without measurements: a file made up ----------------------------------------------------------------------------

@@ -250,9 +250,9 @@ def _ends(pid: int) -> bool:
 
 def test_second_sweep_into_a_locked_folder_is_refused(write_sweep, fake_workers, here, monkeypatch, tigon):
     from tigon.sweep import folder as folders
-    from tigon.trainer import run_folder as train_folder
+    from tigon.trainer.folder import folder_lock
 
-    monkeypatch.setattr(train_folder, "LOCK_PATIENCE", 0)
+    monkeypatch.setattr(folder_lock, "LOCK_PATIENCE", 0)
     path = write_sweep()
     folders.find(here / "out", "s").make()
     with folders.find(here / "out", "s").alone():

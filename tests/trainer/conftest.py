@@ -63,3 +63,18 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path, Calla
             shutil.copytree(here, store / name)
 
     return fill
+
+
+@pytest.fixture
+def cut(recipe: Any, tigon: Any, here: Path, kept: Any) -> tuple[Path, Path, Path]:  # noqa: F811
+    """(recipe, folder of a run cut back to checkpoint-2 of 4, its whole twin)"""
+    whole, run = here / "runs" / "whole", here / "runs" / "r"
+
+    def make() -> None:
+        assert tigon("train", recipe(train={"save_steps": 2}), "--set", "output.name=whole").code == 0
+        shutil.copytree(whole, run)
+        (run / "summary.json").unlink()
+        shutil.rmtree(run / "checkpoints" / "checkpoint-4")
+
+    kept("two of four steps", here, make)
+    return here / "recipe.yaml", run, whole

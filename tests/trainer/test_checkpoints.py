@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from trainer_helpers import SMALL, records, small_trainer
+from trainer_helpers import SMALL, cut_back, records, small_trainer, train_losses, weights
 
 from forks import forks, in_forks
 from tigon.errors import RecipeError, RunFolderError
@@ -63,7 +63,7 @@ def killed_after(n_changes: int, folder: str) -> None:
 
 @forks
 def test_kill_during_a_save_leaves_a_complete_checkpoint_and_no_half_one(tmp_path):
-    trainer, folder, seen = saved(tmp_path), tmp_path / "c", set()
+    trainer, folder, seen = saved(tmp_path), tmp_path / "checkpoints", set()
     shutil.copytree(folder, tmp_path / "before")
 
     def look(and_save: bool) -> None:
@@ -92,7 +92,7 @@ def test_kill_during_a_save_leaves_a_complete_checkpoint_and_no_half_one(tmp_pat
 
 
 def test_damaged_newest_checkpoint_is_passed_over_for_the_one_before(tmp_path):
-    trainer, folder = saved(tmp_path, keep=2), tmp_path / "c"
+    trainer, folder = saved(tmp_path, keep=2), tmp_path / "checkpoints"
     save_as(trainer, 3)
     shutil.copytree(folder, tmp_path / "before")
     names = sorted(path.name for path in (folder / "checkpoint-3").iterdir())
@@ -159,7 +159,7 @@ def test_rotation_keeps_complete_checkpoints_and_removes_the_old_one_last(tmp_pa
 
 
 def test_newest_checkpoint_is_the_one_of_the_highest_step_whatever_the_clock(tmp_path):
-    trainer, folder = saved(tmp_path, keep=2), tmp_path / "c"
+    trainer, folder = saved(tmp_path, keep=2), tmp_path / "checkpoints"
     save_as(trainer, 3)
     os.utime(folder / "checkpoint-3", (0, 0))
     assert checkpoint.newest(folder).path.name == "checkpoint-3"
@@ -203,7 +203,7 @@ FULL = Path("/dev/full")
 @pytest.mark.skipif(not FULL.exists(), reason="the file that is always full is Linux's")
 def test_full_disk_leaves_the_last_checkpoint_and_no_half_one(tmp_path, monkeypatch):
     """Every file of a checkpoint in turn is written to /dev/full, by whichever library writes it."""
-    trainer, folder = saved(tmp_path), tmp_path / "c"
+    trainer, folder = saved(tmp_path), tmp_path / "checkpoints"
     names = {path.name for path in (folder / "checkpoint-2").iterdir()}
     usage, original = namedtuple("usage", "total used free"), type(trainer).save_model
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40, 0))
@@ -244,7 +244,7 @@ def save_in_two(rank: int, folder: Path, blocked: bool) -> None:
     middle of its save.
     """
     torch.distributed.init_process_group("gloo")
-    trainer, written = saved(folder, keep=2), folder / "c"
+    trainer, written = saved(folder, keep=2), folder / "checkpoints"
     original = type(trainer)._save_rng_state
 
     def save_rng_state(self, output_dir):
@@ -273,7 +273,7 @@ def test_full_disk_in_one_process_fails_both_saves_and_keeps_the_last_checkpoint
     said = tmp_path / "stderr"
     statuses = in_forks(lambda rank: save_in_two(rank, tmp_path, blocked=False), 2, said=said)
     assert statuses == [0, 0], said.read_text()[-3000:]
-    assert [path.name for path in (tmp_path / "c").iterdir()] == ["checkpoint-2"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
 @forks
@@ -301,24 +301,6 @@ def whole(recipe, tigon, here, kept):
 
     kept("six steps", here, make)
     return here / "recipe.yaml", here / "runs" / "whole"
-
-
-def cut_back(whole: Path, name: str, *steps: int) -> Path:
-    """A copy of a finished run as a kill would leave it, without the checkpoints of `steps`."""
-    cut = whole.with_name(name)
-    shutil.copytree(whole, cut)
-    (cut / "summary.json").unlink()
-    for step in steps:
-        shutil.rmtree(cut / "checkpoints" / f"checkpoint-{step}")
-    return cut
-
-
-def weights(folder: Path, step: int = 6) -> bytes:
-    return (folder / "checkpoints" / f"checkpoint-{step}" / "model.safetensors").read_bytes()
-
-
-def train_losses(folder: Path) -> list[tuple[int, float]]:
-    return [(record["step"], record["loss"]) for record in records(folder, "train")]
 
 
 @forks
@@ -412,4 +394,4 @@ def test_skipped_steps_before_a_checkpoint_count_towards_the_limit(tmp_path):
     with pytest.raises(RecipeError, match="2 steps in a row, up to step 3"):
         trainer_of({2, 3}).train()
     with pytest.raises(RecipeError, match="2 steps in a row, up to step 3"):
-        trainer_of({3}).train(resume_from_checkpoint=str(tmp_path / "c" / "checkpoint-2"))
+        trainer_of({3}).train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "checkpoint-2"))

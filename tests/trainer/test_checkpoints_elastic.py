@@ -289,16 +289,16 @@ def test_kill_while_a_checkpoint_is_written_leaves_the_last_complete_one(tmp_pat
 
     (status,) = in_forks(act, fresh=False)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [".writing-4", "checkpoint-2"]
-    assert (tmp_path / "c" / ".writing-4" / "checkpoint-4" / "distributed" / ".metadata").is_file()
-    found = checkpoint.newest(tmp_path / "c")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [".writing-4", "checkpoint-2"]
+    assert (tmp_path / "checkpoints" / ".writing-4" / "checkpoint-4" / "distributed" / ".metadata").is_file()
+    found = checkpoint.newest(tmp_path / "checkpoints")
     assert found.path.name == "checkpoint-2" and not found.passed_over
     resumed, whole = background_trainer(tmp_path), background_trainer(tmp_path / "whole")
     resumed.train(str(found.path))
     whole.train()
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], weight), name
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_checkpoint_holds_the_weights_of_its_step_though_training_goes_on(tmp_path):
@@ -319,7 +319,7 @@ def test_checkpoint_holds_the_weights_of_its_step_though_training_goes_on(tmp_pa
         changed = trainer.model.state_dict()
         assert trainer.state.global_step < 3 or any(not torch.equal(saved[name], changed[name]) for name in saved)
         if trainer.state.global_step == 3:
-            assert not (tmp_path / "c" / "checkpoint-2").exists(), "training waited for the save"
+            assert not (tmp_path / "checkpoints" / "checkpoint-2").exists(), "training waited for the save"
             trained_on.set()
         return mock.DEFAULT
 
@@ -328,7 +328,7 @@ def test_checkpoint_holds_the_weights_of_its_step_though_training_goes_on(tmp_pa
     trainer.keep_schedule = boundaries
     with mock.patch.object(distributed_checkpoint.FileSystemWriter, "write_data", write_data):
         trainer.train()
-    whole = distributed_checkpoint.whole_weights(tmp_path / "c" / "checkpoint-2")
+    whole = distributed_checkpoint.whole_weights(tmp_path / "checkpoints" / "checkpoint-2")
     assert whole and all(torch.equal(whole[name], saved[name]) for name in whole)
 
 
@@ -343,7 +343,7 @@ def test_full_disk_in_the_background_ends_the_run_at_its_next_save(tmp_path):
         pytest.raises(OSError, match=os.strerror(errno.ENOSPC)),
     ):
         trainer.train()
-    assert trainer.state.global_step == 4 and not list((tmp_path / "c").iterdir())
+    assert trainer.state.global_step == 4 and not list((tmp_path / "checkpoints").iterdir())
 
 
 @forks
@@ -407,7 +407,7 @@ def test_stopped_run_waits_for_its_save_in_the_background(recipe, here):
 def test_metadata_that_names_code_is_refused_and_not_run(tmp_path):
     trainer = background_trainer(tmp_path, steps=2)
     trainer.train()
-    found = checkpoint.newest(tmp_path / "c").path
+    found = checkpoint.newest(tmp_path / "checkpoints").path
     assert distributed_checkpoint.whole_weights(found)
 
     class Harm:

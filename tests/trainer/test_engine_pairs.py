@@ -187,6 +187,6 @@ def test_post_training_in_two_processes_resumes_with_the_losses_of_the_whole_run
     need("deepspeed" if "ZeRO" in engine.title else None)
     path = recipe_for(feature, steps=4, save_steps=2)
     in_two(here, path, engine, "two")
-    cut_back(here / "runs", "two")
+    cut_back(here / "runs" / "two", "cut", 4)
     in_two(here, path, engine, "cut", resume=True)
     assert losses(here / "runs" / "cut") == losses(here / "runs" / "two")

@@ -15,7 +15,6 @@ from tigon.medusa.spec import HeadsSpec
 from tigon.objectives.medusa import MedusaTraining
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.recipe.keys import HeadsConfig, LoraConfig, Recipe, TrainConfig
-from tigon.trainer import trainer as trainers
 
 VOCAB, ROWS, TOKENS = 8192, 4, 256
 LOGITS_BYTES = 4 * ROWS * TOKENS * VOCAB
@@ -37,14 +36,12 @@ def trainer_of(kind: str, folder: Path, kernels: str, precision: str = "fp32") -
         lora=LoraConfig(rank=4) if kind == "adapters" else LoraConfig(),
     )
     data = long_rows()
-    trainer = small_trainer(folder, recipe, data=data, evaluate=True)
     if not kind.startswith("heads"):
-        return trainer
+        return small_trainer(folder, recipe, data=data, evaluate=True)
     heads = HeadsConfig(stage=1 if kind == "heads alone" else 2, count=2)
     recipe = replace(recipe, heads=heads)
     objective = MedusaTraining(recipe.model, recipe=recipe, spec=HeadsSpec(count=2, shared=True))
-    model = objective.attach(trainer.model)
-    return trainers.make(model, trainer.args, trainer.data_collator, data, data, objective=objective)
+    return small_trainer(folder, recipe, objective, data=data, evaluate=True)
 
 
 def largest_allocation(trainer: Any) -> int:

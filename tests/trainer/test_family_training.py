@@ -25,7 +25,7 @@ from tigon.trainer.family_training import (
 )
 
 pytest.importorskip("peft")
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models-trained.md"
 KINDS = ("qwen3_5", "gemma3", "mamba", "llama4_text", "falcon_h1", "laguna")
 """A composite checkpoint whose text part is loaded, one that is loaded whole, a family without attention, a router that
 returns a tuple, a weight that a kernel reads, and adapters that PEFT would not find again."""

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe, TrainConfig
 from tigon.techniques.optimizers.table import OPTIMIZERS
-from tigon.trainer import timed_run
 from tigon.trainer.checkpoint import checkpoint
+from tigon.trainer.measuring import timed_run
 
 STEPS = 5
 
@@ -164,7 +164,7 @@ def test_run_stops_when_it_exceeds_the_limit_of_skipped_steps(tmp_path):
     ):
         trainer.train()
     assert trainer.gate.skipped == 5
-    found = checkpoint.newest(tmp_path / "c")
+    found = checkpoint.newest(tmp_path / "checkpoints")
     assert found.path.name == "checkpoint-6"
     from safetensors.torch import load_file
 
@@ -190,7 +190,7 @@ def test_weights_that_are_not_finite_are_not_saved_over_the_last_checkpoint(tmp_
     trainer.add_callback(Spoil())
     with pytest.raises(RecipeError, match=r"model\.norm\.weight has values that are not finite at step 3: not saved"):
         trainer.train()
-    assert checkpoint.newest(tmp_path / "c").path.name == "checkpoint-2"
+    assert checkpoint.newest(tmp_path / "checkpoints").path.name == "checkpoint-2"
 
 
 def test_skipped_steps_are_printed_recorded_and_reported(recipe, tigon, here, monkeypatch):

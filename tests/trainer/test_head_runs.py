@@ -163,16 +163,7 @@ def test_only_sharegpt_answers_are_learned(here: Path, recipe: Any, tigon: Any) 
 REFUSED = {
     "no heads": ({"heads": {"stage": None}}, r"heads\.stage is not given; set it to 1 .* use tigon train"),
     "no such heads": ({"heads": {"start": "nowhere"}}, r"heads\.start: nowhere has no config\.json"),
-    "adapters in stage 1": ({"lora": {"rank": 2}}, r"heads\.stage: 1 freezes the model, so adapters"),
-    "checkpointing in stage 1": ({"train": {"checkpointing": "full"}}, r"nothing to recompute; set "),
-    "adapters on the head": (
-        {"heads": {"stage": 2}, "lora": {"rank": 2, "targets": ["head"]}},
-        r"leave head out of lora\.targets",
-    ),
-    "adapters and MTP": ({"heads": {"stage": 2, "kind": "mtp"}, "lora": {"rank": 2}}, r"use heads\.kind: medusa"),
-    "another kernel": ({"model": {"kernels": "liger"}}, r"a loss over several heads, which Liger Kernel lacks"),
     "nothing to learn": ({"heads": {"layers": 0, "output": "shared"}}, r"no weights to train; set heads\.layers to 1"),
-    "too many": ({"heads": {"count": 17}}, r"heads\.count is 17; it must be at least 1 and at most 16"),
 }
 
 
@@ -246,9 +237,3 @@ def test_invalid_number_of_heads_is_refused_in_one_line(found: Any, here: Path, 
     (here / "one" / "config.json").write_text(json.dumps({"medusa_num_heads": found}))
     line = tigon("medusa", recipe(**merged(STAGE_1, {"heads": {"start": "one"}}))).error_line()
     assert f"medusa_num_heads is {found!r}; it must be a whole number" in line
-
-
-@pytest.mark.parametrize("asked", [{"layers": 4}, {"layers": 1}, {"output": "separate"}], ids=str)
-def test_keys_of_medusa_heads_are_refused_for_mtp(asked: dict[str, Any], here: Path, recipe: Any, tigon: Any) -> None:
-    path = recipe(**merged(STAGE_1, {"heads": {"kind": "mtp", **asked}}))
-    assert f"heads.{next(iter(asked))}" in tigon("medusa", path).error_line()

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from test_technique_runs import succeeds
-from trainer_helpers import losses, records
+from trainer_helpers import cut_back, losses, records
 
 pytest.importorskip("PIL")
 
@@ -97,10 +97,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(run, here):
     sets = ("train.save_steps=2", "output.name=whole")
     assert run(*sets).code == 0
     runs = here / "runs"
-    shutil.copytree(runs / "whole", runs / "cut")
-    shutil.rmtree(runs / "cut" / "checkpoints" / "checkpoint-4")
-    shutil.rmtree(runs / "cut" / "model")
-    (runs / "cut" / "summary.json").unlink()
+    shutil.rmtree(cut_back(runs / "whole", "cut", 4) / "model")
     recipe = runs / "cut" / "recipe.yaml"
     recipe.write_text(recipe.read_text(encoding="utf-8").replace("name: whole", "name: cut"), encoding="utf-8")
     outcome = run("train.save_steps=2", "output.name=cut", resume=True)

@@ -48,7 +48,7 @@ def test_two_sharded_copies_train_as_one_process_and_resume_without_copies(recip
     assert losses(runs / "hybrid") == pytest.approx(losses(runs / "one"), rel=1e-5)
     steps = [[record["step"] for record in records(runs / name, "train")] for name in ("hybrid", "one")]
     assert steps[0] == steps[1], "each record is written once"
-    cut_back(runs, "hybrid")
+    cut_back(runs / "hybrid", "cut", 4)
     shutil.copytree(runs / "cut", runs / "fewer")
     in_four(here, path, [*HYBRID, "output.name=cut"], resume=True)
     assert losses(runs / "cut") == losses(runs / "hybrid")
@@ -96,7 +96,7 @@ def test_two_groups_that_divide_matrices_train_as_one_process_and_resume_without
     for event in ("eval", "result"):
         got_loss, want_loss = (records(runs / name, event)[0]["eval_loss"] for name in ("tensor", "one"))
         assert got_loss == pytest.approx(want_loss, rel=1e-5), event
-    cut_back(runs, "tensor")
+    cut_back(runs / "tensor", "cut", 4)
     shutil.copytree(runs / "cut", runs / "fewer")
     in_four(here, path, [*TENSOR, "output.name=cut"], resume=True)
     assert losses(runs / "cut") == losses(runs / "tensor")
@@ -149,6 +149,6 @@ def test_zero_3_with_a_second_copy_of_the_weights_trains_as_one_process_and_resu
     runs = here / "runs"
     succeeds(lambda rank: act(rank, "copies", False), here, 4)
     assert losses(runs / "copies") == pytest.approx(losses(runs / "one"), rel=1e-5)
-    cut_back(runs, "copies")
+    cut_back(runs / "copies", "cut", 4)
     succeeds(lambda rank: act(rank, "cut", True), here, 4)
     assert losses(runs / "cut") == losses(runs / "copies")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from trainer_helpers import CPU, SMALL, TINY_MODEL, records
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tigon.data.tokenizer import train_bpe
+from tigon.data.tokenizer import load_tokenizer, train_bpe
 from tigon.errors import RecipeError
 from tigon.recipe.keys import ModelConfig
 from tigon.trainer import engine, model
@@ -106,11 +106,11 @@ def test_folder_with_adapters_is_refused(checkpoint):
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
-def test_damaged_tokenizer_is_refused_in_one_line(recipe, tigon, here, checkpoint, file, text):
+def test_damaged_tokenizer_is_refused_in_one_line(checkpoint, file, text):
     (checkpoint / file).write_text(text, encoding="utf-8")
-    line = tigon("train", recipe(model={"name": "base", "config": None})).error_line()
-    assert "base: no tokenizer could be loaded" in line
-    assert not (here / "runs").exists()
+    with pytest.raises(RecipeError, match="base: no tokenizer could be loaded") as raised:
+        load_tokenizer(str(checkpoint), revision=None, trust_remote_code=False)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "zz"}', '{"model_type": "llama", "vocab_size": "x"}'])

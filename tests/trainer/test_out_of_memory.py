@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoints import train_losses
 from test_technique_runs import fsdp_rank
-from trainer_helpers import SMALL, TINY_MODEL, records, small_trainer
+from trainer_helpers import SMALL, TINY_MODEL, records, small_trainer, train_losses
 
 from forks import forks, in_forks
 from tigon.errors import RecipeError

@@ -21,7 +21,7 @@ pytest.importorskip("datasets")
 from second_proofs import proved_by
 from tigon.data import preferences
 from tigon.objectives import post_training_rules
-from tigon.trainer.speed import Speed
+from tigon.trainer.step import Speed
 
 SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}
 QUICK: dict[str, dict[str, Any]] = {
@@ -351,7 +351,6 @@ ROWS = {
     "prompt in some rows": (
         "dpo", '{"chosen": "b", "rejected": "c"}', r":2: column 'prompt' is missing, but rows\.jsonl:1 has it",
     ),
-    "broken JSON": ("dpo", '{"prompt": "a", "chosen"', r"rows\.jsonl:2: not valid JSON at column \d+"),
     "too long": ("dpo", json.dumps({"prompt": "a", "chosen": "b " * 200, "rejected": "c"}),
                  r"rows\.jsonl:2: \d+ tokens, over data\.sequence_length 64"),
 }  # fmt: skip

@@ -100,7 +100,7 @@ def test_auto_is_refused_if_nothing_fits(recipe_of):
 def test_auto_is_refused_on_a_cpu_and_with_resume(recipe_of):
     for resume, words in ((False, "on the CPU"), (True, "--resume")):
         with pytest.raises(RecipeError, match=words):
-            prediction.with_auto(recipe_of(), [], torch.device("cpu"), resume=resume)
+            prediction.choices_of_auto(recipe_of(), torch.device("cpu"), resume=resume)
 
 
 def test_auto_is_refused_under_a_launcher_that_has_not_chosen(recipe_of, monkeypatch):
@@ -108,22 +108,24 @@ def test_auto_is_refused_under_a_launcher_that_has_not_chosen(recipe_of, monkeyp
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RecipeError, match=r"^--auto under a launcher such as torchrun: .* leave --auto out"):
-        prediction.with_auto(recipe_of(), [], torch.device("cuda"), resume=False)
+        prediction.choices_of_auto(recipe_of(), torch.device("cuda"), resume=False)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        prediction.with_auto(recipe_of(), [], torch.device("cuda"), resume=False)
+        prediction.choices_of_auto(recipe_of(), torch.device("cuda"), resume=False)
     monkeypatch.setenv(launch.LAUNCHER, "7")
-    assert prediction.with_auto(recipe_of(), ["a=1"], torch.device("cuda"), resume=False) == ["a=1"]
+    assert prediction.choices_of_auto(recipe_of(), torch.device("cuda"), resume=False) == []
+
+
+def setup_of(recipe, device="cpu"):
+    """What a prediction reads of a setup."""
+    config, settings = asked(recipe)[1:]
+    return SimpleNamespace(recipe=recipe, config=config, settings=settings, device=torch.device(device))
 
 
 def test_out_of_memory_says_needed_and_available_memory_and_the_command_that_fits(recipe_of, tmp_path):
     found = predicted(recipe_of(), 700)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ...")
-    said = str(
-        prediction.out_of_memory(
-            error, found, recipe_of(), folder=tmp_path, device=torch.device("cpu"), command="tigon train r.yaml"
-        )
-    )
+    said = prediction.out_of_memory(error, setup_of(recipe_of()), found, tmp_path, "tigon train r.yaml")
     needed = found.option.estimate.device_bytes / 2**30
     for words in (f"needed {needed:.2f} GiB", "had 0.68 GiB", "1.50 GiB", "This fits: ", "tigon train r.yaml --set"):
         assert words in said
@@ -142,11 +144,7 @@ def test_out_of_memory_from_fragmentation_says_how_to_join_the_pieces(
         f"free. Of the allocated memory 15.00 GiB is allocated by PyTorch, and {idle} is reserved by PyTorch but "
         "unallocated."
     )
-    text = str(
-        prediction.out_of_memory(
-            error, None, recipe_of(), folder=tmp_path, device=torch.device("cpu"), command="tigon train r.yaml"
-        )
-    )
+    text = prediction.out_of_memory(error, setup_of(recipe_of()), None, tmp_path, "tigon train r.yaml")
     words = "5.60 GiB were free but fragmented; PyTorch can use them with PYTORCH_CUDA_ALLOC_CONF"
     assert (words in text) == said
 
@@ -161,7 +159,7 @@ def test_out_of_memory_recommends_a_recipe_that_needs_less(recipe_of, tmp_path):
 
 
 def test_cpu_run_gets_no_prediction(recipe_of):
-    said = prediction.announce(*asked(recipe_of()), torch.device("cpu"), evaluated=True, command="")
+    said = prediction.announce(setup_of(recipe_of()), "", evaluated=True)
     assert said == (None, []) and prediction.compared(None, torch.device("cpu")) is None
 
 
@@ -170,7 +168,7 @@ def test_run_that_the_planner_cannot_predict_starts_with_the_reason(key, recipe_
     pytest.importorskip("trl")
     monkeypatch.setattr(prediction, "gpu_here", lambda device, settings: small_gpu(8000))
     recipe = recipe_of("objective: dpo", overrides=["data.source=toy-answers", key])
-    found, lines = prediction.announce(*asked(recipe), torch.device("cuda"), evaluated=True, command="")
+    found, lines = prediction.announce(setup_of(recipe, "cuda"), "", evaluated=True)
     (line,) = lines
     assert found is None and line.startswith("plan     no prediction: the planner ") and "; set " in line
 
@@ -229,5 +227,5 @@ def test_gpu_of_this_machine_has_at_most_the_memory_of_the_driver(recipe_of):
     device = torch.device("cuda", 0)
     gpu = prediction.gpu_here(device, Settings.of({}))
     assert 0 < gpu.memory_bytes <= torch.cuda.get_device_properties(device).total_memory
-    found, lines = prediction.announce(*asked(recipe_of()), device, evaluated=True, command="tigon train r.yaml")
+    found, lines = prediction.announce(setup_of(recipe_of(), "cuda:0"), "tigon train r.yaml", evaluated=True)
     assert found is not None and lines and preflight.gpu_present()

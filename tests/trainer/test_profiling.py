@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +54,6 @@ def test_profile_files_describe_the_run(recipe, tigon, here):
 
 def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     """Beside the trainer's own measurement of the second step, in which nothing is hooked or recorded but memory."""
-    from tigon.data.packing import SampleDataset
     from tigon.objectives import recipe_checks
     from tigon.profiler.recording.peak import PeakMeter, training_state
     from tigon.trainer import engine, prepare
@@ -64,14 +64,8 @@ def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     prepared = prepare.prepare(
         recipe_checks.load(path, ["train.steps=2"], gpu_present=lambda: False), torch.device("cpu")
     )
-    configured = prepared.recipe
-    built, _ = engine.build(
-        configured.model, prepared.config, prepared.settings, prepared.run_info, device=prepared.device, seed=1,
-        kernels="tigon", base=here / "base",
-    )  # fmt: skip
-    args = trainers.arguments(configured.train, prepared.settings, prepared.run_info, folder=here / "c",
-                              device=prepared.device, evaluate=False)  # fmt: skip
-    trainer = trainers.make(built, args, prepared.collator, SampleDataset(prepared.train.samples))
+    built, _ = engine.build(prepared, here / "base")
+    trainer = trainers.make(prepared, built, replace(prepared.training_data, eval=None), here)
     from transformers import TrainerCallback
 
     meter, peaks = PeakMeter(prepared.device), []
@@ -95,7 +89,7 @@ def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
 
 def test_profile_of_a_causal_model_does_not_need_trl(recipe, tigon, here, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    for name in ("tigon.trainer.post_training", "tigon.trainer.profiled_run"):
+    for name in ("tigon.trainer.post_training.trl_trainer", "tigon.trainer.measuring.profiled_run"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     profiled(tigon, recipe())
 
@@ -111,7 +105,7 @@ def test_profile_shows_checkpointing_and_accumulation(recipe, tigon):
 @needs_chromium
 def test_two_profiles_are_shown_side_by_side(recipe, tigon, here, monkeypatch):
     """Each profile comes from a separate command, run in this process because starting one takes 10 s."""
-    from tigon.trainer import profile
+    from tigon.trainer.measuring import profile
 
     def run_here(command, **_):
         assert command[1:3] == ["-m", "tigon"]
@@ -159,7 +153,7 @@ def test_profile_overwrites_no_existing_folder(recipe, tigon, here):
     assert tree(here / "p") == {"mine.txt"}
     from pathlib import Path
 
-    from tigon.trainer.profile import _free
+    from tigon.trainer.measuring.profile import _free
 
     assert _free(here, "p") == here / "p-2" and _free(Path("runs"), "x") == Path("runs/x")
 

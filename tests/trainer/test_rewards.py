@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tigon.errors import RecipeError
-from tigon.trainer.rewards import load_rewards
+from tigon.trainer.post_training.rewards import load_rewards
 
 
 @pytest.fixture

@@ -12,30 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoints import train_losses, weights
-from trainer_helpers import records
+from trainer_helpers import records, train_losses, weights
 
 from tigon.errors import RecipeError, RunFolderError
-from tigon.trainer import run_folder
 from tigon.trainer.distributed import launcher_variables
+from tigon.trainer.folder import run_folder
 from tigon.trainer.guards import console, fault_messages, preflight, system_limits
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture
-def resumable(recipe, tigon, here, kept):
-    """(recipe, folder of a run cut back to checkpoint-2 of 4, its whole twin)"""
-    whole, run = here / "runs" / "whole", here / "runs" / "r"
-
-    def make() -> None:
-        assert tigon("train", recipe(train={"save_steps": 2}), "--set", "output.name=whole").code == 0
-        shutil.copytree(whole, run)
-        (run / "summary.json").unlink()
-        shutil.rmtree(run / "checkpoints" / "checkpoint-4")
-
-    kept("two of four steps", here, make)
-    return here / "recipe.yaml", run, whole
 
 
 class Full:
@@ -150,8 +134,8 @@ def test_address_alone_and_a_whole_set_of_variables_are_accepted(monkeypatch):
     launcher_variables.check_environment()
 
 
-def test_variables_of_accelerate_change_no_number_and_are_named(resumable, tigon, here, monkeypatch):
-    path, _, whole = resumable
+def test_variables_of_accelerate_change_no_number_and_are_named(cut, tigon, here, monkeypatch):
+    path, _, whole = cut
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
@@ -239,9 +223,9 @@ def test_folder_that_is_removed_under_the_run_ends_it_in_one_line(step, recipe, 
     assert not (here / "runs" / "r" / "checkpoints").exists()
 
 
-def test_second_resume_finds_that_the_first_has_completed_the_run(resumable, tigon, here, monkeypatch):
+def test_second_resume_finds_that_the_first_has_completed_the_run(cut, tigon, here, monkeypatch):
     """It has looked before the first ended, and waited for the lock."""
-    path, run, _ = resumable
+    path, run, _ = cut
     original = run_folder.locked
 
     def late(where, *rest):
@@ -255,8 +239,8 @@ def test_second_resume_finds_that_the_first_has_completed_the_run(resumable, tig
     assert len(records(run, "resume")) == len(records(run, "result")) == 1
 
 
-def test_second_resume_goes_on_from_the_checkpoint_that_the_first_has_written(resumable, tigon, monkeypatch):
-    path, run, whole = resumable
+def test_second_resume_goes_on_from_the_checkpoint_that_the_first_has_written(cut, tigon, monkeypatch):
+    path, run, whole = cut
     original = run_folder.locked
 
     def late(where, *rest):
@@ -295,15 +279,15 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_data_file_is_refused_before_training(content, resumable, tigon, monkeypatch):
-    path, run, _ = resumable
+def test_damaged_data_file_is_refused_before_training(content, cut, tigon, monkeypatch):
+    path, run, _ = cut
     monkeypatch.setattr("tigon.trainer.run._carry_out", lambda *rest: pytest.fail("it trains"))
     (run / "data.json").write_bytes(content)
     assert "runs/r/data.json: damaged, " in tigon("train", path, "--resume").error_line()
 
 
-def test_what_the_report_needs_is_written_anew_where_it_is_damaged(resumable, tigon):
-    path, run, whole = resumable
+def test_what_the_report_needs_is_written_anew_where_it_is_damaged(cut, tigon):
+    path, run, whole = cut
     good = {name: (run / name).read_text(encoding="utf-8") for name in ("data.json", "environment.json")}
     (run / "environment.json").write_bytes(b"{")
     data = json.loads(good["data.json"])
@@ -319,10 +303,10 @@ def test_what_the_report_needs_is_written_anew_where_it_is_damaged(resumable, ti
     assert train_losses(run) == train_losses(whole) and weights(run, 4) == weights(whole, 4)
 
 
-def test_every_difference_of_a_resumed_run_is_named_at_once(resumable, tigon, here):
+def test_every_difference_of_a_resumed_run_is_named_at_once(cut, tigon, here):
     from test_run_folder import reseal
 
-    path, run, _ = resumable
+    path, run, _ = cut
     reseal(run / "checkpoints" / "checkpoint-2", precision="amp-bf16")
     text = here / "text.txt"
     text.write_text(text.read_text(encoding="utf-8")[:-100], encoding="utf-8")

@@ -5,32 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoints import train_losses, weights
-from trainer_helpers import records, tree
+from trainer_helpers import records, train_losses, tree, weights
 
 from tigon.errors import RunFolderError
-from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint
-
-
-@pytest.fixture
-def cut(recipe, tigon, here, kept):
-    """(recipe, folder of a run cut back to checkpoint-2 of 4, its whole twin)"""
-    whole, run = here / "runs" / "whole", here / "runs" / "r"
-
-    def make() -> None:
-        assert tigon("train", recipe(train={"save_steps": 2}), "--set", "output.name=whole").code == 0
-        shutil.copytree(whole, run)
-        (run / "summary.json").unlink()
-        shutil.rmtree(run / "checkpoints" / "checkpoint-4")
-
-    kept("two of four steps", here, make)
-    return here / "recipe.yaml", run, whole
+from tigon.trainer.folder import folder_lock, run_folder
 
 
 def reseal(path: Path, **facts: object) -> None:
@@ -96,7 +79,7 @@ def test_resume_in_another_environment_is_refused_or_warned_about(cut, tigon):
 
 def test_resume_of_a_locked_run_folder_is_refused(cut, tigon, monkeypatch):
     path, run, _ = cut
-    monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0)
+    monkeypatch.setattr(folder_lock, "LOCK_PATIENCE", 0)
     before = tree(run)
     with run_folder.locked(run):
         line = tigon("train", path, "--resume").error_line()
@@ -116,7 +99,7 @@ def test_new_run_is_locked_against_a_resume(recipe, tigon, here, monkeypatch):
         return original(*arguments)
 
     original = run._carry_out
-    monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0)
+    monkeypatch.setattr(folder_lock, "LOCK_PATIENCE", 0)
     monkeypatch.setattr(run, "_carry_out", look)
     assert tigon("train", recipe(train={"steps": 1})).code == 0 and seen
 

@@ -8,7 +8,7 @@ import pytest
 from tiny_checkpoint import save
 
 from tigon.data.tokenizer import IGNORE_INDEX
-from tigon.trainer.evaluation.sample_prompt import TEXT_TOKENS, prompt_of
+from tigon.trainer.evaluation.prompts import TEXT_TOKENS, prompt_of
 
 TEXT = (list(range(100)), [IGNORE_INDEX, *range(1, 100)])
 

@@ -66,7 +66,7 @@ def test_run_with_shared_rows_trains_as_one_process_and_resumes(recipe, tigon, h
     runs, sets = here / "runs", [*sets, "sharding.gpus=2", "sharding.sequence=2"]
     succeeds(lambda rank: start(path, [*sets, "output.name=shared"]), here, 2)
     assert losses(runs / "shared") == pytest.approx(losses(runs / "one"), rel=1e-5)
-    cut_back(runs, "shared")
+    cut_back(runs / "shared", "cut", 4)
     shutil.copytree(runs / "cut", runs / "alone")
     succeeds(lambda rank: start(path, [*sets, "output.name=cut"], resume=True), here, 2)
     assert losses(runs / "cut") == losses(runs / "shared")
@@ -90,7 +90,7 @@ def test_four_processes_in_a_ring_train_as_one_process_and_resume_with_ulysses(r
     succeeds(lambda rank: train(path, ring), here, 4)
     runs = here / "runs"
     assert_same_losses(runs / "ring", runs / "one")
-    cut_back(runs, "ring")
+    cut_back(runs / "ring", "cut", 4)
     fewer = ["sharding.gpus=2", "sharding.sequence=2", "output.name=cut"]
     succeeds(lambda rank: train(path, fewer, resume=True), here, 2)
     assert losses(runs / "cut") == pytest.approx(losses(runs / "ring"), rel=1e-5)

@@ -30,9 +30,8 @@ from forks import end_with, forks, in_forks
 from tigon.errors import RunFolderError, TigonError
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import OutputConfig, Recipe, TrainConfig
-from tigon.trainer import open_folder
 from tigon.trainer.checkpoint import checkpoint
-from tigon.trainer.distributed import launch, torchrun
+from tigon.trainer.distributed import agreement, launch, torchrun
 from tigon.trainer.run import train
 
 ROOT = Path(__file__).parents[2]
@@ -244,17 +243,17 @@ RUN = Path("runs/r")
 @forks
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "disks of their own"])
 def test_run_folder_that_a_node_does_not_see_is_refused_before_the_run_starts(here, monkeypatch, apart):
-    monkeypatch.setattr(open_folder, "SEEN_S", 0.5)
+    monkeypatch.setattr(agreement, "SEEN_S", 0.5)
 
     def act() -> None:
         if launch.rank() == 0:
             RUN.mkdir(parents=True)
-        open_folder.check_shared(RUN)
+        agreement.check_shared(RUN)
 
     codes, said = on_two_nodes(here, act, apart=apart)
     assert codes == ([2, 2] if apart else [0, 0]), said
     expected = f"tigon: output.folder: runs/r on {HOST} is not visible to process 1 on {HOST}; a run on several"
-    assert (expected in said) == apart and not list(here.rglob(f"{open_folder.TOKEN}*"))
+    assert (expected in said) == apart and not list(here.rglob(f"{agreement.TOKEN}*"))
 
 
 @forks
@@ -264,7 +263,7 @@ def test_new_run_folder_that_a_node_does_not_see_is_removed_again(recipe, here, 
 
     def act(rank: int) -> None:
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        open_folder.SEEN_S = 0.5
+        agreement.SEEN_S = 0.5
         folder = here / f"node-{rank}"
         folder.mkdir(exist_ok=True)
         os.chdir(folder)
@@ -282,8 +281,8 @@ def test_nodes_with_different_recipes_or_data_are_refused(here, differ):
         rank = launch.rank()
         recipe = Recipe(train=TrainConfig(steps=1 + rank if differ == "recipes" else 1))
         fingerprint = f"of node {rank}" if differ == "data" else "of both"
-        open_folder.check_same_recipe(recipe)
-        open_folder.check_same_data({"fingerprint": fingerprint, "tokens": 1000 + rank})
+        agreement.check_same_recipe(recipe)
+        agreement.check_same_data({"fingerprint": fingerprint, "tokens": 1000 + rank})
 
     codes, said = on_two_nodes(here, act)
     assert codes == [2, 2]

@@ -11,18 +11,20 @@ import time
 from multiprocessing import reduction
 
 import pytest
-from test_checkpoints import train_losses, weights
 from torch.utils.data import get_worker_info
-from trainer_helpers import records
+from trainer_helpers import records, train_losses, weights
 
 from forks import forks, in_forks
-from tigon.trainer import guarded, model, run, run_folder
+from tigon.trainer import guarded, run
 from tigon.trainer.checkpoint import checkpoint, final_model
 from tigon.trainer.distributed import signals
+from tigon.trainer.evaluation import text_sample
 from tigon.trainer.evaluation.token_mean import TokenMean
+from tigon.trainer.folder import run_folder
+from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.guards import fault_messages
-from tigon.trainer.report import comparison, progress, report
-from tigon.trainer.run_folder import RunFolder
+from tigon.trainer.measuring import comparison
+from tigon.trainer.report import progress, report
 
 TRAIN = {"steps": 6, "eval_steps": 3, "keep_checkpoints": 9}
 
@@ -104,7 +106,7 @@ BEFORE_THE_MODEL = {
     "at the end of training": (progress.ProgressDisplay, "on_train_end", 1, False),
     "before the last evaluation": (guarded.GuardedTrainer, "evaluate", 1, False),
     "in its last batch": (TokenMean, "forward_sums", 2, True),
-    "in the sample": (model, "sample", 2, False),
+    "in the sample": (text_sample, "generated", 2, False),
 }
 
 

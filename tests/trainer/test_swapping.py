@@ -19,8 +19,8 @@ from test_technique_runs import cut_back, losses, need, succeeds
 from forks import forks
 from tigon.errors import RunFolderError
 from tigon.techniques.sharding import deepspeed_config
-from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import nvme_swap
+from tigon.trainer.folder import folder_lock
 from tigon.trainer.run import train
 
 BLOCK_BYTES = 8192  # some of the model's matrices have more, its norms less
@@ -137,7 +137,7 @@ def test_resumed_run_restores_states_kept_in_files(sections, fp16_supported, rec
     saved = {file.name for file in (runs / "files" / "checkpoints").rglob("*.swp")}
     assert any(name.startswith("exp_avg_sq-") for name in saved) and "left.swp" not in saved
     assert not list((here / "swap").rglob("*.swp")), "files are left that are as large as the states"
-    cut_back(runs, "files")
+    cut_back(runs / "files", "cut", 4)
     succeeds(lambda rank: train(path, [*sets, "output.name=cut"], resume=True), here)
     assert losses(runs / "cut") == losses(runs / "files")
 
@@ -150,7 +150,7 @@ def keep_until_told(path: Path, told: Connection) -> None:
 
 @forks
 def test_nvme_folder_is_locked_against_another_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0)
+    monkeypatch.setattr(folder_lock, "LOCK_PATIENCE", 0)
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe()
     other = fork.Process(target=keep_until_told, args=(tmp_path, there))

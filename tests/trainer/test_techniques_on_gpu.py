@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from trainer_helpers import losses
+from trainer_helpers import cut_back, losses
 
 from process_stacks import end_with_stacks
 from tigon.techniques import TECHNIQUES
@@ -74,10 +74,7 @@ def stacks(process: subprocess.Popen[str], here: Path) -> str:
 def resumed(folder: Path, recipe: Path, settings: dict[str, Any]) -> list[float]:
     """The losses of the run of these settings cut back to the checkpoint before its last, and resumed."""
     whole = folder / "runs" / settings["output.name"]
-    cut = whole.with_name(f"{whole.name}-cut")
-    shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "checkpoints" / f"checkpoint-{STEPS}")
-    (cut / "summary.json").unlink()
+    cut = cut_back(whole, f"{whole.name}-cut", STEPS)
     done = run(folder, recipe, {**settings, "output.name": cut.name}, "--resume")
     assert done.returncode == 0, done.stderr[-4000:]
     found = losses(cut)

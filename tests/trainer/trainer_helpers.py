@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tigon.data.packing import IGNORE_INDEX, Collator, SampleDataset, pack
 from tigon.data.tokenizer import Encoded
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import ModelConfig, Recipe
+from tigon.trainer import model as models
+from tigon.trainer.setup import Setup, TrainingData
 
 TINY_MODEL = {
     "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
@@ -36,29 +39,37 @@ def rows(n_documents: int = 24, length: int = 16) -> SampleDataset:
     return SampleDataset(pack(documents, length, packing=False, cross_document=False, too_long="error").samples)
 
 
-def small_trainer(
-    folder: Path, recipe: Recipe, *, data: SampleDataset | None = None, kernels: str | None = None,
-    evaluate: bool = False,
-    device: torch.device = CPU,
-) -> Any:  # fmt: skip
-    """The trainer of a recipe, built as `tigon train` builds it, on rows made here."""
-    from tigon.trainer import engine, model, trainer
+def small_setup(recipe: Recipe, objective: Objective | None = None, device: torch.device = CPU) -> Setup:
+    """A recipe as a run sees it. objective: None: the loss of the next token."""
     from tigon.trainer.guards import preflight
 
-    settings = recipe.settings(precision=preflight.resolve_precision(recipe.train.precision, device))
-    config = model.load_config(recipe.model)
-    run_info = engine.run_info_of(recipe, config, model.parameter_shapes(config), device, Objective(recipe.model))
-    built, _ = engine.build(
-        recipe.model, config, settings, run_info, device=device, seed=1, kernels=kernels or recipe.model.kernels,
-        base=folder / "base", saves_adapters=True,
-    )  # fmt: skip
-    data = data or rows()
-    args = trainer.arguments(recipe.train, settings, run_info, folder=folder / "c", device=device, evaluate=evaluate)
-    optimizer = engine.make_optimizer(recipe.train, settings)
-    return trainer.make(
-        built, args, Collator(0, packing=False), data, data if evaluate else None, optimizer,
-        trainer.Safeguards(max_skipped_steps=recipe.train.max_skipped_steps),
-    )  # fmt: skip
+    config = models.load_config(recipe.model)
+    return Setup(
+        recipe=recipe,
+        device=device,
+        settings=recipe.settings(precision=preflight.resolve_precision(recipe.train.precision, device)),
+        config=config,
+        shapes=models.parameter_shapes(config),
+        objective=objective or Objective(recipe.model),
+    )
+
+
+def small_trainer(
+    folder: Path, recipe: Recipe, objective: Objective | None = None, *, data: SampleDataset | None = None,
+    evaluate: SampleDataset | bool = False, device: torch.device = CPU,
+) -> Any:  # fmt: skip
+    """The trainer of a recipe, built as `tigon train` builds it, on rows made here.
+
+    evaluate: The rows of the eval loss; True: those of the training.
+    """
+    from tigon.trainer import engine, guarded, trainer
+
+    setup, data = small_setup(recipe, objective, device), data or rows()
+    built, _ = engine.build(setup, folder / "base", saves_adapters=True)
+    held_out = data if evaluate is True else evaluate or None
+    given = TrainingData(train=data, eval=held_out, collator=Collator(0, packing=False))
+    safeguards = guarded.Safeguards(max_skipped_steps=recipe.train.max_skipped_steps)
+    return trainer.make(setup, setup.objective.attach(built), given, folder, safeguards)
 
 
 def losses_of(trainer: Any) -> list[float]:
@@ -93,3 +104,21 @@ def assert_same_losses(run: Path, other: Path) -> None:
 def tree(folder: Path) -> set[str]:
     """Every path below, to show that nothing was written."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def cut_back(whole: Path, name: str, *steps: int) -> Path:
+    """A copy of a finished run as a kill would leave it, without the checkpoints of `steps`."""
+    cut = whole.with_name(name)
+    shutil.copytree(whole, cut)
+    (cut / "summary.json").unlink()
+    for step in steps:
+        shutil.rmtree(cut / "checkpoints" / f"checkpoint-{step}")
+    return cut
+
+
+def weights(folder: Path, step: int = 6) -> bytes:
+    return (folder / "checkpoints" / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+
+
+def train_losses(folder: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in records(folder, "train")]

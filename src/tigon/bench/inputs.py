@@ -110,10 +110,14 @@ def make_upstream(row: Row, inputs: Inputs) -> list[Tensor]:
     Those of log-probabilities and divergences are random: every loss on them has another gradient per token.
     """
     torch.manual_seed(21)
-    with FakeTensorMode() as mode, torch.no_grad():
-        fake = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+    with FakeTensorMode(), torch.no_grad():  # on the CPU, where every op can be traced
+        fake = {
+            n: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) if isinstance(v, Tensor) else v
+            for n, v in inputs.items()
+        }
         outputs = outputs_of(OPS[row.op].call(**fake), row.mean)
-    made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in outputs]
+    device = next(v.device for v in inputs.values() if isinstance(v, Tensor))
+    made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in outputs]
     return [t.normal_() if t.ndim else t.fill_(1.0) for t in made]
 
 

@@ -10,14 +10,13 @@ from typing import Annotated
 import typer
 
 from tigon._quiet import quiet_loading, quiet_packages
+from tigon.cli.options import Trained, TrustRemoteCode
 from tigon.cli.shared import Command
 from tigon.models.loading.hub import set_offline_mode
 
 
 def command(
-    name: Annotated[
-        str, typer.Argument(metavar="RUN|MODEL", help="A run folder, a checkpoint, a folder of adapters, or a hub id.")
-    ],
+    name: Trained,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this text alone, then exit.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")] = 512,
@@ -27,9 +26,7 @@ def command(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPU if there is one.")] = "auto",
     no_heads: Annotated[bool, typer.Option("--no-heads", help="Leave out heads that predict several tokens.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, if you trust it.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk with a trained model: its adapters and heads are loaded, and answers appear while they are generated."""
     quiet_packages()

@@ -8,15 +8,14 @@ from typing import Annotated
 import typer
 
 from tigon._quiet import quiet_loading, quiet_packages
+from tigon.cli.options import Trained, TrustRemoteCode
 from tigon.cli.shared import Command
 from tigon.models.loading.hub import set_offline_mode
 from tigon.units import in_bytes
 
 
 def command(
-    name: Annotated[
-        str, typer.Argument(metavar="RUN|MODEL", help="A run folder, a checkpoint, a folder of adapters, or a hub id.")
-    ],
+    name: Trained,
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder.")],
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the weights: bf16, fp16 or fp32. Default: that of the run.")
@@ -33,9 +32,7 @@ def command(
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="A new hub repository is public.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Upload without the question.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, if you trust it.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a trained model to a new folder: in another dtype, merged, as GGUF, and to the hub on request."""
     quiet_packages()

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.options import Recipe
 from tigon.cli.shared import Command
 from tigon.trainer.guards import console
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML; docs/train.md lists its keys.")],
+    recipe: Recipe,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, with --beside of both recipes."),
@@ -32,7 +33,7 @@ def command(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="New or empty folder for the results.")] = None,
 ) -> None:
     """Record every allocation of a recipe's first steps, then the time of each operator in a later step."""
-    from tigon.trainer.profile import ProfileRequest, profile  # not for --help
+    from tigon.trainer.measuring.profile import ProfileRequest, profile  # not for --help
 
     with console.survive_broken_streams():
         profile(ProfileRequest(recipe, tuple(assignments or ()), steps, beside, tuple(beside_assignments or ()), out))

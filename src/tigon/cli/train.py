@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tigon.cli.options import Assignments, Gpus, Recipe, Resume
 from tigon.cli.shared import Command, gpus_as_override
 from tigon.trainer.guards import console
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML; docs/train.md lists its keys.")],
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, e.g. --set train.batch_size=8."),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Number of GPUs, with one process per GPU; same as --set sharding.gpus=N."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
+    recipe: Recipe,
+    assignments: Assignments = None,
+    gpus: Gpus = None,
+    resume: Resume = False,
     auto: Annotated[
         bool,
         typer.Option(

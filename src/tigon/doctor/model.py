@@ -14,7 +14,7 @@ import torch
 from tigon._install import install_command
 from tigon.doctor.finding import Finding
 from tigon.errors import PatchError, UsageError
-from tigon.models import MODELS, PatchReport, Verification, patch, verify
+from tigon.models import MODELS, PatchReport, Verification, hybrid_layers, patch, verify
 from tigon.models.loading import weight_files
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.loading.presets import PRESETS
@@ -64,6 +64,16 @@ def check_model(name: str) -> ModelCheck:
             )
         )
     findings += _weights(name, config, type(model))
+    if slow := hybrid_layers.slow_layers(hybrid_layers.paths_of(model)):
+        findings.append(
+            Finding(
+                level="warning" if torch.cuda.is_available() else "note",
+                id="slow-layers",
+                what=slow.partition(";")[0],
+                fix=hybrid_layers.install_command(hybrid_layers.paths_of(model)),
+                source="tigon.models.hybrid_layers",
+            )
+        )
     report = None
     try:
         report = patch(model)

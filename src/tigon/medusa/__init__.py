@@ -18,6 +18,13 @@ from tigon.medusa.layout import load_heads, save_heads
 from tigon.medusa.spec import HeadsSpec, Objective
 
 __all__ = [
-    "Generated", "HeadsSpec", "Objective", "attach", "detach", "heads_of", "load_heads", "medusa_generate",
+    "Generated",
+    "HeadsSpec",
+    "Objective",
+    "attach",
+    "detach",
+    "heads_of",
+    "load_heads",
+    "medusa_generate",
     "save_heads",
-]  # fmt: skip
+]

@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from tigon.models.seams.head.logits import LogitMap
 from tigon.models.seams.head.loss import HeadSeam
 from tigon.ops.head.multi_head import MultiHeadOutput
 from tigon.ops.losses.prepared_targets import PreparedTargets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # B batch, T positions, H hidden, K losses.
 
@@ -99,7 +102,7 @@ class LmHeadSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         base_forward: Callable[..., Any] = base.forward
 
-        def forward(self: Any, input: Any) -> Any:
+        def forward(self: Any, input: Tensor | Visit) -> Any:
             return input.run() if isinstance(input, Visit) else base_forward(self, input)
 
         return {"forward": forward}
@@ -121,7 +124,7 @@ class HeadedSeam(Seam):
     def candidate(self, module: nn.Module) -> bool:
         return hasattr(module, "get_output_embeddings") and hasattr(module, "base_model")
 
-    def objection(self, module: Any) -> str | None:
+    def objection(self, module: PreTrainedModel) -> str | None:
         if not self.candidate(module) or trunk_of(module) is module:
             return "it is not a causal language model with a separate trunk"
         if isinstance(getattr(module, NAME, None), nn.Module):
@@ -135,7 +138,7 @@ class HeadedSeam(Seam):
         signature = inspect.signature(base_forward)
         more = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Any, *args: object, **kwargs: object) -> Any:
             bound = signature.bind_partial(self, *args, **kwargs).arguments
             extra = bound.pop(more[0], {}) if more else {}
             inputs = {**bound, **extra}
@@ -157,7 +160,9 @@ class HeadedSeam(Seam):
         imitate(base_forward, forward)
         return {"forward": forward, "train": train}
 
-    def losses(self, model: Any, inputs: Mapping[str, Any], *, factors: list[float], ranked: bool) -> MultiHeadOutput:
+    def losses(
+        self, model: PreTrainedModel, inputs: Mapping[str, Any], *, factors: list[float], ranked: bool
+    ) -> MultiHeadOutput:
         """The losses of one batch. inputs: the keyword arguments of the model's forward."""
         for name, neutral in _UNREAD.items():
             given = inputs.get(name)
@@ -196,31 +201,36 @@ class HeadedSeam(Seam):
             # CPU, where this costs no wait, the labels are read again.
             unwritten = labels.is_cuda and not torch.compiler.is_compiling() and _versions(labels, positions) == written
             target = early if unwritten else targets()
-            outputs.append(
-                compute_losses(
-                    hiddens, weights, blocks, target, shifts=shifts, factors=factors, positions=positions,
-                    num_items=_on(hidden.device, inputs.get("num_items_in_batch")),
-                    logit_map=self.logit_map, ranked=ranked,
-                )
-            )  # fmt: skip
+            given = loss.HeadInputs(
+                hiddens=hiddens,
+                weights=weights,
+                blocks=blocks,
+                shifts=shifts,
+                factors=factors,
+                positions=positions,
+                num_items=_on(hidden.device, inputs.get("num_items_in_batch")),
+                logit_map=self.logit_map,
+                ranked=ranked,
+            )
+            outputs.append(compute_losses(given, target))
             return outputs[0].loss
 
         total = inside([head, *heads.visited()], compute)
         return outputs[0]._replace(loss=total)
 
 
-def _versions(*values: Any) -> tuple[int, ...]:
+def _versions(*values: Tensor | None) -> tuple[int, ...]:
     """The version counter of each value; empty under torch.compile, because Dynamo cannot compare versions."""
     return () if torch.compiler.is_compiling() else tuple(version_of(value) for value in values)
 
 
-def trunk(model: Any, inputs: Mapping[str, Any]) -> Any:
+def trunk(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
     """Call the model without its head, with those `inputs` that the trunk takes."""
     return trunk_of(model)(**{name: value for name, value in inputs.items() if name not in _NOT_THE_TRUNKS})
 
 
 @contextlib.contextmanager
-def layer_inputs_kept(model: Any, kept: dict[str, Any]) -> Iterator[None]:
+def layer_inputs_kept(model: PreTrainedModel, kept: dict[str, Any]) -> Iterator[None]:
     """Store in `kept` the arguments of the last decoder layer except the hidden state: masks and rotary tables.
 
     The cache is left out too. It belongs to the model, and MTP modules do not use it.
@@ -231,7 +241,7 @@ def layer_inputs_kept(model: Any, kept: dict[str, Any]) -> Iterator[None]:
     signature = inspect.signature(type(last).forward)
     more = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
 
-    def keep(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def keep(layer: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any]) -> None:
         bound = signature.bind_partial(layer, *args, **kwargs).arguments  # GPT-2 passes masks by position
         inputs = {**bound, **(bound.get(more[0], {}) if more else {})}
         own = {*list(signature.parameters)[:2], *more, *CACHE_ARGUMENTS, "use_cache"}  # [:2]: self, the hidden state
@@ -249,7 +259,7 @@ def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | floa
 
 
 def attach(
-    model: Any, spec: HeadsSpec, objective: Objective, state: Mapping[str, Tensor] | None = None
+    model: PreTrainedModel, spec: HeadsSpec, objective: Objective, state: Mapping[str, Tensor] | None = None
 ) -> MedusaHeads | MtpHeads:
     """Attach heads to a model, in place, together with the losses that train them.
 
@@ -294,7 +304,7 @@ def _has_fused_loss(head: nn.Module) -> bool:
     return isinstance(head, PatchedModule) and isinstance(head._tigon_seam, HeadSeam)
 
 
-def _changes(model: Any, seam: HeadedSeam) -> tuple[Change, Change]:
+def _changes(model: PreTrainedModel, seam: HeadedSeam) -> tuple[Change, Change]:
     return Change("lm_head", model.get_output_embeddings(), LmHeadSeam()), Change("", model, seam)
 
 
@@ -315,7 +325,7 @@ def check_fits(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
         )
 
 
-def heads_of(model: Any) -> MedusaHeads | MtpHeads:
+def heads_of(model: PreTrainedModel) -> MedusaHeads | MtpHeads:
     """The heads of a model. Raises UsageError if it has none."""
     heads = getattr(unwrap(model), NAME, None)
     if heads is None:
@@ -323,7 +333,7 @@ def heads_of(model: Any) -> MedusaHeads | MtpHeads:
     return heads  # type: ignore[no-any-return]
 
 
-def detach(model: Any) -> MedusaHeads | MtpHeads:
+def detach(model: PreTrainedModel) -> MedusaHeads | MtpHeads:
     """Remove the heads from a model and restore its forward; returns the heads.
 
     Parameters that stage 1 froze stay frozen. Raises UsageError if the model lacks heads.
@@ -337,7 +347,7 @@ def detach(model: Any) -> MedusaHeads | MtpHeads:
 
 
 @contextlib.contextmanager
-def scoring(model: Any) -> Iterator[HeadMetrics]:
+def scoring(model: PreTrainedModel) -> Iterator[HeadMetrics]:
     """Context in which the model, in evaluation, records the heads' losses and accuracies for batches with labels.
 
     Yields the `HeadMetrics`. Each loss is divided by its own number of tokens.

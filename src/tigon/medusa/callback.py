@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 from tigon._trunk import decoder_layers
 from tigon.errors import UsageError
@@ -47,58 +46,59 @@ class HeadsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is u
 
     # --- the training loop's events ----------------------------------------------------------------------------------
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         heads, step = heads_of(kwargs["model"]).state, state.global_step
         heads.scheduled = self.schedule(step + 1, state.max_steps)
         heads.ranked = step == 0 or (step + 1) % int(args.logging_steps) == 0
         heads.evaluated = None
 
-    def begin_evaluation(self, model: Any) -> None:
+    def begin_evaluation(self, model: PreTrainedModel) -> None:
         heads_of(model).state.evaluated = None
 
-    def on_prediction_step(
-        self, args: Any, state: Any, control: Any, *, model: Any, inputs: Mapping[str, Any],
-        precision: Callable[[], AbstractContextManager[Any]], counted: list[Callable[[], None]], has_samples: bool,
-        **kwargs: Any,
-    ) -> None:  # fmt: skip
-        """Score the heads on a batch. counted: functions to call if the batch counts in all processes."""
-        with scoring(model) as record, precision():
-            model(**inputs)
-        scored = record if has_samples else record.blank()  # the pass of the others only joined the collectives
+    def on_prediction_step(self, args: object, state: object, control: object, **batch: Any) -> None:
+        """Score the heads on a batch, as trainer/evaluation/token_mean.py describes it.
+
+        batch: `counted` are the functions to call if the batch counts in all processes.
+        """
+        model = batch["model"]
+        with scoring(model) as record, batch["precision"]():
+            model(**batch["inputs"])
+        # The pass of processes without samples only joined the collectives.
+        scored = record if batch["has_samples"] else record.blank()
 
         def count() -> None:
             heads = heads_of(model).state
             heads.evaluated = heads.evaluated or heads.new_record()
             heads.evaluated.join(scored)
 
-        counted.append(count)
+        batch["counted"].append(count)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def counted(self, model: Any) -> dict[str, Any]:
+    def counted(self, model: PreTrainedModel) -> dict[str, Any]:
         return {HEADS: heads_of(model).state.record.state()}
 
-    def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
+    def resume_counting(self, model: PreTrainedModel, counted: Mapping[str, Any], device: torch.device) -> None:
         heads_of(model).state.record.resume(counted[HEADS], device)
 
-    def save_beside(self, model: Any, folder: Path) -> None:
+    def save_beside(self, model: PreTrainedModel, folder: Path) -> None:
         if hasattr(model, "get_base_model"):  # PEFT saves only the adapters
             save_file(dict(heads_of(model).state_dict()), folder / CHECKPOINTED)
 
-    def load_beside(self, model: Any, folder: Path) -> None:
+    def load_beside(self, model: PreTrainedModel, folder: Path) -> None:
         if (folder / CHECKPOINTED).is_file():
             heads_of(model).load_state_dict(load_file(folder / CHECKPOINTED))
 
     # --- after training ----------------------------------------------------------------------------------------------
 
-    def save(self, built: Any, final: Any) -> bool:
+    def save(self, built: PreTrainedModel, final: Any) -> bool:
         """Save the heads to `heads/`, and the model to `model/` unless stage 1 left a checkpoint's model unchanged.
 
         final: How the run saves its model (`tigon.objectives.base.FinalSave`).
         """
         target = final.folder / MODEL
         base = str(target) if self.stage == 2 or self.trained_on is None else self.trained_on
-        inner: Any = unwrap(built)
+        inner: PreTrainedModel = unwrap(built)
         spec, n_layers = heads_of(inner).spec, len(decoder_layers(inner))
         head_name = next(name for name, m in inner.named_modules() if m is inner.get_output_embeddings()) + ".weight"
         # Every process gathers the weights; with ZeRO-3 only the main process receives them.
@@ -116,7 +116,7 @@ class HeadsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is u
             final.save_state(rest)
         return True
 
-    def sampled(self, built: Any, samples: Sequence[Any], eos: int | None) -> dict[str, Any]:
+    def sampled(self, built: PreTrainedModel, samples: Sequence[Any], eos: int | None) -> dict[str, Any]:
         """Decode greedily from the beginnings of samples, with and without the heads.
 
         Args:
@@ -132,7 +132,7 @@ class HeadsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is u
         return {**decoded, "line": _line(decoded)}
 
 
-def _decoded(built: Any, n_tokens: int, samples: Sequence[Any], eos: int | None) -> dict[str, Any]:
+def _decoded(built: PreTrainedModel, n_tokens: int, samples: Sequence[Any], eos: int | None) -> dict[str, Any]:
     device = next(built.parameters()).device
     beginnings = [sample.tokens_T[:PROMPT_TOKENS].long().unsqueeze(0).to(device) for sample in samples[:PROMPTS]]
     tokens = passes = plain_passes = same = 0
@@ -151,18 +151,22 @@ def _decoded(built: Any, n_tokens: int, samples: Sequence[Any], eos: int | None)
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     n = len(beginnings)
     return {
-        "prompts": n, "tokens": tokens, "forward_passes": passes, "forward_passes_without": plain_passes,
-        "acceptance_length": (tokens - n) / max(1, passes - n), "same_text": same,
-    }  # fmt: skip
+        "prompts": n,
+        "tokens": tokens,
+        "forward_passes": passes,
+        "forward_passes_without": plain_passes,
+        "acceptance_length": (tokens - n) / max(1, passes - n),
+        "same_text": same,
+    }
 
 
 def _line(decoded: Mapping[str, Any]) -> str:
     """The result of `_decoded` for the console and the report."""
     if "error" in decoded:
         return f"no decoding with the heads: {decoded['error']}"
-    same = "the same text as greedy decoding" if decoded["same_text"] == decoded["prompts"] else (
-        f"{decoded['prompts'] - decoded['same_text']} of {decoded['prompts']} texts differ from greedy decoding"
-    )  # fmt: skip
+    differ, same = decoded["prompts"] - decoded["same_text"], "the same text as greedy decoding"
+    if differ:
+        same = f"{differ} of {decoded['prompts']} texts differ from greedy decoding"
     return (
         f"{decoded['tokens']} tokens in {decoded['forward_passes']} forward passes instead of "
         f"{decoded['forward_passes_without']}, {decoded['acceptance_length']:.2f} tokens per pass; {same}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from tigon.errors import UsageError
 from tigon.medusa.attach import heads_of, layer_inputs_kept, trunk
 from tigon.models.kv_cache import cache_argument
 from tigon.models.patch import unwrap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TextStreamer
+
 
 # Q nodes of the tree, P tokens in the cache, H hidden, K heads.
 
@@ -73,9 +77,14 @@ class _Tree:
 
 
 def medusa_generate(
-    model: Any, input_ids: Tensor, *, max_new_tokens: int, tree: Sequence[int] | None = None,
-    eos_token_id: int | None = None, streamer: Any = None,
-) -> Generated:  # fmt: skip
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    tree: Sequence[int] | None = None,
+    eos_token_id: int | None = None,
+    streamer: TextStreamer | None = None,
+) -> Generated:
     """Decode greedily with the model's heads.
 
     Args:
@@ -120,7 +129,7 @@ _ALIBI = ("bloom", "mpt")
 
 
 def _check(
-    model: Any, input_ids: Tensor, branching: tuple[int, ...], count: int, kind: str, max_new_tokens: int
+    model: PreTrainedModel, input_ids: Tensor, branching: tuple[int, ...], count: int, kind: str, max_new_tokens: int
 ) -> None:
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
         raise UsageError(f"input_ids is {tuple(input_ids.shape)}; it must be one prompt, (1, T) with T >= 1.")
@@ -156,7 +165,7 @@ def _check(
 class _Decoder:
     """The state of one decoding: the cache and the heads' inputs."""
 
-    def __init__(self, model: Any, heads: Any, tree: _Tree, widest: int) -> None:
+    def __init__(self, model: PreTrainedModel, heads: Any, tree: _Tree, widest: int) -> None:
         from transformers import DynamicCache
 
         self.model, self.heads, self.tree, self.widest = model, heads, tree, max(widest, 1)
@@ -169,7 +178,9 @@ class _Decoder:
         self.depths = torch.tensor(tree.depths, device=self.device)
         self.mtp = _MtpState(model, heads) if heads.spec.kind == "mtp" else None
 
-    def run(self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | None, streamer: Any) -> Generated:
+    def run(
+        self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | None, streamer: TextStreamer | None
+    ) -> Generated:
         known = input_ids[0].tolist()
         prompt = shown = len(known)
         if streamer is not None:
@@ -253,7 +264,7 @@ class _Decoder:
 class _MtpState:
     """Hidden states and rotary tables of all accepted tokens. The modules run over all of them, without a cache."""
 
-    def __init__(self, model: Any, heads: Any) -> None:
+    def __init__(self, model: PreTrainedModel, heads: Any) -> None:
         self.model, self.heads = model, heads
         self.new_inputs: dict[str, Any] = {}
         self.hidden: Tensor | None = None

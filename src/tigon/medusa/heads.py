@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from tigon._trunk import decoder_layers, trunk_of
 from tigon.errors import PatchError
 from tigon.medusa.spec import HeadsSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # B batch, T positions, H hidden, V vocabulary, K heads.
 
@@ -39,7 +42,7 @@ def inside(modules: Sequence[nn.Module], run: Callable[[], Tensor]) -> Tensor:
 class Linear(nn.Linear):
     """A linear module whose forward also accepts a `Visit`."""
 
-    def forward(self, input: Any) -> Tensor:
+    def forward(self, input: Tensor | Visit) -> Tensor:
         return input.run() if isinstance(input, Visit) else super().forward(input)
 
 
@@ -97,7 +100,7 @@ class MedusaHeads(nn.Module):
         return [blocks.weights() for blocks in self.blocks]  # type: ignore[operator]
 
     def hiddens(
-        self, model: Any, hidden_BTH: Tensor, inputs: Mapping[str, Any], layer_inputs: Mapping[str, Any]
+        self, model: PreTrainedModel, hidden_BTH: Tensor, inputs: Mapping[str, Any], layer_inputs: Mapping[str, Any]
     ) -> list[Tensor]:
         """The input of each head's blocks, which is the same tensor for all heads."""
         return [hidden_BTH] * self.spec.count
@@ -133,7 +136,7 @@ class MtpHeads(nn.Module):
 
     state: Any  # attach.HeadState
 
-    def __init__(self, spec: HeadsSpec, model: Any) -> None:
+    def __init__(self, spec: HeadsSpec, model: PreTrainedModel) -> None:
         super().__init__()
         self.spec = spec
         hidden = int(model.get_output_embeddings().weight.shape[1])
@@ -151,7 +154,7 @@ class MtpHeads(nn.Module):
         return [[] for _ in range(self.spec.count)]
 
     def hiddens(
-        self, model: Any, hidden_BTH: Tensor, inputs: Mapping[str, Any], layer_inputs: Mapping[str, Any]
+        self, model: PreTrainedModel, hidden_BTH: Tensor, inputs: Mapping[str, Any], layer_inputs: Mapping[str, Any]
     ) -> list[Tensor]:
         """The output of each depth, for the model's `input_ids` or `inputs_embeds`.
 
@@ -169,13 +172,14 @@ class MtpHeads(nn.Module):
         return outputs
 
 
-def final_norm(model: Any) -> nn.Module:
+def final_norm(model: PreTrainedModel) -> nn.Module:
     """The norm after the last layer: the last norm in the module that holds the list of layers."""
     layers = decoder_layers(model)
-    holder = next(
-        m for m in trunk_of(model).modules()
-        if any(isinstance(c, nn.ModuleList) and list(c)[:1] == layers[:1] for c in m.children())
-    )  # fmt: skip
+
+    def holds_layers(module: nn.Module) -> bool:
+        return any(isinstance(child, nn.ModuleList) and list(child)[:1] == layers[:1] for child in module.children())
+
+    holder = next(filter(holds_layers, trunk_of(model).modules()))
     norms = [child for name, child in holder.named_children() if "norm" in name or name == "ln_f"]
     if not norms:
         raise PatchError(f"{type(model).__name__} has no norm after its layers, which MTP modules need; use medusa.")
@@ -183,7 +187,7 @@ def final_norm(model: Any) -> nn.Module:
     return norm
 
 
-def make_heads(spec: HeadsSpec, model: Any) -> MedusaHeads | MtpHeads:
+def make_heads(spec: HeadsSpec, model: PreTrainedModel) -> MedusaHeads | MtpHeads:
     """New heads for a model, on its device and in its dtype."""
     head = model.get_output_embeddings()
     with torch.device(head.weight.device):  # a meta model gets meta heads

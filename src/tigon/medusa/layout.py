@@ -56,10 +56,8 @@ def save_heads(
         "torch_dtype": str(head.dtype).removeprefix("torch."),
     }
     if spec.kind == "medusa":
-        config |= {
-            "medusa_num_heads": spec.count, "medusa_num_layers": spec.layers, "medusa_fc_bias": True,
-            "original_lm_head": spec.shared,
-        }  # fmt: skip
+        config |= {"medusa_num_heads": spec.count, "medusa_num_layers": spec.layers}
+        config |= {"medusa_fc_bias": True, "original_lm_head": spec.shared}
     else:
         config |= {"num_nextn_predict_layers": spec.count, "base_layers": n_layers}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

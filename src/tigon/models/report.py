@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
 from tigon.errors import PatchError
+from tigon.models.hybrid_layers import LayerPath, install_command
 from tigon.models.seams.base import Change, Seam
 from tigon.models.seams.norm import mark_finds_amax
 
@@ -45,6 +46,8 @@ class PatchReport:
     replaced: list[Replaced] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    layer_paths: tuple[LayerPath, ...] = ()
+    """Layers with a state instead of attention, which have no op of tigon, and the code that runs them."""
     _changes: list[Change] = field(default_factory=list, repr=False)
     _finding_amax: list[nn.Module] = field(default_factory=list, repr=False)
     """Norms that find the largest magnitudes of their results for FP8 layers."""
@@ -91,7 +94,7 @@ class PatchReport:
         self._finding_amax += later._finding_amax
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a JSON-serialisable dict: model, replaced, left_alone, notes, counts."""
+        """The report as a JSON-serialisable dict: model, replaced, left_alone, notes, layer_paths, counts."""
         return {
             "model": self.model,
             "replaced": [{"op": r.op, "class": r.cls, "paths": list(r.paths)} for r in self.replaced],
@@ -99,6 +102,7 @@ class PatchReport:
                 {"op": r.op, "class": r.cls, "paths": list(r.paths), "reason": r.reason} for r in self.left_alone
             ],
             "notes": list(self.notes),
+            "layer_paths": [asdict(path) for path in self.layer_paths],
             "counts": self.counts,
         }
 
@@ -110,6 +114,10 @@ class PatchReport:
                 lines.append(f"    {len(row.paths):4d}  {row.op:22s} {row.cls:20s} {', '.join(_stars(row.paths))}")
                 if isinstance(row, LeftAlone):
                     lines.append(f"          because {row.reason}")
+        lines += ["  without an op of tigon"] if self.layer_paths else []
+        lines += [f"    {path.layers:4d}  {path.kind:22s} {path.runs}" for path in self.layer_paths]
+        if command := install_command(self.layer_paths):
+            lines.append(f"          PyTorch is slow here; install kernels: {command}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 

@@ -102,7 +102,7 @@ def planned_chip(x: Tensor) -> Chip | None:
     return chips.chip(x.device.index)
 
 
-def check_number(name: str, value: Any) -> Any:
+def check_number(name: str, value: object) -> Any:
     """Return `value` as an int or a float (symbolic ones too), or raise `OptionError` if it is not a real number.
 
     Tensors are refused because reading one would wait for the GPU, and booleans because True would count as 1.
@@ -117,7 +117,7 @@ def check_number(name: str, value: Any) -> Any:
     raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a number.")
 
 
-def check_whole(name: str, value: Any) -> None:
+def check_whole(name: str, value: object) -> None:
     """Raise `OptionError` unless the value is a Python integer."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a whole number.")
@@ -296,7 +296,7 @@ def outside_graphs(function: _F) -> _F:
     return cast(_F, _disable_dynamo(function))
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: object) -> bool:
     """Whether a tensor is a DTensor. Compared by name, because importing the class takes long."""
     return type(value).__name__ == "DTensor"
 

@@ -108,7 +108,7 @@ def share_of_allowance(got: Tensor, truth: Tensor, baseline: Tensor, factor: flo
     return max(shares)
 
 
-def _as(value: Any, dtype: torch.dtype) -> Any:
+def _as(value: object, dtype: torch.dtype) -> Any:
     return value.detach().to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -134,5 +134,5 @@ def _run(
     return {**named, **{f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}}
 
 
-def _differentiable(value: Any) -> bool:
+def _differentiable(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()

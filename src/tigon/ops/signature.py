@@ -48,7 +48,7 @@ class _Value:
     def tensor_paths(self, path: str) -> list[str]:
         return [path] if self.schema_type.startswith("Tensor") else []
 
-    def flatten(self, value: Any) -> list[Any]:
+    def flatten(self, value: object) -> list[Any]:
         return [value]
 
     def restoring(self, flat: Iterator[str], records: list[type]) -> str:
@@ -93,7 +93,7 @@ class _Record(_Fields):
             tensor_path for name, kind in self.kinds for tensor_path in kind.tensor_paths(f"{path}.{name}".lstrip("."))
         ]
 
-    def flatten(self, value: Any) -> list[Any]:
+    def flatten(self, value: object) -> list[Any]:
         return self.flatten_all([getattr(value, name) for name, _ in self.kinds])
 
     def restoring(self, flat: Iterator[str], records: list[type]) -> str:

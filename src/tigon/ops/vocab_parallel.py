@@ -37,11 +37,13 @@ class VocabParallelOptions:
 
     start: int
     stop: int
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     reduce_hidden_grad: bool = True
 
     @classmethod
-    def for_vocab(cls, vocab_size: int, group: Any = None, *, reduce_hidden_grad: bool = True) -> VocabParallelOptions:
+    def for_vocab(
+        cls, vocab_size: int, group: dist.ProcessGroup | None = None, *, reduce_hidden_grad: bool = True
+    ) -> VocabParallelOptions:
         """The rows of this process if the first processes of the group hold one row more than the others."""
         check_whole("vocab_size", vocab_size)
         each, more = divmod(vocab_size, dist.get_world_size(group))
@@ -79,7 +81,7 @@ class VocabParallelOptions:
             self.all_reduce(gradient)
 
 
-def checked_part(options: Any) -> VocabParallelOptions:
+def checked_part(options: object) -> VocabParallelOptions:
     if not isinstance(options, VocabParallelOptions):
         raise OptionError(f"vocab_parallel={options!r} must be tigon.VocabParallelOptions, or None for a whole head.")
     check_whole("vocab_parallel.start", options.start)

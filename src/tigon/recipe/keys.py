@@ -1,7 +1,7 @@
 """The recipe of a run: one pydantic model, one typed field per key.
 
 A key is declared once, with its limits and choices, and its help below it. The loader (recipe_file.py), the error
-messages and the table in docs/train.md are made from that declaration. The keys of techniques are declared in
+messages and the table in docs/recipe.md are made from that declaration. The keys of techniques are declared in
 tigon.techniques.keys: the sections `lora` and `sharding`, and those that `ModelConfig` and `TrainConfig` inherit. The
 section of an objective is declared here as data, because this package is below the objectives. Its rules are in
 objectives/recipe_checks.py.

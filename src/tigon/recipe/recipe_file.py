@@ -343,7 +343,7 @@ def _unknown(dotted: str, known: Sequence[str], where: str) -> RecipeError:
     near = near or [name for name in every if dotted.rsplit(".", 1)[-1] == name.replace(".", "_", 1)]
     near = near or difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
     near = near or [leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], list(leaves), n=1)]
-    hint = f"the nearest key is {near[0]}" if near else f"known: {', '.join(known[:8])}, ..., see docs/train.md"
+    hint = f"the nearest key is {near[0]}" if near else f"known: {', '.join(known[:8])}, ..., see docs/recipe.md"
     others = {alias.name: alias.of for alias in ALIASES.values() if near and alias.key == near[0]}
     for name in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], list(others), n=1):
         hint += f", which is {name} in {others[name]}"

@@ -129,7 +129,7 @@ def load(path: Path) -> Sweep:
     form = f"a mapping with the keys {', '.join(_KEYS)}"
     raw, lines = read_yaml(path, "sweep", form, "recipes/study/quick.yaml")
     for unknown in (name for name in raw if name not in _KEYS):
-        raise RecipeError(f"{path}: {unknown} is not a key of a sweep; {_nearest(unknown, _KEYS)}")
+        raise RecipeError(f"{_at(path, lines, unknown)}: {unknown} is not a key of a sweep; {_nearest(unknown, _KEYS)}")
     variants = _variants(raw, path)
     given = {"name": path.stem, "baseline": variants[0].name, **{k: raw[k] for k in _VALUES if k in raw}}
     given = {"title": given["name"], **given}
@@ -148,10 +148,14 @@ def load(path: Path) -> Sweep:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        line = f":{lines[name]}" if name in lines else ""
-        raise RecipeError(f"{path}{line}: {name} {complaint(Sweep, first)}") from None
+        raise RecipeError(f"{_at(path, lines, name)}: {name} {complaint(Sweep, first)}") from None
     _check_together(sweep)
     return sweep
+
+
+def _at(path: Path, lines: Mapping[str, int], name: object) -> str:
+    """The file, with the line of a key that it has."""
+    return f"{path}:{lines[str(name)]}" if str(name) in lines else str(path)
 
 
 def _nearest(name: object, known: Sequence[str], otherwise: str = "") -> str:
@@ -169,7 +173,7 @@ def check_key(dotted: object, where: str) -> str:
     if text in REFUSED:
         raise RecipeError(f"{where}: {text} is set by the sweep; write {REFUSED[text]}")
     if text not in known and not re.fullmatch(r"model\.config\.[A-Za-z0-9_]+", text):
-        raise RecipeError(f"{where}: {text} is not a recipe key; {_nearest(text, known, 'docs/train.md lists them')}")
+        raise RecipeError(f"{where}: {text} is not a recipe key; {_nearest(text, known, 'docs/recipe.md lists them')}")
     return text
 
 

@@ -23,7 +23,7 @@ from tigon.errors import RunFolderError
 from tigon.sweep.points import Point
 from tigon.sweep.schema import read_predictions, read_record
 from tigon.sweep.worker import orders
-from tigon.trainer import run_folder as train_folder
+from tigon.trainer.folder import folder_lock
 
 RESULTS, TABLE, PREDICTIONS, POINTS, LOGS = "results.json", "results.csv", "predictions.json", "points", "logs"
 LOCK = ".lock"
@@ -81,7 +81,7 @@ class SweepFolder:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Lock this folder. Raises RunFolderError if another sweep holds the lock."""
-        with train_folder.locked(self.path, LOCK, "measuring into this sweep folder"):
+        with folder_lock.locked(self.path, LOCK, "measuring into this sweep folder"):
             yield
 
     def contents(self) -> Contents:

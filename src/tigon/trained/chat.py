@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,10 @@ from tigon.data.render_chat import render_chat
 from tigon.errors import OptionError, TigonError, UsageError
 from tigon.models.loading.weight_files import one_line
 from tigon.trained.load import Loaded
+from tigon.trainer.evaluation.generate import end_tokens, generated
+
+if TYPE_CHECKING:
+    pass
 
 DEFAULT_TEMPERATURE = 0.7
 LEAST_TEMPERATURE = 1e-3  # logits divided by less overflow in 16 bits
@@ -83,8 +87,7 @@ class Conversation:
         ids = self._encode(asked) if self.has_template else self.loaded.tokenizer(text)["input_ids"]
         if not ids:
             raise OptionError("the message is empty; type some text.")
-        ids_1T = torch.tensor([ids], device=next(self.loaded.model.parameters()).device)
-        tokens = self._generate(ids_1T, self._room(len(ids)))
+        tokens = self._generate(list(ids), self._room(len(ids)))
         answer = str(self.loaded.tokenizer.decode(tokens, skip_special_tokens=True))
         if self.has_template:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
@@ -185,33 +188,28 @@ class Conversation:
             raise OptionError(f"the conversation has {used} tokens and the model takes {context}; type /reset.")
         return min(self.max_tokens, int(context) - used)
 
-    def _generate(self, ids_1T: torch.Tensor, room: int) -> list[int]:
+    def _generate(self, ids: list[int], room: int) -> list[int]:
         from transformers import LogitsProcessorList, TextStreamer
 
         tokenizer, model, checks = self.loaded.tokenizer, self.loaded.model, LogitsProcessorList([_refuse_nonfinite])
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        ends = _end_tokens(model, tokenizer)
+        ends = end_tokens(model, tokenizer)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         try:
             if self.loaded.has_heads:
+                ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
                 made = medusa.medusa_generate(
                     model, ids_1T, max_new_tokens=room, eos_token_id=tokenizer.eos_token_id, streamer=streamer
                 )
                 return made.tokens
-            with torch.no_grad():
-                ids = model.generate(
-                    input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=room, streamer=streamer,
-                    use_cache=True, eos_token_id=ends or None, logits_processor=checks,
-                    pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0],
-                    **sampling,
-                )  # fmt: skip
+            options = {"streamer": streamer, "eos_token_id": ends or None, "logits_processor": checks, **sampling}
+            return generated(model, tokenizer, ids, room, **options)
         except (TigonError, OSError):
             raise
         except Exception as error:  # generation_config.json can ask for anything
             raise UsageError(
                 f"the model cannot generate: {one_line(error)}; check its generation_config.json"
             ) from None
-        return list(ids[0, ids_1T.shape[1] :].tolist())
 
 
 def _refuse_nonfinite(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -230,13 +228,6 @@ def _refuse_nonfinite(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 def _in_parts(turn: dict[str, str]) -> dict[str, Any]:
     return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """The ids that end an answer: those of the generation config, and the tokenizer's."""
-    declared = getattr(model.generation_config, "eos_token_id", None)
-    ids = declared if isinstance(declared, list) else [declared]
-    return [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
 
 
 def check_text(text: str, what: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +25,12 @@ from tigon.trained.load import load_tokenizer_of, load_weights, refuse_nonfinite
 from tigon.trained.part_folder import part_folder
 from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, attached, check_files, merged
 from tigon.trainer.checkpoint.checkpoint import disk_is_full
+from tigon.trainer.folder.run_folder import METRICS, RECIPE
 from tigon.trainer.guards.nan_guard import first_overflow
 from tigon.trainer.report import model_card
-from tigon.trainer.run_folder import METRICS, RECIPE
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"
@@ -232,7 +235,7 @@ def _write_gguf(folder: Path, name: str, kind: str) -> None:
         raise UsageError(f"{CONVERTER} failed (exit code {done.returncode}): {last}")
 
 
-def push(folder: Path, repository: str, *, private: bool, api: Any = None) -> str:
+def push(folder: Path, repository: str, *, private: bool, api: HfApi | None = None) -> str:
     """Upload a folder to the hub; the repository is created if it does not exist.
 
     Args:

@@ -142,8 +142,6 @@ def _with_adapter(folder: Path) -> TrainedModel:
             "base_model_name_or_path."
         )
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    revision = declared.get("revision")
-    return TrainedModel(
-        weights=base, tokenizer=str(folder) if has_tokenizer else base, adapter=folder,
-        revision=revision if isinstance(revision, str) else None,
-    )  # fmt: skip
+    tokenizer, revision = str(folder) if has_tokenizer else base, declared.get("revision")
+    revision = revision if isinstance(revision, str) else None
+    return TrainedModel(weights=base, tokenizer=tokenizer, adapter=folder, revision=revision)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from tigon.trainer.checkpoint.checkpoint import no_pickles
 from tigon.trainer.checkpoint.distributed_checkpoint import whole_weights
 from tigon.trainer.guards.nan_guard import first_nonfinite
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 WHOLE = "tigon-whole"  # of temporary folders
 
 
@@ -33,8 +36,8 @@ WHOLE = "tigon-whole"  # of temporary folders
 class Loaded:
     """A model in evaluation mode on its device, with its tokenizer."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     has_heads: bool = False
 
 
@@ -162,7 +165,7 @@ def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") ->
     return built
 
 
-def refuse_nonfinite(model: Any, where: str) -> None:
+def refuse_nonfinite(model: PreTrainedModel, where: str) -> None:
     """Raise UsageError if a weight of the model is NaN or infinite. where: The folder, for the message."""
     index = first_nonfinite(model)
     if index is not None:
@@ -181,7 +184,7 @@ def _with_way_to_trust(message: str, trained: TrainedModel) -> str:
     )
 
 
-def _attach_heads(model: Any, trained: TrainedModel) -> None:
+def _attach_heads(model: PreTrainedModel, trained: TrainedModel) -> None:
     assert trained.heads is not None
     spec, state = medusa.load_heads(trained.heads)
     try:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 SIGNAL_EXIT = 128  # shells add the number of the signal that ended a process
 _SIGNALS = ("SIGTERM", "SIGHUP")
@@ -85,13 +85,12 @@ def _ended_by_signals() -> Iterator[None]:
         yield
         return
 
-    def end(number: int, _: Any) -> NoReturn:
+    def end(number: int, _: object) -> NoReturn:
         raise SystemExit(SIGNAL_EXIT + number)
 
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-    before = {
-        number: signal.signal(number, end) for number in numbers if signal.getsignal(number) == signal.SIG_DFL
-    }  # fmt: skip
+    ours = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.signal(number, end) for number in ours}
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Trains a small random model of a family as `tigon train` does, for `tigon models --train` and docs/models.md.
+"""Trains a small random model of a family as `tigon train` does, for `tigon models --train` and docs/models-trained.md.
 
 Each family is trained in full, and with adapters that are merged. A recipe that is refused with a next step, such as
 `set data.packing: false`, is tried again with it.
@@ -15,12 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon.errors import TigonError
 from tigon.models.table import MODELS
 from tigon.models.verification.small_models import NotBuilt, families_without_a_row, small_model
 from tigon.trainer.run import train
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TRAINS, REFUSED, NOT_BUILT = "trains", "refused", "not built"
 NAME = "checkpoint"  # the folder of the model, as messages name it
@@ -106,7 +109,7 @@ def trained_family(model_type: str, folder: Path) -> TrainedFamily:
     """
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
-            model: Any = small_model(model_type)[0]
+            model: PreTrainedModel = small_model(model_type)[0]
         except NotBuilt as error:
             return TrainedFamily(model_type, None, None, str(error))
         model.save_pretrained(folder / NAME)

@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
 from tigon._quiet import quiet_peft
@@ -42,12 +42,18 @@ from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_sw
 from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against
 from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave
 from tigon.trainer.distributed import launch
-from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
-from tigon.trainer.distributed.deepspeed_classes import allow_deepspeed_globals, keep_partition_dtype
+from tigon.trainer.distributed.deepspeed_fixes import (
+    allow_deepspeed_globals,
+    keep_partition_dtype,
+    use_exact_beta_powers,
+)
 from tigon.trainer.distributed.signals import StopRequest, ignore_signals
 from tigon.trainer.evaluation.token_mean import EvaluationFailed, TokenMean
 from tigon.trainer.guards.nan_guard import first_nonfinite, innermost
 from tigon.trainer.step import TrainingStep
+
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
 SCHEDULER = "scheduler.pt"  # the Trainer's name
@@ -86,6 +92,8 @@ class _NothingLeft(Exception):
 
 class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped here
     """A Trainer with the guards that the module docstring lists. `guard` sets them up after the construction."""
+
+    control: TrainerControl
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make FSDP2 reduce gradients in fp32, as DDP does. Accelerate would use bf16, and round the loss to bf16.
@@ -129,7 +137,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self._saved_step = 0
         self._writing: Path | None = None
         self._pending: BackgroundSave | None = None
-        self._writing_group: Any = None
+        self._writing_group: torch.distributed.ProcessGroup | None = None
         for silent in (PrinterCallback, ProgressCallback):
             self.remove_callback(silent)
         self.add_callback(_Start(self))
@@ -138,7 +146,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             self.add_callback(self.added)
         forget_tied(self.model)
 
-    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: object) -> Any:
         if self.is_deepspeed_enabled:
             allow_deepspeed_globals()
             keep_partition_dtype()
@@ -163,17 +171,19 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     # --- the step, as step.py shows it -------------------------------------------------------------------------------
 
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, model: PreTrainedModel, inputs: Mapping[str, Any], *args: object, **kwargs: object) -> Any:
         return self.step.micro_batch(inputs, partial(super().training_step, model, inputs, *args, **kwargs))
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: PreTrainedModel, inputs: Mapping[str, Any], *args: object, **kwargs: object) -> Any:
         return self.step.loss(model, inputs, partial(super().compute_loss, model, inputs, *args, **kwargs))
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
         self.step.log(logs)
         super().log(logs, *args, **kwargs)
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+    def evaluate(
+        self, eval_dataset: SampleDataset | None = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
+    ) -> Any:
         """The Trainer's or TRL's evaluation; for tigon's own objectives, the mean loss over all learned tokens.
 
         Without a loss, because a signal came or, between steps, one sample at once runs out of memory, the loss is NaN.
@@ -192,7 +202,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             self.evaluation_error, metrics = str(error), {}
         if metrics:
             self.log(dict(metrics))
-            self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, again
         return metrics or {f"{metric_key_prefix}_loss": math.nan}
 
@@ -216,9 +226,11 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """Whether any process received a signal. Every process has to call it at the same point."""
         return self.safeguards.stop is not None and bool(self.safeguards.stop.signal_in_any_process())
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args: object, **kwargs: object) -> Any:
         if self.optimizer is None and self._make_optimizer is not None:
-            self.optimizer: Any = self._make_optimizer(self.model, self.get_decay_parameter_names(self.model))
+            self.optimizer: AcceleratedOptimizer = self._make_optimizer(
+                self.model, self.get_decay_parameter_names(self.model)
+            )
         optimizer = super().create_optimizer(*args, **kwargs)
         if not self._grouped:
             if self.added is not None:
@@ -244,7 +256,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
                 each.timeout, each.worker_init_fn = WORKER_TIMEOUT_S, start
         return loader
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, *args: object, **kwargs: object) -> Any:
         """A step's micro-batches, and their learned tokens in all processes, by which the losses are divided.
 
         Before transformers 5.19 the Trainer counts a row once for each process that shares it, and divides the count by
@@ -269,7 +281,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """The processes that read the same samples."""
         return self.get_cp_size() * self.get_tp_size()
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+    def create_model_card(self, *args: object, **kwargs: object) -> None:
         """Write nothing: the run folder has a report."""
 
     # --- counters, checkpoints ---------------------------------------------------------------------------------------
@@ -364,7 +376,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         state = self._kept(self.model, state)
         self.model.save_pretrained(folder, state_dict=state, is_main_process=self.args.should_save)
 
-    def _kept(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    def _kept(self, model: PreTrainedModel, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
         """The weights that a checkpoint holds; None: all of a model whose weights are not sharded.
 
         state: the state dict that was gathered from sharded weights; None if they are not sharded.
@@ -378,7 +390,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def _states(self) -> dict[str, Any]:
         return distributed_checkpoint.states(self.model, innermost(self.optimizer), self._kept)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         if (folder / ADAPTER_FILE).exists():
             check_against(self.model, folder)
@@ -395,7 +407,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(wrapped)
         return state
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
         """All processes write into the scratch folder; then the main process renames it to the checkpoint.
 
         In the background, the weights and states are written after this method has returned.
@@ -517,7 +529,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         raise RunFolderError(f"{folder}: {who} while a checkpoint was written; the checkpoint was not saved")
 
 
-def split_groups(optimizer: Any, own: set[int], factor: float) -> None:
+def split_groups(optimizer: torch.optim.Optimizer, own: set[int], factor: float) -> None:
     """Move the parameters whose ids are in `own` to separate groups with `factor` times the learning rate."""
     for group in list(optimizer.param_groups):
         added = [p for p in group["params"] if id(p) in own]
@@ -537,7 +549,7 @@ def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
         seed(worker)
 
 
-def refuse_nonfinite_weights(model: Any, step: int) -> None:
+def refuse_nonfinite_weights(model: PreTrainedModel, step: int) -> None:
     """Raise RecipeError if a weight is NaN or infinite, so that such weights are not saved."""
     index = first_nonfinite(model)
     if index is not None:
@@ -551,7 +563,7 @@ class _Start(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: GuardedTrainer) -> None:
         self._trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
         # A resumed state has the log and save intervals of the earlier recipe; use those of the present one.
         state.compute_steps(args, state.max_steps)
         self._trainer._name_best()
@@ -561,7 +573,7 @@ class _Start(TrainerCallback):  # type: ignore[misc]
         self._trainer.step.speed.restart()
 
 
-def forget_tied(model: Any) -> None:
+def forget_tied(model: PreTrainedModel) -> None:
     """Leave tied weights out of the missing keys of a state dict, which has them once, under another name.
 
     The Trainer would warn of them whenever it loads a checkpoint.
@@ -570,5 +582,5 @@ def forget_tied(model: Any) -> None:
         model.register_load_state_dict_post_hook(partial(_forget, tied))
 
 
-def _forget(tied: frozenset[str], module: Any, incompatible: Any) -> None:
+def _forget(tied: frozenset[str], module: torch.nn.Module, incompatible: Any) -> None:
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in tied]

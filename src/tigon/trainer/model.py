@@ -1,4 +1,4 @@
-"""Loads, patches and samples the model of a run: a preset with random weights, a local folder, or a hub id."""
+"""Loads and patches the model of a run: a preset with random weights, a local folder, or a hub id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from tigon.models.spec import LAYER_FLAGS
 from tigon.recipe.keys import ModelConfig, Recipe
 from tigon.techniques import model_kernels
 from tigon.techniques.keys.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Keys that every transformers config has and that do not change a model's shape.
 NO_SHAPE = frozenset({
@@ -120,7 +123,7 @@ def load_config(model: ModelConfig) -> Any:
     return config
 
 
-def check_stored_format(name: str, config: Any, *, keeps_mxfp4: bool = False) -> None:
+def check_stored_format(name: str, config: PreTrainedConfig, *, keeps_mxfp4: bool = False) -> None:
     """Refuse a checkpoint whose experts are in MXFP4 unless the run keeps them so, and the reverse.
 
     transformers runs such experts with kernels without a backward, or reads them in 16 bits if it has no kernels.
@@ -144,7 +147,7 @@ def check_stored_format(name: str, config: Any, *, keeps_mxfp4: bool = False) ->
         )
 
 
-def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
+def check_weights(model: ModelConfig, config: PreTrainedConfig) -> tuple[str, ...]:
     """Check, by the headers of its weight files, that a checkpoint has every tensor of the model.
 
     Returns:
@@ -174,7 +177,7 @@ def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
     return report.unexpected
 
 
-def text_part_warning(model: ModelConfig, config: Any) -> tuple[str, ...]:
+def text_part_warning(model: ModelConfig, config: PreTrainedConfig) -> tuple[str, ...]:
     """A warning if a checkpoint has parts besides the text part that is loaded; transformers drops them silently."""
     if (part := text_part(config)) is None:
         return ()
@@ -184,7 +187,7 @@ def text_part_warning(model: ModelConfig, config: Any) -> tuple[str, ...]:
     )
 
 
-def stored_dtypes(model: ModelConfig, config: Any) -> dict[str, torch.dtype]:
+def stored_dtypes(model: ModelConfig, config: PreTrainedConfig) -> dict[str, torch.dtype]:
     """Name -> dtype of each floating-point tensor in a checkpoint's files; {} for a preset.
 
     Raises:
@@ -211,7 +214,7 @@ def _refuse(model: ModelConfig, report: weight_files.LoadReport) -> None:
         raise RecipeError(f"model.name: {model.name}: {report.problem}")
 
 
-def _weight_files(model: ModelConfig, config: Any) -> tuple[Path, ...]:
+def _weight_files(model: ModelConfig, config: PreTrainedConfig) -> tuple[Path, ...]:
     """A checkpoint's weight files, downloaded if they are on the hub; () if only transformers can find them there."""
     named = getattr(config, "transformers_weights", None)
     if not is_hub_id(model.name):
@@ -219,10 +222,10 @@ def _weight_files(model: ModelConfig, config: Any) -> tuple[Path, ...]:
     from transformers.utils import cached_file
 
     def fetched(name: str) -> Path | None:
-        found = cached_file(
-            model.name, name, revision=model.revision, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
+        quiet = {
+            f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "gated_repo", "connection_errors")
+        }
+        found = cached_file(model.name, name, revision=model.revision, **quiet)
         return None if found is None else Path(found)
 
     try:
@@ -282,7 +285,7 @@ def _check_values(values: Mapping[str, Any], where: str) -> None:
                 raise RecipeError(f"{where}.rope_theta is 0, but angles are divided by it; set a positive number")
 
 
-def _check_shape(model: ModelConfig, shape: Mapping[str, Any], config: Any) -> None:
+def _check_shape(model: ModelConfig, shape: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Refuse a shape that cannot be trained, and name each key without which it could."""
     problem, changed = _problem_of(config), model.config or {}
     if problem is None:
@@ -300,7 +303,7 @@ def _check_shape(model: ModelConfig, shape: Mapping[str, Any], config: Any) -> N
     raise RecipeError(f"model.config: {model.name} cannot be trained with {keys_text}: {problem}; change it")
 
 
-def _problem_of(config: Any) -> str | None:
+def _problem_of(config: PreTrainedConfig) -> str | None:
     """Why a preset of this shape cannot be trained; None if it can. Runs one forward pass on the meta device."""
     try:
         built = _on_meta(config)
@@ -320,13 +323,13 @@ def _problem_of(config: Any) -> str | None:
     return None
 
 
-def _on_meta(config: Any) -> Any:
+def _on_meta(config: PreTrainedConfig) -> Any:
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
         return auto_class(config).from_config(config)
 
 
-def without_data(config: Any) -> Any:
+def without_data(config: PreTrainedConfig) -> Any:
     """The model of a config on the meta device, without allocating it.
 
     Raises:
@@ -338,7 +341,7 @@ def without_data(config: Any) -> Any:
         raise RecipeError(f"model: cannot be built from its config: {one_line(error)}") from None
 
 
-def end_ids(recipe: Recipe, config: Any) -> tuple[int, ...]:
+def end_ids(recipe: Recipe, config: PreTrainedConfig) -> tuple[int, ...]:
     """The ids that end an answer by the checkpoint's generation config, else by its config.
 
     There are none if the tokenizer is not the checkpoint's own, because its ids mean other tokens.
@@ -355,15 +358,25 @@ def end_ids(recipe: Recipe, config: Any) -> tuple[int, ...]:
     return tuple(i for i in ids if isinstance(i, int))
 
 
-def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by name, tied ones once, without allocating the model."""
-    return {name: tuple(parameter.shape) for name, parameter in without_data(config).named_parameters()}
+    return shapes_of(without_data(config))
+
+
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def build(
-    model: ModelConfig, config: Any, *, dtype: torch.dtype, device: torch.device | None, seed: int,
-    loading: Mapping[str, Any] | None = None, through: torch.device | None = None,
-) -> Any:  # fmt: skip
+    model: ModelConfig,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    seed: int,
+    loading: Mapping[str, Any] | None = None,
+    through: torch.device | None = None,
+) -> Any:
     """Load a checkpoint, or a preset with random weights, without patching it.
 
     Args:
@@ -392,7 +405,7 @@ def build(
     return built
 
 
-def read(model: ModelConfig, config: Any, *, dtype: torch.dtype | str, **loading: Any) -> Any:
+def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | str, **loading: Any) -> Any:
     """Load a checkpoint, and check that its files held every tensor.
 
     Args:
@@ -415,9 +428,14 @@ def read(model: ModelConfig, config: Any, *, dtype: torch.dtype | str, **loading
         )
     try:
         built, info = auto_class(config).from_pretrained(
-            model.name, dtype=dtype, revision=model.revision, trust_remote_code=model.trust_remote_code,
-            use_safetensors=True, output_loading_info=True, **loading,
-        )  # fmt: skip
+            model.name,
+            dtype=dtype,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            **loading,
+        )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and not _NOT_LOADED.search(str(error)):
             raise  # a fault of the device or of another process
@@ -431,7 +449,7 @@ def read(model: ModelConfig, config: Any, *, dtype: torch.dtype | str, **loading
     return built
 
 
-def _undrawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _undrawn(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """A model with uninitialised weights. In CPU memory they take no physical memory until they are written."""
     from transformers.initialization import no_init_weights
 
@@ -445,7 +463,9 @@ def _undrawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.
         )
 
 
-def _drawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device, through: torch.device) -> Any:
+def _drawn(
+    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, through: torch.device
+) -> Any:
     """A preset on `device`, with random weights that `through` draws module by module by transformers' rules.
 
     The random numbers that PyTorch's constructors draw are skipped, so the weights depend on the seed and `through`
@@ -475,12 +495,14 @@ def _drawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.de
 @functools.cache
 def _draws_into_copies() -> bool:
     """Whether transformers draws weights of linear layers into an fp32 copy, which 16-bit weights never see (5.8.1)."""
-    from transformers import PreTrainedModel
+    import transformers
 
-    return "weight.float()" in inspect.getsource(PreTrainedModel._init_weights)
+    return "weight.float()" in inspect.getsource(transformers.PreTrainedModel._init_weights)
 
 
-def make_buffers_anew(built: Any, model: ModelConfig, config: Any, *, dtype: torch.dtype) -> None:
+def make_buffers_anew(
+    built: PreTrainedModel, model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype
+) -> None:
     """Replace the non-persistent buffers of a model that was built under deepspeed.zero.Init.
 
     deepspeed.zero.Init casts every tensor of a constructor to 16 bits. A rotary table in bf16 is a radian off after
@@ -493,7 +515,7 @@ def make_buffers_anew(built: Any, model: ModelConfig, config: Any, *, dtype: tor
                 module.register_buffer(name, getattr(correct[path], name).to(buffer.device), persistent=False)
 
 
-def patch(model: Any, kernels: str, **ops: bool | None) -> Any:
+def patch(model: PreTrainedModel, kernels: str, **ops: bool | None) -> Any:
     """Patch the model with the kernels that `kernels` names, without the ops that are False in `ops`.
 
     Returns the patch report, Liger's version, or None if `kernels` is "none".
@@ -501,7 +523,7 @@ def patch(model: Any, kernels: str, **ops: bool | None) -> Any:
     return KERNELS[kernels](model, **ops)
 
 
-def patch_adapters(model: Any, kernels: str, **ops: bool | None) -> None:
+def patch_adapters(model: PreTrainedModel, kernels: str, **ops: bool | None) -> None:
     """Fuse the adapters that a technique added after `patch`, if `kernels` are tigon's; a head's, in its loss.
 
     ops: as in `patch`.
@@ -510,7 +532,7 @@ def patch_adapters(model: Any, kernels: str, **ops: bool | None) -> None:
         KERNELS[kernels](model, **{**ops, **dict.fromkeys(LAYER_FLAGS, False)})
 
 
-def patch_fp8(model: Any, settings: Settings, report: Any) -> None:
+def patch_fp8(model: PreTrainedModel, settings: Settings, report: PatchReport | str | None) -> None:
     """Run the products of the decoder layers in FP8 as the settings say, and add that to the patch report.
 
     Raises:
@@ -524,14 +546,14 @@ def patch_fp8(model: Any, settings: Settings, report: Any) -> None:
         report.extend(fp8)
 
 
-def _tigon(model: Any, **ops: bool | None) -> Any:
+def _tigon(model: PreTrainedModel, **ops: bool | None) -> Any:
     try:
         return patch_model(model, **ops)
     except PatchError as error:
         raise RecipeError(f"model.kernels is tigon, but {str(error).rstrip('.')}; set model.kernels: none") from None
 
 
-def _liger(model: Any, **ops: bool | None) -> str:
+def _liger(model: PreTrainedModel, **ops: bool | None) -> str:
     """Liger's own patcher with its defaults, which include the fused linear cross entropy."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -546,45 +568,3 @@ KERNELS: Mapping[str, Callable[[Any], Any]] = {
     "none": lambda model, **ops: None,
     "liger": _liger,
 }
-
-
-def sample(
-    model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, seed: int, inputs: Mapping[str, Any] | None = None
-) -> str:
-    """Generate `n_tokens` after `prompt` at temperature 0.8, and return the text. Keeps the global random state.
-
-    inputs: More arguments of the model, such as the prompt's images.
-    """
-    device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        held = {name: value.to(device) for name, value in (inputs or {}).items()}
-        return _generated(model, tokenizer, prompt, n_tokens, do_sample=True, temperature=0.8, top_k=50, **held)
-
-
-def continuation(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int) -> str:
-    """The likeliest text after `prompt`: at most `n_tokens`, up to the token that ends a text."""
-    declared = model.generation_config.eos_token_id
-    ids = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]
-    ends = [i for i in dict.fromkeys(ids) if i is not None]  # as `tigon chat` ends an answer
-    more = {"eos_token_id": ends} if ends else {}
-    # None unsets what a checkpoint's own generation config sets for sampling.
-    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    return _generated(model, tokenizer, prompt, n_tokens, skip_special=True, **greedy, **more)
-
-
-def _generated(
-    model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, *, skip_special: bool = False, **how: Any
-) -> str:
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        ids = model.generate(
-            input_ids=torch.tensor([prompt], device=device), attention_mask=torch.ones(1, len(prompt), device=device),
-            max_new_tokens=n_tokens, use_cache=True,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            **how,
-        )  # fmt: skip
-    model.train(was_training)
-    return str(tokenizer.decode(ids[0, len(prompt) :].tolist(), skip_special_tokens=skip_special))

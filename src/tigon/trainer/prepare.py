@@ -13,41 +13,41 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
 from tigon._quiet import quiet_loading
 from tigon.data import cache, chat_template, documents, images, preferences, preview, reading, row_notes, tokenizer
 from tigon.data.document_table import Documents, Texts, split_eval, used_by_weight
-from tigon.data.packing import Collator, fingerprint, unigram_entropy
+from tigon.data.packing import Collator, SampleDataset, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.data.tokens import Encoder, Tokens, learns_an_end
 from tigon.errors import DataError, RecipeError, TigonError
+from tigon.models.hybrid_layers import LayerPath, paths_of, slow_layers
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
-from tigon.recipe.keys import ModelConfig, Recipe
+from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.lora import lora
 from tigon.trainer import model
 from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.evaluation import harness
-from tigon.trainer.evaluation.sample_prompt import prompt_of
+from tigon.trainer.evaluation.prompts import Prompt, prompt_of, prompts_of
 from tigon.trainer.guards import adapter_checks, auto_checkpointing, auto_packing, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import RunSize, epochs_of, steps_of, warnings_of
-from tigon.trainer.rewards import load_rewards
+from tigon.trainer.post_training.rewards import load_rewards
+from tigon.trainer.setup import Setup, TrainingData
 
 if TYPE_CHECKING:
     import datasets
     import torch
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
     from tigon.data.packing import Packed, Sample
     from tigon.data.tokenizer import Encoded
     from tigon.objectives.base import Objective
     from tigon.techniques.keys.settings import Settings
-    from tigon.techniques.technique import RunInfo
-    from tigon.trainer.evaluation.generations import Prompt
     from tigon.trainer.guards.prediction import Prediction
 
 
@@ -73,24 +73,17 @@ def quiet_libraries(recipe: Recipe) -> None:
         raise RecipeError(f"transformers cannot be imported: {reason}; {install_command('train')}") from None
 
 
-@dataclass(frozen=True)
-class Prepared:
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Setup):
     """A recipe that passed all checks, with everything that its run needs."""
 
-    recipe: Recipe
-    device: torch.device
-    settings: Settings
-    run_info: RunInfo
-    objective: Objective
-    config: Any
-    n_parameters: int
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     train: Packed
     eval_samples: Sequence[Sample]
     collator: Collator
     prompt: list[int]
     data: dict[str, Any]
-    processor: Any = None
+    processor: ProcessorMixin | None = None
     """The processor of a model that reads images too."""
     prompt_inputs: Mapping[str, Any] = field(default_factory=dict)
     """The model's arguments for the prompt besides its tokens: its images."""
@@ -106,20 +99,28 @@ class Prepared:
     """Lines that name the formats of the rows, unless all data is text, and the cache that their tokens came from."""
     warnings: tuple[str, ...] = ()
     """Settings of the recipe that are allowed but probably mistakes."""
-    wrong_ops: Mapping[str, str] = field(default_factory=dict)
-    """Ops that failed their self-test, with the reason. The model keeps its own code for them."""
+    layer_paths: tuple[LayerPath, ...] = ()
+    """Which code runs the layers that have a state instead of attention."""
     unused_tensors: tuple[str, ...] = ()
     """Tensors in the checkpoint's files that the model lacks."""
     command: str = ""
     prediction: Prediction | None = None
 
-    def starting_model(self, run: Path) -> ModelConfig:
-        """The `model` section to load: the recipe's, or that of the model which was trained before. run: its folder."""
-        base, model = self.objective.base, self.recipe.model
-        return model if base is None or base.makes_teacher else base.trained(model, run)
+    @property
+    def n_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
-    def saved_tokenizer(self) -> Any:
+    def training_data(self) -> TrainingData:
+        """The samples, or the rows of a trainer of TRL."""
+        if self.rows is not None:
+            train, held_out = self.rows
+            return TrainingData(train=train, eval=held_out if len(held_out) else None, tokenizer=self.tokenizer)
+        held_out = SampleDataset(self.eval_samples) if self.eval_samples else None
+        return TrainingData(train=SampleDataset(self.train.samples), eval=held_out, collator=self.collator)
+
+    @property
+    def saved_tokenizer(self) -> PreTrainedTokenizerBase | ProcessorMixin:
         """What is saved with the model: its processor, which holds the tokenizer, or its tokenizer."""
         return self.tokenizer if self.processor is None else self.processor
 
@@ -177,14 +178,12 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
-    from tigon.trainer import engine  # loads transformers
-    from tigon.trainer.evaluation import generations  # loads transformers
-
     harness.check(recipe.eval.lm_eval)
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
-    shapes = model.parameter_shapes(config)
-    n_parameters = sum(math.prod(shape) for shape in shapes.values())
+    built = model.without_data(config)
+    shapes, layer_paths = model.shapes_of(built), paths_of(built)
+    del built
     settings = preflight.check_techniques(recipe, device)
     model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(settings))
     adapter_checks.check_quantized(recipe.model.name, config, settings)
@@ -265,7 +264,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if rows is None and as_chat and not chat_template.has_template(tok):
         tok.chat_template = chat_template.PLAIN_HEADERS  # the rows are encoded already, with the same text
     as_chat = as_chat and rendering.template != "plain" and chat_template.has_template(tok)
-    prompts = generations.prompts_of(recipe, tok, config, as_chat=as_chat)
+    prompts = prompts_of(recipe, tok, config, as_chat=as_chat)
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = data.packs and recipe.model.attention.startswith("flash")
     data_summary = {
@@ -280,7 +279,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         "dropped_rows": train.n_dropped + (eval_packed.n_dropped if eval_packed else 0) + n_dropped,
         "bad_rows": len(bad.problems),
         "tokenizer_size": len(tok),
-        "parameters": n_parameters,
+        "parameters": sum(math.prod(shape) for shape in shapes.values()),
         **(_of_samples(train.samples, eval_samples, size) if rows is None else {}),
         "fingerprint": fingerprint(itertools.chain(train.samples, eval_samples)),
     }
@@ -292,20 +291,44 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
             prompt_inputs = images.prompt_inputs((eval_samples or train.samples)[0], collator, len(prompt))
         data_summary["images"] = sum(len(document.images) for part in (train_docs, eval_docs) for document in part)
         check_every_row_has_images(train.samples, settings)
-    run_info = engine.run_info_of(recipe, config, shapes, device, objective)
     return Prepared(
-        recipe, device, settings, run_info, objective, config, n_parameters,
-        tok, train, eval_samples, collator, prompt, data_summary, processor=processor, prompt_inputs=prompt_inputs,
-        rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
+        recipe=recipe,
+        device=device,
+        settings=settings,
+        config=config,
+        shapes=shapes,
+        objective=objective,
+        wrong_ops=self_test.wrong_ops(recipe, settings, device),
+        tokenizer=tok,
+        processor=processor,
+        train=train,
+        eval_samples=eval_samples,
+        collator=collator,
+        rows=rows,
+        prompt=prompt,
+        prompt_inputs=prompt_inputs,
+        prompts=prompts,
+        data=data_summary,
+        bad_rows=tuple(bad.problems[:3]),
+        shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering) + packing_line + _cache_line(encoder),
+        unused_tensors=unused_tensors,
         warnings=(
-            *model.text_part_warning(recipe.model, config), *adapter_warnings, *of_rows,
+            *model.text_part_warning(recipe.model, config),
+            *adapter_warnings,
+            *of_rows,
+            *slow_layer_warning(layer_paths, device.type),
             *_row_warnings(encoded, tok, rendering, is_trl=rows is not None),
             *warnings_of(recipe, size, trains_tokenizer=_trains_tokenizer(recipe)),
         ),
-        wrong_ops=self_test.wrong_ops(recipe, settings, device),
-        unused_tensors=unused_tensors,
-    )  # fmt: skip
+        layer_paths=layer_paths,
+    )
+
+
+def slow_layer_warning(paths: Sequence[LayerPath], device_type: str) -> tuple[str, ...]:
+    """A warning if a library that is not installed would run layers faster; on a CPU none would."""
+    slow = slow_layers(paths) if device_type == "cuda" else None
+    return () if slow is None else (slow,)
 
 
 def check_every_row_has_images(samples: Sequence[Sample], settings: Settings) -> None:
@@ -322,7 +345,11 @@ def check_every_row_has_images(samples: Sequence[Sample], settings: Settings) ->
 
 
 def _row_warnings(
-    encoded: tuple[Sequence[Encoded], Sequence[Encoded]], tok: Any, rendering: chat_template.Rendering, *, is_trl: bool
+    encoded: tuple[Sequence[Encoded], Sequence[Encoded]],
+    tok: PreTrainedTokenizerBase,
+    rendering: chat_template.Rendering,
+    *,
+    is_trl: bool,
 ) -> tuple[str, ...]:
     """What the rows have that the run does not teach.
 
@@ -340,7 +367,7 @@ def _cache_line(encoder: Encoder) -> tuple[str, ...]:
     return (f"tokens   of {encoder.n_cached:,} documents from the cache, {encoder.folder}",) if encoder.n_cached else ()
 
 
-def _check_teacher(recipe: Recipe, config: Any) -> None:
+def _check_teacher(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Refuse a teacher that cannot be loaded, or whose vocabulary differs from the model's.
 
     Raises:
@@ -369,7 +396,7 @@ def _check_teacher(recipe: Recipe, config: Any) -> None:
         )
 
 
-def _check_chat(tok: Any, row: documents.Document) -> None:
+def _check_chat(tok: PreTrainedTokenizerBase, row: documents.Document) -> None:
     """Refuse messages without a chat template. TRL's trainers have no plain headers to fall back to."""
     if preferences.is_chat(row) and not getattr(tok, "chat_template", None):
         raise DataError(
@@ -462,7 +489,13 @@ def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> Da
     )
 
 
-def _prompt(recipe: Recipe, tok: Any, config: Any, samples: Sequence[Sample], rows: Sequence[Encoded]) -> list[int]:
+def _prompt(
+    recipe: Recipe,
+    tok: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    samples: Sequence[Sample],
+    rows: Sequence[Encoded],
+) -> list[int]:
     """The tokens that the text sample continues.
 
     Args:

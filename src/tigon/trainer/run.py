@@ -7,7 +7,6 @@ The run folder is created after the last check.
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,35 +18,44 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.data import reading, sources
 from tigon.data.image_rows import PicturedRows
-from tigon.data.packing import SampleDataset
 from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
 from tigon.objectives.post_training_rules import is_post_training
 from tigon.recipe.keys import Recipe
 from tigon.techniques.lora import lora
-from tigon.trainer import model, open_folder, run_folder, run_lines
+from tigon.trainer import engine
 from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap, resume_rules
-from tigon.trainer.distributed import launch, signals, torchrun
-from tigon.trainer.evaluation import harness
+from tigon.trainer.distributed import agreement, launch, signals, torchrun
+from tigon.trainer.evaluation import harness, text_sample
 from tigon.trainer.evaluation.token_mean import EvaluationFailed, perplexity
-from tigon.trainer.guards import fault_messages, prediction, preflight, self_test
+from tigon.trainer.folder import open_folder, run_folder
+from tigon.trainer.folder.run_folder import RunFolder
+from tigon.trainer.guards import fault_messages, prediction, preflight
 from tigon.trainer.prepare import Prepared, connect, prepare, quiet_libraries
-from tigon.trainer.run_folder import RunFolder
-
-BASE = "base"  # a preset's weights before the run's own steps
+from tigon.trainer.report import run_lines
+from tigon.trainer.setup import Request
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+    from torch import nn
 
-    from tigon.trainer.report.comparison import Repeat
+    from tigon.models import PatchReport
+    from tigon.trainer.guarded import GuardedTrainer
+
+BASE = "base"  # a preset's weights before the run's own steps
 
 
 def train(
-    path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False,
-    require: Callable[[Path, Recipe], None] | None = None, max_restarts: int = 0,
-) -> Path:  # fmt: skip
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    auto: bool = False,
+    require: Callable[[Path, Recipe], None] | None = None,
+    max_restarts: int = 0,
+) -> Path:
     """Train as the recipe at `path` says.
 
     Args:
@@ -67,8 +75,8 @@ def train(
         SystemExit: A signal stopped the run, or a process of a run on several GPUs failed.
     """
     preflight.check_packages()
-    command = _command(path, overrides)
-    recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
+    request = Request(path, tuple(overrides))
+    recipe = request.recipe()
     if require is not None:
         require(path, recipe)
     recipe_checks.check_trained_base(recipe)
@@ -77,49 +85,35 @@ def train(
     _check_data(recipe)
     resume = resume or torchrun.interrupted(recipe.output) is not None
     run, asked = None, recipe
-    if resume and _looks_for_run():
-        if division := run_folder.division(recipe):
-            overrides = [*overrides, *division]
-            recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
+    # On several machines the main process looks for the run to resume, for all.
+    if resume and (launch.rank() == 0 or not launch.has_several_nodes()):
+        request = request.having(run_folder.division(recipe))
+        recipe = request.recipe()
         run = run_folder.find(recipe.output, recipe)
     elif not resume and (launch.rank() == 0 or torchrun.launch_name() is None):
-        run_folder.check(recipe.output, command)
+        run_folder.check(recipe.output, request.command)
     quiet_libraries(recipe)
     checkpoint.no_pickles()
     device = preflight.check_device(recipe)
     if auto:
-        overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
-        recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
+        request = request.having(prediction.choices_of_auto(recipe, device, resume=resume))
+        recipe = request.recipe()
     if (max_restarts or recipe.sharding.gpus > 1) and not launch.started_by_launcher():
         preflight.check_techniques(recipe, device)
-        words = [*_words(overrides), *(["--resume"] if resume else [])]
-        arguments = ["-m", "tigon", "train", str(path), *words]
-        if code := torchrun.start(arguments, recipe.sharding.gpus, max_restarts=max_restarts):
+        words = ["-m", "tigon", "train", *request.words, *(["--resume"] if resume else [])]
+        if code := torchrun.start(words, recipe.sharding.gpus, max_restarts=max_restarts):
             raise SystemExit(code)
-        return _newest_folder(recipe, run)
+        written = run_folder.newest(recipe.output) if run is None else run.path
+        assert written is not None, "the processes exited with code 0 but left no run folder"
+        return written
 
     with ExitStack() as held:
         if run is not None and launch.rank() == 0:
             held.enter_context(run_folder.locked(run.path))
             run = run_folder.with_checkpoint(run, recipe)
         connect(recipe, device)
-        open_folder.check_same_recipe(asked)
-        return _train_alone_or_joined(recipe, device, run, path, overrides, held)
-
-
-def _looks_for_run() -> bool:
-    """Whether this process checks the run folder to resume. On several machines the main process does it for all."""
-    return launch.rank() == 0 or not launch.has_several_nodes()
-
-
-def _command(path: Path, overrides: Sequence[str]) -> str:
-    """The command of this run, without --resume."""
-    return shlex.join(["tigon", "train", str(path), *_words(overrides), *torchrun.options()])
-
-
-def _words(overrides: Sequence[str]) -> list[str]:
-    """The overrides as options of the command line."""
-    return [word for text in overrides for word in ("--set", text)]
+        agreement.check_same_recipe(asked)
+        return _train_alone_or_joined(request, device, run, held)
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -133,26 +127,23 @@ def _check_data(recipe: Recipe) -> None:
         reading.first_look((*data.sources(), *data.eval_sources()), reader=reader)
 
 
-def _train_alone_or_joined(
-    recipe: Recipe, device: torch.device, run: RunFolder | None, path: Path, overrides: Sequence[str], held: ExitStack
-) -> Path:
+def _train_alone_or_joined(request: Request, device: torch.device, run: RunFolder | None, held: ExitStack) -> Path:
     """One process's part of a run, up to its end. held: The stack that releases the folder locks when the run ends."""
     from rich.console import Console
 
     console = Console(highlight=False, quiet=launch.rank() > 0)
     if launch.has_several_nodes():  # only the main process has looked for the run and divided its samples
-        run, overrides = launch.broadcast((run, overrides))
-        recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
-    prepared = prepare(recipe, device)
-    open_folder.check_same_data(prepared.data)
-    held.enter_context(nvme_swap.own_files(recipe.sharding.nvme_folder))
-    command = _command(path, overrides)
-    if run is None:
-        run = open_folder.create(prepared, command, held)
-    else:
-        run = open_folder.join(run, prepared, console)
+        run, request = launch.broadcast((run, request))
+    prepared = replace(prepare(request.recipe(), device), command=request.command)
+    agreement.check_same_data(prepared.data)
+    held.enter_context(nvme_swap.own_files(prepared.recipe.sharding.nvme_folder))
+    run = open_folder.create(prepared, held) if run is None else open_folder.join(run, prepared, console)
     run_lines.announce(console, run, prepared)
-    prepared = _predict(console, prepared, path, overrides)
+    if launch.rank() == 0:
+        predicted, lines = prediction.announce(prepared, prepared.command, evaluated=bool(prepared.eval_samples))
+        for line in lines:
+            console.out(line)
+        prepared = replace(prepared, prediction=predicted)
     with signals.sigterm_interrupts():
         try:
             _carry_out(run, prepared, console)
@@ -162,12 +153,11 @@ def _train_alone_or_joined(
             launch.shutdown_distributed(together=stop.together)
             raise SystemExit(stop.exit_code) from None
         except KeyboardInterrupt:
-            resumable = any((run.path / run_folder.CHECKPOINTS).glob("checkpoint-*"))
-            hint = f"; continue with `{command} --resume`" if resumable else ""
-            console.print(f"interrupted; {run.path} keeps its files{hint}", markup=False, soft_wrap=True)
+            hint = f"; continue with `{request.command} --resume`" if run.has_checkpoints else ""
+            console.out(f"interrupted; {run.path} keeps its files{hint}")
             raise
         except Exception as error:
-            known = None if isinstance(error, TigonError) else fault_messages.to_user_error(error, run, command)
+            known = None if isinstance(error, TigonError) else fault_messages.to_user_error(error, run, request.command)
             if known is None:
                 raise
             raise known from error
@@ -176,42 +166,15 @@ def _train_alone_or_joined(
     return run.path
 
 
-def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
-    """The run folder that the started processes have written."""
-    path = resumed.path if resumed is not None else run_folder.newest(recipe.output)
-    assert path is not None, "the processes exited with code 0 but left no run folder"
-    return path
-
-
-def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequence[str]) -> Prepared:
-    """Print the planner's prediction of the run, and add it to `prepared`."""
-    command = _command(path, overrides)
-    predicted = None
-    if launch.rank() == 0:
-        predicted, lines = prediction.announce(
-            prepared.recipe, prepared.config, prepared.settings, prepared.device,
-            evaluated=bool(prepared.eval_samples), command=command,
-        )  # fmt: skip
-        for line in lines:
-            console.print(line, markup=False, soft_wrap=True)
-    return replace(prepared, command=command, prediction=predicted)
-
-
-def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
+def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[nn.Module, PatchReport | str | None]:
     """Build the model. Returns (model, patch report or None)."""
-    from tigon.trainer import engine  # loads transformers
 
-    recipe, objective = prepared.recipe, prepared.objective
     section = prepared.starting_model(run.path)
     if run.checkpoint is not None:
         section = engine.kept_base(section, prepared.settings, run.path / BASE)
-    built, patched = engine.build(
-        section, prepared.config, prepared.settings, prepared.run_info, device=prepared.device,
-        seed=recipe.train.seed, kernels=kernels, base=run.path / BASE, saves_adapters=recipe.output.save_model,
-        ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.planned().reads_whole_weights,
-        with_head=objective.with_head,
-    )  # fmt: skip
-    built = objective.attach(built)
+    setup = prepared.with_model(replace(section, kernels=kernels))
+    built, patched = engine.build(setup, run.path / BASE, saves_adapters=prepared.recipe.output.save_model)
+    built = prepared.objective.attach(built)
     lora.set_trained_dtypes(built, prepared.settings)
     return built, patched
 
@@ -223,27 +186,31 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         Stopped: A signal came. Before the final weights are saved, the run ends with a checkpoint for --resume.
             Afterwards the run ends complete, but its comparison may lack kernels.
     """
+    from tigon.trainer.measuring import comparison  # loads transformers
     from tigon.trainer.report import model_card, report  # loads transformers
 
     with signals.StopRequest(speaks=launch.rank() == 0) as stop:
         summary = _train_and_save(run, prepared, console, stop)
         if launch.rank() > 0:  # comparison and report are the main process's
             return
-        # The trained model has been freed by now, so the comparison has the whole device.
-        repeats = _compare(run, prepared, console, stop)
+        repeats = []
+        if prepared.recipe.comparison.steps:  # the trained model is freed by now, so it has the whole device
+            repeats = comparison.compare(
+                prepared, lambda kernels: _build(run, prepared, kernels)[0], run.path, console.out, stop
+            )
         summary["comparison"] = [repeat.as_mapping() for repeat in repeats]
         result = {name: value for name, value in summary.items() if name != "sample"}
-        run.append({"event": "result", "step": _last_step(run), **result})
+        run.append({"event": "result", "step": run.last_step, **result})
         report.write(run, summary, prepared.objective)
         for folder in final_model.folders_in(run.path) if prepared.recipe.output.save_model else ():
             if unserved := model_card.write(run, folder, prepared.recipe, summary, prepared.objective):
-                console.print(f"serving  {unserved}", markup=False, soft_wrap=True)
+                console.out(f"serving  {unserved}")
         run.write_json(run_folder.SUMMARY, summary)
         run_lines.conclude(console, run, summary, prepared.objective)
         if stop.number:
             cut = any(repeat.stopped for repeat in repeats)
             kept = f"the run is complete{' except its comparison' if cut else ''}"
-            raise signals.Stopped(stop.number, _last_step(run), kept, together=False)
+            raise signals.Stopped(stop.number, run.last_step, kept, together=False)
 
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> dict[str, Any]:
@@ -252,33 +219,21 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     Raises:
         Stopped: A signal came before the final weights were saved.
     """
-    from tigon.trainer import engine  # loads transformers
     from tigon.trainer.first_phase import train_base  # loads transformers
     from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
 
-    recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
     train_base(prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
     with fault_messages.explain_out_of_memory(run, prepared):
-        built, patched = _build(run, prepared, recipe.model.kernels)
-    engine.refuse_nonfinite(built, recipe.model)
-    # All processes would have to take part in sampling from sharded weights.
-    alone = launch.rank() == 0 and not prepared.settings.sharding.divides_weights
-    writes_text = objective.trl is None or objective.trl.writes_text
-    n_sample, seed = recipe.output.sample_tokens if alone and writes_text else 0, recipe.train.seed
-    if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
-        console.print("sample   no text sample: the weights are sharded", markup=False)
-    sample = {"prompt": prepared.prompt_text, "before": "", "after": ""}
-    if prepared.rows is not None and writes_text and built.generation_config.eos_token_id is None:
-        built.generation_config.eos_token_id = tok.eos_token_id  # a preset has none, and answers have an end
-    if n_sample:
-        sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
+        built, patched = _build(run, prepared, prepared.recipe.model.kernels)
+    engine.refuse_nonfinite(built, prepared.recipe.model)
+    sample = text_sample.begin(prepared, built, console)
     with fault_messages.explain_out_of_memory(run, prepared):
         trainer, outcome = _train(run, prepared, built, console, stop)
-    if n_sample:
-        sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed, prepared.prompt_inputs)
+    sample.after = sample.write(built)
     decoded = None
-    if n_sample and objective.added is not None:
-        decoded = objective.added.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
+    if sample.n_tokens and trainer.added is not None:
+        samples = prepared.eval_samples or prepared.train.samples
+        decoded = trainer.added.sampled(built, samples, prepared.tokenizer.eos_token_id)
     _end_if_asked(prepared, trainer)
     if not prepared.settings.sharding.divides_weights:
         _save_model(run, prepared, built, trainer)  # after sampling: it may detach the objective's heads
@@ -289,27 +244,32 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         "evaluation_error": trainer.evaluation_error,
         "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), trainer.fused])),
         "decoded": decoded,
-        "sample": sample,
+        "sample": sample.as_mapping(),
     }
 
 
-def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
+def _save_model(run: RunFolder, prepared: Prepared, built: nn.Module, trainer: GuardedTrainer) -> None:
     """Save the final weights if `output.save_model` is set. Every process calls it. The weights change their dtype."""
-    recipe, objective = prepared.recipe, prepared.objective
-    if not recipe.output.save_model:
+    if not prepared.recipe.output.save_model:
         return
     target = final_model.FinalModel(
-        run=run.path, model=prepared.starting_model(run.path), config=prepared.config, settings=prepared.settings,
-        output=recipe.output,
-    )  # fmt: skip
+        run=run.path,
+        model=prepared.starting_model(run.path),
+        config=prepared.config,
+        settings=prepared.settings,
+        output=prepared.recipe.output,
+    )
     final = FinalSave(
-        folder=run.path, sharded=prepared.settings.sharding.divides_weights, is_first=launch.rank() == 0,
-        gathered_state=trainer.gathered_state, save_model=partial(target.save, built, trainer),
+        folder=run.path,
+        sharded=prepared.settings.sharding.divides_weights,
+        is_first=launch.rank() == 0,
+        gathered_state=trainer.gathered_state,
+        save_model=partial(target.save, built, trainer),
         save_state=partial(target.save_state, built),
-    )  # fmt: skip
+    )
     written = True
-    if objective.added is not None:
-        written = objective.added.save(built, final)
+    if trainer.added is not None:
+        written = trainer.added.save(built, final)
     else:
         final.save_model()
     if final.is_first and written:
@@ -318,8 +278,8 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
 
 
 def _train(
-    run: RunFolder, prepared: Prepared, built: Any, console: Console, stop: signals.StopRequest
-) -> tuple[Any, dict[str, Any]]:
+    run: RunFolder, prepared: Prepared, built: nn.Module, console: Console, stop: signals.StopRequest
+) -> tuple[GuardedTrainer, dict[str, Any]]:
     """Train and evaluate. Sharded weights are saved before the evaluation, because an evaluation that runs out of
     memory ends all processes.
 
@@ -336,9 +296,7 @@ def _train(
         try:
             trainer.train(resume_from_checkpoint=str(run.checkpoint) if run.checkpoint else None)
         except Exception as error:
-            if run.checkpoint is None or trainer.step.speed.n_micro_batches or isinstance(error, TigonError):
-                raise
-            if prediction.is_out_of_memory(error) or fault_messages.is_no_checkpoints_fault(error, run):
+            if trainer.step.speed.n_micro_batches or not fault_messages.is_checkpoints_fault(error, run):
                 raise
             raise fault_messages.unreadable(run, error) from error
         finally:
@@ -361,9 +319,7 @@ def _train(
         outcome |= {"eval_loss": eval_loss, "eval_perplexity": _perplexity(prepared, eval_loss)}
         if prepared.recipe.eval.lm_eval:  # may take hours, in which a killed run keeps what it has learned
             trainer.save_last()
-        outcome["lm_eval"] = harness.run_tasks(
-            run, built, prepared.tokenizer, prepared.recipe.eval, prepared.recipe.train.batch_size, watchers.announce
-        )
+        outcome["lm_eval"] = harness.run_tasks(run, built, prepared.tokenizer, prepared.recipe, console.out)
         watchers.finish(outcome)
         return trainer, outcome
 
@@ -375,54 +331,43 @@ def _perplexity(prepared: Prepared, eval_loss: float | None) -> float | None:
     return next(iter(perplexity(eval_loss)), None)
 
 
-def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.StopRequest) -> Any:
-    """tigon's trainer, or TRL's if the objective names one."""
+def _make_trainer(run: RunFolder, prepared: Prepared, built: nn.Module, stop: signals.StopRequest) -> GuardedTrainer:
+    """The run's trainer with the callbacks that guard its training."""
     from transformers import EarlyStoppingCallback
 
-    from tigon.trainer import engine, guarded  # loads transformers
+    from tigon.trainer import guarded  # loads transformers
     from tigon.trainer import trainer as trainers  # loads transformers
     from tigon.trainer.guards.document_mixing import DocumentMixing  # loads transformers
 
     recipe = prepared.recipe
     safeguards = guarded.Safeguards(
-        stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
-        metadata=fault_messages.checkpoint_metadata(prepared), distributed=resume_rules.writes_distributed(recipe),
+        stop=stop,
+        max_skipped_steps=recipe.train.max_skipped_steps,
+        metadata=fault_messages.checkpoint_metadata(prepared),
+        distributed=resume_rules.writes_distributed(recipe),
         in_background=recipe.train.save_async,
-    )  # fmt: skip
-    if prepared.rows is not None:
-        from tigon.trainer import post_training  # loads transformers
-
-        trainer: Any = post_training.make(run.path, prepared, built, safeguards)
-    else:
-        args = trainers.arguments(
-            recipe.train, prepared.settings, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
-            evaluate=bool(prepared.eval_samples),
-            reads_images=prepared.processor is not None and prepared.settings.lora.rank is None,
-        )  # fmt: skip
-        eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
-        trainer = trainers.make(
-            built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
-            engine.make_optimizer(recipe.train, prepared.settings), safeguards, prepared.objective,
-        )  # fmt: skip
-        data, samples = recipe.data, prepared.train.samples
-        if data.packing and not data.cross_document_attention and recipe.sharding.sequence == 1:
-            trainer.add_callback(DocumentMixing(trainer, samples, recipe.model.name, prepared.settings))
+    )
+    trainer = trainers.make(prepared, built, prepared.training_data, run.path, safeguards)
+    data, is_alone = recipe.data, recipe.sharding.sequence == 1
+    if prepared.rows is None and data.packing and not data.cross_document_attention and is_alone:
+        trainer.add_callback(DocumentMixing(trainer, prepared.train.samples, recipe.model.name, prepared.settings))
     if recipe.train.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.train.early_stopping_patience))
     return trainer
 
 
-def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
+def _end_if_asked(prepared: Prepared, trainer: GuardedTrainer) -> None:
     """If a signal came, save a checkpoint of the last step and raise Stopped. Every process calls it together."""
-    if not trainer.asked_to_stop():
+    stop = trainer.safeguards.stop
+    if stop is None or not trainer.asked_to_stop():
         return
     trainer.save_last()
     step = trainer.state.global_step
     kept = f"{checkpoint.name_of(step)} is complete; continue with `{prepared.command} --resume`"
-    raise signals.Stopped(trainer.safeguards.stop.number, step, kept, together=True)
+    raise signals.Stopped(stop.number, step, kept, together=True)
 
 
-def _final_eval_loss(trainer: Any) -> float | None:
+def _final_eval_loss(trainer: GuardedTrainer) -> float | None:
     """The eval loss after the last step, taken from the records if the last step was evaluated anyway.
 
     None if evaluation ran out of memory, so that the trained weights are still saved, or if a signal ended it.
@@ -438,30 +383,3 @@ def _final_eval_loss(trainer: Any) -> float | None:
     except EvaluationFailed as error:
         trainer.evaluation_error = str(error)
         return None
-
-
-def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> list[Repeat]:
-    from tigon.trainer.report.comparison import compare  # loads transformers
-
-    recipe = prepared.recipe
-    if recipe.comparison.steps == 0:
-        return []
-    return compare(
-        recipe.comparison.kernels,
-        lambda kernels: _build(run, prepared, kernels)[0],
-        train=replace(recipe.train, batch_size=recipe.comparison.batch_size or recipe.train.batch_size),
-        settings=prepared.settings,
-        run_info=prepared.run_info,
-        steps=recipe.comparison.steps,
-        folder=run.path / "checkpoints",
-        device=prepared.device,
-        collator=prepared.collator,
-        samples=SampleDataset(prepared.train.samples),
-        objective=prepared.objective,
-        announce=lambda text: console.print(text, markup=False, soft_wrap=True),
-        stop=stop,
-    )
-
-
-def _last_step(run: RunFolder) -> int:
-    return max((int(record["step"]) for record in run.records()), default=0)

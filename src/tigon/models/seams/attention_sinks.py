@@ -29,7 +29,7 @@ from tigon import ops
 from tigon.models.kv_cache import CACHE_ARGUMENTS, cache_in
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.seams.mask import MaskSeam, choose_by_positions, makes_consecutive_positions, without_positions
-from tigon.models.seams.rebind import owner_of, rebind, rebind_each
+from tigon.models.seams.rebind import Forward, owner_of, rebind, rebind_each
 from tigon.models.verification import probe
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class SinksAttentionSeam(Seam):
     def objection(self, module: nn.Module) -> str | None:
         if not _hands_mask_on(type(module)):
             return "its forward reads or changes the mask, so it needs one"
-        original: Any = _eager_function(type(module))
+        original = _eager_function(type(module))
         fused = functools.partial(attend, original)
         make = functools.partial(
             probe.make_stand_in, module, parameters={"sinks": (4,)}, attributes={"num_key_value_groups": 2}
@@ -116,7 +116,7 @@ class SinksAttentionSeam(Seam):
         return None
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
-        forward: Any = base.forward
+        forward: Forward = base.forward
         owner = owner_of(forward, _FUNCTION)
         assert owner is not None, "not a candidate"
         replacement = functools.partial(attend, _eager_function(base))
@@ -224,7 +224,7 @@ class CausalMaskSeam(Seam):
         return None
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
-        original: Any = _without_mask_seam(base).forward
+        original: Forward = _without_mask_seam(base).forward
         functions = _mask_functions(_without_mask_seam(base))
         runs = {name: functools.partial(mask_or_rows, function) for name, function in functions.items()}
         forward = rebind_each(original, runs)

@@ -28,7 +28,7 @@ from tigon.ops import ExpertUnit
 _ACTIVATION_OF = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
-def _activation(module: Any) -> str | None:
+def _activation(module: nn.Module) -> str | None:
     """The name of the module's activation in `ExpertUnit`; silu if its code calls silu directly."""
     act = getattr(module, "act_fn", None)
     if act is None:
@@ -39,7 +39,7 @@ def _activation(module: Any) -> str | None:
     return _ACTIVATION_OF[gated.keywords["approximate"]]  # type: ignore[attr-defined]
 
 
-def unit_of(module: Any) -> ExpertUnit | None:
+def unit_of(module: nn.Module) -> ExpertUnit | None:
     """The gated unit that the module's attributes describe, or None."""
     activation = _activation(module)
     if activation is None:
@@ -60,7 +60,7 @@ def _rows() -> tuple[Tensor]:
     return (torch.cat([probe.random(3, 8, seed=1), 20.0 * probe.random(3, 8, seed=2)]).requires_grad_(),)
 
 
-def unit_objection(module: Any) -> str | None:
+def unit_objection(module: nn.Module) -> str | None:
     """Why the op cannot compute this module's experts, or None."""
     if not getattr(module, "has_gate", True):
         return "its experts have no gate"
@@ -69,9 +69,8 @@ def unit_objection(module: Any) -> str | None:
     unit = unit_of(module)
     if unit is None:
         return no_op_for(module.act_fn)
-    return probe.disagreement(
-        partial(probe.make_stand_in, module), _rows, lambda _, pre: unit(pre), type(module)._apply_gate
-    )
+    own = getattr(type(module), "_apply_gate")  # noqa: B009
+    return probe.disagreement(partial(probe.make_stand_in, module), _rows, lambda _, pre: unit(pre), own)
 
 
 @dataclass(frozen=True)
@@ -167,8 +166,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return run_experts(self, hidden_states, top_k_index, top_k_weights)
 
 
-def _check_once(module: Any) -> None:
-    key = (type(_plain(module)), unit_of(module), module.has_gate)  # not a parametrized class, which holds its module
+def _check_once(module: nn.Module) -> None:
+    # not a parametrized class, which holds its module
+    key = (type(_plain(module)), unit_of(module), bool(module.has_gate))
     if key not in _checked:
         objection = unit_objection(module)
         if objection is not None:
@@ -193,21 +193,21 @@ class ExpertsOpSeam(Seam):
         return hasattr(module, "is_transposed") and callable(getattr(type(module), "_apply_gate", None))
 
     def objection(self, module: nn.Module) -> str | None:
-        state: Any = (module := _plain(module))
-        objection = unit_objection(state)
+        module = _plain(module)
+        objection = unit_objection(module)
         if objection is not None:
             return objection
         attributes = {"num_experts": _EXPERTS}
-        make = partial(probe.make_stand_in, module, parameters=_shapes(state), attributes=attributes)
-        forward: Any = type(module).forward
-        return probe.disagreement(make, _probe_inputs, self.namespace(type(module))["forward"], forward)
+        make = partial(probe.make_stand_in, module, parameters=_shapes(module), attributes=attributes)
+        fused, forward = self.namespace(type(module))["forward"], type(module).forward
+        return probe.disagreement(make, _probe_inputs, fused, forward)
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
-        plain_forward: Any = base.forward
+        plain_forward: Callable[..., Tensor] = base.forward
 
         def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             if unit_of(self) is None or is_dtensor(hidden_states) or any(is_dtensor(p) for p in self.parameters()):
-                return plain_forward(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+                return plain_forward(self, hidden_states, top_k_index, top_k_weights)
             return run_experts(self, hidden_states, top_k_index, top_k_weights)
 
         return {"forward": forward}
@@ -216,7 +216,7 @@ class ExpertsOpSeam(Seam):
 _EXPERTS, _INNER = 3, 4
 
 
-def _shapes(module: Any) -> Mapping[str, tuple[int, ...]]:
+def _shapes(module: nn.Module) -> Mapping[str, tuple[int, ...]]:
     """The stand-in's weights, in the module's layout."""
     up, down = (2 * _INNER, probe.WIDTH), (probe.WIDTH, _INNER)
     if module.is_transposed:

@@ -9,6 +9,7 @@ PEFT's forward stays in charge of everything but the plain case, as in `lora.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -63,7 +64,7 @@ class ExpertsLoraSeam(Seam):
         return None if _runs_the_op(experts) else _EXPERTS.objection(experts)
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
-        plain_forward: Any = base.forward
+        plain_forward: Callable[..., Tensor] = base.forward
 
         def forward(self: ParamWrapper, x: Tensor, *args: Tensor, **kwargs: object) -> Tensor:
             adapters = None if kwargs or len(args) != 2 else plain_adapters(self)
@@ -71,7 +72,7 @@ class ExpertsLoraSeam(Seam):
                 index, weights = args
                 return run_experts(_innermost(self), x, index, weights, adapters)
             try:
-                return plain_forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
+                return plain_forward(self, x, *args, **kwargs)
             finally:
                 _remove_leftovers(_innermost(self), self.parameter_name)
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tigon.models.seams.base import Seam, imitate
-from tigon.models.seams.rebind import names_of, owner_of, rebind_each
+from tigon.models.seams.rebind import Forward, names_of, owner_of, rebind_each
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,14 +43,13 @@ class MaskSeam(Seam):
     reported: ClassVar[bool] = False
 
     def candidate(self, module: nn.Module) -> bool:
-        forward: Any = type(module).forward
-        return makes_consecutive_positions(forward)
+        return makes_consecutive_positions(type(module).forward)
 
     def objection(self, module: nn.Module) -> str | None:
         return None
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
-        plain_forward: Any = base.forward
+        plain_forward: Forward = base.forward
         functions = _mask_functions(plain_forward)
         known = rebind_each(
             plain_forward, {name: without_positions(function, function) for name, function in functions}
@@ -79,7 +78,7 @@ def choose_by_positions(
 
 
 @functools.cache
-def _mask_functions(forward: FunctionType) -> tuple[tuple[str, FunctionType], ...]:
+def _mask_functions(forward: Forward) -> tuple[tuple[str, FunctionType], ...]:
     """Name and value of every mask function of transformers with positions that a class's forward calls."""
     found = []
     for name in names_of(forward):
@@ -93,7 +92,7 @@ def _mask_functions(forward: FunctionType) -> tuple[tuple[str, FunctionType], ..
 
 
 @functools.cache
-def makes_consecutive_positions(forward: FunctionType) -> bool:
+def makes_consecutive_positions(forward: Forward) -> bool:
     """Whether the source of a class's forward makes 0, 1, 2 ... for each row if it is given no positions."""
     functions = _mask_functions(forward)
     if not functions or "position_ids" not in inspect.signature(forward).parameters:

@@ -14,9 +14,12 @@ resolves every global through the module of that name and finds the original aga
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType
 from typing import Any
+
+Forward = Callable[..., Any]
+"""A function that a module's class has for its forward."""
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -63,8 +66,9 @@ def owner_of(function: object, name: str) -> FunctionType | None:
     return next((f for f in _chain(function) if name in f.__globals__ and name in _names(f.__code__)), None)
 
 
-def rebind(function: FunctionType, owner: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:
+def rebind(function: Forward, owner: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:
     """`function`, rebuilt so that `owner`, somewhere in its decorator chain, sees `replacements` as globals."""
+    assert isinstance(function, FunctionType), "its code cannot be rebuilt"
     if function is owner:
         mentioned = {name: owner.__globals__[name] for name in _names(owner.__code__) if name in owner.__globals__}
         scope = {"__builtins__": owner.__globals__["__builtins__"], **mentioned, **replacements}
@@ -80,7 +84,7 @@ def rebind(function: FunctionType, owner: FunctionType, replacements: Mapping[st
     return copy
 
 
-def rebind_each(function: Any, replacements: Mapping[str, Any]) -> Any:
+def rebind_each(function: Forward, replacements: Mapping[str, Any]) -> Forward:
     """`function`, rebuilt so that the first reader of each name in its decorator chain sees the replacement."""
     for name, replacement in replacements.items():
         owner = owner_of(function, name)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
-from tigon.models.seams.rebind import inner_functions, names_of, owner_of, rebind
+from tigon.models.seams.rebind import Forward, inner_functions, names_of, owner_of, rebind
 from tigon.models.verification import probe
 
 # B batch, H heads, T tokens, D head width, R rotary width.
@@ -110,7 +110,7 @@ class RopeSeam(Seam):
         return "; ".join(f"{name}: {match}" for name, match in matches.items() if isinstance(match, str)) or None
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
-        forward: Any = base.forward
+        forward: Forward = base.forward
         for name, function in list(_rotary_functions(base)):
             owner, match = owner_of(forward, name), _match(function, self.styles)
             assert owner is not None and not isinstance(match, str)  # objection() would have said so
@@ -135,7 +135,7 @@ def _function_of(value: object) -> FunctionType | None:
     until a kernel of the hub takes the place of that forward.
     """
     if isinstance(value, nn.Module) and "forward" not in vars(value):
-        forward: Any = type(value).forward
+        forward: Forward = type(value).forward
         value = next(inner_functions(forward), None) if isinstance(forward, FunctionType) else None
     return value if isinstance(value, FunctionType) else None
 

@@ -63,11 +63,11 @@ class RouterSeam(Seam):
         return probe.disagreement(make, _inputs, fused, forward) or _dtype_objection(make, fused, forward)
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
-        plain_forward: Any = base.forward
+        plain_forward: Callable[..., tuple[Tensor, Tensor, Tensor]] = base.forward
 
         def forward(self_: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             if is_dtensor(hidden_states) or is_dtensor(self_.weight):
-                return plain_forward(self_, hidden_states)  # type: ignore[no-any-return]
+                return plain_forward(self_, hidden_states)
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
             logits = F.linear(rows, self_.weight, getattr(self_, "bias", None))
             dtype = torch.float32 if self.fp32_weights else logits.dtype

@@ -232,16 +232,13 @@ def cross_entropy_oracle(
     target: Tensor,
     *,
     weight: Tensor | None = None,
-    ignore_index: int = -100,
     reduction: Reduction = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
     num_items: Tensor | float | None = None,
     token_weight: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """The unfused formula: logits are cast to fp32, as in transformers, then passed to F.cross_entropy."""
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss = LossOptions(**options)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1]) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)

@@ -31,7 +31,7 @@ _COLLECTIONS = (tuple, list, set, frozenset)
 # A value of the plain type in range is returned at once, which takes a fifth of the time of the whole check.
 
 
-def _whole(name: str, value: Any) -> Any:
+def _whole(name: str, value: object) -> Any:
     if type(value) is not int:
         check_whole(name, value)
     return value
@@ -80,7 +80,7 @@ _CHECKS = _checks()
 
 
 def check_options(
-    options: LossOptions, *, reduction: str, num_items: Any, outputs: Any, names: tuple[str, ...] = OUTPUTS
+    options: LossOptions, *, reduction: str, num_items: object, outputs: object, names: tuple[str, ...] = OUTPUTS
 ) -> tuple[LossOptions, Any]:
     """Raise `OptionError` for an invalid value; return the options and num_items as plain numbers.
 
@@ -99,7 +99,7 @@ def check_options(
     return LossOptions(*checked), num_items
 
 
-def check_outputs(outputs: Any, names: tuple[str, ...]) -> None:
+def check_outputs(outputs: object, names: tuple[str, ...]) -> None:
     """Raise `OptionError` unless `outputs` is a collection of these names."""
     if not isinstance(outputs, _COLLECTIONS):
         raise OptionError(f"outputs={outputs!r} must be a tuple of names; choose from {', '.join(names)}.")
@@ -108,7 +108,7 @@ def check_outputs(outputs: Any, names: tuple[str, ...]) -> None:
             raise OptionError(f"outputs names {name!r}; choose from {', '.join(names)}.")
 
 
-def check_num_items(num_items: Any) -> Any:
+def check_num_items(num_items: object) -> Any:
     """Return the denominator as a number, a tensor or None; raise if it is not a count.
 
     A tensor's value is checked only with TIGON_CHECK=1, because on a GPU the host would wait for it.

@@ -172,18 +172,10 @@ def logprobs(
 
 
 def logprobs_oracle(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    mask: Tensor | None = None,
-    outputs: tuple[str, ...] = (),
-    top_k: int = 0,
+    logits: Tensor, ids: Tensor, *, mask: Tensor | None = None, outputs: tuple[str, ...] = (), **options: Any
 ) -> Tensor | Logprobs:
     """Log-softmax in at least fp32, then a gather; differentiated by autograd."""
+    ignore_index, softcap, logit_scale, temperature, top_k, *_ = LogprobOptions(**options)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tigon.models.hybrid_layers import counts_of
 from tigon.planner.request import Request, build
 from tigon.planner.simulate.optimizer_cost import FP32, Parameter, cost_of
 from tigon.planner.trace import adapters, disk_cache
@@ -72,6 +73,8 @@ class ModelWeights:
     buffer_bytes: int
     lm_head_shape: tuple[int, int]
     """(vocab, hidden): the shape of the output embeddings' weight."""
+    hybrid_layers: Mapping[str, int]
+    """Number of layers of each kind of `models.hybrid_layers`."""
 
     @property
     def weight_bytes(self) -> int:
@@ -123,7 +126,7 @@ def _model_weights(key: TraceKey) -> ModelWeights:
 def _of_json(stored: Mapping[str, Any]) -> ModelWeights:
     weights = tuple(Weight(**{**one, "shape": tuple(one["shape"])}) for one in stored["weights"])
     vocab, hidden = stored["lm_head_shape"]
-    return ModelWeights(weights, stored["buffer_bytes"], (vocab, hidden))
+    return ModelWeights(weights, stored["buffer_bytes"], (vocab, hidden), stored["hybrid_layers"])
 
 
 def _built_weights(key: TraceKey) -> ModelWeights:
@@ -137,7 +140,7 @@ def _built_weights(key: TraceKey) -> ModelWeights:
     model = request.objective.attach(model)
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
     weights = _weights(model, settings, request.objective.own_parameters)
-    return ModelWeights(weights, buffer_bytes, (head.out_features, head.in_features))
+    return ModelWeights(weights, buffer_bytes, (head.out_features, head.in_features), counts_of(model))
 
 
 def _weights(model: nn.Module, settings: Settings, own_parameters: str | None) -> tuple[Weight, ...]:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tigon._trunk import decoder_layers
 from tigon.errors import UsageError
 from tigon.models.fp8 import patch_fp8
+from tigon.models.hybrid_layers import library_among
 from tigon.models.patch import patch, patch_like
 from tigon.models.report import SeamsByPath
 from tigon.models.seams.head.loss import causal_lm_loss
@@ -307,9 +308,14 @@ def _foreign_code(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if library := library_among(str(frame.f_globals.get("__name__")) for frame in frames):
+            raise UsageError(
+                f"{name}: {library} runs layers of it, and these kernels cannot be traced without data; plan it in an "
+                f"environment without {library}, where the plan counts PyTorch's code."
+            ) from error
         untraceable = (RuntimeError, DataDependentOutputException, DynamicOutputShapeException)
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if not isinstance(error, untraceable) and "transformers" not in Path(frame.f_code.co_filename).parts:
+        if not isinstance(error, untraceable) and "transformers" not in Path(frames[-1].f_code.co_filename).parts:
             raise  # tigon's own error
         raise UsageError(
             f"{name}: its step cannot be traced without data ({type(error).__name__}: "

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import DeviceType
 
 Shape = Sequence[int]
 

@@ -31,8 +31,9 @@ from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.guarded import GuardedTrainer
-from tigon.trainer.guards import preflight, self_test
-from tigon.trainer.timed_run import StepMeter, StepTimer
+from tigon.trainer.guards import preflight
+from tigon.trainer.measuring.timed_run import StepMeter, StepTimer
+from tigon.trainer.setup import Setup, TrainingData
 
 PACKAGES = ("accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
 
@@ -114,7 +115,6 @@ def measure(
     shapes = models.parameter_shapes(config)
     models.check_weights(recipe.model, config)
     objective = objective_of(recipe, config, lambda: shapes)
-    run_info = engine.run_info_of(recipe, config, shapes, device, objective)
     assert recipe.train.steps is not None, "a sweep counts steps"
     metered_step = recipe.train.steps if device.type == "cpu" else None
     if metered_step is not None:
@@ -124,27 +124,20 @@ def measure(
         data, collator = samples.make(recipe, config, objective, how_rows, processes=launch.world_size(), folder=folder)
     meter = StepMeter(device)
     load_s = time.perf_counter()
-    built, _ = engine.build(
-        recipe.model,
-        config,
-        settings,
-        run_info,
+    setup = Setup(
+        recipe=recipe,
         device=device,
-        seed=recipe.train.seed,
-        kernels=recipe.model.kernels,
-        base=folder / "base",
-        ops=self_test.without(wrong_ops),
-        reads_whole_weights=objective.planned().reads_whole_weights,
-        with_head=objective.with_head,
+        settings=settings,
+        config=config,
+        shapes=shapes,
+        objective=objective,
+        wrong_ops=wrong_ops,
     )
+    built, _ = engine.build(setup, folder / "base")
     engine.refuse_nonfinite(built, recipe.model)
     built = objective.attach(built)
     meter.mark("load")
-    args = trainers.arguments(
-        recipe.train, settings, run_info, folder=folder / "checkpoints", device=device, evaluate=False
-    )
-    make_optimizer = engine.make_optimizer(recipe.train, settings)
-    trainer = trainers.make(built, args, collator, data, None, make_optimizer, objective=objective)
+    trainer = trainers.make(setup, built, TrainingData(train=data, collator=collator), folder)
     steps = _Steps(meter, trainer, metered_step)
     trainer.add_callback(steps)
     try:

@@ -1,7 +1,7 @@
 """The base of a recipe's sections. pydantic checks types and limits; this file adds YAML's forms and the words.
 
 A key is one typed field, declared by `key` with its default, help and limits. Recipes, `--set`, the flags of
-`tigon plan`, the messages and the table of docs/train.md are made from that declaration.
+`tigon plan`, the messages and the table of docs/recipe.md are made from that declaration.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Limits(TypedDict, total=False):
 
 
 def key(default: T, **limits: Unpack[Limits]) -> T:
-    """Declare a recipe key. The docstring below it is its help, for the table of docs/train.md.
+    """Declare a recipe key. The docstring below it is its help, for the table of docs/recipe.md.
 
     Args:
         default: The default value; a tuple makes a list key.

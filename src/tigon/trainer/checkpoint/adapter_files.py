@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,11 @@ from tigon.techniques.lora.lora import is_saved_as_difference
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel, Trainer
+
+
 ADAPTERS, INITIAL = "adapters", "initial-adapters"
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 SCORE_TASK = "SEQ_CLS"
@@ -40,7 +45,7 @@ def name_in_file(name: str) -> str:
     return name.replace(".modules_to_save.default.", ".").replace(".default", "")
 
 
-def keep_base(built: Any, config: Any, folder: Path) -> None:
+def keep_base(built: PreTrainedModel, config: PreTrainedConfig, folder: Path) -> None:
     """Save a preset's random weights in `folder`, unless they are there.
 
     Args:
@@ -53,7 +58,7 @@ def keep_base(built: Any, config: Any, folder: Path) -> None:
             built.save_pretrained(folder)
 
 
-def name_base(wrapped: Any, model: ModelConfig, base: Path) -> None:
+def name_base(wrapped: PeftModel, model: ModelConfig, base: Path) -> None:
     """Write the model that the adapters belong to into their config, for AutoPeftModel and inference servers.
 
     Args:
@@ -69,7 +74,7 @@ def name_base(wrapped: Any, model: ModelConfig, base: Path) -> None:
         config.base_model_name_or_path = str(folder.resolve())
 
 
-def keep_initial(wrapped: Any, settings: Settings, folder: Path) -> None:
+def keep_initial(wrapped: PeftModel, settings: Settings, folder: Path) -> None:
     """Save the adapters before training if the trained ones are saved as the difference from them.
 
     The difference belongs to the weights of the checkpoint.
@@ -78,7 +83,7 @@ def keep_initial(wrapped: Any, settings: Settings, folder: Path) -> None:
         wrapped.save_pretrained(folder, save_embedding_layers=False)
 
 
-def save(wrapped: Any, trainer: Any, settings: Settings, folder: Path) -> None:
+def save(wrapped: PeftModel, trainer: Trainer, settings: Settings, folder: Path) -> None:
     """Save the adapters in `folder`. Every process calls it."""
     if settings.sharding.divides_weights:  # gathered by all processes, written by the first
         trainer.save_model(str(folder))
@@ -86,10 +91,10 @@ def save(wrapped: Any, trainer: Any, settings: Settings, folder: Path) -> None:
         initial = folder.with_name(INITIAL)
         converts = is_saved_as_difference(settings)
         with quiet_peft():
+            before = str(initial) if converts else None
             wrapped.save_pretrained(
-                folder, save_embedding_layers=False,
-                path_initial_model_for_weight_conversion=str(initial) if converts else None,
-            )  # fmt: skip
+                folder, save_embedding_layers=False, path_initial_model_for_weight_conversion=before
+            )
         if converts:
             shutil.rmtree(initial)
     if trainer.is_world_process_zero():
@@ -119,7 +124,7 @@ def merged_with_base(adapters: Path, model: ModelConfig, *, dtype: torch.dtype) 
     return merged(attached(plain, adapters))
 
 
-def attached(plain: Any, adapters: Path) -> Any:
+def attached(plain: PreTrainedModel, adapters: Path) -> Any:
     """The model inside PEFT's wrapper, with the saved adapters. Every command that reads adapters calls this.
 
     PEFT initialises a tensor that the file lacks as for a new run, and ignores a tensor that it does not know.
@@ -153,7 +158,7 @@ def attached(plain: Any, adapters: Path) -> Any:
     return adapted
 
 
-def check_against(wrapped: Any, adapters: Path) -> None:
+def check_against(wrapped: PeftModel, adapters: Path) -> None:
     """Check a checkpoint's adapters before the Trainer loads them into `wrapped`.
 
     Raises:
@@ -196,7 +201,7 @@ def _is_floating(header: Header) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
-def _compare_names(adapters: Path, held: Collection[str], wrapped: Any, *, renamed: bool) -> None:
+def _compare_names(adapters: Path, held: Collection[str], wrapped: PeftModel, *, renamed: bool) -> None:
     """Refuse a file that lacks tensors, and warn of tensors that were not used. PEFT reports only some of the former.
 
     renamed: Whether PEFT renames the tensors when it loads them, so that only their numbers can be compared.
@@ -214,14 +219,11 @@ def _compare_names(adapters: Path, held: Collection[str], wrapped: Any, *, renam
         rest = f"; it holds {listed(unused, 'tensor')} instead" if unused else ""
         raise RunFolderError(f"{adapters} is not complete: it lacks {listed(missing, 'tensor')}{rest}; {AGAIN}")
     if unused:
-        print(
-            f"warning  {adapters} holds {listed(unused, 'tensor')}, which {ADAPTER_CONFIG} does not name; they stay "
-            "unused",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        what = f"{listed(unused, 'tensor')}, which {ADAPTER_CONFIG} does not name; they stay unused"
+        print(f"warning  {adapters} holds {what}", file=sys.stderr, flush=True)
 
 
-def merged(wrapped: Any) -> Any:
+def merged(wrapped: PeftModel) -> Any:
     """Merge the adapters of a PEFT model into its base model, and return the base model.
 
     A head tied to the embeddings is untied first, because merging into one of them would change both.

@@ -36,12 +36,16 @@ NOT_OURS = "training_args.bin"  # a pickle that the Trainer writes and tigon nev
 STATE = "trainer_state.json"
 COUNTS = ("processes", "samples_per_step")
 """Entries of the metadata that are numbers, if a checkpoint has them."""
+_NUMBER = (int, float)
 _STATE_TYPES: Mapping[str, tuple[type, ...]] = {
-    "global_step": (int,), "max_steps": (int,), "num_train_epochs": (int, float), "epoch": (int, float, NoneType),
-    "total_flos": (int, float), "log_history": (list,), "best_metric": (int, float, NoneType),
-    "best_global_step": (int, NoneType), "best_model_checkpoint": (str, NoneType), "stateful_callbacks": (dict,),
-    "num_input_tokens_seen": (int, float),
-}  # fmt: skip
+    **dict.fromkeys(("global_step", "max_steps"), (int,)),
+    **dict.fromkeys(("num_train_epochs", "total_flos", "num_input_tokens_seen"), _NUMBER),
+    **dict.fromkeys(("epoch", "best_metric"), (*_NUMBER, NoneType)),
+    "best_global_step": (int, NoneType),
+    "best_model_checkpoint": (str, NoneType),
+    "log_history": (list,),
+    "stateful_callbacks": (dict,),
+}
 WRITING, REMOVING = ".writing-", ".removing-"
 NFS = ".nfs"  # prefix of files that were removed on NFS while they were open; they disappear when they are closed
 

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed
@@ -38,6 +38,11 @@ from tigon.errors import RunFolderError
 from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, name_in_file
 from tigon.trainer.distributed import launch
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
+    from transformers import PreTrainedModel
+
 FOLDER, METADATA = "distributed", ".metadata"
 OPTIMIZER_FILE, FSDP_FILE = "optimizer.pt", "pytorch_model_fsdp.bin"  # of the Trainer and of Accelerate
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -45,10 +50,11 @@ Select = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
 """(model, its state by name) -> the part of the state that a checkpoint holds; None: all of it."""
 _RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _HARMLESS = {
-    ("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-}  # fmt: skip
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
 
 
 def is_distributed(checkpoint: Path) -> bool:
@@ -56,7 +62,7 @@ def is_distributed(checkpoint: Path) -> bool:
     return (checkpoint / FOLDER / METADATA).is_file()
 
 
-def states(model: Any, optimizer: Any, select: Select) -> dict[str, Any]:
+def states(model: PreTrainedModel, optimizer: Optimizer, select: Select) -> dict[str, Any]:
     """The weights and optimizer states of this process by name, without copying them. Every process calls it."""
     return {MODEL: _model_state(model, select), OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
@@ -78,7 +84,7 @@ def save(folder: Path, state: dict[str, Any]) -> None:
         raise _first_failure(error) from None
 
 
-def save_configs(model: Any, folder: Path) -> None:
+def save_configs(model: PreTrainedModel, folder: Path) -> None:
     """Write the configs that name the model of the weights: those of transformers, or of PEFT's adapters."""
     configs = list(getattr(model, "peft_config", {}).values()) or [model.config, model.generation_config]
     for config in configs:
@@ -89,7 +95,9 @@ def save_configs(model: Any, folder: Path) -> None:
 class BackgroundSave:
     """A save (`train.save_async`) whose files are written by a thread of every process while training continues."""
 
-    def __init__(self, step: int, folder: Path, state: dict[str, Any], group: Any, publish: Callable[[], None]) -> None:
+    def __init__(
+        self, step: int, folder: Path, state: dict[str, Any], group: ProcessGroup | None, publish: Callable[[], None]
+    ) -> None:
         """Copy `state` to host memory and start to write it. Every process calls it.
 
         Args:
@@ -125,7 +133,7 @@ def _complete(written: Future[Any], publish: Callable[[], None]) -> None:
     publish()
 
 
-def writing_group() -> Any:
+def writing_group() -> ProcessGroup | None:
     """The process group of saves in the background; None for one process without a group. Every process calls it.
 
     It is separate from that of training, because two threads cannot use one group at a time.
@@ -139,7 +147,7 @@ def can_load(checkpoint: Path, *, sharded: bool) -> bool:
     return is_distributed(checkpoint) or (sharded and whole)
 
 
-def load_model(model: Any, checkpoint: Path, select: Select) -> None:
+def load_model(model: PreTrainedModel, checkpoint: Path, select: Select) -> None:
     """Read a checkpoint's weights into `model`, sharded or not. Every process calls it.
 
     Raises:
@@ -155,7 +163,7 @@ def load_model(model: Any, checkpoint: Path, select: Select) -> None:
         set_model_state_dict(model, state, options=_broadcast(strict=False))
 
 
-def load_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
+def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, checkpoint: Path) -> None:
     """Read a checkpoint's optimizer states. Every process calls it. Raises as `load_model`."""
     if is_distributed(checkpoint):
         state = get_optimizer_state_dict(model, optimizer)
@@ -174,7 +182,7 @@ def _broadcast(*, strict: bool = True) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=launch.world_size() > 1, strict=strict)
 
 
-def _file_weights(model: Any, checkpoint: Path) -> dict[str, torch.Tensor]:
+def _file_weights(model: PreTrainedModel, checkpoint: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     files = sorted(checkpoint.glob("*.safetensors"))
@@ -185,7 +193,7 @@ def _file_weights(model: Any, checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: state[short] for name in trained if (short := name_in_file(name)) in state}
 
 
-def by_name(saved: Mapping[str, Any], optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
+def by_name(saved: Mapping[str, Any], optimizer: Optimizer, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Any]:
     """An optimizer's state dict with the parameters' names instead of their numbers.
 
     Args:
@@ -222,7 +230,7 @@ def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def _model_state(model: Any, select: Select) -> dict[str, Any]:
+def _model_state(model: PreTrainedModel, select: Select) -> dict[str, Any]:
     """The weights of this process that a checkpoint holds, each tied weight under one name."""
     state = get_model_state_dict(model, options=_options(model))
     selected = select(model, state)
@@ -232,7 +240,7 @@ def _model_state(model: Any, select: Select) -> dict[str, Any]:
     return {name: tensor for name, tensor in kept.items() if not f".{name}".endswith(aliases)}
 
 
-def _options(model: Any, *, strict: bool = True) -> StateDictOptions:
+def _options(model: PreTrainedModel, *, strict: bool = True) -> StateDictOptions:
     """With adapters only the trained weights are saved: the frozen ones are those of the base model."""
     return StateDictOptions(ignore_frozen_params=hasattr(model, "peft_config"), strict=strict)
 
@@ -250,7 +258,7 @@ def _load(state: dict[str, Any], checkpoint: Path) -> None:
 class _Reader(FileSystemReader):
     """PyTorch's reader, which refuses metadata that could run code."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+    def read_metadata(self, *args: object, **kwargs: object) -> Any:
         path = Path(str(self.path)) / METADATA
         with path.open("rb") as handle:
             try:

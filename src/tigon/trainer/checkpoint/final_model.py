@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +17,11 @@ from tigon.trainer import model as models
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.guards.nan_guard import first_overflow
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from tigon.trainer.guarded import GuardedTrainer
+
 MODEL = "model"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,7 +31,7 @@ def folders_in(run: Path) -> list[Path]:
     return [folder for name in (adapter_files.ADAPTERS, MODEL) if (folder := run / name).is_dir()]
 
 
-def save_as_trained(built: Any, trainer: Any, settings: Settings, folder: Path) -> None:
+def save_as_trained(built: PreTrainedModel, trainer: GuardedTrainer, settings: Settings, folder: Path) -> None:
     """Save a model without adapters in `folder`, with the dtypes of training. Every process calls it."""
     if settings.sharding.divides_weights:  # gathered by all processes, written by the first
         trainer.save_model(str(folder))
@@ -43,12 +48,12 @@ class FinalModel:
     """The run folder."""
     model: ModelConfig
     """The `model` section of the model that was loaded."""
-    config: Any
+    config: PreTrainedConfig
     """Its transformers config."""
     settings: Settings
     output: OutputConfig
 
-    def save(self, built: Any, trainer: Any, *, merges: bool = False) -> None:
+    def save(self, built: PreTrainedModel, trainer: GuardedTrainer, *, merges: bool = False) -> None:
         """Save the trained weights. Every process calls it. It changes the dtype of the weights of `built`.
 
         Args:
@@ -67,23 +72,23 @@ class FinalModel:
             self._dtypes(dict(merged.named_parameters())).cast(merged)
             self._write(merged)
 
-    def save_state(self, built: Any, state: dict[str, torch.Tensor]) -> None:
+    def save_state(self, built: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
         """Save `state`, gathered from all processes, as `model/`. Only the main process calls it."""
         state = self._dtypes(state).cast_state(state)
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
         self._write(built, state)  # it empties `state`
         _declare_dtype(self.run / MODEL / "config.json", dtype)
 
-    def _save_whole(self, built: Any, trainer: Any) -> None:
+    def _save_whole(self, built: PreTrainedModel, trainer: GuardedTrainer) -> None:
         if self.settings.sharding.divides_weights:
             state = trainer.gathered_state()
-            if trainer.is_world_process_zero():
+            if state is not None and trainer.is_world_process_zero():
                 self.save_state(built, state)
         elif trainer.is_world_process_zero():
             self._dtypes(dict(built.named_parameters())).cast(built)
             self._write(built)
 
-    def _write(self, built: Any, state: dict[str, torch.Tensor] | None = None) -> None:
+    def _write(self, built: PreTrainedModel, state: dict[str, torch.Tensor] | None = None) -> None:
         size = self.output.max_shard_size
         with cache_as_in(built, self.config):
             built.save_pretrained(self.run / MODEL, state_dict=state, **({"max_shard_size": size} if size else {}))
@@ -99,7 +104,7 @@ class FinalModel:
                 f"warning  output.dtype: {self.output.dtype}: {overflow}; all weights are saved as with output.dtype: "
                 "auto instead",
                 flush=True,
-            )  # fmt: skip
+            )
         return SavedDtypes(None, models.stored_dtypes(self._base_checkpoint(), self.config))
 
     def _base_checkpoint(self) -> ModelConfig:
@@ -136,7 +141,7 @@ class SavedDtypes:
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         return torch.float32 if widest == torch.float16 else widest
 
-    def cast(self, built: Any) -> None:
+    def cast(self, built: PreTrainedModel) -> None:
         """Give the weights their dtypes in place, one by one, so that no second copy of the model is needed."""
         for name, parameter in built.named_parameters():
             parameter.data = parameter.data.to(self.of(name, parameter))

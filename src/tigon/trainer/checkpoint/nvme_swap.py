@@ -7,13 +7,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tigon.errors import RunFolderError
-from tigon.trainer import run_folder
 from tigon.trainer.distributed import launch
+from tigon.trainer.folder import folder_lock
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 FOLDER = "zero_stage_3"  # the folder that DeepSpeed creates in sharding.nvme_folder
 
@@ -38,7 +41,7 @@ def own_files(path: str | None) -> Iterator[None]:
         (parent / lock).touch()
     except OSError as error:
         raise RunFolderError(f"sharding.nvme_folder: {path}: {error.strerror}; give a folder to write into") from None
-    with run_folder.locked(parent, lock, "keeping its states in this folder"):
+    with folder_lock.locked(parent, lock, "keeping its states in this folder"):
         _remove(parent, name)
         try:
             yield
@@ -62,7 +65,7 @@ def _remove(parent: Path, name: str) -> None:
         shutil.rmtree(files, ignore_errors=True)
 
 
-def restore(engine: Any, checkpoint: Path) -> None:
+def restore(engine: DeepSpeedEngine, checkpoint: Path) -> None:
     """Complete the optimizer of a DeepSpeedEngine that has loaded `checkpoint` with its states in files.
 
     DeepSpeed 0.19.8 only copies the files. Without this, Adam would start again with moments of zero, and weights too

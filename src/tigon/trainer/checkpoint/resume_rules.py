@@ -18,10 +18,8 @@ from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 
-ENGINE_KEYS = (
-    "sharding.gpus", "sharding.sequence", "sharding.sequence_method", "sharding.tensor", "sharding.fsdp",
-    "sharding.replicas", "sharding.reshard", "sharding.offload",
-)  # fmt: skip
+_ENGINE = ("gpus", "sequence", "sequence_method", "tensor", "fsdp", "replicas", "reshard", "offload")
+ENGINE_KEYS = tuple(f"sharding.{name}" for name in _ENGINE)
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
 ALIKE = ("evaluations_without_progress",)  # counters that are equal in all processes

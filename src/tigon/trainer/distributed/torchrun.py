@@ -16,12 +16,15 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tigon.errors import ProcessError, RunFolderError
 from tigon.recipe.keys import OutputConfig
-from tigon.trainer import run_folder
 from tigon.trainer.distributed import launch, signals
+from tigon.trainer.folder import run_folder
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,9 +63,14 @@ def start(arguments: Sequence[str], n_processes: int, *, max_restarts: int = 0) 
     sys.stdout.flush()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each process prints its own error
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=n_processes, run_id=str(uuid.uuid4()), rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=max_restarts,
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=n_processes,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+    )
     try:
         elastic_launch(config, sys.executable)("-u", *arguments)
     except SignalException as error:
@@ -108,14 +116,14 @@ def _exit_code(failures: Mapping[int, Any], n_processes: int) -> int:
     return code
 
 
-def _order(failure: Any) -> int:
+def _order(failure: ProcessFailure) -> int:
     """The place of a torch `ProcessFailure` among possible causes: the end of one process makes the others fail."""
     if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the launcher ends the others by SIGTERM
         return 0
     return 1 if failure.exitcode >= 0 and LOST_ANOTHER not in _message(failure) else 2
 
 
-def _message(failure: Any) -> str:
+def _message(failure: ProcessFailure) -> str:
     """Type and text of the error of a torch `ProcessFailure`; empty if the process wrote none."""
     message = failure.error_file_data.get("message")
     text = message.get("message") if isinstance(message, dict) else None

@@ -2,6 +2,8 @@
 
 - `token_mean.py`: the eval loss, which is the exact mean over tokens.
 - `generations.py`: texts that the model writes for the prompts of `eval.generate`.
-- `sample_prompt.py`: the prompt of the report's text sample, if the recipe gives none.
+- `prompts.py`: the prompts of `eval.generate` and of the text sample.
+- `text_sample.py`: the text sample of the report.
+- `generate.py`: generates text with the model of a run.
 - `harness.py`: tasks of lm-evaluation-harness.
 """

@@ -7,94 +7,53 @@ two texts differ only if the model does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
-from tigon.data.render_chat import render_chat
-from tigon.errors import RecipeError
-from tigon.recipe.keys import Recipe
-from tigon.trainer import model as models
-from tigon.trainer.guards import preflight
-from tigon.trainer.run_folder import RunFolder
+from tigon.trainer.evaluation.generate import end_tokens, generated
+from tigon.trainer.evaluation.prompts import Prompt
+from tigon.trainer.folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from tigon.trainer.prepare import Prepared
 
 EVENT = "generate"
 BEFORE, BEST = "before training", "the best checkpoint"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as the recipe has it, and its tokens with the chat template around it."""
-
-    text: str
-    tokens: tuple[int, ...]
-
-
-def prompts_of(recipe: Recipe, tokenizer: Any, config: Any, *, as_chat: bool) -> tuple[Prompt, ...]:
-    """The prompts of `eval.generate`.
-
-    Args:
-        recipe: The recipe of the run.
-        tokenizer: Its tokenizer.
-        config: The model's config.
-        as_chat: Whether a prompt becomes the user's turn of a chat, as in the run's rows.
-
-    Raises:
-        RecipeError: A prompt leaves no room for its continuation in the model's positions.
-        UsageError: The chat template fails.
-    """
-    prompts = []
-    limit, n_new = preflight.most_positions(config), recipe.eval.generate_tokens
-    for text in recipe.eval.generate:
-        if as_chat:
-            chat = [{"role": "user", "content": text}]
-            rendered = render_chat(tokenizer, chat, add_generation_prompt=True)
-            tokens = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        else:
-            tokens = tokenizer(text)["input_ids"]
-        if limit is not None and len(tokens) + n_new > limit:
-            raise RecipeError(
-                f"eval.generate: {text[:40]!r} has {len(tokens)} tokens, and with eval.generate_tokens {n_new} they "
-                f"exceed the {limit} that {recipe.model.name} takes; shorten the prompt, or lower eval.generate_tokens"
-            )
-        prompts.append(Prompt(text, tuple(tokens)))
-    return tuple(prompts)
 
 
 class Generations(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
     """Writes the texts before training and after each evaluation; `finish` writes those of the trained model."""
 
     def __init__(
-        self, run: RunFolder, prompts: Sequence[Prompt], n_tokens: int, tokenizer: Any,
-        announce: Callable[[str], None], restart_clock: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self, run: RunFolder, prepared: Prepared, announce: Callable[[str], None], restart_clock: Callable[[], None]
+    ) -> None:
         """Make the callback.
 
         Args:
             run: The run folder.
-            prompts: The result of `prompts_of`.
-            n_tokens: Most tokens of a text.
-            tokenizer: The tokenizer of the run.
+            prepared: The run.
             announce: Prints a line.
             restart_clock: Called after texts, so that tokens/s does not count their time.
         """
         self._run = run
-        self._prompts = prompts
-        self._n_tokens = n_tokens
-        self._tokenizer = tokenizer
+        self._prepared = prepared
         self._announce = announce
         self._restart_clock = restart_clock
         self._last_step = -1
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: object, state: TrainerState, control: object, model: PreTrainedModel | None = None, **kwargs: object
+    ) -> None:
         if state.global_step == 0:
             self._write(model, 0, BEFORE)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: object, state: TrainerState, control: object, model: PreTrainedModel | None = None, **kwargs: object
+    ) -> None:
         self._write(model, state.global_step, f"step {state.global_step}")
 
-    def finish(self, model: Any, step: int, best_step: int | None) -> None:
+    def finish(self, model: PreTrainedModel, step: int, best_step: int | None) -> None:
         """Write the texts of the trained model, unless the last evaluation has written them.
 
         Args:
@@ -107,13 +66,24 @@ class Generations(TrainerCallback):  # type: ignore[misc]  # transformers is unt
         elif self._last_step != step:
             self._write(model, step, f"step {step}")
 
-    def _write(self, model: Any, step: int, label: str) -> None:
-        for prompt in self._prompts:
-            text = models.continuation(model, self._tokenizer, list(prompt.tokens), self._n_tokens)
+    def _write(self, model: PreTrainedModel, step: int, label: str) -> None:
+        run = self._prepared
+        for prompt in run.prompts:
+            text = _likeliest(model, run.tokenizer, prompt, run.recipe.eval.generate_tokens)
             self._run.append({"event": EVENT, "step": step, "label": label, "prompt": prompt.text, "text": text})
             self._announce(f"generate {label}: {prompt.text!r} -> {text!r}")
         self._last_step = step
         self._restart_clock()
+
+
+def _likeliest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, n_tokens: int) -> str:
+    """The likeliest text after a prompt, up to the token that ends a text."""
+    # None unsets what a checkpoint's own generation config sets for sampling.
+    options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if ends := end_tokens(model, tokenizer):
+        options["eos_token_id"] = ends
+    tokens = generated(model, tokenizer, list(prompt.tokens), n_tokens, **options)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def texts_of(records: Sequence[Any]) -> list[dict[str, Any]]:

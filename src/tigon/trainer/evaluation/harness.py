@@ -9,11 +9,15 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError
-from tigon.recipe.keys import EvalConfig
-from tigon.trainer.run_folder import RunFolder
+from tigon.trainer.folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from tigon.recipe.keys import Recipe
 
 FILE = "lm_eval.json"
 INSTALL = "pip install 'lm_eval>=0.4.4'"
@@ -47,7 +51,9 @@ def check(tasks: Sequence[str]) -> None:
         )
 
 
-def evaluate(model: Any, tokenizer: Any, tasks: Sequence[str], *, limit: int | None, batch_size: int) -> dict[str, Any]:
+def evaluate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], limit: int | None, batch_size: int
+) -> dict[str, dict[str, float]]:
     """Run the tasks.
 
     Args:
@@ -69,10 +75,8 @@ def evaluate(model: Any, tokenizer: Any, tasks: Sequence[str], *, limit: int | N
         with _quietly():
             device = str(next(model.parameters()).device)
             wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=device)
-            found = simple_evaluate(
-                model=wrapped, tasks=[_task(task) for task in tasks], limit=limit, log_samples=False,
-                bootstrap_iters=1000,
-            )  # fmt: skip
+            options = {"limit": limit, "log_samples": False, "bootstrap_iters": 1000}
+            found = simple_evaluate(model=wrapped, tasks=[_task(task) for task in tasks], **options)
     finally:
         model.train(was_training)
     results: Mapping[str, Mapping[str, Any]] = (found or {}).get("results", {})
@@ -83,8 +87,12 @@ def evaluate(model: Any, tokenizer: Any, tasks: Sequence[str], *, limit: int | N
 
 
 def run_tasks(
-    run: RunFolder, model: Any, tokenizer: Any, options: EvalConfig, batch_size: int, announce: Callable[[str], None]
-) -> dict[str, Any] | None:
+    run: RunFolder,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    announce: Callable[[str], None],
+) -> dict[str, dict[str, float]] | None:
     """Run the tasks of `eval.lm_eval`, write their results to lm_eval.json, and print them.
 
     A task that fails does not cost the run its model: the reason is printed, and None is returned.
@@ -93,15 +101,15 @@ def run_tasks(
         run: The run folder.
         model: The trained model.
         tokenizer: Its tokenizer.
-        options: The `eval` section of the recipe.
-        batch_size: Rows of a batch.
+        recipe: The recipe of the run.
         announce: Prints a line.
     """
+    options = recipe.eval
     if not options.lm_eval:
         return None
     announce(f"lm_eval  {', '.join(options.lm_eval)} ...")
     try:
-        results = evaluate(model, tokenizer, options.lm_eval, limit=options.lm_eval_limit, batch_size=batch_size)
+        results = evaluate(model, tokenizer, options.lm_eval, options.lm_eval_limit, recipe.train.batch_size)
     except Exception as error:  # for example a data set that cannot be downloaded; the package raises many kinds
         reason = " ".join(str(error).split())[:300]
         announce(f"warning  eval.lm_eval failed: {type(error).__name__}: {reason}")
@@ -139,7 +147,7 @@ def _task(task: str) -> Any:
     return config
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -13,7 +13,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.models.seams.head.loss import without_logits
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
 
 class EvaluationFailed(Exception):
@@ -35,7 +38,7 @@ class EvaluationBroken(Exception):
 class TokenMean:
     """The evaluation of one trainer."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def metrics(self, samples: SampleDataset, prefix: str) -> dict[str, float]:
@@ -126,10 +129,9 @@ class TokenMean:
         with torch.no_grad(), without_logits(), self._in_precision():
             loss = trainer.model(**inputs, num_items_in_batch=one).loss
         self._counted: list[Callable[[], None]] = []
-        trainer.callback_handler.call_event(
-            "on_prediction_step", trainer.args, trainer.state, trainer.control, inputs=inputs,
-            precision=self._in_precision, counted=self._counted, has_samples=counts,
-        )  # fmt: skip
+        batch = {"inputs": inputs, "precision": self._in_precision, "counted": self._counted, "has_samples": counts}
+        event = (trainer.args, trainer.state, trainer.control)
+        trainer.callback_handler.call_event("on_prediction_step", *event, **batch)
         # A process's loss is that of its shard. It has counted the learned tokens of whole rows.
         n_learned = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().double() / trainer.get_cp_size()
         return torch.stack([loss.double(), n_learned]) * counts
@@ -172,6 +174,6 @@ def perplexity(loss: float) -> tuple[float, ...]:
         return ()
 
 
-def _is_sharded(model: Any) -> bool:
+def _is_sharded(model: PreTrainedModel) -> bool:
     """Whether FSDP2 or ZeRO-3 gathers weights in a forward pass, so that every process has to take part in it."""
     return any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in model.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tigon._trunk import language_model
 from tigon.errors import RecipeError
@@ -15,8 +15,11 @@ from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import adapter_targets, lora
 from tigon.trainer import model as models
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-def check(objective: Objective, config: Any, settings: Settings) -> tuple[str, ...]:
+
+def check(objective: Objective, config: PreTrainedConfig, settings: Settings) -> tuple[str, ...]:
     """Refuse adapters that cannot be made, and warn of experts that a run with adapters does not train.
 
     Args:
@@ -46,7 +49,7 @@ def check(objective: Objective, config: Any, settings: Settings) -> tuple[str, .
     return told
 
 
-def check_quantized(name: str, config: Any, settings: Settings) -> None:
+def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> None:
     """Refuse a checkpoint that stores quantised weights which tigon cannot train adapters over.
 
     Args:
@@ -77,7 +80,7 @@ _KNOWN_METHODS = (BITSANDBYTES, "mxfp4", "fp8")
 """Values of `quant_method` in the config of a checkpoint that tigon trains."""
 
 
-def check_fused_experts(built: Any, settings: Settings) -> None:
+def check_fused_experts(built: PreTrainedModel, settings: Settings) -> None:
     """Refuse adapters of 4-bit experts that tigon's op does not compute.
 
     PEFT 0.21.2 leaves such an adapter on the weight after each forward, so that the next forward adds it again.
@@ -100,7 +103,7 @@ def check_fused_experts(built: Any, settings: Settings) -> None:
             )
 
 
-def _check_head(objective: Objective, built: Any, settings: Settings) -> None:
+def _check_head(objective: Objective, built: PreTrainedModel, settings: Settings) -> None:
     """Refuse a pattern that matches the head. `lora.targets: head` is refused earlier, by name."""
     targets = adapter_targets.targets_of(built, settings.lora.targets).modules
     head = next(path for path, module in built.named_modules() if module is built.get_output_embeddings())
@@ -111,7 +114,7 @@ def _check_head(objective: Objective, built: Any, settings: Settings) -> None:
         )
 
 
-def _frozen_experts(built: Any, settings: Settings) -> tuple[str, ...]:
+def _frozen_experts(built: PreTrainedModel, settings: Settings) -> tuple[str, ...]:
     parameters = dict(built.named_parameters())
     experts = [parameters[path].shape for path in adapter_targets.expert_parameters(built) if path in parameters]
     if not experts or EXPERTS in settings.lora.targets:
@@ -127,7 +130,7 @@ def _frozen_experts(built: Any, settings: Settings) -> tuple[str, ...]:
     )
 
 
-def _left_out(built: Any, settings: Settings) -> tuple[str, ...]:
+def _left_out(built: PreTrainedModel, settings: Settings) -> tuple[str, ...]:
     """A warning of the linear modules that `all-linear` leaves out because PEFT's adapters do not fit them."""
     if not {LINEAR, "linear"} & set(settings.lora.targets):
         return ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tigon.data.packing import Packed
 from tigon.data.tokenizer import Encoded
@@ -19,12 +19,15 @@ from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
 from tigon.trainer.guards.recipe_warnings import RunSize, steps_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 LEAST_STEPS = 100
 """Fewest optimizer steps of a packed run. docs/your-data.md shows what runs of fewer steps learned."""
 
 
 def chosen(
-    recipe: Recipe, config: Any, encoded: Sequence[Encoded], objective: Objective, n_readers: int
+    recipe: Recipe, config: PreTrainedConfig, encoded: Sequence[Encoded], objective: Objective, n_readers: int
 ) -> tuple[Recipe, Packed, tuple[str, ...]]:
     """The recipe with true or false for null, its training samples, and a line if the choice is false.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback
@@ -52,7 +52,7 @@ class DocumentMixing(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self.documents = two_documents(samples)
         self.eps = eps_of(settings, tf32=bool(trainer.args.tf32))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         if self.documents is None:
             return
         before, document = self.documents
@@ -96,10 +96,8 @@ def _document(sample: Sample, bounds: slice, *, learned: bool) -> Sample:
 
 def joined(before: Sample, document: Sample) -> Sample:
     """One packed sample of two documents."""
-    return Sample(
-        torch.cat([before.tokens_T, document.tokens_T]), torch.cat([before.labels_T, document.labels_T]),
-        torch.cat([before.positions_T, document.positions_T]),
-    )  # fmt: skip
+    names = ("tokens_T", "labels_T", "positions_T")
+    return Sample(*(torch.cat([getattr(before, name), getattr(document, name)]) for name in names))
 
 
 def eps_of(settings: Settings, *, tf32: bool) -> float:

@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tigon.errors import RecipeError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.optim import Optimizer
+    from transformers import PreTrainedModel
 
 
 class NanGuard:
@@ -35,7 +40,7 @@ class NanGuard:
         # Skipped steps in total, skipped steps in a row, and steps that updated the weights.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._here = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._copied: Any = None
+        self._copied: torch.cuda.Event | None = None
         self._step_loss = torch.zeros((), device=device)
         self._loss_sum = torch.zeros((), device=device)
         self._n_summed = torch.zeros((), dtype=torch.int64, device=device)
@@ -49,7 +54,7 @@ class NanGuard:
         self._step_loss += loss
         return torch.where(torch.isfinite(loss), loss, 0.0)
 
-    def close(self, norm: Tensor | float | None, optimizer: Any, *, scale: float | None, step: int) -> None:
+    def close(self, norm: Tensor | float | None, optimizer: Optimizer, *, scale: float | None, step: int) -> None:
         """End the gradients of a step: make the optimizer skip the step unless loss and gradient norm are finite.
 
         Args:
@@ -101,11 +106,8 @@ class NanGuard:
 
     def state(self) -> dict[str, float]:
         """The counters for a checkpoint, with this process's sum of losses since the last record."""
-        skipped, in_a_row, taken = self._counts.tolist()
-        return {
-            "skipped": skipped, "in_a_row": in_a_row, "taken": taken, "loss_sum": float(self._loss_sum),
-            "n_summed": int(self._n_summed),
-        }  # fmt: skip
+        counts = dict(zip(("skipped", "in_a_row", "taken"), self._counts.tolist(), strict=True))
+        return {**counts, "loss_sum": float(self._loss_sum), "n_summed": int(self._n_summed)}
 
     def resume(self, state: Mapping[str, float]) -> None:
         """Restore the counters that `state` returned."""
@@ -154,19 +156,19 @@ class ClippedNorm:
     norm again would read all gradients twice.
     """
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         """Let `accelerator.clip_grad_norm_` store its result in `value`."""
         self.value: Tensor | float | None = None
         clip = accelerator.clip_grad_norm_
 
-        def clip_and_keep(*args: Any, **kwargs: Any) -> Any:
+        def clip_and_keep(*args: object, **kwargs: object) -> Any:
             self.value = norm = clip(*args, **kwargs)
             return norm
 
         accelerator.clip_grad_norm_ = clip_and_keep
 
 
-def first_nonfinite(model: Any) -> int | None:
+def first_nonfinite(model: PreTrainedModel) -> int | None:
     """The index in `model.named_parameters()` of the first parameter with a NaN or infinity in this process's part.
 
     None if all values are finite. Reads each weight once without copying it, and waits once per device.
@@ -197,7 +199,7 @@ def first_overflow(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> s
     return None
 
 
-def _own_values(parameter: Any) -> list[Tensor]:
+def _own_values(parameter: Tensor) -> list[Tensor]:
     """The values of a parameter that this process holds.
 
     FSDP2: the shard. ZeRO-3: the partition, unless it is in a file. 4-bit weights: the scales. Otherwise: all.

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -37,6 +37,11 @@ from tigon.techniques.keys.settings import Settings
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import preflight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from tigon.trainer.setup import Setup
 
 SNAPSHOT = "memory_snapshot-{rank}.pickle"
 """The variable's name that every version of PyTorch reads."""
@@ -107,7 +112,7 @@ def gpu_here(device: torch.device, settings: Settings) -> Gpu:
     return replace(row, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
 
 
-def predict(recipe: Recipe, config: Any, settings: Settings, gpu: Gpu, *, evaluated: bool) -> Prediction:
+def predict(recipe: Recipe, config: PreTrainedConfig, settings: Settings, gpu: Gpu, *, evaluated: bool) -> Prediction:
     """The prediction for a recipe on `gpu`.
 
     Raises:
@@ -117,7 +122,7 @@ def predict(recipe: Recipe, config: Any, settings: Settings, gpu: Gpu, *, evalua
     return Prediction(option=estimate_option(request, gpu), gpu=gpu, free=free_in(recipe))
 
 
-def request_of(recipe: Recipe, config: Any, settings: Settings, *, evaluated: bool) -> Request:
+def request_of(recipe: Recipe, config: PreTrainedConfig, settings: Settings, *, evaluated: bool) -> Request:
     """The plan request for a recipe.
 
     Raises:
@@ -171,7 +176,7 @@ def what_fits(prediction: Prediction, command: str, *, failed: bool = False) -> 
     return f"This fits: {label(best.request.settings)}, {gib(best.estimate.device_bytes)}{costs}: {command} {words}"
 
 
-def choose(recipe: Recipe, config: Any, settings: Settings, gpu: Gpu) -> tuple[list[str], str]:
+def choose(recipe: Recipe, config: PreTrainedConfig, settings: Settings, gpu: Gpu) -> tuple[list[str], str]:
     """Choose the settings of --auto: the fastest recommendation that fits the GPU.
 
     Returns:
@@ -199,8 +204,8 @@ def choose(recipe: Recipe, config: Any, settings: Settings, gpu: Gpu) -> tuple[l
     )
 
 
-def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *, resume: bool) -> list[str]:
-    """`overrides` and the assignments of --auto, which are printed.
+def choices_of_auto(recipe: Recipe, device: torch.device, *, resume: bool) -> list[str]:
+    """The assignments of --auto, which are printed.
 
     Raises:
         RecipeError: A launcher other than tigon's has started the processes, `resume` is set, the run is on the CPU, a
@@ -210,7 +215,7 @@ def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *,
     from rich.console import Console
 
     if launch.LAUNCHER in os.environ:  # `tigon train` has chosen before it started this process
-        return list(overrides)
+        return []
     if launch.started_by_launcher():
         if launch.rank() > 0:
             raise SystemExit(2)
@@ -226,20 +231,21 @@ def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *,
     preflight.check_lengths(recipe, config)
     settings = preflight.check_techniques(recipe, device)
     assignments, description = choose(recipe, config, settings, gpu_here(device, settings))
-    Console(highlight=False).print(f"auto     {description}", markup=False, soft_wrap=True)
-    return [*overrides, *assignments]
+    Console(highlight=False).out(f"auto     {description}")
+    return assignments
 
 
 # --- beside and after a run ------------------------------------------------------------------------------------------
 
 
-def announce(recipe: Recipe, config: Any, settings: Settings, device: torch.device, *, evaluated: bool,
-             command: str) -> tuple[Prediction | None, list[str]]:  # fmt: skip
+def announce(setup: Setup, command: str, *, evaluated: bool) -> tuple[Prediction | None, list[str]]:
     """(the prediction or None, console lines). If the planner cannot trace the model, a line gives the reason."""
+    device, settings = setup.device, setup.settings
     if device.type != "cuda":
         return None, []
     try:
-        estimated = predict(recipe, config, settings, gpu_here(device, settings), evaluated=evaluated)
+        gpu = gpu_here(device, settings)
+        estimated = predict(setup.recipe, setup.config, settings, gpu, evaluated=evaluated)
         return estimated, estimated.lines(command)
     except TigonError as error:
         return None, [f"plan     no prediction: {error}"]
@@ -279,28 +285,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def out_of_memory(
-    error: BaseException, prediction: Prediction | None, recipe: Recipe, *, folder: Path, device: torch.device,
-    command: str,
-) -> RecipeError:  # fmt: skip
-    """The error for a run that is out of memory. On CUDA it also writes a memory snapshot into `folder`.
+def out_of_memory(error: BaseException, setup: Setup, prediction: Prediction | None, folder: Path, command: str) -> str:
+    """The message for a run that is out of memory: what it needed, and the command of a configuration that fits.
 
-    Args:
-        error: The original error.
-        prediction: The prediction of the run, or None.
-        recipe: The recipe of the run.
-        folder: The run folder.
-        device: The device of the run.
-        command: The run's command.
-
-    Returns:
-        An error with the memory needed and available, and the command of a configuration that fits.
+    On CUDA it also writes a memory snapshot into the run folder `folder`.
     """
+    recipe = setup.recipe
     sentences = [
         f"out of GPU memory with train.batch_size {recipe.train.batch_size} and data.sequence_length "
         f"{recipe.data.sequence_length}"
     ]
-    if device.type == "cuda":
+    if setup.device.type == "cuda":
         snapshot = folder / SNAPSHOT.format(rank=launch.rank())
         torch.cuda.memory._dump_snapshot(str(snapshot))
         sentences.append(f"snapshot in {snapshot}, for pytorch.org/memory_viz")
@@ -308,14 +303,14 @@ def out_of_memory(
         sentences.append(f"the last allocation requested {match[1]}")
     sentences += _fragmentation_hint(str(error), command)
     if prediction is None:
-        return RecipeError("; ".join([*sentences, "lower one of the two, or set train.checkpointing: full"]))
+        return "; ".join([*sentences, "lower one of the two, or set train.checkpointing: full"])
     needed = prediction.option.estimate.device_bytes
     sentences.append(f"needed {gib(needed)}, had {gib(prediction.gpu.memory_bytes)}")
     try:
         sentences.append(what_fits(prediction, command, failed=True))
     except TigonError as why:
         sentences.append(f"no recommendation: {why}")
-    return RecipeError("; ".join(sentences))
+    return "; ".join(sentences)
 
 
 def _fragmentation_hint(text: str, command: str) -> list[str]:

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,9 +33,11 @@ from tigon.trainer.guards import system_limits
 from tigon.trainer.model import is_preset
 from tigon.units import in_bytes
 
-EXTRAS = (
-    "transformers", "accelerate", "tokenizers", "safetensors", "yaml", "rich", "tensorboard", "matplotlib", "jinja2",
-)  # fmt: skip
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_OF_TRAINING = ("transformers", "accelerate", "tokenizers", "safetensors", "tensorboard")
+EXTRAS = (*_OF_TRAINING, "yaml", "rich", "matplotlib", "jinja2")
 OLDEST_TRANSFORMERS = (5, 8)
 
 
@@ -127,13 +129,13 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return "amp-bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
-def most_positions(config: Any) -> int | None:
+def most_positions(config: PreTrainedConfig) -> int | None:
     """The number of positions of the model; None without a limit, which XLNet's config writes as -1."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit if limit is not None and limit > 0 else None
 
 
-def check_lengths(recipe: Recipe, config: Any) -> None:
+def check_lengths(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise RecipeError if `data.sequence_length` exceeds the model's number of positions."""
     limit = most_positions(config)
     length = recipe.data.sequence_length
@@ -143,7 +145,7 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
         )
 
 
-def check_documents(recipe: Recipe, config: Any) -> None:
+def check_documents(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise RecipeError if the model cannot keep the documents of a packed sample apart, and packing was asked for.
 
     If it was not, `auto_packing.chosen` switches it off.
@@ -158,7 +160,7 @@ def check_documents(recipe: Recipe, config: Any) -> None:
         )
 
 
-def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
+def check_sample(recipe: Recipe, config: PreTrainedConfig, n_prompt: int) -> None:
     """Raise RecipeError if a prompt of `n_prompt` tokens and the text sample exceed the model's number of positions."""
     limit = most_positions(config)
     n_tokens = recipe.output.sample_tokens
@@ -173,7 +175,7 @@ def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
     )
 
 
-def check_vocabulary(recipe: Recipe, config: Any, tokenizer_size: int) -> None:
+def check_vocabulary(recipe: Recipe, config: PreTrainedConfig, tokenizer_size: int) -> None:
     """Raise RecipeError if the tokenizer has more tokens than the model's embedding has rows."""
     rows = config.get_text_config().vocab_size  # a config of text and images has it inside
     if tokenizer_size > rows:

@@ -21,10 +21,11 @@ from tigon.techniques.keys.settings import Settings
 
 # The flag of `tigon.patch` for each op that a patch uses.
 FLAGS: Mapping[str, str] = {
-    "rms_norm": "rms_norm", "layer_norm": "layer_norm", "rope": "rope", "swiglu": "mlp", "geglu": "mlp",
-    "cross_entropy": "cross_entropy", "linear_cross_entropy": "linear_cross_entropy",
+    **{name: name for name in ("rms_norm", "layer_norm", "rope", "cross_entropy", "linear_cross_entropy")},
+    "swiglu": "mlp",
+    "geglu": "mlp",
     "attention_with_sinks": SINKS_FLAG,
-}  # fmt: skip
+}
 DTYPES = {"fp32": "fp32", "amp-bf16": "bf16", "bf16": "bf16", "fp8": "bf16", "amp-fp16": "fp16"}
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon.objectives.metric_sections import MetricSection
 from tigon.report.chart import GRID, INK, MUTED, new_figure, shared_legend, svg, whole_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ACCENT, SECOND, BASELINE = "#c2410c", "#0f766e", MUTED
 _COLOURS = (ACCENT, SECOND, "#4338ca", "#a16207", "#be185d")
@@ -110,7 +113,7 @@ def _throughput(train: Sequence[Any]) -> str:
     return svg(figure, "throughput")
 
 
-def _along_steps(axes: Any, label: str | None) -> None:
+def _along_steps(axes: Axes, label: str | None) -> None:
     axes.set(xlabel="step", ylabel=label)
     whole_numbers(axes, most=8, steps=(1, 2, 5, 10))
 

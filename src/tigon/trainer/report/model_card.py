@@ -20,10 +20,10 @@ from tigon.report.escape import fenced
 from tigon.report.table import markdown_table
 from tigon.techniques.keys.lora import LOFTQ
 from tigon.trainer import model as models
-from tigon.trainer import run_folder
 from tigon.trainer.checkpoint.adapter_files import ADAPTERS
+from tigon.trainer.folder import run_folder
+from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.report import report, vllm_rules
-from tigon.trainer.run_folder import RunFolder
 
 FILE = "README.md"
 MAX_CARD_BYTES = 2**20
@@ -182,6 +182,6 @@ def _table(title: str, rows: Sequence[tuple[str, Any]]) -> str:
     return markdown_table((title, ""), [(name, _shown(value)) for name, value in rows])
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
     return " ".join(text.split()).replace("|", "\\|")

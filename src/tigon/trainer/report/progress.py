@@ -6,18 +6,21 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from tigon.objectives.metric_sections import MetricSection
-from tigon.trainer.run_folder import RunFolder
+from tigon.trainer.folder.run_folder import RunFolder
 from tigon.units import in_clock
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 SHOWN_ROWS = 12
 
@@ -42,25 +45,29 @@ class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is u
     last evaluation into another folder.
     """
 
-    def __init__(self, folder: RunFolder, writer: Any) -> None:
+    def __init__(self, folder: RunFolder, writer: SummaryWriter | None) -> None:
         """Make the callback. writer: TensorBoard's SummaryWriter; None: write metrics.jsonl alone."""
         self._folder = folder
         self._writer = writer
         self._resumes = folder.checkpoint is not None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Drop the records after the checkpoint of a resumed run, once the checkpoint has loaded."""
         if self._resumes:
             self._folder.forget_after(state.global_step)
             self._resumes = False
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, Any] | None = None, **kwargs: object
+    ) -> None:
         event = "train" if "loss" in (logs or {}) else "eval" if "eval_loss" in (logs or {}) else None
         if event and logs:
             # TRL logs None or NaN for a metric without a value, such as the reward of good answers if there are none.
             logs = {name: value for name, value in logs.items() if value is not None and math.isfinite(value)}
             self._folder.append({"event": event, "step": state.global_step, **logs})
-            for name, value in logs.items() if self._writer is not None else ():
+            if self._writer is None:
+                return
+            for name, value in logs.items():
                 self._writer.add_scalar(f"{event}/{name.removeprefix('eval_')}", value, state.global_step)
 
 
@@ -78,7 +85,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         self._started_s = 0.0
         self._first_step = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self._started_s, self._first_step = time.perf_counter(), state.global_step
         if self._console.is_terminal:
             self._bar = Progress(TextColumn("step"), BarColumn(bar_width=None), MofNCompleteColumn(), expand=True)
@@ -86,11 +93,13 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
             self._live = Live(self._render(), console=self._console, refresh_per_second=4)
             self._live.start()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, Any] | None = None, **kwargs: object
+    ) -> None:
         logs = logs or {}
         if "eval_loss" in logs:
             self._eval_loss = logs["eval_loss"]
@@ -114,7 +123,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
             line = f"step {state.global_step}/{state.max_steps}  loss {loss}{self._own(logs)}  {speed} tokens/s  "
             self._line(f"{line}memory {now} (peak {peak})  ETA {eta}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -130,7 +139,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         return "".join(f"  {title} {value}" for title, value in values if value)
 
     def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.out(text)
 
     def _render(self) -> Group:
         table = Table(expand=True, box=None, header_style="bold")

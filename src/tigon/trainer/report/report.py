@@ -26,22 +26,28 @@ from tigon.report.blocks import (
 from tigon.report.chart import drawn_twice
 from tigon.report.table import Table
 from tigon.trainer import model as models
-from tigon.trainer import run_folder
 from tigon.trainer.evaluation.generations import texts_of
 from tigon.trainer.evaluation.harness import rows_of
+from tigon.trainer.folder import run_folder
+from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.report import charts
 from tigon.trainer.report.charts import value_of
 from tigon.trainer.report.progress import format_bytes
-from tigon.trainer.run_folder import RunFolder
 from tigon.units import in_clock, in_parameters
 
 _DATA_LABELS = {
-    "rows": "samples", "held_out_documents": "eval documents", "held_out_tokens": "eval tokens",
-    "truncated_rows": "truncated documents", "dropped_rows": "dropped documents", "bad_rows": "rows left out",
-    "steps": "optimizer steps", "learned_tokens": "learned tokens per epoch",
-    "unigram_entropy": "unigram entropy (nats per token)", "tokenizer_size": "tokens of the tokenizer",
-}  # fmt: skip
+    "rows": "samples",
+    "held_out_documents": "eval documents",
+    "held_out_tokens": "eval tokens",
+    "truncated_rows": "truncated documents",
+    "dropped_rows": "dropped documents",
+    "bad_rows": "rows left out",
+    "steps": "optimizer steps",
+    "learned_tokens": "learned tokens per epoch",
+    "unigram_entropy": "unigram entropy (nats per token)",
+    "tokenizer_size": "tokens of the tokenizer",
+}
 COMPARISON_COLUMNS = (
     "kernels",
     "last loss",
@@ -255,5 +261,5 @@ def _speed_note(timed: int) -> str:
     )
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}"

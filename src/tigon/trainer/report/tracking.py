@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tigon.errors import RecipeError
 
@@ -147,7 +147,14 @@ class Trackers(TrainerCallback):  # type: ignore[misc]  # transformers is untype
                     os.environ.setdefault(variable, value)
                 self._inner[name] = get_reporting_integration_callbacks([name])[0]()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel | None = None,
+        **kwargs: object,
+    ) -> None:
         """Start the trackers' runs.
 
         Raises:
@@ -169,15 +176,22 @@ class Trackers(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             self._started.add(name)
             self._announce(f"tracker  {name}: {KINDS[name].where(self._run)}")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, object] | None = None,
+        **kwargs: object,
+    ) -> None:
         # TRL logs None or NaN for a metric without a value.
         numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float)) and math.isfinite(v)}
         self._each("on_log", args, state, control, logs=numbers, **kwargs)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._each("on_save", args, state, control, **kwargs)
 
-    def _each(self, event: str, *args: Any, **kwargs: Any) -> None:
+    def _each(self, event: str, *args: object, **kwargs: object) -> None:
         for name, callback in list(self._inner.items()):
             try:
                 getattr(callback, event)(*args, **kwargs)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tigon.objectives.metric_sections import section_of
-from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 from tigon.trainer.evaluation import harness
 from tigon.trainer.evaluation.generations import Generations
+from tigon.trainer.folder import run_folder
+from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay
 from tigon.trainer.report.tracking import Trackers
-from tigon.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers import PreTrainedModel
 
+    from tigon.trainer.guarded import GuardedTrainer
     from tigon.trainer.prepare import Prepared
 
 
@@ -29,13 +32,12 @@ class Watchers:
     """The callbacks of one run. Processes other than the main one have only the display, which is quiet there."""
 
     run: RunFolder
-    announce: Callable[[str], None]
     display: ProgressDisplay
-    writer: Any = None
+    writer: SummaryWriter | None = None
     generations: Generations | None = None
     trackers: Trackers | None = None
 
-    def write_texts(self, model: Any, step: int, best_step: int | None) -> None:
+    def write_texts(self, model: PreTrainedModel, step: int, best_step: int | None) -> None:
         """Write the texts of `eval.generate` by the trained model; see `Generations.finish`."""
         if self.generations is not None:
             self.generations.finish(model, step, best_step)
@@ -45,22 +47,19 @@ class Watchers:
         if self.trackers is None:
             return
         figures = final_figures(self.run, outcome)
-        last = max((int(record["step"]) for record in self.run.records()), default=0)
-        for name, value in figures.items() if self.writer is not None else ():
-            self.writer.add_scalar(name, value, last)
+        if self.writer is not None:
+            for name, value in figures.items():
+                self.writer.add_scalar(name, value, self.run.last_step)
         self.trackers.finish(figures)
 
 
-def watch(run: RunFolder, prepared: Prepared, trainer: Any, console: Console, stack: ExitStack) -> Watchers:
+def watch(run: RunFolder, prepared: Prepared, trainer: GuardedTrainer, console: Console, stack: ExitStack) -> Watchers:
     """Add the callbacks to the trainer. stack: closes their files when training ends."""
     recipe = prepared.recipe
     names, display = recipe.train.report_to, ProgressDisplay(console, section_of(prepared.objective))
 
-    def announce(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
     if launch.rank() > 0:
-        return Watchers(run, announce, display)
+        return Watchers(run, display)
     details = {"recipe": recipe.as_mapping(), "environment": run.read_json(run_folder.ENVIRONMENT)}
     if prepared.prediction is not None:
         details["plan"] = prepared.prediction.as_mapping()
@@ -72,15 +71,13 @@ def watch(run: RunFolder, prepared: Prepared, trainer: Any, console: Console, st
         writer = stack.enter_context(SummaryWriter(str(run.path / "tensorboard"), purge_step=purge_step))
         for name, value in details.items():
             writer.add_text(name, f"```json\n{json.dumps(value, indent=2)}\n```")
-    trackers, generations = Trackers(names, run.path, details, announce), None
+    trackers, generations = Trackers(names, run.path, details, console.out), None
     stack.callback(trackers.finish, {})  # if the run fails
     if prepared.prompts:
-        generations = Generations(
-            run, prepared.prompts, recipe.eval.generate_tokens, prepared.tokenizer, announce, trainer.step.speed.restart
-        )
+        generations = Generations(run, prepared, console.out, trainer.step.speed.restart)
     for callback in filter(None, (MetricsWriter(run, writer), trackers, display, generations)):
         trainer.add_callback(callback)
-    return Watchers(run, announce, display, writer, generations, trackers)
+    return Watchers(run, display, writer, generations, trackers)
 
 
 def final_figures(run: RunFolder, outcome: Mapping[str, Any]) -> dict[str, float]:

@@ -26,12 +26,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tigon._files import open_regular, read_text
 from tigon.errors import RunFolderError
@@ -39,22 +38,26 @@ from tigon.objectives.recipe_checks import auto_divides_batch, loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
 from tigon.techniques.keys.train import AUTO
 from tigon.trainer.checkpoint import checkpoint, resume_rules
+from tigon.trainer.folder import folder_lock
 
-RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
-    "recipe.yaml", "metrics.jsonl", "summary.json", "data.json", "environment.json"
-)  # fmt: skip
-# Keys that a resumed run may change, because they do not affect the losses.
+RECIPE, METRICS, SUMMARY = "recipe.yaml", "metrics.jsonl", "summary.json"
+DATA, ENVIRONMENT, CHECKPOINTS = "data.json", "environment.json", "checkpoints"
+_FREE_OF_TRAIN = (
+    "log_steps eval_steps save_steps keep_checkpoints save_async workers max_skipped_steps load_best report_to"
+)
 FREE_TO_CHANGE = (
-    "comparison.", "output.", "train.log_steps", "train.eval_steps", "train.save_steps", "train.keep_checkpoints",
-    "train.save_async", "train.workers", "train.max_skipped_steps", "train.load_best", "train.report_to", "data.show",
-    "data.cache", "eval.",
-)  # fmt: skip
-CHECKPOINTS = "checkpoints"
+    "comparison.",
+    "output.",
+    "eval.",
+    "data.show",
+    "data.cache",
+    *(f"train.{name}" for name in _FREE_OF_TRAIN.split()),
+)
+"""Keys that a resumed run may change, because they do not affect the losses."""
 # The keys that each record of a measurement must have.
 MEASURED = {"train": ("loss", "tokens_per_s", "memory_bytes", "memory_peak_bytes"), "eval": ("eval_loss",)}
 LARGEST = 2**63  # more than any count or number of bytes; the chart library accepts no larger integers
 MAX_RECORDS_BYTES = 2**30  # of metrics.jsonl; a million steps give a fifth
-LOCK_PATIENCE = 7  # seconds to wait for another process's lock
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,19 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.path / METRICS
 
+    @property
+    def has_checkpoints(self) -> bool:
+        return any((self.path / CHECKPOINTS).glob("checkpoint-*"))
+
+    @property
+    def was_removed(self) -> bool:
+        return not (self.path / RECIPE).exists()
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last record; 0 without records."""
+        return max((int(record["step"]) for record in self.records()), default=0)
+
     def read_json(self, name: str) -> dict[str, Any]:
         """The mapping in one of the folder's JSON files.
 
@@ -92,7 +108,7 @@ class RunFolder:
             raise _damaged(file, "it is not a JSON object")
         return content
 
-    def write_json(self, name: str, value: Any) -> None:
+    def write_json(self, name: str, value: object) -> None:
         self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
@@ -160,7 +176,7 @@ def _record(line: str) -> dict[str, Any] | None:
     return record if whole and all(_is_drawn(value) for name, value in record.items() if name != "event") else None
 
 
-def _is_drawn(value: Any) -> bool:
+def _is_drawn(value: object) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < LARGEST)
 
 
@@ -196,7 +212,7 @@ def _exists(target: Path, command: str) -> RunFolderError:
         return RunFolderError(f"{target}: this path exists; {another}")
     if (target / SUMMARY).exists():
         return RunFolderError(f"{target}: this complete run folder exists; {another}")
-    if _is_in_use(target / RECIPE):
+    if folder_lock.is_in_use(target / RECIPE):
         return RunFolderError(f"{target}: another process is training into this run folder; {another}")
     if checkpoint.newest_metadata(target / CHECKPOINTS):
         return RunFolderError(f"{target}: this run folder exists; continue it with `{command} --resume`, or {another}")
@@ -218,20 +234,6 @@ def trained_folders(path: Path) -> list[str]:
     """
     names = {file.parent.name for file in path.glob("*/*.safetensors")}
     return sorted(names - {"base", "base-partial"})
-
-
-def _is_in_use(file: Path) -> bool:
-    """Whether a process has locked the folder by this file; False if the system cannot tell."""
-    try:
-        import fcntl
-
-        with file.open("r+b") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except (ModuleNotFoundError, OSError):  # Windows, or a file system without locks
-        return False
-    return False
 
 
 def create(output: OutputConfig, command: str) -> RunFolder:
@@ -327,57 +329,9 @@ def with_checkpoint(run: RunFolder, recipe: Recipe) -> RunFolder:
     return replace(run, resume_point=checkpoint.newest(run.path / CHECKPOINTS))
 
 
-@contextmanager
-def locked(path: Path, file: str = RECIPE, work: str = "training into this run folder") -> Iterator[None]:
-    """Lock a folder for the block. The system releases the lock of a killed process.
-
-    `filelock.FileLock` is not used. It locks a separate file, which would stay in every run folder. It makes that
-    file again if another process has removed the folder, and here that removal is an error.
-
-    Args:
-        path: The folder.
-        file: The file in it that is locked.
-        work: The activity of the process that has the lock, for the message.
-
-    Raises:
-        RunFolderError: Another process has the lock for `LOCK_PATIENCE` seconds, or has removed the folder.
-    """
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows
-        yield
-        return
-    with _opened(path / file) as handle:
-        for patience in range(LOCK_PATIENCE, -1, -1):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not patience:
-                    raise RunFolderError(f"{path}: another process is {work}; wait for its end, or stop it") from None
-                time.sleep(1)  # data loader processes notice after 5 s that their run was killed
-            except OSError:  # a file system without locks
-                break
-        if not _is_at(handle, path / file):  # the process with the lock has removed the folder, or made it again
-            raise RunFolderError(f"{path}: another process has removed this folder; start the run again")
-        yield
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return path.open("r+b")
-    except OSError as error:
-        raise RunFolderError(
-            f"{path}: cannot be opened to lock its folder: {error.strerror}; make it readable and writable"
-        ) from None
-
-
-def _is_at(handle: BinaryIO, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(handle.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+def locked(path: Path) -> AbstractContextManager[None]:
+    """Lock a run folder for a block. Raises RunFolderError if another process has the lock or removed the folder."""
+    return folder_lock.locked(path, RECIPE, "training into this run folder")
 
 
 def _refuse_odd_files(path: Path) -> None:

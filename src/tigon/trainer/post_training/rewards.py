@@ -50,7 +50,7 @@ def _load(name: str, *, several: bool) -> Callable[..., list[float | None]]:
         )
 
     @functools.wraps(function)
-    def checked(*, completions: list[Any], **columns: Any) -> list[float | None]:
+    def checked(*, completions: list[Any], **columns: object) -> list[float | None]:
         try:
             rewards = function(completions=completions, **columns)
         except (Exception, SystemExit) as error:
@@ -82,7 +82,7 @@ def _takes_completions(function: Callable[..., Any]) -> bool:
     return takes_rest and any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _is_number(reward: Any) -> bool:
+def _is_number(reward: object) -> bool:
     """Whether a reward is finite: of Python, NumPy, or a tensor with one element."""
     if isinstance(reward, torch.Tensor):
         return reward.numel() == 1 and bool(torch.isfinite(reward).all())

@@ -1,4 +1,4 @@
-"""The tables of sources and formats in docs/train.md: their examples are what tigon reads."""
+"""The tables of sources and formats in docs/data.md: their examples are what tigon reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tigon.data.rows import READERS
 from tigon.recipe.keys import DataConfig
 
 yaml = pytest.importorskip("yaml")
-PAGE = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 
 
 def table(header):

@@ -13,28 +13,27 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from tigon.data.packing import Collator, SampleDataset
-from tigon.objectives.base import Objective
 from tigon.profiler.recording.peak import Peak, PeakMeter, training_state
-from tigon.recipe.keys import TrainConfig
-from tigon.techniques.keys.settings import Settings
-from tigon.techniques.technique import RunInfo
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed.signals import StopRequest
-from tigon.trainer.engine import make_optimizer
-from tigon.trainer.guarded import MakeOptimizer
+from tigon.trainer.prepare import Prepared
+from tigon.trainer.setup import Setup, TrainingData
 
 LABELS = {
-    "none": "unpatched", "no-flce": "all but linear cross entropy", "tigon": "all of tigon", "liger": "Liger Kernel",
-}  # fmt: skip
+    "none": "unpatched",
+    "no-flce": "all but linear cross entropy",
+    "tigon": "all of tigon",
+    "liger": "Liger Kernel",
+}
 STOPPED = "stopped by a signal"
 TURNS = 3
 """How often each choice of kernels repeats the steps."""
@@ -80,14 +79,14 @@ class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
     peak: Peak | None = None
     meter: PeakMeter | None = None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         if self.measures_memory and state.global_step == self.last_step - 1:
             self.meter = PeakMeter(self.device)
             self.meter.start(training_state(kwargs["model"], kwargs["optimizer"]))
         self._synchronize()
         self._begin_s = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._synchronize()
         self.step_s.append(time.perf_counter() - self._begin_s)
         if state.global_step == self.last_step:
@@ -100,7 +99,9 @@ class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         if self.meter is not None:
             self.peak, self.meter = self.meter.stop(), None
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: object, control: object, logs: dict[str, Any] | None = None, **kwargs: object
+    ) -> None:
         if logs and "loss" in logs:
             self.losses.append(logs["loss"])
 
@@ -110,80 +111,69 @@ class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 
 def compare(
-    kernels: Sequence[str],
-    build: Callable[[str], Any],
-    *,
-    train: TrainConfig,
-    steps: int,
-    settings: Settings,
-    run_info: RunInfo,
-    folder: Path,
-    device: torch.device,
-    collator: Collator,
-    samples: SampleDataset,
-    objective: Objective,
-    announce: Callable[[str], None],
-    stop: StopRequest,
+    prepared: Prepared, build: Callable[[str], nn.Module], run: Path, announce: Callable[[str], None], stop: StopRequest
 ) -> list[Repeat]:
-    """Repeat the same steps with each of `kernels`.
+    """Repeat the same steps with each of the recipe's `comparison.kernels`.
 
     Running out of memory, or a signal in the first turn, ends a repeat with an `error` instead of an exception. A
     signal in a later turn leaves the figures of the complete turns.
 
     Args:
-        kernels: The values of `model.kernels` to compare.
-        build: Makes the model for one of `kernels`.
-        train: The run's training settings.
-        steps: The number of steps.
-        settings: The techniques' keys.
-        run_info: What the techniques need to know about the run.
-        folder: The folder of the Trainer.
-        device: The device to train on.
-        collator: Makes a batch from samples.
-        samples: The training samples.
+        prepared: The run.
+        build: Makes the model for one of the kernels.
+        run: The run folder.
         announce: Called with a line before each turn.
         stop: Receives signals.
 
     Returns:
-        A Repeat for each of `kernels`.
+        A Repeat for each of the kernels.
     """
-    short = replace(
-        train, steps=steps, epochs=None, warmup_steps=min(train.warmup_steps, steps // 2), log_steps=1,
-        eval_steps=None, save_steps=None,
-    )  # fmt: skip
+    kernels, setup, device = prepared.recipe.comparison.kernels, _short(prepared), prepared.device
+    train, data = setup.recipe.train, replace(prepared.training_data, eval=None)
+    assert train.steps is not None
     measured: dict[str, _Measured] = {choice: _Measured() for choice in kernels}
     _release(device)
     for turn in range(TURNS):
         left = [choice for choice in kernels if measured[choice].error is None]
         if left and not stop.number:
             names = ", ".join(LABELS[choice] for choice in left)
-            announce(f"comparison: turn {turn + 1} of {TURNS}, {steps} steps each: {names}")
+            announce(f"comparison: turn {turn + 1} of {TURNS}, {train.steps} steps each: {names}")
         for choice in left if turn % 2 == 0 else reversed(left):
             if stop.number:
                 break
             try:
-                args = trainers.arguments(short, settings, run_info, folder=folder, device=device, evaluate=False)
-                observer = _Observer(device, steps, stop, measures_memory=turn == 0)
-                optimizer = make_optimizer(short, settings)
-                _train(
-                    build(choice), args, optimizer, observer, collator=collator, samples=samples, objective=objective
-                )
+                observer = _Observer(device, train.steps, stop, measures_memory=turn == 0)
+                _train(setup, build(choice), data, run, observer)
                 measured[choice].add(observer)
             except torch.OutOfMemoryError:
                 measured[choice].error = "out of memory"
             _release(device)
     # Samples of unpacked rows differ in length. Every choice takes the same samples, so their mean compares fairly.
-    mean = sum(len(sample.tokens_T) for sample in samples.samples) / len(samples)
-    n_tokens = round(short.batch_size * short.gradient_accumulation * mean)
+    samples = prepared.train.samples
+    mean = sum(len(sample.tokens_T) for sample in samples) / len(samples)
+    n_tokens = round(train.batch_size * train.gradient_accumulation * mean)
     return [found.as_repeat(choice, n_tokens) for choice, found in measured.items()]
 
 
-def _train(
-    model: Any, args: Any, optimizer: MakeOptimizer | None, observer: _Observer, *,
-    collator: Collator, samples: SampleDataset, objective: Objective,
-) -> None:  # fmt: skip
+def _short(prepared: Prepared) -> Setup:
+    """The run with the steps and the micro-batch of the comparison, of which each step is recorded."""
+    train, options = prepared.recipe.train, prepared.recipe.comparison
+    short = replace(
+        train,
+        steps=options.steps,
+        epochs=None,
+        batch_size=options.batch_size or train.batch_size,
+        warmup_steps=min(train.warmup_steps, options.steps // 2),
+        log_steps=1,
+        eval_steps=None,
+        save_steps=None,
+    )
+    return prepared.with_train(short)
+
+
+def _train(setup: Setup, model: nn.Module, data: TrainingData, run: Path, observer: _Observer) -> None:
     """Train one turn. The model is freed when this function ends, also if it runs out of memory."""
-    trainer = trainers.make(model, args, collator, samples, None, optimizer, objective=objective)
+    trainer = trainers.make(setup, model, data, run)
     trainer.add_callback(observer)
     try:
         trainer.train()

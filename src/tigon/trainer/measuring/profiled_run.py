@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from torch import nn
+from transformers import TrainerCallback, TrainerState
 
 from tigon._quiet import library_log_lines_dropped
 from tigon._trunk import decoder_layers
-from tigon.data.packing import SampleDataset
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.profiler.recording.cuda import CudaRecorder
 from tigon.profiler.recording.journal import Journal, Recorder, Recording
@@ -23,8 +23,7 @@ from tigon.profiler.timeline.timeline import Timeline
 from tigon.trainer import engine
 from tigon.trainer import trainer as trainers
 from tigon.trainer.checkpoint import nvme_swap
-from tigon.trainer.guarded import GuardedTrainer, Safeguards
-from tigon.trainer.guards import self_test
+from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.prepare import Prepared
 
 SNAPSHOT, TRACE = "snapshot.pickle", "trace.json"
@@ -61,21 +60,16 @@ def record(prepared: Prepared, steps: int, folder: Path, label: str) -> tuple[Ti
 
 
 def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
-    recipe, device, objective = prepared.recipe, prepared.device, prepared.objective
-    built, _ = engine.build(
-        recipe.model, prepared.config, prepared.settings, prepared.run_info, device=device, seed=recipe.train.seed,
-        kernels=recipe.model.kernels, base=folder / "base", ops=self_test.without(prepared.wrong_ops),
-        reads_whole_weights=objective.planned().reads_whole_weights, with_head=objective.with_head,
-    )  # fmt: skip
-    engine.refuse_nonfinite(built, recipe.model)
-    built = objective.attach(built)
+    built, _ = engine.build(prepared, folder / "base")
+    engine.refuse_nonfinite(built, prepared.recipe.model)
+    built = prepared.objective.attach(built)
     # On CUDA, the allocator's Python frames do not reach into autograd's C++. The CPU recorder names autograd's nodes.
-    name_nodes = device.type == "cuda"
+    name_nodes = prepared.device.type == "cuda"
     with PhaseHooks(
         steps.journal, built, decoder_layers(built), checkpointed=_is_checkpointed, name_nodes=name_nodes
     ) as hooks:
         steps.watch = hooks
-        trainer = _trainer(prepared, built, folder)
+        trainer = trainers.make(prepared, built, replace(prepared.training_data, eval=None), folder)
         for frozen in _frozen_models(trainer):
             hooks.watch_frozen(frozen)
         trainer.add_callback(steps)
@@ -87,30 +81,13 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
                 shutil.rmtree(folder / left, ignore_errors=True)
 
 
-def _trainer(prepared: Prepared, built: Any, folder: Path) -> GuardedTrainer:
-    """The run's trainer, without evaluation."""
-    recipe, objective = prepared.recipe, prepared.objective
-    if objective.trl is not None:
-        from tigon.trainer import post_training  # loads datasets
-
-        assert prepared.rows is not None, "a post-training run has rows"
-        return post_training.make(folder, replace(prepared, rows=(prepared.rows[0], ())), built, Safeguards())
-    args = trainers.arguments(
-        recipe.train, prepared.settings, prepared.run_info, folder=folder / "checkpoints", device=prepared.device,
-        evaluate=False,
-    )  # fmt: skip
-    optimizer = engine.make_optimizer(recipe.train, prepared.settings)
-    samples = SampleDataset(prepared.train.samples)
-    return trainers.make(built, args, prepared.collator, samples, None, optimizer, objective=objective)
-
-
-def _frozen_models(trainer: Any) -> tuple[Any, ...]:
+def _frozen_models(trainer: GuardedTrainer) -> tuple[nn.Module, ...]:
     """The models that a trainer of TRL does not train: a reference or a teacher."""
     models = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
     return tuple(model for model in models if model is not None)
 
 
-def _is_checkpointed(layer: Any) -> bool:
+def _is_checkpointed(layer: nn.Module) -> bool:
     return bool(getattr(layer, "gradient_checkpointing", False))
 
 
@@ -124,7 +101,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         """The profiler's events of the timed step."""
         self._recorder, self._recorded, self._trace = recorder, recorded, trace
         self._recording: Recording | None = None
-        self._profiler: Any = None
+        self._profiler: torch.profiler.profile | None = None
 
     @property
     def watch(self) -> PhaseHooks:
@@ -144,22 +121,22 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
     # --- the training loop's events ----------------------------------------------------------------------------------
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, **kwargs: Any) -> None:
         self.watch.begin_step(kwargs["model"])
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         if self._recording is None:
             self.watch.end_micro_batch()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         if self._recording is None:
             self.watch.begin_optimizer()
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: Any) -> None:
         if self._recording is None:
             self.watch.end_optimizer(kwargs["optimizer"])
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         if self._profiler is not None:
             with library_log_lines_dropped():
                 self._profiler.step()
@@ -173,13 +150,11 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
     def _begin_timing(self) -> None:
         with library_log_lines_dropped():
-            self._profiler = torch.profiler.profile(
-                schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1), record_shapes=True,
-                on_trace_ready=self._keep,
-            )  # fmt: skip
+            one = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+            self._profiler = torch.profiler.profile(schedule=one, record_shapes=True, on_trace_ready=self._keep)
             self._profiler.__enter__()
 
-    def _keep(self, profiler: Any) -> None:
+    def _keep(self, profiler: torch.profiler.profile) -> None:
         self.timed = list(profiler.events())
         profiler.export_chrome_trace(str(self._trace))
 

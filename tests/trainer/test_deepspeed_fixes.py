@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_technique_runs import need
 
-from tigon.trainer.distributed.deepspeed_classes import keep_partition_dtype
+from tigon.trainer.distributed.deepspeed_fixes import keep_partition_dtype
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -11,12 +11,12 @@ from tigon.data import preview
 from tigon.report.table import Table
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.lora import lora
-from tigon.trainer import model, open_folder
+from tigon.trainer import model
 from tigon.trainer.checkpoint import resume_rules
-from tigon.trainer.distributed import torchrun
+from tigon.trainer.distributed import launch, torchrun
+from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared
-from tigon.trainer.run_folder import RunFolder
 from tigon.units import in_parameters
 
 if TYPE_CHECKING:
@@ -44,13 +44,14 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
         f"model    {model.described(recipe.model)}, {in_parameters(prepared.n_parameters)}, "
         f"kernels: {recipe.model.kernels}",
+        *([f"layers   {'; '.join(map(str, prepared.layer_paths))}"] if prepared.layer_paths else []),
         f"data     {recipe.data.source_names}: {counts}",
         *prepared.rows_line,
         f"steps    {prepared.size_words}",
         f"device   {prepared.device}, {prepared.settings.train.precision}, {per_step}",
         f"memory   {techniques}",
         *_adapters_line(prepared),
-        *open_folder.lines(run.path),
+        *([f"disks    all machines share {run.path}"] if launch.has_several_nodes() else []),
         *torchrun.restart_line(),
     ]
     if objective_line := prepared.objective.announcement:
@@ -69,7 +70,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         lines.append(f"warning  {data['bad_rows']} rows left out (data.bad_rows: skip): {'; '.join(prepared.bad_rows)}")
     lines += [f"warning  {warning}" for warning in prepared.warnings]
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.out(line)
     for row in prepared.shown:
         preview.print_row(console, row, prepared.tokenizer)
 
@@ -88,29 +89,29 @@ def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objectiv
     """Print the results of a run that is complete."""
     if summary["stopped_early_step"] is not None:
         where = f"at step {summary['stopped_early_step']}: the eval loss fell no more (train.early_stopping_patience)"
-        console.print(f"stopped  {where}", markup=False, soft_wrap=True)
+        console.out(f"stopped  {where}")
     if summary["eval_loss"] is not None and summary["unigram_entropy"] is None:
-        console.print(f"eval loss {summary['eval_loss']:.4f}", markup=False)
+        console.out(f"eval loss {summary['eval_loss']:.4f}")
     elif summary["eval_loss"] is not None:
         gap = summary["unigram_entropy"] - summary["eval_loss"]
         side = "below" if gap > 0 else "above"
         line = f"eval loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
         if summary["eval_perplexity"] is not None:
             line += f"; perplexity {summary['eval_perplexity']:,.2f}"
-        console.print(line, markup=False)
+        console.out(line)
     if summary["best_step"] is not None:
-        console.print(f"best     checkpoint of step {summary['best_step']}, loaded and saved", markup=False)
+        console.out(f"best     checkpoint of step {summary['best_step']}, loaded and saved")
     if summary["decoded"]:
-        console.print(f"{objective.name:<8} {summary['decoded']['line']}", markup=False, soft_wrap=True)
+        console.out(f"{objective.name:<8} {summary['decoded']['line']}")
     if summary["evaluation_error"]:
-        console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
+        console.out(f"warning  {summary['evaluation_error']}")
     if summary["skipped_steps"]:
         console.print(f"warning  {summary['skipped_steps']} steps skipped: loss or gradient was not finite")
     if summary["comparison"]:
         _print_comparison(console, summary["comparison"])
     if summary["memory"]:
-        console.print(f"memory   {comparison_line(summary['memory'])}", markup=False, soft_wrap=True)
-    console.print(f"report   {run.path / 'report.html'}", markup=False, soft_wrap=True)
+        console.out(f"memory   {comparison_line(summary['memory'])}")
+    console.out(f"report   {run.path / 'report.html'}")
 
 
 def _print_comparison(console: Console, repeats: Sequence[Mapping[str, Any]]) -> None:
@@ -135,4 +136,4 @@ def _print_comparison(console: Console, repeats: Sequence[Mapping[str, Any]]) ->
         console.print("tokens/s is the median step; the range is from the slowest to the fastest step")
     for row in repeats:
         if row["error"] is not None:
-            console.print(f"{row['label']}: {row['error']}", markup=False, soft_wrap=True)
+            console.out(f"{row['label']}: {row['error']}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -39,7 +38,7 @@ class StepMeter:
         self._synchronize()
         self._begin_s = time.perf_counter()
 
-    def end(self, trainer: Any) -> None:
+    def end(self, trainer: GuardedTrainer) -> None:
         """End a step, after its optimizer update."""
         self._synchronize()
         self.step_s.append(time.perf_counter() - self._begin_s)
@@ -63,8 +62,8 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         self.meter, self.trainer = meter, trainer
         trainer.step.phase_ended = meter.mark
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.meter.begin()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.meter.end(self.trainer)

@@ -116,10 +116,8 @@ def profile(request: ProfileRequest) -> Path:
 def _short(recipe: Recipe, steps: int) -> Recipe:
     """The recipe with the number of steps of a profile, without evaluation, samples, checkpoints and comparison."""
     post_training_rules.check_profiled(recipe)
-    train = replace(
-        recipe.train, steps=steps + TRACED_STEPS, epochs=None, eval_steps=None, save_steps=None,
-        log_steps=steps + TRACED_STEPS,
-    )  # fmt: skip
+    n_steps = steps + TRACED_STEPS
+    train = replace(recipe.train, steps=n_steps, log_steps=n_steps, epochs=None, eval_steps=None, save_steps=None)
     output = replace(recipe.output, save_model=False, sample_tokens=0)
     return recipe_checks.without_phases(replace(recipe, train=train, output=output, comparison=ComparisonConfig()))
 
@@ -194,7 +192,7 @@ def _write(folder: Path, profiles: Sequence[Profile]) -> None:
 
 def _profile_in_a_process(path: Path, overrides: Sequence[str], steps: int, out: Path) -> Profile:
     """Make one profile in a new process. Raises RecipeError with that process's error."""
-    make_console().print(f"profile  {out.name}: {shlex.join([str(path), *overrides])}", markup=False, soft_wrap=True)
+    make_console().out(f"profile  {out.name}: {shlex.join([str(path), *overrides])}")
     words = [word for text in overrides for word in ("--set", text)]
     command = [sys.executable, "-m", "tigon", "profile", str(path), *words, "--steps", str(steps), "--out", str(out)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -221,15 +219,15 @@ def _with_distinct_labels(profiles: Sequence[Profile], request: ProfileRequest) 
 
 
 def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
-    from tigon.trainer.profiled_run import record  # loads transformers
+    from tigon.trainer.measuring.profiled_run import record  # loads transformers
 
     device = preflight.check_device(recipe)
     prepare.connect(recipe, device)
     prepared = prepare.prepare(recipe, device)
     heading = f"profile  {_label(prepared)}: {steps} steps recorded, then one timed"
-    make_console().print(heading, markup=False, soft_wrap=True)
+    make_console().out(heading)
     if prepared.unused_tensors:
-        make_console().print(model.unused_line(prepared.unused_tensors), markup=False, soft_wrap=True)
+        make_console().out(model.unused_line(prepared.unused_tensors))
     predicted, why = _predict(prepared)
     timeline, ops, stopped = record(prepared, steps, folder, _label(prepared))
     details = _details(prepared) | {"prediction": why} | ({STOPPED: stopped} if stopped else {})
@@ -278,4 +276,4 @@ def _conclude(profiles: Sequence[Profile], target: Path) -> None:
     console = make_console()
     tables.show(profiles, console)
     for path in sorted(path for path in target.rglob("*") if path.is_file()):
-        console.print(f"wrote    {path}", markup=False, soft_wrap=True)
+        console.out(f"wrote    {path}")

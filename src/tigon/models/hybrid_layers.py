@@ -1,0 +1,178 @@
+"""Layers with a state instead of attention: which code runs them, and what to install for fused kernels.
+
+tigon has no op for these layers. transformers runs them by another library's kernels if it finds that library, and by
+its own PyTorch code otherwise, without a word in most versions. Since 5.16 a decorator in
+transformers/integrations/hub_kernels.py chooses. Earlier versions bind the library's function, or None, in the file of
+the model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+PYTORCH = "PyTorch"
+HUB = "kernels of the hub"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of layer, and the kernel that transformers looks for.
+
+    Args:
+        name: what the field calls it.
+        calls: the functions that its class calls, in any version of transformers; one of them is enough.
+        module: the module of the library that has the kernel.
+        function: the kernel's name there.
+        library: the name under which pip installs the library.
+    """
+
+    name: str
+    calls: frozenset[str]
+    module: str
+    function: str
+    library: str
+
+
+KINDS = (
+    LayerKind(
+        "gated delta rule",
+        frozenset({"chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"}),
+        "fla.ops.gated_delta_rule",
+        "chunk_gated_delta_rule",
+        "flash-linear-attention",
+    ),
+    LayerKind(
+        "Kimi delta attention",
+        frozenset({"chunk_kda", "chunk_kimi_delta_attention"}),
+        "fla.ops.kda",
+        "chunk_kda",
+        "flash-linear-attention",
+    ),
+    LayerKind(
+        "Mamba scan",
+        frozenset({"selective_scan_fn", "mamba_selective_scan"}),
+        "mamba_ssm.ops.selective_scan_interface",
+        "selective_scan_fn",
+        "mamba-ssm",
+    ),
+    LayerKind(
+        "Mamba 2 scan",
+        frozenset({"mamba_chunk_scan_combined", "mamba2_chunk_scan"}),
+        "mamba_ssm.ops.triton.ssd_combined",
+        "mamba_chunk_scan_combined",
+        "mamba-ssm",
+    ),
+    LayerKind(
+        "short convolution",
+        frozenset({"causal_conv1d_fn"}),
+        "causal_conv1d",
+        "causal_conv1d_fn",
+        "causal-conv1d",
+    ),
+)
+BUILT_BY_PIP = frozenset({"mamba-ssm", "causal-conv1d"})
+"""Libraries that pip compiles with the CUDA compiler against the installed PyTorch."""
+
+
+@dataclass(frozen=True)
+class LayerPath:
+    """The layers of one kind, and the code that runs them: the name of a library, `PYTORCH` or `HUB`."""
+
+    kind: str
+    layers: int
+    runs: str
+    library: str
+    """The library with the fused kernel."""
+
+    def __str__(self) -> str:
+        return f"{self.described}: {self.runs}"
+
+    @property
+    def described(self) -> str:
+        return f"{self.kind} ({self.layers} layer{'s' if self.layers > 1 else ''})"
+
+
+def counts_of(model: nn.Module) -> dict[str, int]:
+    """Number of layers of each kind; the kinds that the model lacks are left out."""
+    return {kind.name: len(classes) for kind, classes in _layers(model).items()}
+
+
+def paths_of(model: nn.Module) -> tuple[LayerPath, ...]:
+    """Which code runs the layers of each kind in this model. It may be on the meta device, and patched."""
+    in_hub = bool(getattr(model, "use_kernels", False))
+    return tuple(
+        LayerPath(kind.name, len(classes), HUB if in_hub else _runs(kind, classes[0]), kind.library)
+        for kind, classes in _layers(model).items()
+    )
+
+
+def paths_of_counts(counts: Mapping[str, int]) -> tuple[LayerPath, ...]:
+    """`paths_of` a model that need not be built, by the libraries that are installed."""
+    return tuple(
+        LayerPath(kind.name, counts[kind.name], _installed(kind), kind.library) for kind in KINDS if kind.name in counts
+    )
+
+
+def install_command(paths: Iterable[LayerPath]) -> str:
+    """The command that installs the kernels of the layers that PyTorch runs; empty if there are none.
+
+    Libraries that pip compiles come last, because a failed build must not keep the others away.
+    """
+    libraries = dict.fromkeys(path.library for path in paths if path.runs == PYTORCH)
+    ready, built = ([name for name in libraries if (name in BUILT_BY_PIP) == is_built] for is_built in (False, True))
+    commands = [f"pip install {' '.join(ready)}"] if ready else []
+    return " && ".join([*commands, f"pip install {' '.join(built)} --no-build-isolation"] if built else commands)
+
+
+def library_among(modules: Iterable[str]) -> str | None:
+    """The library with a kernel of this file that one of these modules belongs to."""
+    packages = {name.partition(".")[0] for name in modules}
+    return next((kind.library for kind in KINDS if kind.module.partition(".")[0] in packages), None)
+
+
+def slow_layers(paths: Iterable[LayerPath]) -> str | None:
+    """One sentence about the layers that PyTorch runs, with the command that installs their kernels."""
+    slow = [path for path in paths if path.runs == PYTORCH]
+    if not slow:
+        return None
+    names = " and ".join(path.described for path in slow)
+    return f"{names} run in PyTorch, which is slow; `{install_command(slow)}` installs their kernels"
+
+
+def _layers(model: nn.Module) -> dict[LayerKind, list[type[nn.Module]]]:
+    """The classes of the layers of each kind that the model has, one per layer."""
+    classes = [type(module) for module in model.modules()]
+    called = {cls: _calls(cls) for cls in {*classes}}
+    found = {kind: [cls for cls in classes if kind.calls & called[cls]] for kind in KINDS}
+    return {kind: layers for kind, layers in found.items() if layers}
+
+
+def _calls(cls: type[nn.Module]) -> frozenset[str]:
+    """The names in the methods of a class."""
+    values = [value for part in cls.__mro__ for value in vars(part).values() if inspect.isfunction(value)]
+    return frozenset(name for value in values for name in inspect.unwrap(value).__code__.co_names)
+
+
+def _runs(kind: LayerKind, layer: type[nn.Module]) -> str:
+    """What transformers runs in a layer of this class."""
+    for part in layer.__mro__:
+        bound = getattr(sys.modules.get(part.__module__), kind.function, part)
+        if bound is None:
+            return PYTORCH
+        if bound is not part and bound.__module__ != part.__module__:
+            return kind.library
+    return _installed(kind)
+
+
+def _installed(kind: LayerKind) -> str:
+    """The kind's library if it can be imported and has the kernel, otherwise PYTORCH."""
+    try:
+        return kind.library if hasattr(importlib.import_module(kind.module), kind.function) else PYTORCH
+    except Exception:  # a build for another CUDA raises any type of error, and transformers then runs its own code
+        return PYTORCH

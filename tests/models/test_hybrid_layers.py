@@ -1,0 +1,113 @@
+"""Layers with a state instead of attention: which code runs them is known before a run, and said."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tigon import patch
+from tigon.models import hybrid_layers
+from tigon.models.hybrid_layers import PYTORCH, counts_of, install_command, paths_of, paths_of_counts, slow_layers
+
+DELTA, KIMI, MAMBA, MAMBA2, CONV = (kind.name for kind in hybrid_layers.KINDS)
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "qwen3_5_text": ({"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, {DELTA: 3, CONV: 3}),
+    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, {DELTA: 1, CONV: 1}),
+    "kimi_linear": ({"layer_types": ["linear_attention", "full_attention"]}, {KIMI: 1, CONV: 1}),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, {CONV: 2}),
+    "mamba": ({"num_hidden_layers": 2}, {MAMBA: 2, CONV: 2}),
+    "jamba": ({"num_hidden_layers": 2, "attn_layer_offset": 1, "attn_layer_period": 2}, {MAMBA: 1, CONV: 1}),
+    "mamba2": ({"num_hidden_layers": 2}, {MAMBA2: 2, CONV: 2}),
+    "bamba": ({"num_hidden_layers": 2, "attn_layer_indices": [1]}, {MAMBA2: 1, CONV: 1}),
+    "falcon_h1": ({"num_hidden_layers": 2}, {MAMBA2: 2, CONV: 2}),
+    "granitemoehybrid": ({"layer_types": ["mamba", "attention"]}, {MAMBA2: 1, CONV: 1}),
+    "zamba2": ({"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]}, {MAMBA2: 2, CONV: 2}),
+    "llama": ({"num_hidden_layers": 2}, {}),
+}
+
+
+def model_of(family: str) -> torch.nn.Module:
+    given = FAMILIES[family][0]
+    layers = {"num_hidden_layers": len(given["layer_types"])} if "layer_types" in given else {}
+    try:
+        config = AutoConfig.for_model(family, **layers, **given)
+    except ValueError:
+        pytest.skip(f"this transformers has no {family}")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_layer_is_counted(family: str) -> None:
+    assert counts_of(model_of(family)) == FAMILIES[family][1]
+
+
+def library(monkeypatch: pytest.MonkeyPatch, kind: hybrid_layers.LayerKind) -> None:
+    """Let Python find a library that has the kind's kernel."""
+    module = ModuleType(kind.module)
+    setattr(module, kind.function, lambda: None)
+    monkeypatch.setitem(sys.modules, kind.module, module)
+
+
+def test_without_libraries_pytorch_runs_all_and_one_line_says_what_to_install() -> None:
+    paths = paths_of(model_of("qwen3_next"))
+    assert [path.runs for path in paths] == [PYTORCH, PYTORCH]
+    command = "pip install flash-linear-attention && pip install causal-conv1d --no-build-isolation"
+    assert install_command(paths) == command
+    said = slow_layers(paths)
+    assert said is not None and "\n" not in said
+    assert f"{DELTA} (1 layer) and {CONV} (1 layer) run in PyTorch" in said and command in said
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.integrations, "use_kernel_func_from_hub_with_fallback"),
+    reason="before 5.16 the file of a model decides once, when it is imported",
+)
+@pytest.mark.parametrize("kind", hybrid_layers.KINDS, ids=lambda kind: kind.name)
+def test_library_that_is_installed_runs_its_kind_alone(
+    kind: hybrid_layers.LayerKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library(monkeypatch, kind)
+    family = next(name for name, (_, counts) in FAMILIES.items() if kind.name in counts)
+    runs = {path.kind: path.runs for path in paths_of(model_of(family))}
+    assert runs.pop(kind.name) == kind.library and {*runs.values()} <= {PYTORCH}
+    assert {path.kind: path.runs for path in paths_of_counts({kind.name: 1})} == {kind.name: kind.library}
+
+
+def test_what_an_older_transformers_bound_in_the_models_file_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It binds None if it does not take an installed library, for example without a GPU."""
+    kind, model = hybrid_layers.KINDS[0], model_of("qwen3_next")
+    library(monkeypatch, kind)
+    file = sys.modules[type(model).__module__]
+    monkeypatch.setattr(file, kind.function, None, raising=False)
+    assert paths_of(model)[0].runs == PYTORCH
+    monkeypatch.delitem(sys.modules, kind.module)
+    monkeypatch.setattr(file, kind.function, pytest.importorskip)
+    assert paths_of(model)[0].runs == kind.library
+
+
+def test_kernels_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("lfm2")
+    monkeypatch.setattr(type(model), "use_kernels", True)
+    assert [path.runs for path in paths_of(model)] == [hybrid_layers.HUB] and not install_command(paths_of(model))
+
+
+def test_report_of_patch_names_the_layers_without_an_op_and_what_runs_them() -> None:
+    report = patch(model_of("qwen3_5_text"))
+    assert [path.kind for path in report.layer_paths] == [DELTA, CONV]
+    text = str(report)
+    assert "without an op of tigon\n       3  gated delta rule       PyTorch\n" in text
+    assert text.count("install kernels: pip install flash-linear-attention && pip install causal-conv1d") == 1
+    assert report.to_dict()["layer_paths"][0] == {
+        "kind": DELTA, "layers": 3, "runs": PYTORCH, "library": "flash-linear-attention",
+    }  # fmt: skip
+    assert "without an op" not in str(patch(model_of("llama")))
