@@ -49,9 +49,9 @@ def every_mix() -> list[str]:
 
 
 def test_choice_is_the_fastest_mix_of_two_kinds_that_fits() -> None:
-    request = asked()
+    request = replace(asked(), batch=32)  # with 8, the allocator's 2 MiB segments hide what a layer keeps
     options = [estimate_of(request, value) for value in every_mix()]
-    for share in (0.25, 0.7):
+    for share in (0.15, 0.4, 0.7):
         gpu = between(request, share)
         chosen = fastest(request, gpu)
         assert chosen.fits(gpu)
