@@ -176,6 +176,7 @@ def test_run_on_a_gpu_gets_a_choice_that_fits_and_keeps_its_samples(tmp_path, mo
     recipe = recipe_of(tmp_path, more)
     gpu = small_gpu(290)
     monkeypatch.setattr(prediction, "gpu_here", lambda device, settings: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: True)
     chosen = auto_checkpointing.resolved(recipe, torch.device("cuda"))
     samples = [r.train.batch_size * r.train.gradient_accumulation for r in (recipe, chosen)]
     assert samples[0] == samples[1]
@@ -193,6 +194,7 @@ def test_model_that_cannot_be_predicted_recomputes_nothing_and_says_so(tmp_path,
         raise UsageError("its step cannot be traced")
 
     monkeypatch.setattr(prediction, "gpu_here", fails)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: True)
     chosen = auto_checkpointing.resolved(recipe_of(tmp_path), torch.device("cuda"))
     assert chosen.train.checkpointing == "none" and chosen.train.batch_size == 8
     assert "nothing is recomputed, because the planner has no prediction: its step cannot" in capsys.readouterr().out
