@@ -95,8 +95,8 @@ def tens_of_gib() -> Iterator[None]:
     """Only one process of this machine is in here, so that tests that share a GPU fit beside each other.
 
     For a test that takes more than about 4 GiB. Before it leaves, it gives PyTorch's cached memory back.
-    The largest takes 62 GiB (linear_kl with the head of Qwen in fp64), so at most 8 processes share a GPU of 80 GB: each
-    of the others needs 0.6 to 3 GiB.
+    The largest takes 62 GiB (linear_kl with the head of Qwen in fp64), so at most 8 processes share a GPU of 80 GB:
+    each of the others needs 0.6 to 3 GiB.
     """
     if not HAS_GPU:
         yield

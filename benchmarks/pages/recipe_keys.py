@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.pages import regions
 from tigon.recipe.aliases import ALIASES, SHARED
 from tigon.recipe.keys import SECTIONS, fields_of
+from tigon.report.table import markdown_table
 from tigon.techniques.keys.section import Section, hints, limits_text, type_name
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipe.md"
@@ -60,12 +61,17 @@ def _yaml_scalar(value: Any) -> str:
 
 def alias_table() -> str:
     """The Markdown table of other libraries' names for recipe keys."""
-    rows = ["| name | of | recipe key | values |", "|---|---|---|---|"]
-    for alias in ALIASES.values():
-        values = ", ".join(f"`{str(a).lower()}`: `{b}`" for a, b in alias.values.items())
-        rows.append(f"| `{alias.name}` | {alias.of} | `{alias.key}` | {values} |")
-    rows += [f"| `{name}` | the same name | `{key}` | |" for name, key in SHARED.items()]
-    return "\n".join(rows)
+    rows = [
+        (
+            f"`{alias.name}`",
+            alias.of,
+            f"`{alias.key}`",
+            ", ".join(f"`{str(a).lower()}`: `{b}`" for a, b in alias.values.items()),
+        )
+        for alias in ALIASES.values()
+    ]
+    rows += [(f"`{name}`", "the same name", f"`{key}`", "") for name, key in SHARED.items()]
+    return markdown_table(("name", "of", "recipe key", "values"), rows)
 
 
 if __name__ == "__main__":

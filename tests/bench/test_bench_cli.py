@@ -138,7 +138,7 @@ def test_row_whose_inputs_do_not_fit_is_skipped_and_the_run_goes_on(bench, tmp_p
     monkeypatch.setitem(OPS, "rms_norm", dataclasses.replace(op, make=too_large))
     path = tmp_path / "x.json"
     code, out, _ = bench(*QUICK, "--op", "rms_norm", "--op", "geglu", "--json", path)
-    assert code == 0 and "rms_norm 64x128 (its inputs do not fit)" in out
+    assert code == 0 and "rms_norm 64x128 (it does not fit the device)" in out
     assert [row.op for row in load(path).rows] == ["geglu"]
 
 
@@ -186,7 +186,7 @@ def test_file_that_is_no_record_is_never_overwritten(flags, text, bench, tmp_pat
 NOTHING = {
     "skipped": (("--op", "rms_norm", "--impl", "liger"), "liger on rms_norm 64x128: not installed: "),
     "not an implementation of the op": (("--op", "geglu", "--impl", "torch"), "geglu 64x256: geglu has no torch"),
-    "too large": (("--op", "swiglu", "--impl", "tigon"), "swiglu 64x256 (its inputs do not fit)"),
+    "too large": (("--op", "swiglu", "--impl", "tigon"), "swiglu 64x256 (it does not fit the device)"),
 }
 
 

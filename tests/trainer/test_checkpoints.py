@@ -97,6 +97,7 @@ def test_damaged_newest_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     shutil.copytree(folder, tmp_path / "before")
     names = sorted(path.name for path in (folder / "checkpoint-3").iterdir())
     assert {"manifest.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"} <= set(names)
+    assert "training_args.bin" not in names  # it is a pickle
 
     def flip(path: Path) -> None:
         data = bytearray(path.read_bytes())

@@ -291,6 +291,9 @@ def test_tokens_of_completions_are_counted_once_in_all_processes():
 REFUSED = {
     "key of another objective": ("dpo", {"post_training": {"teacher": "x"}}, r"post_training\.teacher needs .*distill"),
     "unknown loss": ("dpo", {"post_training": {"loss_type": "kto"}}, r"losses of train\.objective: dpo are sigmoid"),
+    "smoothing without effect": (
+        "dpo", {"post_training": {"loss_type": "sigmoid", "label_smoothing": 0.1}}, r"label_smoothing has no effect",
+    ),
     "no reward function": ("grpo", {"post_training": {"rewards": []}}, r"set post_training\.rewards: module:function"),
     "not a function": ("grpo", {"post_training": {"rewards": ["short"]}}, r"'short' is not module:function"),
     "no such module": (

@@ -53,6 +53,15 @@ def test_bpe_is_cached_by_text_and_size_and_a_damaged_cache_is_replaced(tmp_path
     assert cached.stat().st_size > 1
 
 
+def test_bpe_is_used_although_its_cache_cannot_be_written(tmp_path, monkeypatch):
+    def fails(self, path):
+        raise Exception("No space left on device (os error 28)")  # what the Rust package raises
+
+    monkeypatch.setattr("tokenizers.Tokenizer.save", fails)
+    assert train_bpe(["abc abc abc"], 300, tmp_path).get_vocab()
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_the_prompt_is_masked_token_for_token(bpe):
     prompt, answer = "karan lotis ", "mivel"
     (document,) = encode([Document("d:1", (Segment(prompt, False), Segment(answer, True)))], bpe)

@@ -91,7 +91,7 @@ class Session:
             try:
                 line = work()
             except torch.cuda.OutOfMemoryError:
-                run.not_run.append(f"{name} (its inputs do not fit)")
+                run.not_run.append(f"{name} (it does not fit the device)")
                 continue
             finally:
                 timing.release(device)

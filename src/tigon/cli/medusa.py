@@ -14,7 +14,10 @@ def command(
     gpus: Gpus = None,
     resume: Resume = False,
 ) -> None:
-    """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end."""
+    """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end.
+
+    The recipe has the section `heads:`; docs/medusa.md lists its keys.
+    """
     from tigon.trainer import run  # not for --help
 
     with console.survive_broken_streams():

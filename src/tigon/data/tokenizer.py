@@ -10,6 +10,7 @@ crosses the border between a prompt and its answer, because a completion is gene
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import itertools
 import os
@@ -75,8 +76,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, cache_folder: Path | None =
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
-        tokenizer.save(str(scratch))
-        scratch.replace(file)
+        with contextlib.suppress(Exception):  # the Rust package raises bare Exceptions, of a full disk too
+            tokenizer.save(str(scratch))
+            scratch.replace(file)
         return tokenizer
 
     tokenizer, _ = cache.made(cache_folder, digest.hexdigest()[:32], trained)

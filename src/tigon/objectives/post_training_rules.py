@@ -138,7 +138,7 @@ KEY_RULES = (
     Rule(
         (
             Condition("train.objective", "is", "dpo"),
-            Condition("post_training.label_smoothing", "is at least", 1),
+            Condition("post_training.label_smoothing", "is above", 0),
             Condition("post_training.loss_type", "is not one of", ("robust", "exo_pair", "aot", "aot_unpaired")),
         ),
         "post_training.label_smoothing has no effect with this loss_type in TRL; set post_training.loss_type: robust, "

@@ -51,7 +51,8 @@ class Request:
     def frozen(self) -> tuple[Request, ...]:
         """A request for each model that the run holds beside the trained one, as if it were the model of a run.
 
-        Its techniques are the run's, without adapters, quantisation and checkpointing (trainer/post_training.py).
+        Its techniques are the run's, without adapters, quantisation and checkpointing. They are made in
+        trainer/post_training/trl_trainer.py.
         """
         settings = self.settings.having({"lora.rank": None, "lora.quantize": False, "train.checkpointing": "none"})
         trained = FrozenModel(name=self.model, config=self.config)

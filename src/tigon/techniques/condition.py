@@ -47,6 +47,8 @@ class Condition:
     def __str__(self) -> str:
         """The condition as Markdown."""
         wanted = self.wanted if isinstance(self.wanted, tuple) else (self.wanted,)
+        if not wanted:
+            return f"`{self.key}` {self.test} `[]`"
         return f"`{self.key}` {self.test} {', '.join(f'`{yaml_word(value)}`' for value in wanted)}"
 
 

@@ -22,10 +22,10 @@ def sinks_flag(settings: Settings) -> bool | None:
 
 def check_liger(key: str, device: torch.device) -> None:
     """Raise RecipeError, which names `key`, if Liger Kernel cannot run here."""
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise RecipeError(f"{key} is liger, but liger-kernel is not installed: pip install liger-kernel")
     if device.type == "cpu":
         raise RecipeError(f"{key} is liger, whose kernels need a GPU; on the CPU use tigon")
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise RecipeError(f"{key} is liger, but liger-kernel is not installed: pip install liger-kernel")
 
 
 def _check_installed(settings: Settings, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from tigon.errors import OptionError, TigonError, UsageError
 from tigon.models.loading.weight_files import one_line
 from tigon.trained.load import Loaded
 from tigon.trainer.evaluation.generate import end_tokens, generated
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_TEMPERATURE = 0.7
 LEAST_TEMPERATURE = 1e-3  # logits divided by less overflow in 16 bits

@@ -167,8 +167,7 @@ def _train_alone_or_joined(request: Request, device: torch.device, run: RunFolde
 
 
 def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[nn.Module, PatchReport | str | None]:
-    """Build the model. Returns (model, patch report or None)."""
-
+    """Build the model. Returns (model, its patch report, Liger's version or None)."""
     section = prepared.starting_model(run.path)
     if run.checkpoint is not None:
         section = engine.kept_base(section, prepared.settings, run.path / BASE)

@@ -14,7 +14,7 @@ from tigon.bench.training.cases import Case, select
 from tigon.bench.training.measure import CaseRun
 from tigon.bench.training.record import TrainRecord
 from tigon.bench.training.variants import CODES, DEFAULT, FITS, WHOLE, Code, Variant, parse
-from tigon.errors import OptionError
+from tigon.errors import BenchError, OptionError
 from tigon.models.loading.config import load_config
 
 _CEILING_REPETITIONS = 10
@@ -70,7 +70,13 @@ def bench_train(options: TrainOptions) -> TrainRecord:
     for case in cases:
         known = [m.variant for earlier in run.cases if earlier.id == case.id for m in earlier.measurements]
         if not {variant.name for variant in variants} <= set(known):
-            both = [*variants, *(parse(name, codes=options.codes) for name in known)]
+            try:
+                both = [*variants, *(parse(name, codes=options.codes) for name in known)]
+            except OptionError as error:
+                raise BenchError(
+                    f"--resume: the record holds {', '.join(known)}, of which this command does not know all. "
+                    "Continue it with `python -m benchmarks train` in a checkout, or write another file."
+                ) from error
             wanted = list({variant.name: variant for variant in both}.values())
             case_run = CaseRun(case, device, options.rounds, options.steps, run.ceilings["matmul_tflop_per_s"])
             todo[case.id] = partial(case_run.measure, wanted)

@@ -28,7 +28,7 @@ def generated(
     with torch.no_grad():
         ids = model.generate(
             input_ids=torch.tensor([prompt], device=device),
-            attention_mask=torch.ones(1, len(prompt), device=device),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=device),
             max_new_tokens=n_tokens,
             use_cache=True,
             **options,

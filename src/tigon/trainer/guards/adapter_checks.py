@@ -18,6 +18,10 @@ from tigon.trainer import model as models
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+BITSANDBYTES = "bitsandbytes"
+_KNOWN_METHODS = (BITSANDBYTES, "mxfp4", "fp8")
+"""Values of `quant_method` in the config of a checkpoint that tigon trains."""
+
 
 def check(objective: Objective, config: PreTrainedConfig, settings: Settings) -> tuple[str, ...]:
     """Refuse adapters that cannot be made, and warn of experts that a run with adapters does not train.
@@ -73,11 +77,6 @@ def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> 
             f"model.name: {name} stores its weights with {method}, and integers get no gradient; set lora.rank: "
             f"{lora.DEFAULT_RANK}, or name the checkpoint in 16 bits"
         )
-
-
-BITSANDBYTES = "bitsandbytes"
-_KNOWN_METHODS = (BITSANDBYTES, "mxfp4", "fp8")
-"""Values of `quant_method` in the config of a checkpoint that tigon trains."""
 
 
 def check_fused_experts(built: PreTrainedModel, settings: Settings) -> None:

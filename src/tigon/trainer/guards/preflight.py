@@ -85,8 +85,8 @@ def check_device(recipe: Recipe) -> torch.device:
     """The device of the run.
 
     Raises:
-        RecipeError: The device is not there, too few GPUs are visible, or the device lacks the recipe's precision or
-            attention.
+        RecipeError: The device is not there, too few GPUs are visible, or this machine lacks what a technique needs: a
+            package, a precision, an attention, or the number of processes.
     """
     wanted = recipe.train.device
     if wanted == "cuda" and not gpu_present():

@@ -7,16 +7,13 @@ does what the hooks do. The fused loss needs no logits of another process, so it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tigon.models.seams.base import is_dtensor
 from tigon.ops import VocabParallelOptions
-
-if TYPE_CHECKING:
-    pass
 
 
 def is_divided(head: nn.Linear, hidden: Tensor, same_hidden: bool = False) -> bool:
