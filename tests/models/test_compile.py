@@ -52,6 +52,19 @@ def test_training_step_is_one_graph_of_named_ops_without_logits():
             use(outputs.logits)
 
 
+def test_lengths_that_change_recompile_at_most_once():
+    patched, original = twins()
+    patch(patched)
+    backend = Graphs()
+    compiled = torch.compile(patched, backend=backend, fullgraph=True)
+    for tokens in (19, 23, 11, 31):
+        inputs = batch(tokens=tokens)
+        items = torch.tensor(tokens)
+        got = compiled(**inputs, num_items_in_batch=items, use_cache=False).loss
+        torch.testing.assert_close(got, original(**inputs, num_items_in_batch=items).loss)
+    assert len(backend.graphs) <= 2
+
+
 def test_compiled_model_in_eval_mode_returns_logits_and_loss():
     patched, original = twins()
     patch(patched)

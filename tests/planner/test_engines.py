@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.planner.planner_helpers import BARE, request_of
 from tigon.planner import estimate as pipeline
 from tigon.planner.engines.choose import engine_of
@@ -29,6 +31,17 @@ def test_only_engines_read_which_engine_a_run_has():
     for path in files:
         read = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         assert not read & {"zero", "fsdp", "reshard"}, path.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [({"gpus": 2}, True), ({"zero": 1}, True), ({"zero": 3}, False), ({"fsdp": True}, False)],
+    ids=str,
+)
+def test_gradients_stay_until_the_step_unless_the_engine_reduces_them(settings, kept):
+    request = request_of(**settings)
+    placement = engine_of(request.settings).placement(request, model_weights(request_of(precision="bf16")))
+    assert placement.gradients.kept == kept
 
 
 def test_copies_of_shards_take_the_memory_of_fewer_gpus_and_more_traffic():

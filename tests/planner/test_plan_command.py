@@ -174,6 +174,8 @@ WRONG = {
     "optimizer": ({"optimizer": "adam"}, "--optimizer is 'adam'"),
     "checkpointing": ({"checkpointing": "every-0"}, "--checkpointing is 'every-0'"),
     "zero": ({"zero": 4}, "--zero is 4"),
+    "kernels": ({"kernels": "fast"}, "--kernels is 'fast'"),
+    "no micro-batch": ({"accumulate": 0}, "--accumulate is 0"),
     "lora": ({"lora": 0}, "--lora is 0"),
     "gpus": ({"gpus": -1}, "--gpus is -1"),
     "rows that do not agree": ({"batch": 8, "accumulate": 2, "effective_batch": 24}, "leave one of them out"),

@@ -175,6 +175,14 @@ def test_pair_that_the_matrix_excludes_is_refused():
         plan(asked_of(400, optimizer="galore", zero=2))
 
 
+def test_recommended_recipes_leave_headroom_on_the_gpu():
+    problem = asked_of(450, optimizer="adamw", precision="bf16", zero=0, fsdp=False, offload="none")
+    found = plan(problem)
+    assert found.problem.gpu.memory_bytes < problem.gpu.memory_bytes == found.gpu.memory_bytes
+    limit = problem.gpu.memory_bytes * (1 - space.HEADROOM)
+    assert all(one.option.estimate.device_bytes <= limit for one in found.recommended)
+
+
 def test_large_gpu_takes_the_whole_batch_without_checkpointing():
     (first, *_), _ = search(replace(asked_of(1), gpu=replace(H200, memory_bytes=100 * GIB)))
     assert (

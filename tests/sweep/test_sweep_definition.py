@@ -72,6 +72,15 @@ NAMESAKES = {
 }
 
 
+def test_small_numbers_of_a_recipe_stay_numbers(write_sweep, here):
+    recipe = {"model": {"name": "tigon-demo", "config": {"rms_norm_eps": 0.00001}}}
+    read = definition.load(write_sweep(recipe=recipe, set={"train.learning_rate": 0.00002}))
+    (first, *_) = points.expand(read, (), memory_limit_bytes=None, gpu_present=lambda: False, scratch=here)
+    assert first.recipe is not None, first.refused
+    assert first.recipe.model.config["rms_norm_eps"] == 1e-05 and first.recipe.train.learning_rate == 2e-05
+    assert points.as_yaml({"a": 1e-05, "b": (1, None)}) == "{a: 1.0e-05, b: [1, null]}"
+
+
 @pytest.mark.parametrize("name", NAMESAKES)
 def test_two_points_of_one_name_are_refused(name, write_sweep, here):
     with pytest.raises(RecipeError, match=r"two points would be called '.*=1': variant .* and variant .*; rename"):

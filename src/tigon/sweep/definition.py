@@ -106,8 +106,8 @@ class Sweep(Section):
     """Processes per point."""
     stop_after_oom: str | None = key(None)
     """An axis of numbers; larger values are skipped after out of memory."""
-    memory_limit: str | None = key(None)
-    """The same as --memory-limit."""
+    memory_limit: str | int | None = key(None)
+    """The same as --memory-limit, such as 24GiB."""
     timeout: float = key(1800.0, above=0)
     """Seconds after which a point is ended."""
     baseline: str = key("")

@@ -16,7 +16,7 @@ from tigon.recipe.keys import Recipe
 from tigon.sweep import failures, self_test
 from tigon.sweep.definition import Sweep
 from tigon.sweep.folder import SweepFolder
-from tigon.sweep.points import Point
+from tigon.sweep.points import Point, as_yaml
 from tigon.sweep.processes import Workers
 from tigon.sweep.schema import SCHEMA
 from tigon.sweep.self_test import Kind
@@ -25,7 +25,7 @@ from tigon.trainer.guards import prediction
 
 PROBE_TIMEOUT_S = 600.0
 """Probing the machine and compiling the kernels for the self-test takes a minute. A broken kernel may never end."""
-_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes")
+_PROCESS_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes")
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Measuring:
         # techniques may write files as large as the model, which do not belong into the results folder
         with tempfile.TemporaryDirectory(prefix="tigon-sweep-") as room:
             recipe_file, files = Path(room) / "recipe.yaml", Path(room) / "files"
-            recipe_file.write_text(json.dumps(recipe), encoding="utf-8")  # YAML includes JSON
+            recipe_file.write_text(as_yaml(recipe), encoding="utf-8")
             files.mkdir()
             order = {
                 "recipe": str(recipe_file),
@@ -116,7 +116,7 @@ class Measuring:
 def _combined(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One set of figures for all processes: those of the first, with the highest peak of any process."""
     measured = {name: value for name, value in outputs[0].items() if name not in ("status", "detail")}
-    for name in _PEAKS:
+    for name in _PROCESS_PEAKS:
         measured[name] = max((one[name] for one in outputs if one[name] is not None), default=None)
     return measured | {"processes": len(outputs)}
 

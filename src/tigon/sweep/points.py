@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tigon.errors import RecipeError
 from tigon.objectives import post_training_rules, recipe_checks
@@ -99,9 +102,18 @@ def expand(
     return expanded
 
 
+def as_yaml(value: Any) -> str:
+    """A value of a recipe as YAML in one line.
+
+    JSON will not do: it writes 0.00001 as 1e-05, which YAML reads as text.
+    """
+    plain = json.loads(json.dumps(value, default=str))
+    return yaml.safe_dump(plain, default_flow_style=True, width=math.inf, sort_keys=False).removesuffix("...\n").strip()
+
+
 def _texts(keys: Mapping[str, Any]) -> list[str]:
-    """Recipe keys as `--set` takes them. YAML includes JSON."""
-    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    """Recipe keys as `--set` takes them."""
+    return [f"{key}={as_yaml(value)}" for key, value in keys.items()]
 
 
 def _refuse_namesake(first: Point, second: Point, sweep: Sweep) -> None:
@@ -115,7 +127,7 @@ def _refuse_namesake(first: Point, second: Point, sweep: Sweep) -> None:
 
 
 def _reason(error: RecipeError, file: Path) -> str:
-    """The message without the file or `--set` at its start, because the user typed neither here."""
+    """The message without the file or `--set` at its start: the sweep's keys come as `--set` texts too."""
     return re.sub(rf"^({re.escape(str(file))}(:\d+)?|--set): ", "", str(error))
 
 
@@ -131,7 +143,7 @@ def _base_file(sweep: Sweep, scratch: Path) -> Path | None:
     if not isinstance(sweep.recipe, Mapping):
         return sweep.recipe
     file = scratch / f"{sweep.name}-recipe.yaml"
-    file.write_text(json.dumps(sweep.recipe, default=str), encoding="utf-8")
+    file.write_text(as_yaml(sweep.recipe), encoding="utf-8")
     return file
 
 

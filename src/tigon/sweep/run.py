@@ -67,7 +67,7 @@ def sweep(
     quiet_packages()
     time_limit_s = _time_limit(time_limit)
     read = definition.load(path)
-    limit_bytes = _limit(memory_limit or read.memory_limit)
+    limit_bytes = _limit(memory_limit or (None if read.memory_limit is None else str(read.memory_limit)))
     own = folder.find(out or DEFAULT_OUT / read.name, read.name)
     machine = own.contents().machine
     # results of a GPU can be drawn on a machine without one: `on_gpu` in the recipes must still apply

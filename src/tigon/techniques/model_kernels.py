@@ -28,7 +28,8 @@ def check_liger(key: str, device: torch.device) -> None:
         raise RecipeError(f"{key} is liger, but liger-kernel is not installed: pip install liger-kernel")
 
 
-def _check_installed(settings: Settings, device: torch.device) -> None:
+def check_attention(settings: Settings, device: torch.device) -> None:
+    """Raise RecipeError if the run's attention needs a GPU, a package or a precision that is not there."""
     attention = settings.model.attention
     if attention.startswith("flash_attention"):
         import transformers.utils
@@ -38,12 +39,16 @@ def _check_installed(settings: Settings, device: torch.device) -> None:
             raise RecipeError(f"model.attention is {attention}, which needs a GPU and its package; use sdpa")
         if settings.train.precision == "fp32":
             raise RecipeError(f"model.attention is {attention}, which lacks fp32; set train.precision to amp-bf16")
+
+
+def _check_machine(settings: Settings, device: torch.device) -> None:
+    check_attention(settings, device)
     if settings.model.kernels == "liger":
         check_liger("model.kernels", device)
 
 
 DECLARATION = Declaration(
-    machine=_check_installed,
+    machine=_check_machine,
     labels={"model.kernels": "kernels {}"},
     exclusions=(
         Exclusion(

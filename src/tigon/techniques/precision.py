@@ -46,7 +46,8 @@ def format_of(settings: Settings) -> NumberFormat:
     return FORMATS[settings.train.precision]
 
 
-def _check_gpu(settings: Settings, device: torch.device) -> None:
+def check_gpu(settings: Settings, device: torch.device) -> None:
+    """Raise RecipeError if the GPU lacks the run's precision."""
     precision = settings.train.precision
     if device.type != "cuda":
         return
@@ -65,7 +66,7 @@ def _fp32(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
 
 _IS_FP8 = Condition("train.precision", "is", "fp8")
 DECLARATION = Declaration(
-    machine=_check_gpu,
+    machine=check_gpu,
     searches=(
         # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the factors
         # of every product to 4 bits, so the planner does not choose it unasked.

@@ -51,12 +51,15 @@ def trained_dtype(settings: Settings, name: str) -> torch.dtype:
 
     Modules that are trained whole, and DoRA's magnitudes, whose updates bf16 would round away, keep the run's dtype.
     """
-    is_factor = any(part in name for part in _FACTORS)
-    return adapter_dtype(settings) if is_factor else format_of(settings).weights
+    return adapter_dtype(settings) if is_factor(name) else format_of(settings).weights
 
 
 _FACTORS = ("lora_A.", "lora_B.", "lora_embedding_A.", "lora_embedding_B.")
-"""The parts of parameters' names by which PEFT's two factors are known."""
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is one of PEFT's two factors, by its name."""
+    return any(part in name for part in _FACTORS)
 
 
 def keeps_mxfp4(settings: Settings) -> bool:
@@ -125,13 +128,15 @@ def set_trained_dtypes(model: PreTrainedModel, settings: Settings) -> None:
     """Give the trained weights of a model with adapters their dtypes.
 
     PEFT chooses those of the adapters only. Whole modules, biases and an objective's own modules begin in the dtype of
-    the frozen weights, in which most updates would be rounded away.
+    the frozen weights, in which most updates would be rounded away. A module that transformers keeps in fp32 stays so.
     """
     if settings.lora.rank is None:
         return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(trained_dtype(settings, name))
+            wanted = trained_dtype(settings, name)
+            if is_factor(name) or wanted.itemsize > parameter.itemsize:
+                parameter.data = parameter.data.to(wanted)
 
 
 def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:

@@ -27,6 +27,7 @@ from tigon.techniques import matrix, model_kernels
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4
 from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.precision import check_gpu
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.distributed import launch, launcher_variables
 from tigon.trainer.guards import system_limits
@@ -85,8 +86,8 @@ def check_device(recipe: Recipe) -> torch.device:
     """The device of the run.
 
     Raises:
-        RecipeError: The device is not there, too few GPUs are visible, or this machine lacks what a technique needs: a
-            package, a precision, an attention, or the number of processes.
+        RecipeError: The device is not there, too few GPUs are visible, or the device lacks the recipe's precision or
+            attention.
     """
     wanted = recipe.train.device
     if wanted == "cuda" and not gpu_present():
@@ -98,7 +99,9 @@ def check_device(recipe: Recipe) -> torch.device:
         )
     here = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())) if on_gpu else 0
     device = torch.device("cuda", here) if on_gpu else torch.device("cpu")
-    matrix.check_machine(settings_here(recipe, device), device)
+    settings = settings_here(recipe, device)
+    check_gpu(settings, device)
+    model_kernels.check_attention(settings, device)
     return device
 
 
