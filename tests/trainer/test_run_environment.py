@@ -16,8 +16,8 @@ from trainer_helpers import records, train_losses, weights
 
 from tigon.errors import RecipeError, RunFolderError
 from tigon.trainer.distributed import launcher_variables
-from tigon.trainer.folder import run_folder
-from tigon.trainer.guards import console, fault_messages, preflight, system_limits
+from tigon.trainer.folder import open_folder, run_folder
+from tigon.trainer.guards import console, preflight, system_limits
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -328,9 +328,9 @@ def test_environment_names_what_some_runs_need_and_an_older_record_without_it_is
     assert now["versions"]["bitsandbytes"] == "0.50.2"
     assert now["versions"].keys() >= set(preflight.OF_SOME_RUNS)
     older = {**now, "versions": {k: v for k, v in now["versions"].items() if k not in preflight.OF_SOME_RUNS}}
-    assert fault_messages._is_environment(older, now)
+    assert open_folder._is_environment(older, now)
     del older["versions"]["torch"]
-    assert not fault_messages._is_environment(older, now)
+    assert not open_folder._is_environment(older, now)
 
 
 def test_name_that_no_folder_should_have_is_refused(recipe, tigon, here):

@@ -428,7 +428,8 @@ def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family,
     def compare(rank: int) -> None:
         launch.init_distributed(torch.device("cpu"))
         setup = replace(small_setup(recipe), settings=recipe.settings(precision="amp-bf16"))
-        reader = SimpleNamespace(trl=None, planned=lambda: SimpleNamespace(reads_whole_weights=True, own_parameters=""))
+        planned = SimpleNamespace(reads_whole_weights=True, own_parameters="")
+        reader = SimpleNamespace(trl=None, planned=lambda: planned, with_head=lambda built: built)
         whole_setup = replace(setup, objective=reader)
         parts, whole = (engine.build(each, tmp_path / "base")[0] for each in (setup, whole_setup))
         assert not any(weight.numel() for weight in parts.parameters())

@@ -113,7 +113,7 @@ def train(
             run = run_folder.with_checkpoint(run, recipe)
         connect(recipe, device)
         agreement.check_same_recipe(asked)
-        return _train_alone_or_joined(request, device, run, held)
+        return _train_alone_or_joined(request, recipe, device, run, held)
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -127,14 +127,17 @@ def _check_data(recipe: Recipe) -> None:
         reading.first_look((*data.sources(), *data.eval_sources()), reader=reader)
 
 
-def _train_alone_or_joined(request: Request, device: torch.device, run: RunFolder | None, held: ExitStack) -> Path:
+def _train_alone_or_joined(
+    request: Request, recipe: Recipe, device: torch.device, run: RunFolder | None, held: ExitStack
+) -> Path:
     """One process's part of a run, up to its end. held: The stack that releases the folder locks when the run ends."""
     from rich.console import Console
 
     console = Console(highlight=False, quiet=launch.rank() > 0)
     if launch.has_several_nodes():  # only the main process has looked for the run and divided its samples
         run, request = launch.broadcast((run, request))
-    prepared = replace(prepare(request.recipe(), device), command=request.command)
+        recipe = recipe if launch.rank() == 0 else request.recipe()
+    prepared = replace(prepare(recipe, device), command=request.command)
     agreement.check_same_data(prepared.data)
     held.enter_context(nvme_swap.own_files(prepared.recipe.sharding.nvme_folder))
     run = open_folder.create(prepared, held) if run is None else open_folder.join(run, prepared, console)
