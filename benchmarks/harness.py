@@ -1,4 +1,4 @@
-"""What the cases share: command line, record, times of calls and of training steps, kernels of a call, predictions.
+"""The cases share this: command line, record, times of calls and of training steps, kernels of a call, predictions.
 
 Times are those of `tigon.bench.timing`, so every case and `tigon bench` measure alike: implementations take turns, and
 a call on a GPU starts on an idle device with a cold L2.

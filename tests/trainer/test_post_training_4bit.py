@@ -80,9 +80,10 @@ def test_losses_and_metrics_are_those_of_the_code_that_tigon_replaces(run, recip
     tolerance = 2e-4 if precision == "fp32" else 0.05
     if precision != "fp32":  # AdamW's first step turns roundings of gradients near 0 into whole steps
         found = [steps[:1] for steps in found]
+    # Rewards and odds are differences of log-probabilities near 5, which bf16 rounds by up to 0.016.
     for want, got in zip(*found, strict=True):
         assert got.keys() == want.keys()
-        assert got == pytest.approx(want, rel=tolerance, abs=tolerance, nan_ok=True)
+        assert got == pytest.approx(want, rel=tolerance, abs=min(tolerance, 0.02), nan_ok=True)
     patch = json.loads((here / "runs" / "tigon" / "summary.json").read_text())["patch"]
     assert ("tigon's head" in patch) == (objective != "reward") and "ref_model" not in patch
 
