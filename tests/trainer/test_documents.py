@@ -12,8 +12,8 @@ import pytest
 
 from tigon.data.document_table import Documents, split_eval
 from tigon.data.documents import BadRows, Segment
-from tigon.data.reading import read
-from tigon.data.sources import BUILT_IN
+from tigon.data.source.reading import read
+from tigon.data.source.sources import BUILT_IN
 from tigon.errors import DataError
 
 

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
 from tigon._quiet import quiet_loading
-from tigon.data import cache, chat_template, documents, images, preferences, preview, reading, row_notes, tokenizer
+from tigon.data import cache, documents, images, preferences, preview, tokenizer
+from tigon.data.chat import chat_template, row_notes
 from tigon.data.document_table import Documents, Texts, split_eval, used_by_weight
 from tigon.data.packing import Collator, SampleDataset, fingerprint, unigram_entropy
+from tigon.data.source import reading
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.data.tokens import Encoder, Tokens, learns_an_end
 from tigon.errors import DataError, RecipeError, TigonError

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.data import reading, sources
 from tigon.data.image_rows import PicturedRows
+from tigon.data.source import reading, sources
 from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tigon.data.render_chat import render_chat
+from tigon.data.chat.render_chat import render_chat
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tigon.data import sources
+from tigon.data.source import sources
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
 from tigon.objectives import post_training_rules, recipe_checks
 from tigon.planner.search.recommend import label
