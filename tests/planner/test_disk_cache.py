@@ -18,8 +18,9 @@ from tigon.cli import plan_answers
 from tigon.planner.estimate import estimate
 from tigon.planner.request import Request
 from tigon.planner.simulate import model_states
-from tigon.planner.trace import cache, disk_cache
-from tigon.planner.trace.key import TraceKey
+from tigon.planner.trace.cache import disk_cache
+from tigon.planner.trace.cache import step_tapes as cache
+from tigon.planner.trace.cache.key import TraceKey
 
 
 @pytest.fixture(autouse=True)
