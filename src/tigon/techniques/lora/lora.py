@@ -31,10 +31,11 @@ def frozen_dtype(settings: Settings) -> torch.dtype:
 
     Without adapters all weights are trained. Frozen weights need no fp32: they keep the dtype of the matmuls. Engines
     that shard weights choose the dtype themselves: DeepSpeed casts all weights to 16 bits, and Accelerate casts all
-    weights to fp32 for FSDP2 under autocast.
+    weights to fp32 for FSDP2 under autocast, unless some are in 4 bits.
     """
     formats = format_of(settings)
-    if settings.lora.rank is None or settings.lora.base == "fp32" or settings.sharding.divides_states:
+    engine_chooses = settings.sharding.divides_states and not (settings.sharding.fsdp and settings.lora.quantize)
+    if settings.lora.rank is None or settings.lora.base == "fp32" or engine_chooses:
         return formats.weights
     return formats.products
 
@@ -187,7 +188,9 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
         return {"quantization_config": mxfp4_experts.config(format_of(settings).products)}
     if settings.lora.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {"quantization_config": expert_quantizer.config(format_of(settings).products)}
+    products = format_of(settings).products
+    storage = products if settings.sharding.fsdp else torch.uint8
+    return {"quantization_config": expert_quantizer.config(products, storage)}
 
 
 def _keep_from_cpu_packing(model: PreTrainedModel) -> None:
@@ -223,12 +226,6 @@ _NOT_TIGON = Condition("model.kernels", "is not one of", tuple(sorted(model_kern
 _PARAM_WRAPPER = "peft 0.21 tuners/lora/layer.py: ParamWrapper"
 _CONVERSION = "peft 0.21 tuners/lora/model.py: subtract_mutated_init"
 _EXCLUSIONS = (
-    Exclusion(
-        when=(_QUANTIZE, Condition("sharding.fsdp", "is", True)),
-        reason="Accelerate leaves 4-bit weights out of the sharding, so FSDP2 would save nothing",
-        instead="sharding.fsdp: false with sharding.gpus, which copies the 4-bit weights to each GPU",
-        source="accelerate 1.15 utils/fsdp_utils.py: fsdp2_prepare_model",
-    ),
     Exclusion(
         when=(_QUANTIZE, Condition("lora.rank", "is", None)),
         reason="4-bit weights get no gradient, so nothing would be trained",
@@ -311,18 +308,6 @@ _EXCLUSIONS = (
         reason="PEFT computes this initialisation from the weight of a linear module",
         instead="lora.init: default",
         source=_PARAM_WRAPPER,
-    ),
-    *(
-        Exclusion(
-            when=(_EXPERTS, sharded),
-            reason="PEFT forms the experts' weights anew in each forward pass, which tigon has not tried with shards",
-            instead=f"{instead}, or lora.targets without experts",
-            source=_PARAM_WRAPPER,
-        )
-        for sharded, instead in (
-            (Condition("sharding.zero", "is", 3), "sharding.zero: 2"),
-            (Condition("sharding.fsdp", "is", True), "sharding.fsdp: false"),
-        )
     ),
     Exclusion(
         when=(_SUBSPACE, _QUANTIZE),
