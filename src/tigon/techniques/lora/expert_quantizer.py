@@ -24,18 +24,14 @@ if TYPE_CHECKING:
 _METHOD = "tigon_bitsandbytes_4bit"
 
 
-def config(compute_dtype: torch.dtype, storage: torch.dtype) -> BitsAndBytesConfig:
-    """The quantisation config for `from_pretrained`: NF4 with double quantisation, experts included.
-
-    storage: The dtype as which the packed bytes are stored.
-    """
+def config(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """The quantisation config for `from_pretrained`: NF4 with double quantisation, experts included."""
     AUTO_QUANTIZER_MAPPING.setdefault(_METHOD, ExpertsQuantizer)
     made = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
-        bnb_4bit_quant_storage=storage,
     )
     made.quant_method = _METHOD
     return made
@@ -84,7 +80,6 @@ class _Quantize(Bnb4bitQuantize):  # type: ignore[misc]
                 weight.contiguous(),
                 compress_statistics=settings.bnb_4bit_use_double_quant,
                 quant_type=settings.bnb_4bit_quant_type,
-                quant_storage=settings.bnb_4bit_quant_storage,
             )
             state.dtype = settings.bnb_4bit_compute_dtype  # that of the products; a checkpoint may be in fp32
             quantizer.expert_states[name] = state

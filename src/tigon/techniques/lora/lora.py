@@ -15,7 +15,7 @@ from tigon.techniques import model_kernels
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.lora import DIFFERENCE_INITS, EXPERTS, LOFTQ, SUBSPACE_INITS
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import adapter_targets
+from tigon.techniques.lora import adapter_targets, four_bit_shards
 from tigon.techniques.lora.four_bit_experts import shown_as_plain
 from tigon.techniques.precision import FORMATS, format_of
 from tigon.techniques.technique import Declaration, RunInfo, Technique
@@ -145,6 +145,8 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
 
     assert settings.lora.rank is not None
     _keep_from_cpu_packing(model)
+    if settings.sharding.fsdp:
+        four_bit_shards.let_fsdp_divide(model, format_of(settings).products)
     targets = adapter_targets.targets_of(model, settings.lora.targets)
     alpha = settings.lora.alpha or 2 * settings.lora.rank
     config = peft.LoraConfig(
@@ -188,9 +190,7 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
         return {"quantization_config": mxfp4_experts.config(format_of(settings).products)}
     if settings.lora.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    products = format_of(settings).products
-    storage = products if settings.sharding.fsdp else torch.uint8
-    return {"quantization_config": expert_quantizer.config(products, storage)}
+    return {"quantization_config": expert_quantizer.config(format_of(settings).products)}
 
 
 def _keep_from_cpu_packing(model: PreTrainedModel) -> None:
@@ -226,6 +226,12 @@ _NOT_TIGON = Condition("model.kernels", "is not one of", tuple(sorted(model_kern
 _PARAM_WRAPPER = "peft 0.21 tuners/lora/layer.py: ParamWrapper"
 _CONVERSION = "peft 0.21 tuners/lora/model.py: subtract_mutated_init"
 _EXCLUSIONS = (
+    Exclusion(
+        when=(_QUANTIZE, Condition("lora.quantize_to", "is", "int8"), Condition("sharding.fsdp", "is", True)),
+        reason="FSDP2 divides no integers, and bitsandbytes reads 8-bit weights as integers",
+        instead="lora.quantize_to: nf4, or sharding.fsdp: false with sharding.gpus, which copies the weights",
+        source="bitsandbytes 0.50.2 nn/modules.py: Int8Params",
+    ),
     Exclusion(
         when=(_QUANTIZE, Condition("lora.rank", "is", None)),
         reason="4-bit weights get no gradient, so nothing would be trained",
