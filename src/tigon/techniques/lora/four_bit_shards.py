@@ -18,7 +18,10 @@ from tigon.techniques.lora.four_bit_experts import names_in_4_bits
 
 
 def let_fsdp_divide(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the packed weights a dtype that FSDP2 divides. No byte changes, and no memory is allocated.
+    """Give the packed weights a dtype that FSDP2 divides, without a change of a byte, and move them to the host.
+
+    FSDP2 moves them back layer by layer. Accelerate keeps the whole weights until all are divided, which on the GPU
+    would be its peak.
 
     Args:
         model: A model whose linear layers or experts may be in 4 bits.
@@ -40,7 +43,8 @@ def let_fsdp_divide(model: nn.Module, dtype: torch.dtype) -> None:
                 )
             packed.quant_storage = dtype  # bitsandbytes' name of the dtype of its packed weights
             flat = packed.shape[-1] == 1
-            packed.data = packed.data.view(-1).view(dtype).view(-1, 1) if flat else packed.data.view(dtype)
+            stored = packed.data.cpu()
+            packed.data = stored.view(-1).view(dtype).view(-1, 1) if flat else stored.view(dtype)
 
 
 def _packed(module: nn.Module) -> list[Any]:
