@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,18 @@ from safetensors.torch import load_file
 from test_technique_runs import cut_back, fsdp_rank, need, succeeds, zero_rank
 from tiny_checkpoint import EXPERTS, chats, put_experts_into_mxfp4, save
 from trainer_helpers import losses
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from forks import forks
 from second_proofs import proved_by
+from tigon.errors import RecipeError
 from tigon.models.seams import experts as experts_seam
 from tigon.models.seams import lora as lora_seam
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.lora.four_bit_shards import let_fsdp_divide
 from tigon.trainer import run as run_module
+from tigon.trainer.guards import nan_guard
+from tigon.trainer.guards.adapter_checks import check_quantized
 
 pytest.importorskip("peft")
 WIDE = {"hidden_size": 64, "intermediate_size": 64}  # bitsandbytes on a CPU needs rows of whole blocks of 64
@@ -42,6 +49,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     store = tmp_path_factory.mktemp("checkpoints")
 
     def made(kind: str) -> Path:
+        if kind == "stored in 4 bits" and not (store / kind).exists():
+            whole = AutoModelForCausalLM.from_pretrained(
+                made("dense"), quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+            )
+            whole.save_pretrained(store / kind)
+            AutoTokenizer.from_pretrained(made("dense")).save_pretrained(store / kind)
         if not (store / kind).exists():
             save(store / kind, dtype=torch.float32 if kind != "mxfp4" else torch.bfloat16, **kinds[kind])
             if kind == "mxfp4":
@@ -109,8 +122,6 @@ def in_two(here: Path, recipe: Path, name: str, *sets: str, resume: bool = False
 
 
 def is_packed(model: Any, parameter: Any) -> bool:
-    from tigon.trainer.guards import nan_guard
-
     return id(parameter) in nan_guard._quant_states(model)
 
 
@@ -127,12 +138,14 @@ def relative(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 FOUR_BIT = {
     "dense fp32": ("dense", QLORA, "tigon", "fp32"),
     "dense amp-bf16": ("dense", QLORA, "tigon", "amp-bf16"),
-    "dense bf16": ("dense", QLORA, "tigon", "bf16"),
+    "dense bf16": ("dense", (*QLORA, "train.checkpointing=selective"), "tigon", "bf16"),
+    "dense without resharding": ("dense", (*QLORA, "sharding.reshard=false"), "tigon", "fp32"),
+    "stored in 4 bits": ("stored in 4 bits", ("lora.rank=4",), "tigon", "fp32"),
     "dense without tigon": ("dense", QLORA, "none", "fp32"),
     "some layers": ("dense", (*QLORA, "lora.targets=[q_proj]"), "tigon", "amp-bf16"),
     "experts frozen": ("experts", QLORA, "tigon", "fp32"),
     "experts fp32": ("experts", (*QLORA, ON_EXPERTS), "tigon", "fp32"),
-    "experts amp-bf16": ("experts", (*QLORA, ON_EXPERTS), "tigon", "amp-bf16"),
+    "experts amp-bf16": ("experts", (*QLORA, ON_EXPERTS, "train.checkpointing=full"), "tigon", "amp-bf16"),
     "mxfp4": ("mxfp4", (*QLORA, ON_EXPERTS, "lora.quantize_to=mxfp4", "model.attention=eager"), "tigon", "amp-bf16"),
 }
 FIRST = ("dense amp-bf16", "experts fp32")
@@ -143,14 +156,15 @@ FIRST = ("dense amp-bf16", "experts fp32")
 def test_weights_in_4_bits_are_divided_and_train_as_in_one_process(case, recipe_for, tigon, here):
     need("bitsandbytes")
     kind, sets, kernels, precision = FOUR_BIT[case]
-    path = recipe_for(kind, sets, kernels, precision=precision)
+    in_shards = [text for text in sets if text.startswith("sharding.")]
+    path = recipe_for(kind, [text for text in sets if text not in in_shards], kernels, precision=precision)
     assert tigon("train", path).code == 0
     one, two = here / "runs" / "one", here / "runs" / "two"
-    seen = in_two(here, path, "two", "sharding.fsdp=true")
+    seen = in_two(here, path, "two", "sharding.fsdp=true", *in_shards)
     for rank in seen:
         assert rank["own"] == rank["all"] / 2 > 0
         if kernels == "tigon":
-            assert rank["lora"] > 0 and (rank["experts"] > 0) == (kind != "dense")
+            assert rank["lora"] > 0 and (rank["experts"] > 0) == (kind in ("experts", "mxfp4"))
     rounding = 1e-5 if precision == "fp32" else 0.02
     assert losses(two) == pytest.approx(losses(one), rel=rounding)
     assert losses(one)[-1] < losses(one)[0] - 0.02, "nothing was learned"
@@ -166,7 +180,9 @@ RESUMED = {
 
 
 @forks
-@pytest.mark.parametrize("case", proved_by(["4 bits, FSDP2"], RESUMED, "the same checkpoints, of another engine or model"))
+@pytest.mark.parametrize(
+    "case", proved_by(["4 bits, FSDP2"], RESUMED, "the same checkpoints, of another engine or model")
+)
 def test_run_in_shards_resumes_with_the_losses_and_the_weights_of_the_whole_run(case, recipe_for, here):
     kind, sets, engine = RESUMED[case]
     need("bitsandbytes" if "4 bits" in case else None)
@@ -206,3 +222,22 @@ def test_adapters_on_experts_in_shards_train_as_in_one_process(case, recipe_for,
     assert all((rank["experts"] > 0) == (kernels == "tigon") for rank in seen)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5 if precision == "fp32" else 0.02)
     assert relative(merged(two), merged(one)) < (1e-3 if precision == "fp32" else 0.1)
+
+
+def test_checkpoint_in_8_bits_is_refused_under_fsdp2():
+    stored = SimpleNamespace(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    keys = {"lora.rank": 4, "sharding.fsdp": True, "sharding.gpus": 2}
+    with pytest.raises(RecipeError, match=r"its weights in 8 bits, and FSDP2 divides no integers; set sharding\.fsdp"):
+        check_quantized("stored", stored, Settings.of(keys))
+    check_quantized("stored", stored, Settings.of({**keys, "sharding.fsdp": False}))
+
+
+def test_weight_without_whole_elements_is_refused():
+    weight = torch.nn.Parameter(torch.zeros(6, 1, dtype=torch.uint8), requires_grad=False)
+    weight.quant_state = object()
+    model = torch.nn.ModuleDict({"q": torch.nn.Identity()})
+    model["q"].weight = weight
+    with pytest.raises(RecipeError, match=r"q has 6 bytes in 4 bits.*set sharding\.fsdp: false"):
+        let_fsdp_divide(model, torch.float32)
+    let_fsdp_divide(model, torch.bfloat16)
+    assert weight.dtype == torch.bfloat16 and weight.shape == (3, 1)

@@ -222,7 +222,7 @@ def _is_4bit(layer: LoraLayer) -> bool:
 
 
 def _quant_state(layer: LoraLayer) -> Any:
-    """How bitsandbytes has packed a layer's weight. FSDP2 puts a plain parameter in its place, and the layer keeps it."""
+    """How bitsandbytes has packed a layer's weight. The layer keeps it when FSDP2 replaces the parameter."""
     state = getattr(layer.weight, "quant_state", None)
     return getattr(layer, "quant_state", None) if state is None else state
 
