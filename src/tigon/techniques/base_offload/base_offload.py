@@ -72,12 +72,7 @@ DECLARATION = Declaration(
             "lora.quantize_to: nf4",
         ),
         _not_with(
-            Condition("lora.init", "is one of", DIFFERENCE_INITS),
-            "this initialisation is computed from weights on the GPU",
-            "lora.init: default",
-        ),
-        _not_with(
-            Condition("lora.init", "starts with", "pissa_niter"),
+            Condition("lora.init", "starts with", DIFFERENCE_INITS),
             "this initialisation is computed from weights on the GPU",
             "lora.init: default",
         ),
