@@ -30,7 +30,7 @@ def _stream(model: Any, settings: Settings, run_info: RunInfo) -> Any:
     return model
 
 
-def _not_with(condition: Condition, reason: str, instead: str, source: str = "docs/techniques/offload.md") -> Exclusion:
+def _not_with(condition: Condition, reason: str, instead: str, source: str = "docs/techniques/lora.md") -> Exclusion:
     return Exclusion(when=(Condition(KEY, "is", True), condition), reason=reason, instead=instead, source=source)
 
 
@@ -56,11 +56,6 @@ DECLARATION = Declaration(
         _not_with(Condition("sharding.zero", "is at least", 1), _MOVES_WEIGHTS, "sharding.zero: 0"),
         _not_with(Condition("sharding.fsdp", "is", True), _MOVES_WEIGHTS, "sharding.fsdp: false"),
         _not_with(Condition("sharding.gpus", "is at least", 2), _EACH_HOLDS_ALL, "sharding.gpus: 1"),
-        _not_with(
-            Condition("train.cuda_graphs", "is", True),
-            "a CUDA graph repeats its kernels without the copies between layers",
-            "train.cuda_graphs: false",
-        ),
         _not_with(
             Condition("train.precision", "is", "fp8"),
             "tigon has not tried FP8 products of weights that are replaced during a step",
