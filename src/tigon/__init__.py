@@ -36,7 +36,8 @@ from tigon.ops import (
 )
 
 if _typing.TYPE_CHECKING:
-    from tigon.planner.model_plan import Checkpointed, CheckpointPlan
+    from tigon.planner.model_checkpoint import Checkpointed
+    from tigon.planner.model_plan import CheckpointPlan
 
 __version__ = "0.1.0"
 
@@ -119,9 +120,12 @@ def checkpoint(model: _typing.Any, plan: CheckpointPlan | str) -> Checkpointed:
 
     Args:
         model: the transformers model, or a PEFT wrapper of one. Call this before FSDP or DeepSpeed wrap it.
-        plan: the result of `tigon.plan`; or "full", "none", or the state of each layer, such as "full:7,none:9"; or
-            "offload": layers are recomputed, and their inputs wait in pinned host memory; or "offload-attention": the
-            results of attention (sdpa) wait there too, which pays with long samples.
+        plan: the result of `tigon.plan`, or a value of `train.checkpointing` except "auto":
+            "full": every layer is recomputed; "every-2": one layer in two; "none": nothing;
+            "selective": everything except matrix products and attention;
+            "offload": every layer, and the layers' inputs wait in pinned host memory;
+            "offload-attention": the results of attention (sdpa) wait there too, which pays with long samples;
+            "full:7,none:9": the state of each layer.
 
     Returns:
         An object whose `undo()` restores the model; in a `with` statement the end of the block does.
@@ -130,6 +134,6 @@ def checkpoint(model: _typing.Any, plan: CheckpointPlan | str) -> Checkpointed:
         UsageError: the plan is for another number of layers, its layers cannot be recomputed, or activation
             checkpointing is on already.
     """
-    from tigon.planner import model_plan  # loads transformers
+    from tigon.planner import model_checkpoint  # loads transformers
 
-    return model_plan.checkpoint(model, plan)
+    return model_checkpoint.checkpoint(model, plan)

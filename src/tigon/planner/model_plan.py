@@ -1,8 +1,8 @@
-"""`tigon.plan` and `tigon.checkpoint`: the choice of `train.checkpointing: auto` for a model in your own code."""
+"""`tigon.plan`: the choice of `train.checkpointing: auto` for a model in your own code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from tigon._trunk import decoder_layers
-from tigon.errors import PatchError, RecipeError, UsageError
+from tigon.errors import PatchError, UsageError
 from tigon.models.fp8 import fp8_options
-from tigon.models.kv_cache import without_cache
 from tigon.models.patch import flags_of, unwrap
 from tigon.models.seams.lora import unfused_layers
 from tigon.models.spec import SINKS_FLAG
@@ -23,13 +22,9 @@ from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
 from tigon.planner.search.checkpointing import choose
 from tigon.planner.search.option import Option
-from tigon.techniques import head_groups, model_kernels
-from tigon.techniques.checkpointing.attention_offload import LayersOnHost
-from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD, inputs_on_host
-from tigon.techniques.checkpointing.layer_checkpointing import apply, groups_of, is_by_layer, states_of
-from tigon.techniques.checkpointing.recompute import recomputed
-from tigon.techniques.keys.settings import Settings, complaint_about
-from tigon.techniques.keys.train import STATES
+from tigon.techniques import model_kernels
+from tigon.techniques.checkpointing.layer_checkpointing import groups_of, is_by_layer
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.techniques.precision import FORMATS
 
@@ -49,12 +44,6 @@ _WORDS = {
     "mlp": "keep attention, recompute the MLP and the norms",
     "elementwise": "keep products and attention, recompute norms and gated units",
     "none": "recompute nothing",
-}
-# Kinds that recompute every layer -> what makes the function that transformers' layers call.
-_WHOLE_LAYERS: Mapping[str, Callable[[], Callable[..., Any]]] = {
-    "full": lambda: recomputed,
-    OFFLOAD: inputs_on_host,
-    KEPT_ON_HOST: LayersOnHost,
 }
 
 
@@ -115,25 +104,6 @@ class CheckpointPlan:
         return lines
 
 
-class Checkpointed:
-    """The result of `tigon.checkpoint`: `undo()` restores the model, as does the end of a `with` block."""
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo: Callable[[], None] | None = undo
-
-    def undo(self) -> None:
-        """Restore the model. A second call does nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
-
-    def __enter__(self) -> Checkpointed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-
 def plan(
     model: nn.Module,
     *,
@@ -145,7 +115,7 @@ def plan(
     accumulate: int | None,
 ) -> CheckpointPlan:
     """See `tigon.plan`."""
-    inner = _transformers_model(model, "tigon.plan")
+    inner = transformers_model(model, "tigon.plan")
     for name, value in (("batch", batch), ("seq", seq), ("accumulate", 1 if accumulate is None else accumulate)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
@@ -197,59 +167,7 @@ def plan(
     )
 
 
-def checkpoint(model: nn.Module, plan: CheckpointPlan | str) -> Checkpointed:
-    """See `tigon.checkpoint`."""
-    inner = _transformers_model(model, "tigon.checkpoint")
-    value = plan if isinstance(plan, str) else plan.checkpointing
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise UsageError(
-            "the model has activation checkpointing on already; call undo() of the earlier tigon.checkpoint, or "
-            "model.gradient_checkpointing_disable()."
-        )
-    layers = len(decoder_layers(inner))
-    if value == "none":
-        return Checkpointed(lambda: None)
-    if value == KEPT_ON_HOST:
-        _check_attention(inner)
-    try:
-        whole = _WHOLE_LAYERS.get(value)
-        states = states_of(_checked(value), layers) if whole is None else ["full"] * layers
-        undo_layers = apply(model, states, recomputed if whole is None else whole())
-    except RecipeError as error:
-        raise UsageError(f"{error}.") from None
-    undo_attention = head_groups.replace_attention(inner, 1) if value == KEPT_ON_HOST else None
-    undo_cache = without_cache(inner)
-
-    def undo() -> None:
-        undo_layers()
-        if undo_attention is not None:
-            undo_attention()
-        undo_cache()
-
-    return Checkpointed(undo)
-
-
-def _check_attention(model: PreTrainedModel) -> None:
-    attention = model.config._attn_implementation
-    if attention != "sdpa":
-        raise UsageError(
-            f"plan is {KEPT_ON_HOST!r}, which keeps the results of sdpa, and the model has {attention!r}; load it with "
-            'attn_implementation="sdpa".'
-        )
-
-
-def _checked(value: str) -> str:
-    if problem := complaint_about("train.checkpointing", value):
-        raise UsageError(f"plan {problem}.")
-    if not is_by_layer(value):
-        raise UsageError(
-            f"plan is {value!r}; tigon.checkpoint applies none, full, {OFFLOAD}, {KEPT_ON_HOST}, or layers such as "
-            f"full:7,none:9 with the states {', '.join(STATES)}."
-        )
-    return value
-
-
-def _transformers_model(model: nn.Module, caller: str) -> PreTrainedModel:
+def transformers_model(model: nn.Module, caller: str) -> PreTrainedModel:
     """The transformers model inside a wrapper of PEFT or DistributedDataParallel."""
     try:
         inner = unwrap(model)

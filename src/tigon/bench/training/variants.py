@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tigon.errors import OptionError
 from tigon.models.patch import patch
-from tigon.planner import model_plan
+from tigon.planner import model_checkpoint
 from tigon.techniques.checkpointing import layer_function
 from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer
 from tigon.techniques.keys.settings import complaint_about
@@ -81,7 +81,7 @@ class Variant:
         own: PreTrainedModel = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
         if self.code.ours:
             ready = self.code.prepare(own)
-            model_plan.checkpoint(own, recomputed)
+            model_checkpoint.checkpoint(own, recomputed)
             return ready if self.code.finish is None else self.code.finish(own, ready, recomputed)
         if recomputed == "full":
             layer_function.enable(own)

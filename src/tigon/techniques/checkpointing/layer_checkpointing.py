@@ -17,7 +17,7 @@ from torch import nn
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.techniques.checkpointing.dropped_inputs import DroppedInputs
-from tigon.techniques.checkpointing.layer_function import enable, replace_function
+from tigon.techniques.checkpointing.layer_function import Snapshot, enable, replace_function
 from tigon.techniques.checkpointing.recompute import recomputed
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
@@ -74,7 +74,8 @@ def apply(model: PreTrainedModel, states: Sequence[str], recompute: Recompute = 
         recompute: Called as `recompute(function, *inputs)` where a layer or an MLP is recomputed.
 
     Returns:
-        A function that undoes it.
+        A function that undoes it. The hook by which transformers gives the embeddings' output a gradient goes too,
+        unless it was there before.
 
     Raises:
         RecipeError: The number of layers differs, or the model has no layers or MLPs that can be recomputed.
@@ -86,9 +87,11 @@ def apply(model: PreTrainedModel, states: Sequence[str], recompute: Recompute = 
             "the counts, or use auto"
         )
     parts = [_PartlyKept(layer, state, recompute) for layer, state in zip(layers, states, strict=True)]
+    restore, hooks = Snapshot(model), getattr(model, "_require_grads_hooks", None)
     enable(model)
     replace_function(model, recompute)
     if not all("_gradient_checkpointing_func" in vars(layer) for layer in layers):
+        restore()
         raise RecipeError(
             f"train.checkpointing by layer needs layers of transformers' GradientCheckpointingLayer, which "
             f"{type(layers[0]).__name__} is not; use full or none"
@@ -97,8 +100,9 @@ def apply(model: PreTrainedModel, states: Sequence[str], recompute: Recompute = 
         part.attach()
 
     def undo() -> None:
-        disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
-        disable()
+        restore()
+        if not hooks:
+            model.disable_input_require_grads()
         for part in parts:
             part.detach()
 
