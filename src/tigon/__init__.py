@@ -90,7 +90,8 @@ def plan(
 ) -> CheckpointPlan:
     """Choose what each layer of a model recomputes in the backward pass, and the micro-batch, before any step runs.
 
-    The choice is the fastest whose predicted memory fits. Without a GPU it is made for the one that `memory` names.
+    The choice is the fastest whose predicted memory fits. It may keep tensors in host memory, and let micro-batches add
+    to the gradients in their products. Without a GPU it is made for the one that `memory` names.
 
     Args:
         model: a transformers model, or PEFT's LoRA around one; patched or not. Other frozen weights count as trained.
@@ -117,6 +118,8 @@ def plan(
 
 def checkpoint(model: _typing.Any, plan: CheckpointPlan | str) -> Checkpointed:
     """Let each layer of a model recompute what a plan says, in place. Loss and gradients do not change.
+
+    The Trainer and TRL's trainers keep it, whatever their `gradient_checkpointing` says.
 
     Args:
         model: the transformers model, or a PEFT wrapper of one. Call this before FSDP or DeepSpeed wrap it.

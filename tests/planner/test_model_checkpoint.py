@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import tigon
 from tigon.errors import UsageError
 from tigon.ops import recomputation
+from tigon.techniques.accumulation.fused_linear import FusedLinear
 from tigon.techniques.checkpointing import host_offload
 from tigon.techniques.keys.settings import KEYS
 
@@ -21,9 +22,10 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 176, "v
 MODES = ("none", "full", "selective", "offload", "offload-attention", "every-2", "full:1,mlp:1,elementwise:1,none:1")
 
 
-def model_of(*, key_heads: int = 2, patched: bool = True) -> Any:
+def model_of(*, key_heads: int = 2, patched: bool = True, tied: bool = False) -> Any:
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config_of("llama", **SHAPE, num_key_value_heads=key_heads)).train()
+    config = config_of("llama", **SHAPE, num_key_value_heads=key_heads, tie_word_embeddings=tied)
+    made = AutoModelForCausalLM.from_config(config).train()
     if patched:
         tigon.patch(made)
     return made
@@ -178,6 +180,44 @@ def test_copy_of_a_model_has_its_own_choice() -> None:
         other.gradient_checkpointing_enable()
         states = [[layer.gradient_checkpointing for layer in one.model.layers] for one in (model, other)]
     assert states == [[True, False, True, False]] * 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_plan_with_accumulation_fusion_adds_gradients_in_the_products_and_undo_restores_the_model(tied: bool) -> None:
+    model = model_of(tied=tied)
+    plan = tigon.plan(model, batch=8, seq=32, memory="4GiB", precision="amp-bf16", accumulate=4)
+    assert plan.accumulation_fusion and "gradients: added up in the products" in str(plan)
+    assert not tigon.plan(model, batch=8, seq=32, memory="4GiB", precision="amp-bf16", accumulate=1).accumulation_fusion
+
+    def accumulated() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        for ids in ids_of(8).chunk(plan.accumulate):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            (loss / plan.accumulate).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    before = state_of(model)
+    want = accumulated()
+    with tigon.checkpoint(model, plan):
+        assert any(isinstance(vars(m).get("forward"), FusedLinear) for m in model.modules())
+        got = accumulated()
+    exact = exact_gradients(model)
+    for name, one in got.items():
+        error, plain = ((each.double() - exact[name]).norm() for each in (one, want[name]))
+        assert error <= 1.05 * plain + 1e-9, name
+    assert any(not torch.equal(got[name], want[name]) for name in got), "the products round once less"
+    assert state_of(model) == before
+    assert all(torch.equal(one, other) for one, other in zip(accumulated().values(), want.values(), strict=True))
+
+
+def exact_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """The same gradients in fp64, by transformers' own code."""
+    other = AutoModelForCausalLM.from_config(model.config).double()
+    other.load_state_dict(model.state_dict())
+    for ids in ids_of(8).chunk(4):
+        (other(input_ids=ids, labels=ids).loss / 4).backward()
+    return {name: p.grad for name, p in other.named_parameters()}
 
 
 # --- trainers --------------------------------------------------------------------------------------------------------

@@ -50,6 +50,20 @@ def test_plan_fits_less_memory_by_recomputing_and_names_what_it_compared(on_smal
     assert any(one.request.settings.train.checkpointing == tight.checkpointing for one in tight.compared)
 
 
+def test_plan_of_long_samples_keeps_attention_on_the_host_and_says_so(on_small_gpu, monkeypatch) -> None:
+    shape = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 65536}
+    model = AutoModelForCausalLM.from_config(config_of("llama", **shape)).to(torch.bfloat16)
+    tigon.patch(model)
+    on_small_gpu(8000)
+    roomy = tigon.plan(model, batch=1, seq=65536, memory="8GiB", optimizer="sgd")
+    assert (roomy.checkpointing, roomy.host_bytes) == ("none", 0)
+    on_small_gpu(0.4 * roomy.device_bytes / 2**20)
+    tight = tigon.plan(model, batch=1, seq=65536, memory="8GiB", optimizer="sgd")
+    assert tight.checkpointing == "offload-attention" and tight.fits and tight.host_bytes > 2**20, str(tight)
+    text = str(tight)
+    assert "layers 0 to 5: recompute all but attention; its results" in text and "GiB in host memory" in text
+
+
 def test_plan_is_the_estimate_of_the_same_run(on_small_gpu) -> None:
     on_small_gpu(400)
     made = tigon.plan(model_of(), batch=8, seq=256, memory="1GiB", optimizer="sgd")

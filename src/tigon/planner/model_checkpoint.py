@@ -6,6 +6,7 @@ the choice. While the choice is applied, `_KeptChoice` takes this call.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,9 @@ from transformers import PreTrainedModel
 
 from tigon.errors import RecipeError, UsageError
 from tigon.models.kv_cache import without_cache
+from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner.model_plan import CheckpointPlan, transformers_model
+from tigon.techniques.accumulation import accumulation
 from tigon.techniques.checkpointing.checkpointing import recompute_layers
 from tigon.techniques.checkpointing.layer_function import Snapshot
 from tigon.techniques.keys.settings import complaint_about
@@ -92,11 +95,16 @@ def checkpoint(model: nn.Module, plan: CheckpointPlan | str) -> Checkpointed:
     except RecipeError as error:
         raise UsageError(f"{error}.") from None
     undo_cache = without_cache(inner) if value != "none" else lambda: None
+    fusion = contextlib.ExitStack()
+    if not isinstance(plan, str) and plan.accumulation_fusion:
+        fusion.callback(accumulation.fuse(inner))
+        fusion.enter_context(accumulation_fusion())
     setattr(inner, _ENABLE, _KeptChoice(inner, value))
 
     def undo() -> None:
         delattr(inner, _ENABLE)
         undo_layers()
         undo_cache()
+        fusion.close()
 
     return Checkpointed(undo)

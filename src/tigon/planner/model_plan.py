@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ from tigon.models.spec import SINKS_FLAG
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
-from tigon.planner.search.checkpointing import choose
+from tigon.planner.search.checkpointing import Beside, choose
 from tigon.planner.search.option import Option
+from tigon.profiler.recording.device_memory import host_free_bytes
 from tigon.techniques import model_kernels
+from tigon.techniques.accumulation import accumulation
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
 from tigon.techniques.checkpointing.layer_checkpointing import groups_of, is_by_layer
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers.table import OPTIMIZERS
@@ -44,6 +48,8 @@ _WORDS = {
     "mlp": "keep attention, recompute the MLP and the norms",
     "elementwise": "keep products and attention, recompute norms and gated units",
     "none": "recompute nothing",
+    OFFLOAD: "recompute everything; the layers' inputs wait in host memory",
+    KEPT_ON_HOST: "recompute all but attention; its results and the layers' inputs wait in host memory",
 }
 
 
@@ -54,7 +60,10 @@ class CheckpointPlan:
     model: str
     layers: int
     checkpointing: str
-    """`none`, `full`, or what each layer recomputes, such as `full:7,none:9`: a value of `train.checkpointing`."""
+    """A value of `train.checkpointing`: `none`, `full`, `offload`, `offload-attention`, or what each layer recomputes,
+    such as `full:7,none:9`."""
+    accumulation_fusion: bool
+    """Whether micro-batches add to the gradients in their products. `tigon.checkpoint` sets it up."""
     batch: int
     """Samples per micro-batch."""
     accumulate: int
@@ -66,6 +75,8 @@ class CheckpointPlan:
     """Predicts the GPU's memory: the allocator's reserved memory and the CUDA context."""
     memory_bytes: int
     """The memory that the run may take."""
+    host_bytes: int
+    """Pinned host memory of `offload` and `offload-attention`."""
     step_s: float
     """Predicted seconds of one optimizer step."""
     tokens_per_s: float
@@ -78,11 +89,14 @@ class CheckpointPlan:
     def __str__(self) -> str:
         batches = f"{self.accumulate} x {self.batch} samples of {self.seq:,} tokens"
         verdict = "fits" if self.fits else "does not fit: use fewer or shorter samples, or adapters"
+        on_host = f", {_gib(self.host_bytes)} in host memory" if self.host_bytes else ""
         lines = [
             f"{self.model}, {batches}: train.checkpointing {self.checkpointing}",
             *(f"  {words}" for words in self._layer_lines()),
+            *(["  gradients: added up in the products (accumulation fusion)"] if self.accumulation_fusion else []),
             f"predicted: peak {_gib(self.peak_allocated_bytes)} allocated, {_gib(self.device_bytes)} on the GPU of "
-            f"{_gib(self.memory_bytes)} ({verdict}); {self.step_s:.3g} s per step, {self.tokens_per_s:,.0f} tokens/s",
+            f"{_gib(self.memory_bytes)} ({verdict}){on_host}; {self.step_s:.3g} s per step, "
+            f"{self.tokens_per_s:,.0f} tokens/s",
             *(f"note: {note}" for note in self.notes),
             "compared, fastest first:",
         ]
@@ -147,7 +161,8 @@ def plan(
         raise UsageError(f"{reason}.")
     gpu = _gpu(memory)
     sizes = [batch // accumulate] if accumulate else [n for n in range(batch, 0, -1) if batch % n == 0]
-    found = choose(request, space.with_headroom(gpu), [(size, batch // size) for size in sizes])
+    splits = [(size, batch // size) for size in sizes]
+    found = choose(request, space.with_headroom(gpu), splits, beside=_beside())
     estimate, chosen = found.option.estimate, found.option.request
     return CheckpointPlan(
         model=request.model,
@@ -155,10 +170,12 @@ def plan(
         checkpointing=chosen.settings.train.checkpointing,
         batch=chosen.batch,
         accumulate=chosen.settings.train.gradient_accumulation,
+        accumulation_fusion=accumulation.fuses(chosen.settings),
         seq=seq,
         peak_allocated_bytes=estimate.peak_allocated_bytes,
         device_bytes=estimate.device_bytes,
         memory_bytes=gpu.memory_bytes,
+        host_bytes=estimate.host_bytes,
         step_s=estimate.step_s,
         tokens_per_s=estimate.tokens_per_s,
         fits=found.option.fits(gpu),
@@ -192,6 +209,12 @@ def _gpu(memory: str | int | None) -> Gpu:
         return replace(here, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
     nbytes = size_bytes(memory) if isinstance(memory, str) else memory
     return find_gpu(str(memory)) if nbytes is None else replace(here, memory_bytes=nbytes)
+
+
+def _beside() -> Beside:
+    """What a loop may use beside recomputation: with a GPU, the host memory that is free here."""
+    known = torch.cuda.is_available() and find_spec("psutil") is not None  # accelerate installs it
+    return Beside(host=True, host_bytes=host_free_bytes() if known else None, fusion=True)
 
 
 def _precision(model: PreTrainedModel, precision: str | None) -> str:
