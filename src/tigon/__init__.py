@@ -87,6 +87,7 @@ def plan(
     memory: str | int | None = None,
     precision: str | None = None,
     accumulate: int | None = None,
+    cuda_graphs: bool = False,
 ) -> CheckpointPlan:
     """Choose what each layer of a model recomputes in the backward pass, and the micro-batch, before any step runs.
 
@@ -101,6 +102,8 @@ def plan(
         memory: GPU memory as a size ("24GiB") or in bytes, or the name of a GPU ("h200"). None: what this GPU has free.
         precision: "amp-bf16", "amp-fp16", "bf16" or "fp32". None: "bf16" if the weights are bf16, else "amp-bf16".
         accumulate: micro-batches per optimizer step. None: the plan chooses.
+        cuda_graphs: launch each layer as CUDA graphs, which need batches of one shape. Either all layers are then
+            recomputed or none. The first step captures them.
 
     Returns:
         A `CheckpointPlan`: `print` it. Use its `batch` and `accumulate`, and pass it to `tigon.checkpoint`.
@@ -112,7 +115,14 @@ def plan(
     from tigon.planner import model_plan  # loads transformers
 
     return model_plan.plan(
-        model, batch=batch, seq=seq, optimizer=optimizer, memory=memory, precision=precision, accumulate=accumulate
+        model,
+        batch=batch,
+        seq=seq,
+        optimizer=optimizer,
+        memory=memory,
+        precision=precision,
+        accumulate=accumulate,
+        cuda_graphs=cuda_graphs,
     )
 
 
@@ -134,8 +144,8 @@ def checkpoint(model: _typing.Any, plan: CheckpointPlan | str) -> Checkpointed:
         An object whose `undo()` restores the model; in a `with` statement the end of the block does.
 
     Raises:
-        UsageError: the plan is for another number of layers, its layers cannot be recomputed, or activation
-            checkpointing is on already.
+        UsageError: the plan is for another number of layers, its layers cannot be recomputed, activation checkpointing
+            is on already, or the plan has CUDA graphs and the model is not on a GPU.
     """
     from tigon.planner import model_checkpoint  # loads transformers
 

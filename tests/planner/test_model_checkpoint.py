@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import tigon
+from eager_capture import eager_capture
 from tigon.errors import UsageError
 from tigon.ops import recomputation
+from tigon.planner import model_checkpoint
 from tigon.techniques.accumulation.fused_linear import FusedLinear
 from tigon.techniques.checkpointing import host_offload
 from tigon.techniques.keys.settings import KEYS
@@ -209,6 +213,32 @@ def test_plan_with_accumulation_fusion_adds_gradients_in_the_products_and_undo_r
     assert any(not torch.equal(got[name], want[name]) for name in got), "the products round once less"
     assert state_of(model) == before
     assert all(torch.equal(one, other) for one, other in zip(accumulated().values(), want.values(), strict=True))
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_plan_with_graphs_keeps_gradients_and_undo_restores_the_model(recomputed: str, monkeypatch: Any) -> None:
+    model = model_of()
+    plan = replace(tigon.plan(model, batch=2, seq=32, memory="4GiB", cuda_graphs=True), checkpointing=recomputed)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    eager = functools.partial(model_checkpoint.graph, new_capture=lambda: eager_capture)
+    monkeypatch.setattr(model_checkpoint, "graph", eager)
+
+    def accumulated() -> list[torch.Tensor]:
+        model.zero_grad()
+        for _ in range(2):
+            model(input_ids=ids_of(), labels=ids_of()).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    want = accumulated()
+    model.zero_grad()
+    before, started = state_of(model), []
+    with tigon.checkpoint(model, plan):
+        started += [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers]
+        got = accumulated()
+    assert all(one.passes == {} for one in started), "undo frees the graphs"
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    model.zero_grad()
+    assert state_of(model) == before
 
 
 def exact_gradients(model: Any) -> dict[str, torch.Tensor]:

@@ -64,6 +64,26 @@ def test_plan_of_long_samples_keeps_attention_on_the_host_and_says_so(on_small_g
     assert "layers 0 to 5: recompute all but attention; its results" in text and "GiB in host memory" in text
 
 
+def test_plan_with_graphs_recomputes_all_layers_or_none_and_needs_a_gpu(on_small_gpu) -> None:
+    model = model_of()
+    on_small_gpu(400)
+    roomy = tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1, cuda_graphs=True)
+    assert (roomy.checkpointing, roomy.cuda_graphs) == ("none", True) and "launched as CUDA graphs" in str(roomy)
+    on_small_gpu(0.8 * roomy.device_bytes / 2**20)
+    tight = tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1, cuda_graphs=True)
+    assert (tight.checkpointing, tight.cuda_graphs) == ("full", True)
+    assert not tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1).cuda_graphs
+    with pytest.raises(UsageError, match="plan has CUDA graphs, and the model is on cpu; move it to a GPU first"):
+        tigon.checkpoint(model, tight)
+
+
+def test_plan_with_graphs_of_adapters_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model_of(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    with pytest.raises(UsageError, match="CUDA graphs have not been tried with it"):
+        tigon.plan(adapted, batch=2, seq=64, memory="4GiB", cuda_graphs=True)
+
+
 def test_plan_is_the_estimate_of_the_same_run(on_small_gpu) -> None:
     on_small_gpu(400)
     made = tigon.plan(model_of(), batch=8, seq=256, memory="1GiB", optimizer="sgd")

@@ -21,6 +21,7 @@ from tigon.planner.model_plan import CheckpointPlan, transformers_model
 from tigon.techniques.accumulation import accumulation
 from tigon.techniques.checkpointing.checkpointing import recompute_layers
 from tigon.techniques.checkpointing.layer_function import Snapshot
+from tigon.techniques.cuda_graphs.cuda_graphs import graph
 from tigon.techniques.keys.settings import complaint_about
 from tigon.techniques.keys.train import AUTO
 
@@ -90,11 +91,14 @@ def checkpoint(model: nn.Module, plan: CheckpointPlan | str) -> Checkpointed:
         )
     if value != "none" and not inner.supports_gradient_checkpointing:
         raise UsageError(f"plan is {value!r}, and {type(inner).__name__} has no activation checkpointing; use 'none'.")
+    in_graphs = not isinstance(plan, str) and plan.cuda_graphs
+    if in_graphs and inner.device.type != "cuda":
+        raise UsageError(f"plan has CUDA graphs, and the model is on {inner.device.type}; move it to a GPU first.")
     try:
-        undo_layers = recompute_layers(inner, value)
+        undo_layers = (_graphed if in_graphs else recompute_layers)(inner, value)
     except RecipeError as error:
         raise UsageError(f"{error}.") from None
-    undo_cache = without_cache(inner) if value != "none" else lambda: None
+    undo_cache = without_cache(inner) if in_graphs or value != "none" else lambda: None
     fusion = contextlib.ExitStack()
     if not isinstance(plan, str) and plan.accumulation_fusion:
         fusion.callback(accumulation.fuse(inner))
@@ -108,3 +112,15 @@ def checkpoint(model: nn.Module, plan: CheckpointPlan | str) -> Checkpointed:
         fusion.close()
 
     return Checkpointed(undo)
+
+
+def _graphed(model: PreTrainedModel, value: str) -> Callable[[], None]:
+    """Launch each layer as CUDA graphs, recomputed (`full`) or not. Returns a function that undoes it."""
+    before = Snapshot(model)
+    graphs = graph(model, recomputes=value == "full")
+
+    def undo() -> None:
+        before.undo()
+        graphs.release()
+
+    return undo

@@ -64,6 +64,8 @@ class CheckpointPlan:
     such as `full:7,none:9`."""
     accumulation_fusion: bool
     """Whether micro-batches add to the gradients in their products. `tigon.checkpoint` sets it up."""
+    cuda_graphs: bool
+    """Whether each layer is launched as CUDA graphs. `tigon.checkpoint` sets them up."""
     batch: int
     """Samples per micro-batch."""
     accumulate: int
@@ -94,6 +96,7 @@ class CheckpointPlan:
             f"{self.model}, {batches}: train.checkpointing {self.checkpointing}",
             *(f"  {words}" for words in self._layer_lines()),
             *(["  gradients: added up in the products (accumulation fusion)"] if self.accumulation_fusion else []),
+            *(["  layers: launched as CUDA graphs; give every micro-batch one shape"] if self.cuda_graphs else []),
             f"predicted: peak {_gib(self.peak_allocated_bytes)} allocated, {_gib(self.device_bytes)} on the GPU of "
             f"{_gib(self.memory_bytes)} ({verdict}){on_host}; {self.step_s:.3g} s per step, "
             f"{self.tokens_per_s:,.0f} tokens/s",
@@ -127,6 +130,7 @@ def plan(
     memory: str | int | None,
     precision: str | None,
     accumulate: int | None,
+    cuda_graphs: bool,
 ) -> CheckpointPlan:
     """See `tigon.plan`."""
     inner = transformers_model(model, "tigon.plan")
@@ -143,6 +147,7 @@ def plan(
             "model.kernels": _kernels(inner),
             "model.attention": attention,
             "model.attention_sinks": SINKS_FLAG in flags_of(inner),
+            "train.cuda_graphs": cuda_graphs,
             **_adapters(model),
             **_fp8(inner),
         }
@@ -168,6 +173,7 @@ def plan(
         model=request.model,
         layers=len(decoder_layers(inner)),
         checkpointing=chosen.settings.train.checkpointing,
+        cuda_graphs=cuda_graphs,
         batch=chosen.batch,
         accumulate=chosen.settings.train.gradient_accumulation,
         accumulation_fusion=accumulation.fuses(chosen.settings),

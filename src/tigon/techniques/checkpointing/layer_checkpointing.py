@@ -74,8 +74,7 @@ def apply(model: PreTrainedModel, states: Sequence[str], recompute: Recompute = 
         recompute: Called as `recompute(function, *inputs)` where a layer or an MLP is recomputed.
 
     Returns:
-        A function that undoes it. The hook by which transformers gives the embeddings' output a gradient goes too,
-        unless it was there before.
+        A function that undoes it.
 
     Raises:
         RecipeError: The number of layers differs, or the model has no layers or MLPs that can be recomputed.
@@ -87,11 +86,11 @@ def apply(model: PreTrainedModel, states: Sequence[str], recompute: Recompute = 
             "the counts, or use auto"
         )
     parts = [_PartlyKept(layer, state, recompute) for layer, state in zip(layers, states, strict=True)]
-    restore, hooks = Snapshot(model), getattr(model, "_require_grads_hooks", None)
+    before = Snapshot(model)
     enable(model)
     replace_function(model, recompute)
     if not all("_gradient_checkpointing_func" in vars(layer) for layer in layers):
-        restore()
+        before.undo()
         raise RecipeError(
             f"train.checkpointing by layer needs layers of transformers' GradientCheckpointingLayer, which "
             f"{type(layers[0]).__name__} is not; use full or none"
@@ -100,9 +99,7 @@ def apply(model: PreTrainedModel, states: Sequence[str], recompute: Recompute = 
         part.attach()
 
     def undo() -> None:
-        restore()
-        if not hooks:
-            model.disable_input_require_grads()
+        before.undo()
         for part in parts:
             part.detach()
 

@@ -41,7 +41,9 @@ class Snapshot:
     """The checkpointing of a model's modules as it is now. A call sets it again. A copy of the model has its own."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
         self.before = [(module, self._state(module)) for module in model.modules()]
+        self.had_hook = bool(getattr(model, "_require_grads_hooks", None))
 
     @staticmethod
     def _state(module: Any) -> dict[str, Any]:
@@ -54,3 +56,9 @@ class Snapshot:
                     setattr(module, name, values[name])
                 elif name in vars(module):
                     delattr(module, name)
+
+    def undo(self) -> None:
+        """Set it again after `enable`, and remove the hook by which transformers gives the embeddings a gradient."""
+        self()
+        if not self.had_hook:
+            self.model.disable_input_require_grads()
