@@ -240,6 +240,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if rows is None and processor is None:
         recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, n_readers)
         data = recipe.data
+        packing_line += auto_packing.one_by_one_line(recipe, config, layer_paths)
     else:
         train, packing_line = objective.rows(data).pack(encoded[0]), ()
     if rows is not None and not train.samples:
