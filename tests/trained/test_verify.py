@@ -43,7 +43,8 @@ def nudge_weight(folder):
     from safetensors.torch import load_file, save_file
 
     state = load_file(folder / "model.safetensors")
-    state["model.layers.0.self_attn.o_proj.weight"][0, 0] *= 1.01
+    weight = state["model.layers.0.self_attn.o_proj.weight"]
+    weight.view(-1)[weight.abs().argmin()] *= 1.5  # too little to show in an output
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 

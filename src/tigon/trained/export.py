@@ -178,13 +178,20 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[
     if wanted.dtype is not None:
         if (overflow := first_overflow(model.named_parameters(), DTYPES[wanted.dtype])) is not None:
             raise OptionError(f"--dtype {wanted.dtype}: {overflow}; use --dtype bf16 or fp32.")
-        model = model.to(DTYPES[wanted.dtype])
+        _cast(model, DTYPES[wanted.dtype])
     changed = trained.adapter is not None or wanted.dtype is not None
     expected = checked.expect(model, changed=changed) if checked is not None else None
     _save(model, tokenizer, trained, folder)
     if checked is None or expected is None:
         return [_UNVERIFIED]
     return [checked.check(readers.of_transformers(type(model), folder), expected)]
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """Cast the weights. `Module.to` would also round the rotary embedding's frequencies, which are in no file."""
+    for tensor in (*model.parameters(), *(t for name, t in model.named_buffers() if name in model.state_dict())):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 def _save(model: Any, tokenizer: Any, trained: TrainedModel, folder: Path) -> None:

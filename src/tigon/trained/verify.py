@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,11 @@ from tigon.models.loading.weight_files import listed, one_line
 from tigon.trained.probes import CHATS, N_TOKENS, Probes, rendered
 from tigon.trainer.evaluation.generate import end_tokens
 
-ROUNDINGS = 4.0
-"""A merged weight is rounded once, and activations in 16 bits once per layer. Errors of layers add up as a random
-walk, so the limit is this many roundings times the root of the number of layers."""
+ROUNDINGS = 2.0
+"""Each weight is rounded once. The errors of layers add up as a random walk, so the limit is this many roundings times
+the root of the number of layers."""
 FP32_LIMIT = 1e-4
+"""The limit for the order of sums in fp32, in which all models compute here."""
 _ANYWAY = "nothing was written; --no-verify writes it without this check"
 
 
@@ -44,7 +46,6 @@ class Expected:
 
     behaviour: Behaviour
     checksums: Mapping[str, int]
-    dtype: torch.dtype
     ends: tuple[int, ...]
 
 
@@ -72,8 +73,6 @@ class Verification:
     probes: Probes
     prompts: list[list[int]] = field(init=False)
     trained: Behaviour = field(default_factory=Behaviour)
-    trained_eps: float = 0.0
-    """The rounding of the dtype in which the trained model computes."""
     effect: float | None = None
     """How much the adapters change the logits."""
 
@@ -83,7 +82,6 @@ class Verification:
     def see_trained(self, model: Any) -> None:
         """Keep what the trained model computes, with adapters that are not merged."""
         self.trained = observe(model, self.prompts)
-        self.trained_eps = torch.finfo(next(model.parameters()).dtype).eps
         if hasattr(model, "disable_adapter") and self.trained.hidden:
             with model.disable_adapter():
                 self.effect = _largest(self.trained, observe(model, self.prompts))[-1]
@@ -102,7 +100,9 @@ class Verification:
         dtype = next(model.parameters()).dtype
         if self.trained.hidden and behaviour.hidden:
             self._refuse_wrong_weights(behaviour, dtype)
-        return Expected(behaviour, checksums(model), dtype, tuple(end_tokens(model, self.tokenizer)))
+            if dtype == torch.float16:
+                self._refuse_overflow(observe(model, self.prompts, in_fp32=False))
+        return Expected(behaviour, checksums(model), tuple(end_tokens(model, self.tokenizer)))
 
     def check(self, reader: Reader, expected: Expected) -> str:
         """Compare what a program has loaded with what was expected.
@@ -116,9 +116,8 @@ class Verification:
         unlike = _unlike(expected.checksums, checksums(reader.model))
         loaded = observe(reader.model, self.prompts)
         if loaded.hidden and expected.behaviour.hidden:
-            limit = _limit(torch.finfo(expected.dtype).eps, 1)
             differences = _largest(expected.behaviour, loaded)
-            wrong = next((i for i, size in enumerate(differences) if not size <= limit), None)
+            wrong = next((i for i, size in enumerate(differences) if not size <= FP32_LIMIT), None)
             if wrong is not None:
                 where = f" ({listed(unlike, 'tensor')})" if unlike else "; its weights agree, so its config differs"
                 raise UsageError(
@@ -134,17 +133,24 @@ class Verification:
 
     def _refuse_wrong_weights(self, written: Behaviour, dtype: torch.dtype) -> None:
         differences = _largest(self.trained, written)
-        eps = max(self.trained_eps, torch.finfo(dtype).eps)
         for i, size in enumerate(differences):
-            if size <= (limit := _limit(eps, i + 1)):
-                continue
-            layer = _layer(i, differences)
-            if not math.isfinite(size):
-                raise UsageError(f"in {_words(dtype)}, {layer} computes values that are not finite; {_ANYWAY}")
-            raise UsageError(
-                f"the weights in {_words(dtype)} compute otherwise than the trained model: {layer} is the first that "
-                f"differs, by {size:.2g}, and rounding explains {limit:.2g}; {_ANYWAY}"
-            )
+            limit = max(FP32_LIMIT, ROUNDINGS * torch.finfo(dtype).eps * math.sqrt(i + 1))
+            if not size <= limit:
+                raise UsageError(
+                    f"the weights in {_words(dtype)} compute otherwise than the trained model: "
+                    f"{_layer(i, differences)} is the first that differs, by {size:.2g}, and rounding explains "
+                    f"{limit:.2g}; {_ANYWAY}"
+                )
+
+    def _refuse_overflow(self, written: Behaviour) -> None:
+        for states in written.hidden:
+            for i, state in enumerate(states):
+                if not bool(torch.isfinite(state).all()):
+                    layer = _layer(i, states)
+                    raise UsageError(
+                        f"--dtype fp16: {layer} computes values beyond 65504; use --dtype bf16, or --no-verify for a "
+                        "program that computes in another dtype; nothing was written"
+                    )
 
     def _check_tokenizer(self, reader: Reader, expected: Expected) -> None:
         ours, theirs = self.tokenizer, reader.tokenizer
@@ -182,22 +188,60 @@ class Verification:
         return f"verified by {reader.name}: {'; '.join([*parts, *reader.unread])}"
 
 
-def observe(model: Any, prompts: Sequence[Sequence[int]]) -> Behaviour:
-    """What a model computes for each prompt. Its mode stays as it was."""
-    was_training = model.training
-    model.eval()
+def observe(model: Any, prompts: Sequence[Sequence[int]], *, in_fp32: bool = True) -> Behaviour:
+    """What a model computes for some prompts, in one batch. Its mode and its weights stay as they were.
+
+    Args:
+        model: The model.
+        prompts: The tokens of each prompt.
+        in_fp32: Whether to compute in fp32 whatever the dtype of the weights, so that only the weights' own rounding
+            shows. Without it the model computes in its own dtype.
+    """
+    was_training, length = model.training, max(map(len, prompts), default=0)
     device = next(model.parameters()).device
-    seen = []
+    # Padding on the right changes no earlier token of a causal model.
+    ids_BT = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=device)
+    mask_BT = torch.tensor([[1] * len(prompt) + [0] * (length - len(prompt)) for prompt in prompts], device=device)
+    model.eval()
     try:
-        with torch.no_grad():
-            for prompt in prompts:
-                out = model(input_ids=torch.tensor([list(prompt)], device=device), output_hidden_states=True)
-                seen.append(tuple(state[0].cpu() for state in (*out.hidden_states, out.logits)))
+        with torch.no_grad(), _weights_in_fp32(model) if in_fp32 else nullcontext():
+            out = model(input_ids=ids_BT, attention_mask=mask_BT, output_hidden_states=True, use_cache=False)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
         return Behaviour(problem=f"the model does not run on this machine ({one_line(error)})")
     finally:
         model.train(was_training)
-    return Behaviour(tuple(seen))
+    states = (*out.hidden_states, out.logits)
+    return Behaviour(
+        tuple(
+            # A model with a score has one row of logits per prompt, and one per token otherwise.
+            tuple((state[i, : len(prompt)] if state.ndim == 3 else state[i]).cpu() for state in states)
+            for i, prompt in enumerate(prompts)
+        )
+    )
+
+
+@contextmanager
+def _weights_in_fp32(model: Any) -> Iterator[None]:
+    """In the block a module casts its own weights to fp32 while it computes, so that few are in memory twice."""
+    kept: dict[int, Tensor] = {}
+
+    def cast(module: Any, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                kept[id(parameter)] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def restore(module: Any, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = kept.pop(id(parameter), parameter.data)
+
+    hooks = [module.register_forward_pre_hook(cast) for module in model.modules()]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def checksums(model: Any) -> dict[str, int]:
@@ -238,14 +282,10 @@ def _relative(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm()) / norm if norm else float(other.norm())
 
 
-def _limit(eps: float, n_layers: int) -> float:
-    return max(FP32_LIMIT, ROUNDINGS * eps * math.sqrt(n_layers))
-
-
-def _layer(index: int, differences: Sequence[float]) -> str:
+def _layer(index: int, states: Sequence[object]) -> str:
     if index == 0:
         return "the embedding"
-    return "the head" if index == len(differences) - 1 else f"layer {index - 1}"
+    return "the head" if index == len(states) - 1 else f"layer {index - 1}"
 
 
 def _unlike(one: Mapping[str, int], other: Mapping[str, int]) -> list[str]:
