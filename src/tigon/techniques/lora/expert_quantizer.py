@@ -48,7 +48,8 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         self, model: PreTrainedModel, device_map: object, **kwargs: object
     ) -> None:
         self.expert_states: dict[str, Any] = dict.fromkeys(expert_parameters(model))
-        self.through: str | None = vars(self.quantization_config).pop("through", None)
+        self.through: str | None = self.quantization_config.through
+        del self.quantization_config.through  # it is no part of the model's config
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
