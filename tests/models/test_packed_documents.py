@@ -171,7 +171,7 @@ def hybrid(family: str) -> Any:
     except NotBuilt as error:
         pytest.skip(str(error))
     model = tiny_model(family, {**fields, **HYBRIDS[family]}, every_expert=True)
-    assert hybrid_layers.takes_documents(model)
+    assert hybrid_layers.runs_of(model)
     return model
 
 
