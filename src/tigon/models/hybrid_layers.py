@@ -101,11 +101,6 @@ class LayerPath:
         return f"{self.described}: {self.runs}"
 
     @property
-    def takes_bounds(self) -> bool:
-        """Whether the code that runs the layers takes where the documents of a packed sample begin."""
-        return any(kind.name == self.kind and kind.bounds and self.runs == kind.library for kind in KINDS)
-
-    @property
     def described(self) -> str:
         return f"{self.kind} ({self.layers} layer{'s' if self.layers > 1 else ''})"
 
@@ -133,6 +128,17 @@ def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]
             in_hub = getattr(model, "use_kernels", False)
             found.append((path, module, {kind: HUB if in_hub else _runs(kind, cls) for kind in kinds}))
     return found
+
+
+def takes_documents(runs: Mapping[str, str]) -> bool:
+    """Whether layers of these kinds take all documents of a packed sample in one call.
+
+    runs: name of each kind -> what runs it. PyTorch's convolution is replaced by one that does.
+    """
+    scans = [kind for kind in KINDS if kind.name in runs and kind is not CONVOLUTION]
+    if not scans:
+        return runs.get(CONVOLUTION.name) == PYTORCH
+    return all(kind.bounds and runs[kind.name] == kind.library for kind in scans)
 
 
 def found_libraries() -> tuple[str, ...]:

@@ -117,8 +117,10 @@ def states_apart(model: PreTrainedModel) -> Callable[[], None]:
 
 def _documents_seam(runs: Mapping[LayerKind, str]) -> DocumentsSeam:
     """The seam of a layer whose parts of each kind are run by a library or by PyTorch."""
-    bounds = next((kind.bounds for kind, what in runs.items() if kind.bounds and what == kind.library), "")
-    return DocumentsSeam(bounds, convolves=runs.get(hybrid_layers.CONVOLUTION) == hybrid_layers.PYTORCH)
+    once = hybrid_layers.takes_documents({kind.name: what for kind, what in runs.items()})
+    bounds = next((kind.bounds for kind in runs if once and kind.bounds), "")
+    convolves = once and runs.get(hybrid_layers.CONVOLUTION) == hybrid_layers.PYTORCH
+    return DocumentsSeam(once, bounds, convolves)
 
 
 def _hands_arguments_down() -> bool:
