@@ -10,7 +10,7 @@ from torch._functorch import config as functorch_config
 from transformers import TrainingArguments
 
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.optimizers import galore
+from tigon.techniques.optimizers import galore, muon
 from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import MakeOptimizer
@@ -95,11 +95,16 @@ def make_optimizer(setup: Setup) -> MakeOptimizer | None:
         functorch_config.enable_autograd_cache = False
     if row.trainer_name is not None:
         return None
+    shared: dict[str, Any] = {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "weight_decay": train.weight_decay,
+    }
+    if row.name == "muon":
+        return partial(muon.build, **shared)
     return partial(
         galore.build,
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        weight_decay=train.weight_decay,
+        **shared,
         rank=settings.train.galore_rank,
         gap=train.galore_gap,
         layerwise=row.in_backward,
