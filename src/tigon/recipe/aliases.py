@@ -88,6 +88,7 @@ ALIASES: Mapping[str, Alias] = {
         Alias("lr_scheduler", "train.schedule", AXOLOTL),
         Alias("cosine_min_lr_ratio", "train.min_lr_rate", AXOLOTL),
         Alias("load_in_4bit", "lora.quantize", AXOLOTL),
+        Alias("layer_offloading", "lora.base_offload", AXOLOTL),
     )
 }
 

@@ -290,7 +290,8 @@ def search(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...
 def recommendations(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...], str]:
     """Returns (recommendations, smallest change first; why combinations were not tried; the fallback's name or "").
 
-    A fallback is tried if nothing fits, or if everything that fits keeps states on a host whose memory is not known.
+    A fallback is tried if nothing fits, or if everything that fits keeps states on a host whose memory is not known. In
+    the second case it is proposed only if it takes less than half of that memory.
     """
     found, refused = search(problem)
     used = ""
@@ -300,8 +301,9 @@ def recommendations(problem: SearchProblem) -> tuple[list[Recommendation], tuple
         request = fallback.applied(problem.request)
         if not refusals(request, request.settings):
             more, reasons = search(replace(problem, request=request))
-            if found:  # a fallback that needs the host too is no help
-                more = [one for one in more if not _needs_host(one, problem)]
+            if found:  # a fallback that needs as much of the host is no help
+                least = min(one.option.all_host_bytes for one in found)
+                more = [one for one in more if one.option.all_host_bytes < least / 2]
             found, refused = [*found, *more], tuple(dict.fromkeys((*refused, *reasons)))
             used = fallback.name if more else ""
     found.sort(key=lambda one: (space.request_rank(one.option.request), -_speed(one.option)))
