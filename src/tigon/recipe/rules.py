@@ -69,8 +69,8 @@ _CHECKPOINTS = (
 _SCHEDULE = (
     Rule(
         lambda r: r.train.schedule == "warmup_stable_decay" and r.train.decay_steps is None,
-        "train.schedule: warmup_stable_decay lowers the learning rate in the last steps; set train.decay_steps, e.g. to "
-        "a tenth of the run's steps",
+        "train.schedule: warmup_stable_decay lowers the learning rate in the last steps; set train.decay_steps, "
+        "e.g. to a tenth of the run's steps",
     ),
     Rule(
         lambda r: (
