@@ -28,7 +28,7 @@ from tigon.planner.simulate.model_states import ModelWeights, model_weights
 from tigon.planner.simulate.playback import GraphMemory, in_graphs, offloaded
 from tigon.planner.simulated_run import SimulatedRun
 from tigon.planner.step_time import step_seconds
-from tigon.planner.trace.cache import StepTapes, step_tapes
+from tigon.planner.trace.cache.step_tapes import StepTapes, step_tapes
 from tigon.planner.trace.tape import FORWARD
 from tigon.techniques.accumulation.accumulation import fuses
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from tigon.data.formats import FORMATS
-from tigon.data.sources import Source
+from tigon.data.source.formats import FORMATS
+from tigon.data.source.sources import Source
 from tigon.techniques.keys.lora import LoraConfig
 from tigon.techniques.keys.model import KERNELS, ModelKeys
 from tigon.techniques.keys.section import CONFIG, MAX_COUNT, Section, key

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tigon.data.formats import check_source
+from tigon.data.source.formats import check_source
 from tigon.errors import DataError, RecipeError
 from tigon.recipe.keys import NAME_CHARACTERS, RESERVED_NAMES, SECTIONS, Recipe
 from tigon.techniques import SWITCHES

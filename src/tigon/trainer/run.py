@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.data import reading, sources
 from tigon.data.image_rows import PicturedRows
+from tigon.data.source import reading, sources
 from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
-from tigon.objectives.post_training_rules import is_post_training
+from tigon.objectives.post_training.rules import is_post_training
 from tigon.recipe.keys import Recipe
 from tigon.techniques.lora import lora
 from tigon.trainer import engine

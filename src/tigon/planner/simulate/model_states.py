@@ -13,9 +13,10 @@ from torch import nn
 from tigon.models.hybrid_layers import counts_of
 from tigon.planner.request import Request, build
 from tigon.planner.simulate.optimizer_cost import FP32, Parameter, cost_of
-from tigon.planner.trace import adapters, disk_cache
+from tigon.planner.trace import adapters
+from tigon.planner.trace.cache import disk_cache
+from tigon.planner.trace.cache.key import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
-from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.keys.settings import Settings
 
