@@ -182,6 +182,38 @@ def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
     assert losses(runs / "cut")[-2:] == losses(runs / "whole")[-2:]
 
 
+@pytest.mark.parametrize("kernels", ["tigon", "none"])
+@pytest.mark.parametrize("more", [(), ("lora.quantize=true",)], ids=["bf16", "4-bit"])
+def test_layers_on_the_host_train_the_same_adapters_to_the_bit(kernels, more, run, here, checkpoints):
+    if more:
+        pytest.importorskip("bitsandbytes")
+    sets = ("lora.rank=4", "train.checkpointing=full", "train.gradient_accumulation=2", "train.eval_steps=2", *more)
+    sets += ("output.merge=true", "output.sample_tokens=4")
+    whole_runs = {}
+    for name, offload in (("device", "false"), ("host", "true")):
+        outcome = run("wide", *sets, f"lora.base_offload={offload}", f"output.name={name}", kernels=kernels)
+        assert outcome.code == 0, outcome.outcome.err
+        whole_runs[name] = outcome.logits
+    runs = here / "runs"
+    assert torch.equal(whole_runs["host"], whole_runs["device"])
+    assert losses(runs / "host") == losses(runs / "device")
+    for file in ("adapters/adapter_model.safetensors", "model/model.safetensors"):
+        want, got = (load_file(runs / name / file) for name in ("device", "host"))
+        assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want), file
+
+
+def test_a_run_with_layers_on_the_host_resumes_as_if_uninterrupted(run, here):
+    sets = ("lora.rank=4", "lora.base_offload=true", "train.save_steps=2", "output.name=whole")
+    assert run("bf16", *sets).code == 0
+    runs = here / "runs"
+    shutil.rmtree(cut_back(runs / "whole", "cut", 4) / "adapters")
+    recipe = runs / "cut" / "recipe.yaml"
+    recipe.write_text(recipe.read_text(encoding="utf-8").replace("name: whole", "name: cut"), encoding="utf-8")
+    assert run("bf16", *sets[:-1], "output.name=cut", resume=True).code == 0
+    want, got = (load_file(runs / name / "adapters" / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
 def test_a_checkpoint_that_lacks_an_adapter_is_not_resumed_with_a_new_one(run, here):
     """Its manifest agrees with its files, so only a comparison with the model shows it."""
     from tigon.trainer.checkpoint.checkpoint import digest

@@ -30,6 +30,8 @@ class LayerKind:
         module: the module of the library that has the kernel.
         function: the kernel's name there.
         library: the name under which pip installs the library.
+        bounds: the argument of the layer by which the library's kernel gets where documents begin; "": none that was
+            tried. transformers 5.24 renames the gated delta rule's, and hands Kimi delta attention's on.
     """
 
     name: str
@@ -37,6 +39,7 @@ class LayerKind:
     module: str
     function: str
     library: str
+    bounds: str = ""
 
 
 KINDS = (
@@ -46,6 +49,7 @@ KINDS = (
         "fla.ops.gated_delta_rule",
         "chunk_gated_delta_rule",
         "flash-linear-attention",
+        bounds="cu_seq_lens_q",
     ),
     LayerKind(
         "Kimi delta attention",
@@ -53,6 +57,7 @@ KINDS = (
         "fla.ops.kda",
         "chunk_kda",
         "flash-linear-attention",
+        bounds="cu_seqlens",
     ),
     LayerKind(
         "Mamba scan",
@@ -94,6 +99,11 @@ class LayerPath:
         return f"{self.described}: {self.runs}"
 
     @property
+    def takes_bounds(self) -> bool:
+        """Whether the code that runs the layers takes where the documents of a packed sample begin."""
+        return any(kind.name == self.kind and kind.bounds and self.runs == kind.library for kind in KINDS)
+
+    @property
     def described(self) -> str:
         return f"{self.kind} ({self.layers} layer{'s' if self.layers > 1 else ''})"
 
@@ -110,6 +120,23 @@ def paths_of(model: nn.Module) -> tuple[LayerPath, ...]:
         LayerPath(kind.name, len(classes), HUB if in_hub else _runs(kind, classes[0]), kind.library)
         for kind, classes in _layers(model).items()
     )
+
+
+def takes_documents(model: nn.Module) -> list[tuple[str, nn.Module, tuple[str, bool]]]:
+    """Path and module of each layer with a state, and how it keeps the documents of a packed sample apart.
+
+    The pair has the argument by which the layer's kernel gets where documents begin, or "", and whether PyTorch runs
+    the convolution before that kernel.
+    """
+    found = []
+    for path, module in model.named_modules():
+        cls = type(module)
+        kinds = [kind for kind in KINDS if kind.calls & _calls(cls)]
+        if kinds:
+            runs = {kind: HUB if getattr(model, "use_kernels", False) else _runs(kind, cls) for kind in kinds}
+            bounds = next((kind.bounds for kind in kinds if kind.bounds and runs[kind] == kind.library), "")
+            found.append((path, module, (bounds, runs.get(KINDS[-1]) == PYTORCH)))
+    return found
 
 
 def paths_of_counts(counts: Mapping[str, int]) -> tuple[LayerPath, ...]:

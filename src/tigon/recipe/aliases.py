@@ -87,6 +87,7 @@ ALIASES: Mapping[str, Alias] = {
         Alias("lora_modules_to_save", "lora.modules_to_save", AXOLOTL),
         Alias("lr_scheduler", "train.schedule", AXOLOTL),
         Alias("load_in_4bit", "lora.quantize", AXOLOTL),
+        Alias("layer_offloading", "lora.base_offload", AXOLOTL),
     )
 }
 

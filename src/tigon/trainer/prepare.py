@@ -31,7 +31,7 @@ from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.evaluation import harness
 from tigon.trainer.evaluation.prompts import Prompt, as_chat, prompts_of, sample_prompt
-from tigon.trainer.guards import adapter_checks, auto_checkpointing, preflight, self_test
+from tigon.trainer.guards import adapter_checks, auto_checkpointing, auto_packing, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import warnings_of
 from tigon.trainer.post_training.rewards import load_rewards
 from tigon.trainer.setup import Setup, TrainingData
@@ -231,6 +231,9 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     recipe = data.recipe  # `data.packing: auto` is decided
     tok, processor = tokens.tokenizer, tokens.processor
     prompt = sample_prompt(data, config)
+    packing_line = data.packing_line
+    if objective.trl is None and processor is None:
+        packing_line += auto_packing.one_by_one_line(recipe, config, checked.layer_paths)
     preflight.check_sample(recipe, config, len(prompt))
     prompts = prompts_of(recipe, tok, config, as_chat=as_chat(data))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
@@ -262,7 +265,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         data=data.summary(n_parameters=sum(math.prod(shape) for shape in checked.shapes.values())),
         bad_rows=tuple(source.bad.problems[:3]),
         shown=tuple(data.encoded[0][: recipe.data.show]),
-        rows_line=preview.rows_line(source.read, tok, tokens.rendering) + data.packing_line + tokens.cache_line(),
+        rows_line=preview.rows_line(source.read, tok, tokens.rendering) + packing_line + tokens.cache_line(),
         unused_tensors=checked.unused_tensors,
         warnings=(
             *checked.warnings,

@@ -62,6 +62,11 @@ class Weight:
         return sum(rounded(nbytes) for nbytes in self.tensor_bytes)
 
     @property
+    def packed_bytes(self) -> int:
+        """As `nbytes`, without the scales of a weight in 4 bits."""
+        return rounded(self.tensor_bytes[0])
+
+    @property
     def grad_bytes(self) -> int:
         return rounded(self.numel * self.itemsize) if self.trained else 0
 
@@ -80,6 +85,11 @@ class ModelWeights:
     @property
     def weight_bytes(self) -> int:
         return self.buffer_bytes + sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def packed_bytes(self) -> int:
+        """As `weight_bytes`, without the scales of weights in 4 bits."""
+        return self.buffer_bytes + sum(weight.packed_bytes for weight in self.weights)
 
     @property
     def trained(self) -> tuple[Weight, ...]:

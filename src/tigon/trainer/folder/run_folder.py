@@ -369,7 +369,8 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
         was, train = before.train, replace(now.train, checkpointing=before.train.checkpointing)
         samples = [resume_rules.samples_per_step(each, 1) for each in (before, now)]
         if auto_divides_batch(now) and samples[0] == samples[1]:
-            train = replace(train, batch_size=was.batch_size, gradient_accumulation=was.gradient_accumulation)
+            names = ("batch_size", "gradient_accumulation", "gradient_accumulation_fusion")
+            train = replace(train, **{name: getattr(was, name) for name in names})
         now = replace(now, train=train)
     old, new = before.as_mapping(), now.as_mapping()
     return [

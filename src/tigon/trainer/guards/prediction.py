@@ -143,9 +143,11 @@ def free_in(recipe: Recipe) -> frozenset[str]:
 
 def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | None:
     """The fastest recommendation of those that change the training numbers least; None if nothing fits."""
-    recommendations, _ = search(
-        SearchProblem(request=request, free=free, gpu=space.with_headroom(gpu), runnable_here=True)
-    )
+    problem = SearchProblem(request=request, free=free, gpu=space.with_headroom(gpu), runnable_here=True)
+    recommendations, _ = search(problem)
+    last = space.layers_on_host(request.settings)
+    if not recommendations and last is not None:
+        recommendations, _ = search(replace(problem, request=last.applied(request)))
     if not recommendations:
         return None
     least = min(space.change_rank(one.option.request.settings) for one in recommendations)
