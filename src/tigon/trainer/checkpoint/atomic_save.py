@@ -123,7 +123,7 @@ class AtomicSave:
             self.writing = None
 
     def name_best(self, written: Path | None = None) -> None:
-        """Set the path of the best checkpoint (`train.load_best`), which the Trainer sought in the present scratch folder.
+        """Set the path of the best checkpoint (`train.load_best`), which the Trainer sought in the scratch folder.
 
         written: A checkpoint that is being written, whose state gets the path too.
         """
