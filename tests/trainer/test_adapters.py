@@ -169,8 +169,9 @@ def test_adapter_files_are_those_that_an_inference_server_reads(run, here, check
     assert "vllm serve path/to/the/base/model --enable-lora --max-lora-rank 8 --lora-modules r=" in card
 
 
-def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
-    sets = ("lora.rank=4", "lora.dropout=0.1", "train.save_steps=2", "output.name=whole")
+@pytest.mark.parametrize("more", ["lora.dropout=0.1", "lora.base_offload=true"])
+def test_resumed_adapters_are_those_of_an_uninterrupted_run(more, run, here):
+    sets = ("lora.rank=4", more, "train.save_steps=2", "output.name=whole")
     assert run("bf16", *sets).code == 0
     runs = here / "runs"
     shutil.rmtree(cut_back(runs / "whole", "cut", 4) / "adapters")
@@ -200,18 +201,6 @@ def test_layers_on_the_host_train_the_same_adapters_to_the_bit(kernels, more, ru
     for file in ("adapters/adapter_model.safetensors", "model/model.safetensors"):
         want, got = (load_file(runs / name / file) for name in ("device", "host"))
         assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want), file
-
-
-def test_a_run_with_layers_on_the_host_resumes_as_if_uninterrupted(run, here):
-    sets = ("lora.rank=4", "lora.base_offload=true", "train.save_steps=2", "output.name=whole")
-    assert run("bf16", *sets).code == 0
-    runs = here / "runs"
-    shutil.rmtree(cut_back(runs / "whole", "cut", 4) / "adapters")
-    recipe = runs / "cut" / "recipe.yaml"
-    recipe.write_text(recipe.read_text(encoding="utf-8").replace("name: whole", "name: cut"), encoding="utf-8")
-    assert run("bf16", *sets[:-1], "output.name=cut", resume=True).code == 0
-    want, got = (load_file(runs / name / "adapters" / "adapter_model.safetensors") for name in ("whole", "cut"))
-    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
 def test_a_checkpoint_that_lacks_an_adapter_is_not_resumed_with_a_new_one(run, here):
