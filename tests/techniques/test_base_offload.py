@@ -37,7 +37,7 @@ class LateCopies(StreamedLayers):
         super().__init__(model, layers, device)
         self.held = [layer.on_host for layer in self.layers]
         for layer in self.layers:
-            layer.on_host = [torch.full_like(one, 255 if one.dtype == torch.uint8 else math.nan) for one in layer.on_host]
+            layer.on_host = [torch.full_like(t, 255 if t.dtype == torch.uint8 else math.nan) for t in layer.on_host]
             layer.put(layer.on_host)
 
     def undo(self) -> None:
