@@ -173,8 +173,9 @@ def test_adapter_files_are_those_that_an_inference_server_reads(run, here, check
     assert "vllm serve path/to/the/base/model --enable-lora --max-lora-rank 8 --lora-modules r=" in card
 
 
-def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
-    sets = ("lora.rank=4", "lora.dropout=0.1", "train.save_steps=2", "output.name=whole")
+@pytest.mark.parametrize("more", ["lora.dropout=0.1", "lora.base_offload=true"])
+def test_resumed_adapters_are_those_of_an_uninterrupted_run(more, run, here):
+    sets = ("lora.rank=4", more, "train.save_steps=2", "output.name=whole")
     assert run("bf16", *sets).code == 0
     runs = here / "runs"
     shutil.rmtree(cut_back(runs / "whole", "cut", 4) / "adapters")

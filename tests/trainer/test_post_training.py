@@ -20,7 +20,7 @@ pytest.importorskip("datasets")
 
 from second_proofs import proved_by
 from tigon.data import preferences
-from tigon.objectives import post_training_rules
+from tigon.objectives.post_training import rules as post_training_rules
 from tigon.trainer.step import Speed
 
 SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}

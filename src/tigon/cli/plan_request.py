@@ -14,9 +14,10 @@ from tigon.errors import RecipeError, UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.loading.presets import carried
-from tigon.objectives import post_training_rules, recipe_checks
+from tigon.objectives import recipe_checks
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.choose import objective_of, planned_objective
+from tigon.objectives.post_training import rules as post_training_rules
 from tigon.planner.gpus import GIB, Gpu, size_bytes
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request, request_of

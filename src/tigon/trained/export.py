@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tigon.errors import OptionError, TigonError, UsageError
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import one_line
+from tigon.trained import gguf_export, readers
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights, refuse_nonfinite, whole
 from tigon.trained.part_folder import part_folder
+from tigon.trained.probes import probes_of
+from tigon.trained.verify import Verification
 from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, attached, check_files, merged
 from tigon.trainer.checkpoint.checkpoint import disk_is_full
 from tigon.trainer.folder.run_folder import METRICS, RECIPE
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """The files of a model that reads images, beside those of its tokenizer."""
+_UNVERIFIED = "not verified: the files were not read back, so weights, tokens, chat template and stop tokens may differ"
+_UNVERIFIED_COPY = "copied: the adapters are the run's files; --verify has PEFT load them and compares the answers"
 SHARD_BYTES = 5 * 10**9  # the hub's advice for one file
 
 
@@ -50,7 +51,9 @@ class Export:
     merge: bool = False
     """Whether adapters are added to the weights. Without it a model with adapters is exported as its adapters."""
     gguf: str | None = None
-    """One of `GGUF_TYPES`, to write a GGUF file beside the weights."""
+    """One of `gguf_export.TYPES`, to write a GGUF file beside the weights."""
+    verify: bool | None = None
+    """Whether the written files are read back and compared. None: unless adapters are copied as they are."""
 
     def check(self, trained: TrainedModel) -> None:
         """Refuse what cannot be written, before anything is loaded.
@@ -60,8 +63,8 @@ class Export:
         """
         if self.dtype is not None and self.dtype not in DTYPES:
             raise OptionError(f"--dtype {self.dtype} is not known; choose one of {', '.join(DTYPES)}.")
-        if self.gguf is not None and self.gguf not in GGUF_TYPES:
-            raise OptionError(f"--gguf {self.gguf} is not known; choose one of {', '.join(GGUF_TYPES)}.")
+        if self.gguf is not None:
+            gguf_export.check_type(self.gguf)
         self._check_target(trained)
         if trained.adapter is None and self.merge:
             raise OptionError(f"--merge: {trained.weights} has no adapters to merge; leave --merge out.")
@@ -69,7 +72,7 @@ class Export:
             given = "--dtype" if self.dtype else "--gguf"
             raise OptionError(f"{given} changes whole weights, and this run trained adapters; add --merge.")
         if self.gguf is not None:
-            find_converter()
+            gguf_export.check(trained, self.gguf)
 
     def _check_target(self, trained: TrainedModel) -> None:
         """Refuse a target that cannot be a new folder, or that lies within what is read.
@@ -93,25 +96,43 @@ class Export:
                 raise OptionError(f"{target} lies in {folder}, which is read or is a run; name a folder outside of it.")
 
 
-def export(trained: TrainedModel, wanted: Export) -> list[Path]:
-    """Write a trained model to `wanted.target`.
+@dataclass(frozen=True)
+class Written:
+    """What an export has written."""
 
-    Returns:
-        The files that were written.
+    files: list[Path]
+    lines: list[str]
+    """How the files were verified, or that they were not."""
+
+
+def export(trained: TrainedModel, wanted: Export) -> Written:
+    """Write a trained model to `wanted.target`.
 
     Raises:
         OptionError: as `Export.check`.
-        UsageError: the model cannot be loaded, or the GGUF converter failed.
+        UsageError: the model cannot be loaded, the GGUF file cannot be written, or what was written computes otherwise
+            than the trained model.
     """
     wanted.check(trained)
     with _new_folder(wanted.target) as folder, whole(trained, near=folder) as trained:
         if trained.adapter is not None and not wanted.merge:
             _copy_adapters(trained.adapter, folder)
+            lines = _verify_adapters(trained, folder) if wanted.verify else [_UNVERIFIED_COPY]
         else:
-            _write_weights(trained, wanted, folder)
-        if wanted.gguf is not None:
-            _write_gguf(folder, f"{wanted.target.name}-{wanted.gguf}.gguf", wanted.gguf)
-    return sorted(path for path in wanted.target.rglob("*") if path.is_file())
+            lines = _write_weights(trained, wanted, folder)
+    return Written(sorted(path for path in wanted.target.rglob("*") if path.is_file()), lines)
+
+
+def _verify_adapters(trained: TrainedModel, folder: Path) -> list[str]:
+    """Have PEFT load the copied adapters. Returns a line for the user."""
+    assert trained.adapter is not None
+    tokenizer = load_tokenizer_of(trained)
+    checked = Verification(tokenizer, probes_of(trained.run, tokenizer))
+    model = attached(load_weights(trained), trained.adapter)
+    checked.see_trained(model)
+    expected = checked.expect(model, changed=False)
+    del model
+    return [checked.check(readers.of_peft(trained, folder), expected)]
 
 
 def _copy_adapters(adapters: Path, folder: Path) -> None:
@@ -134,18 +155,44 @@ def _copy_adapters(adapters: Path, folder: Path) -> None:
     shutil.copytree(adapters, folder, dirs_exist_ok=True)
 
 
-def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> None:
+def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[str]:
+    """Write whole weights. Returns the lines about their verification."""
     tokenizer = load_tokenizer_of(trained)
+    checked = Verification(tokenizer, probes_of(trained.run, tokenizer)) if wanted.verify is not False else None
     # A merged weight is rounded once, to the dtype that is written, even if the base model's files are in bf16.
     widens = trained.adapter is not None and wanted.dtype in ("fp32", "fp16")
     model = load_weights(trained, dtype=torch.float32 if widens else "auto")
     if trained.adapter is not None:
-        model = merged(attached(model, trained.adapter))
+        model = attached(model, trained.adapter)
+    if checked is not None:
+        checked.see_trained(model)
+    if trained.adapter is not None:
+        model = merged(model)
     refuse_nonfinite(model, str(trained.adapter or trained.weights))
     if wanted.dtype is not None:
         if (overflow := first_overflow(model.named_parameters(), DTYPES[wanted.dtype])) is not None:
             raise OptionError(f"--dtype {wanted.dtype}: {overflow}; use --dtype bf16 or fp32.")
-        model = model.to(DTYPES[wanted.dtype])
+        _cast(model, DTYPES[wanted.dtype])
+    changed = trained.adapter is not None or wanted.dtype is not None
+    expected = checked.expect(model, changed=changed) if checked is not None else None
+    _save(model, tokenizer, trained, folder)
+    lines = [_UNVERIFIED]
+    if checked is not None and expected is not None:
+        lines = [checked.check(readers.of_transformers(type(model), folder), expected)]
+    if wanted.gguf is not None:
+        lines += gguf_export.write(model, tokenizer, gguf_export.Target(folder, wanted.target, wanted.gguf), checked)
+    return lines
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """Cast the weights. `Module.to` would also round the rotary embedding's frequencies, which are in no file."""
+    for tensor in (*model.parameters(), *(t for name, t in model.named_buffers() if name in model.state_dict())):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+
+
+def _save(model: Any, tokenizer: Any, trained: TrainedModel, folder: Path) -> None:
+    """Save weights, config, tokenizer, model card and the files of a processor."""
     try:
         model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # a generation config that it refuses
@@ -210,29 +257,6 @@ def _rename(scratch: Path, target: Path) -> None:
         if not target.exists():
             raise
         raise UsageError(f"{target}: another process has written this folder meanwhile; name another one") from None
-
-
-def find_converter() -> Path:
-    """llama.cpp's converter, in $LLAMA_CPP or on PATH. Raises OptionError if there is none."""
-    if folder := os.environ.get(CONVERTER_FOLDER):
-        converter = Path(folder) / CONVERTER
-        if converter.is_file():
-            return converter
-        raise OptionError(f"{CONVERTER_FOLDER}={folder} holds no {CONVERTER}; name a checkout of llama.cpp.")
-    if on_path := shutil.which(CONVERTER):
-        return Path(on_path)
-    raise OptionError(
-        f"--gguf needs llama.cpp's {CONVERTER}, which is not on PATH; git clone https://github.com/ggml-org/llama.cpp, "
-        f"install its requirements, and set {CONVERTER_FOLDER} to that folder."
-    )
-
-
-def _write_gguf(folder: Path, name: str, kind: str) -> None:
-    command = [sys.executable, str(find_converter()), str(folder), "--outfile", str(folder / name), "--outtype", kind]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or not (folder / name).is_file():
-        last = (done.stderr.strip() or done.stdout.strip() or "it wrote no file").splitlines()[-1]
-        raise UsageError(f"{CONVERTER} failed (exit code {done.returncode}): {last}")
 
 
 def push(folder: Path, repository: str, *, private: bool, api: HfApi | None = None) -> str:

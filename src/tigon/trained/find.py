@@ -36,6 +36,8 @@ class TrainedModel:
     """Commit, tag or branch of weights on the hub."""
     checkpoint: Path | None = None
     """A checkpoint of a run whose weights or adapters are in PyTorch's distributed format, to be made whole first."""
+    run: Path | None = None
+    """The run folder, which names the data, if the model is that of a run."""
     trust_remote_code: bool = False
     """Whether to run code that comes with the weights or the tokenizer. Only the caller says so, never a folder."""
 
@@ -101,7 +103,8 @@ def _of_checkpoint(found: TrainedModel, folder: Path) -> TrainedModel:
             f"{folder}: with lora.init: loftq a checkpoint's adapters belong to the run's 4-bit weights; finish the "
             f"run with `tigon train {run / RECIPE} --resume`, and use {run}."
         )
-    return replace(found, tokenizer=tokenizer, checkpoint=folder if is_distributed(folder) else None)
+    divided = folder if is_distributed(folder) else None
+    return replace(found, tokenizer=tokenizer, checkpoint=divided, run=run if recipe is not None else None)
 
 
 def _in_run(run: Path) -> TrainedModel:
@@ -128,7 +131,7 @@ def _in_run(run: Path) -> TrainedModel:
         trained = TrainedModel(
             weights=recipe.model.name, tokenizer=str(run / TOKENIZER), revision=recipe.model.revision
         )
-    return replace(trained, heads=heads)
+    return replace(trained, heads=heads, run=run)
 
 
 def _with_adapter(folder: Path) -> TrainedModel:

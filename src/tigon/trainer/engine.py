@@ -63,6 +63,8 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
     built = _loaded(setup, loading)
     if not model.attention.startswith("flash") and settings.sharding.sequence == 1:
         packed_documents.keep_apart(built)
+    elif settings.sharding.sequence == 1:  # flash attention reads the documents itself
+        packed_documents.states_apart(built)
     if settings.sharding.fsdp:
         name_present_layers(built)
     saves_adapters = saves_adapters and settings.lora.rank is not None

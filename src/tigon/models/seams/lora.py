@@ -230,17 +230,25 @@ def _is_4bit(layer: LoraLayer) -> bool:
     return cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes.")
 
 
+def _quant_state(layer: LoraLayer) -> Any:
+    """How bitsandbytes has packed a layer's weight. The layer keeps it when FSDP2 replaces the parameter."""
+    state = getattr(layer.weight, "quant_state", None)
+    return getattr(layer, "quant_state", None) if state is None else state
+
+
 def _dequantise(layer: LoraLayer) -> Callable[[], Tensor]:
     """A function that makes the dense weight of a bitsandbytes layer."""
     from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
 
-    weight = layer.weight
-    by_bitsandbytes: Callable[[], Tensor] = lambda: dequantize_4bit(weight.data, weight.quant_state)  # noqa: E731
-    in_one_pass = dequantiser(weight.data, weight.quant_state)
+    packed, state = layer.weight.data, _quant_state(layer)
+    if packed.dtype != torch.uint8:  # FSDP2 divides weights of a floating dtype alone
+        packed = packed.view(torch.uint8).view(-1, 1)
+    by_bitsandbytes: Callable[[], Tensor] = lambda: dequantize_4bit(packed, state)  # noqa: E731
+    in_one_pass = dequantiser(packed, state)
     if in_one_pass is None:
         return by_bitsandbytes
-    ours = functools.partial(in_one_pass, weight.quant_state.dtype)
-    device = weight.device
+    ours = functools.partial(in_one_pass, state.dtype)
+    device = packed.device
     if device not in _AGREES and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return by_bitsandbytes  # a comparison waits for the GPU, which a capture must not
     if device not in _AGREES:
@@ -284,7 +292,7 @@ def plain_adapter(module: LoraLayer, x: Tensor) -> str | None:
     if any(is_hooked(part) for part in (layer, a, b)) or is_dtensor(layer.weight) or is_dtensor(a.weight):
         return None
     if _is_4bit(layer):
-        state = getattr(layer.weight, "quant_state", None)  # it is quantised when it moves to the device
+        state = _quant_state(layer)  # it is quantised when it moves to the device
         stored = state is not None and not getattr(state, "packing_format_for_cpu", False)  # else in another order
         dtype_fits = stored and (torch.is_autocast_enabled(x.device.type) or a.weight.dtype == x.dtype)
     else:

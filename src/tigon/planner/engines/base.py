@@ -208,8 +208,8 @@ def layers_of(model: ModelWeights) -> list[list[Weight]]:
 
 
 def largest_layer_bytes(model: ModelWeights) -> int:
-    """Bytes of the largest layer's weights."""
-    return max((sum(weight.nbytes for weight in layer) for layer in layers_of(model)), default=0)
+    """Bytes of the largest layer's weights, without the scales of weights in 4 bits, which no engine divides."""
+    return max((sum(weight.packed_bytes for weight in layer) for layer in layers_of(model)), default=0)
 
 
 def grad_bytes(model: ModelWeights) -> int:

@@ -18,13 +18,14 @@ from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
-from tigon.planner.search.checkpointing import choose, fastest
+from tigon.planner.search.checkpointing import Beside, choose, fastest
 from tigon.planner.search.largest_batch import MaxSizes, max_sizes
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.pool import ForkedCall
 from tigon.planner.search.space import SearchProblem
 from tigon.planner.simulate.model_states import model_weights
 from tigon.techniques import LABELS, SEARCHES, matrix
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
 
@@ -107,12 +108,13 @@ def _with_auto(problem: SearchProblem) -> Request:
     """The requested run with what `train.checkpointing: auto` chooses for the GPU, as `tigon train` would choose."""
     splits = space.splits(problem) if problem.auto_divides else ()
     gpu = space.with_headroom(problem.gpu)
-    return choose(problem.request, gpu, splits, offloads=True, host_bytes=problem.host_bytes).option.request
+    beside = Beside(host=True, host_bytes=problem.host_bytes, fusion=problem.auto_divides)
+    return choose(problem.request, gpu, splits, beside=beside).option.request
 
 
 def _for_reach(problem: SearchProblem, asked: Request) -> Request:
     """The run whose largest sizes are looked for. `auto` recomputes every layer before it gives up."""
-    if not problem.auto or asked.settings.train.checkpointing == "offload":
+    if not problem.auto or asked.settings.train.checkpointing in (OFFLOAD, KEPT_ON_HOST):
         return asked
     most = asked.settings.having({"train.checkpointing": "full"})
     return asked if refusals(asked, most) else replace(asked, settings=most)

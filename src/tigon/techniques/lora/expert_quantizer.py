@@ -7,6 +7,7 @@ is, so that the experts are never whole in 16 bits.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,7 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
             module = model.get_submodule(module_path)
             stored = getattr(module, name)
             replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), stored.device)
+            module.register_state_dict_post_hook(partial(_name_as_parameter, name))
         self.quantization_config.quant_method = BitsAndBytesConfig(load_in_4bit=True).quant_method
         model.quantization_method = self.quantization_config.quant_method
         return super()._process_model_after_weight_loading(model, **kwargs)
@@ -98,3 +100,12 @@ class _Quantize(Bnb4bitQuantize):  # type: ignore[misc]
         if quantizer.through is not None:
             made = {name: one.to(home) for name, one in made.items()}
         return {**experts, **made}
+
+
+def _name_as_parameter(name: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Undo bitsandbytes' renaming in a state dict: PyTorch looks each name up, which would dequantise the weight."""
+    renamed = f"{prefix}{name}"
+    if renamed in state:
+        state[f"{prefix}parametrizations.{name}.original"] = state.pop(renamed)
+        for key in [key for key in state if key.startswith(f"{renamed}.")]:
+            del state[key]

@@ -148,6 +148,18 @@ def check_lengths(recipe: Recipe, config: PreTrainedConfig) -> None:
         )
 
 
+def mixes_documents(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+    """Why a run of this recipe would mix the documents of a packed sample, or None."""
+    if (reason := packed_documents.objection(config)) is not None or not packed_documents.has_states(config):
+        return reason
+    settings = recipe.settings()
+    if settings.sharding.zero == 3:
+        return "its layers with a state run once per document, and sharding.zero: 3 was not tried with that"
+    if settings.train.cuda_graphs:
+        return "its layers with a state run once per document, which train.cuda_graphs cannot record"
+    return None
+
+
 def check_documents(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise RecipeError if the model cannot keep the documents of a packed sample apart, and packing was asked for.
 
@@ -156,7 +168,7 @@ def check_documents(recipe: Recipe, config: PreTrainedConfig) -> None:
     data = recipe.data
     if not data.packing or data.cross_document_attention:
         return
-    if (reason := packed_documents.objection(config)) is not None:
+    if (reason := mixes_documents(recipe, config)) is not None:
         raise RecipeError(
             f"data.packing is true, but {recipe.model.name} mixes the documents of a sample: {reason}; set "
             "data.packing: false, or data.cross_document_attention: true to let it"

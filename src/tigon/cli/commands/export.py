@@ -27,6 +27,13 @@ def command(
         str | None,
         typer.Option(metavar="TYPE", help="Also write a GGUF file (f16, bf16, q8_0, f32, auto) with llama.cpp."),
     ] = None,
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Read the files back and compare them with the trained model. Default: unless adapters are copied.",
+        ),
+    ] = None,
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Then upload the folder to the hub, after a question.")
     ] = None,
@@ -39,14 +46,17 @@ def command(
     from tigon.trained import export, find  # not for --help
 
     trained = find.find(name, trust_remote_code=trust_remote_code)
-    wanted = export.Export(target=target, dtype=dtype, merge=merge, gguf=gguf)
+    wanted = export.Export(target=target, dtype=dtype, merge=merge, gguf=gguf, verify=verify)
     wanted.check(trained)
     if push is not None:
         export.check_repository(push)
     set_offline_mode([trained.weights, trained.tokenizer, *([push] if push else [])])
     quiet_loading()
-    for path in export.export(trained, wanted):
+    written = export.export(trained, wanted)
+    for path in written.files:
         print(f"{path}  {in_bytes(path.stat().st_size)}")
+    for line in written.lines:
+        print(line)
     if push is not None:
         kind = "public" if public else "private"
         question = f"Upload {target} to {push} on the hub? A new repository will be {kind}."
