@@ -241,3 +241,25 @@ def test_weight_without_whole_elements_is_refused():
         let_fsdp_divide(model, torch.float32)
     let_fsdp_divide(model, torch.bfloat16)
     assert weight.dtype == torch.bfloat16 and weight.shape == (3, 1)
+
+
+@forks
+@pytest.mark.parametrize("start", proved_by(["one"], ["one", "two"], "the other direction of the same formats"))
+def test_resume_of_4_bits_changes_the_engine_and_a_checkpoint_is_exported(start, recipe_for, tigon, here):
+    need("bitsandbytes")
+    path, runs = recipe_for("experts", (*QLORA, ON_EXPERTS), save_steps=2), here / "runs"
+    assert tigon("train", path).code == 0
+    in_two(here, path, "two", "sharding.fsdp=true")
+    cut_back(runs / start, "cut", 4)
+    if start == "one":
+        in_two(here, path, "cut", "sharding.fsdp=true", resume=True)
+    else:
+        outcome = tigon("train", path, "--set", "output.name=cut", "--resume")
+        assert outcome.code == 0, outcome.err
+    assert losses(runs / "cut") == pytest.approx(losses(runs / "one"), rel=1e-5)
+    assert relative(merged(runs / "cut"), merged(runs / "one")) < 1e-3
+    for name in ("one", "two"):
+        outcome = tigon("export", runs / name / "checkpoints" / "checkpoint-4", here / name, "--merge")
+        assert outcome.code == 0, outcome.err
+    exported = [load_file(here / name / "model.safetensors") for name in ("one", "two")]
+    assert relative(*exported) < 1e-3

@@ -6,7 +6,6 @@ sharding. The scales (an eighth of a bit per weight with NF4, a quarter with MXF
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tigon.errors import RecipeError
-from tigon.techniques.lora.four_bit_experts import names_in_4_bits
 
 
 def let_fsdp_divide(model: nn.Module, dtype: torch.dtype) -> None:
@@ -31,8 +29,6 @@ def let_fsdp_divide(model: nn.Module, dtype: torch.dtype) -> None:
         RecipeError: A weight has no whole number of elements of that dtype.
     """
     for path, module in model.named_modules():
-        for name in names_in_4_bits(module):
-            module.register_state_dict_post_hook(partial(_name_as_parameter, name))
         for packed in _packed(module):
             if packed.dtype != torch.uint8:
                 continue
@@ -53,12 +49,3 @@ def _packed(module: nn.Module) -> list[Any]:
         return [module.original] if hasattr(module[0], "quant_state") else []
     weight = module._parameters.get("weight")
     return [weight] if getattr(weight, "quant_state", None) is not None else []
-
-
-def _name_as_parameter(name: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Undo bitsandbytes' renaming in a state dict: PyTorch looks each name up, which would dequantise a shard."""
-    renamed = f"{prefix}{name}"
-    if renamed in state:
-        state[f"{prefix}parametrizations.{name}.original"] = state.pop(renamed)
-        for key in [key for key in state if key.startswith(f"{renamed}.")]:
-            del state[key]

@@ -190,7 +190,8 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
         return {"quantization_config": mxfp4_experts.config(format_of(settings).products)}
     if settings.lora.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {"quantization_config": expert_quantizer.config(format_of(settings).products)}
+    through = run_info.device if settings.lora.base_offload else None
+    return {"quantization_config": expert_quantizer.config(format_of(settings).products, through)}
 
 
 def _keep_from_cpu_packing(model: PreTrainedModel) -> None:
