@@ -19,9 +19,11 @@ from tigon.planner.engines.base import (
 )
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
+from tigon.planner.simulate.ledger import Allocation
 from tigon.planner.simulate.model_states import ModelWeights, Weight, managed_bytes, state_tensor_bytes
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.lora.lora import keeps_mxfp4
 from tigon.techniques.precision import format_of
 from tigon.techniques.sharding.sharding import shard_ranks
 from tigon.units import in_bytes
@@ -142,11 +144,7 @@ class Fsdp(Engine):
             ledger.alloc_briefly(placement.gathered.both_passes, component="weights")
             ledger.alloc(placement.weights, "weights")
             return
-        whole = loading.load_whole()
-        for weight, tensors in zip(model.weights, whole, strict=True):
-            if weight.stored_as:  # packed weights wait on the host, scales stay whole
-                ledger.free(tensors[0])
-                tensors.clear()
+        whole = self._load_beside_the_host(loading) if self.settings.lora.quantize else loading.load_whole()
         # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
         for weight in model.weights:
             widening = self._widening_of(weight) if self.settings.lora.quantize else loading.widening
@@ -154,11 +152,30 @@ class Fsdp(Engine):
         for tensors in whole:
             ledger.free_all(tensors)
 
+    def _load_beside_the_host(self, loading: Loading) -> list[list[Allocation | None]]:
+        """Load weights in 4 bits as `techniques/lora/four_bit_shards.py` does; returns the tensors of the others.
+
+        Packed weights wait on the host: NF4 each after it was quantised, MXFP4 after all were read. Scales stay whole.
+        """
+        ledger, left, packed = loading.ledger, [], []
+        for weight in loading.model.weights:
+            tensors = [ledger.alloc(nbytes, "weights") for nbytes in weight.tensor_bytes]
+            if weight.stored_as is None:
+                left.append(tensors)
+            elif keeps_mxfp4(self.settings):
+                packed.append(tensors[0])
+            else:
+                ledger.alloc_briefly(weight.numel * weight.itemsize, component="weights")
+                ledger.free(tensors[0])
+        ledger.alloc(loading.model.buffer_bytes, "weights")
+        ledger.free_all(packed)
+        return left
+
     def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
         notes = super().notes(request, model)
         if self.settings.lora.quantize:
-            whole = in_bytes(model.weight_bytes)
-            return (*notes, f"Each GPU holds the whole quantised model ({whole}) before FSDP2 divides it.")
+            packed = in_bytes(sum(weight.packed_bytes for weight in model.weights if weight.stored_as))
+            return (*notes, f"Each process holds {packed} of packed weights on the host until FSDP2 divides them.")
         if request.model in PRESETS:
             return notes
         gpus = self.settings.sharding.gpus

@@ -19,7 +19,7 @@ def let_fsdp_divide(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the packed weights a dtype that FSDP2 divides, without a change of a byte, and move them to the host.
 
     FSDP2 moves them back layer by layer. Accelerate keeps the whole weights until all are divided, which on the GPU
-    would be its peak.
+    would be its peak. NF4 weights that were quantised while they were read are on the host already.
 
     Args:
         model: A model whose linear layers or experts may be in 4 bits.

@@ -190,7 +190,8 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
         return {"quantization_config": mxfp4_experts.config(format_of(settings).products)}
     if settings.lora.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {"quantization_config": expert_quantizer.config(format_of(settings).products)}
+    on_host = settings.sharding.fsdp  # until each process has its part
+    return {"quantization_config": expert_quantizer.config(format_of(settings).products, packs_on_host=on_host)}
 
 
 def _keep_from_cpu_packing(model: PreTrainedModel) -> None:
