@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -171,7 +172,7 @@ def hybrid(family: str) -> Any:
     except NotBuilt as error:
         pytest.skip(str(error))
     model = tiny_model(family, {**fields, **HYBRIDS[family]}, every_expert=True)
-    assert hybrid_layers.takes_documents(model)
+    assert hybrid_layers.runs_of(model)
     return model
 
 
@@ -222,3 +223,40 @@ def test_bounds_for_the_kernels_of_attention_do_not_reach_layers_with_a_state() 
     with torch.no_grad():
         want = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         assert torch.equal(model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits, want)
+
+
+@pytest.mark.parametrize(("family", "name"), [
+    ("qwen3_next", "torch_chunk_gated_delta_rule"),
+    ("kimi_linear", "chunk_kimi_delta_attention"),
+])  # fmt: skip
+def test_kernel_that_takes_bounds_runs_all_documents_at_once(
+    family: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel with the arguments of flash-linear-attention's, which runs transformers' code for each document."""
+    model = hybrid(family)
+    module = next(module for _, module, _ in hybrid_layers.runs_of(model))
+    file = sys.modules[type(module).__module__]
+    own, calls = getattr(file, name), []
+
+    def kernel(q: Any, k: Any, v: Any, *, g: Any, beta: Any, cu_seqlens: Any, cu_seqlens_cpu: Any, **more: Any) -> Any:
+        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        calls.append(sizes := cu_seqlens.diff().tolist())
+        parts = zip(*(x.split(sizes, dim=1) for x in (q, k, v, g, beta)), strict=True)
+        given = {key: value for key, value in more.items() if key != "seq_idx"}
+        each = [own(q, k, v, g=g, beta=beta, **given)[0] for q, k, v, g, beta in parts]
+        return torch.cat(each, dim=1), None
+
+    ids = torch.randint(3, 60, (2, sum(ROWS[0])))
+    positions = torch.stack([torch.cat([torch.arange(size) for size in sizes]) for sizes in ROWS])
+    undo = keep_apart(model)
+    want = model(input_ids=ids, position_ids=positions, use_cache=False).logits.detach()
+    undo()
+    monkeypatch.setattr(file, name, kernel)
+    monkeypatch.setattr(
+        hybrid_layers, "_runs",
+        lambda kind, layer: hybrid_layers.PYTORCH if kind is hybrid_layers.CONVOLUTION else kind.library,
+    )  # fmt: skip
+    keep_apart(model)
+    got = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert calls == [[*ROWS[0], *ROWS[1]]]

@@ -9,6 +9,7 @@ the model.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
@@ -81,6 +82,7 @@ KINDS = (
         "causal-conv1d",
     ),
 )
+CONVOLUTION = KINDS[-1]
 BUILT_BY_PIP = frozenset({"mamba-ssm", "causal-conv1d"})
 """Libraries that pip compiles with the CUDA compiler against the installed PyTorch."""
 
@@ -97,11 +99,6 @@ class LayerPath:
 
     def __str__(self) -> str:
         return f"{self.described}: {self.runs}"
-
-    @property
-    def takes_bounds(self) -> bool:
-        """Whether the code that runs the layers takes where the documents of a packed sample begin."""
-        return any(kind.name == self.kind and kind.bounds and self.runs == kind.library for kind in KINDS)
 
     @property
     def described(self) -> str:
@@ -122,21 +119,32 @@ def paths_of(model: nn.Module) -> tuple[LayerPath, ...]:
     )
 
 
-def takes_documents(model: nn.Module) -> list[tuple[str, nn.Module, tuple[str, bool]]]:
-    """Path and module of each layer with a state, and how it keeps the documents of a packed sample apart.
-
-    The pair has the argument by which the layer's kernel gets where documents begin, or "", and whether PyTorch runs
-    the convolution before that kernel.
-    """
+def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]]]:
+    """Path and module of each layer with a state, and what runs its parts of each kind."""
     found = []
     for path, module in model.named_modules():
         cls = type(module)
-        kinds = [kind for kind in KINDS if kind.calls & _calls(cls)]
-        if kinds:
-            runs = {kind: HUB if getattr(model, "use_kernels", False) else _runs(kind, cls) for kind in kinds}
-            bounds = next((kind.bounds for kind in kinds if kind.bounds and runs[kind] == kind.library), "")
-            found.append((path, module, (bounds, runs.get(KINDS[-1]) == PYTORCH)))
+        if kinds := [kind for kind in KINDS if kind.calls & _calls(cls)]:
+            in_hub = getattr(model, "use_kernels", False)
+            found.append((path, module, {kind: HUB if in_hub else _runs(kind, cls) for kind in kinds}))
     return found
+
+
+def takes_documents(runs: Mapping[str, str]) -> bool:
+    """Whether layers of these kinds take all documents of a packed sample in one call.
+
+    runs: name of each kind -> what runs it. PyTorch's convolution is replaced by one that does.
+    """
+    scans = [kind for kind in KINDS if kind.name in runs and kind is not CONVOLUTION]
+    if not scans:
+        return runs.get(CONVOLUTION.name) == PYTORCH
+    return all(kind.bounds and runs[kind.name] == kind.library for kind in scans)
+
+
+def found_libraries() -> tuple[str, ...]:
+    """The libraries with kernels that Python finds, without importing them."""
+    packages = {kind.library: kind.module.partition(".")[0] for kind in KINDS}
+    return tuple(library for library, package in packages.items() if importlib.util.find_spec(package) is not None)
 
 
 def paths_of_counts(counts: Mapping[str, int]) -> tuple[LayerPath, ...]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from tigon._trunk import language_model, trunk_of
 from tigon.models import hybrid_layers
+from tigon.models.hybrid_layers import LayerKind
 from tigon.models.kv_cache import cache_in
 from tigon.models.seams.base import Change
 from tigon.models.seams.documents import SEQ_IDX, DocumentsSeam, document_numbers
@@ -101,8 +102,7 @@ def states_apart(model: PreTrainedModel) -> Callable[[], None]:
     """Let the layers with a state begin anew at each document, if the family can; with any attention."""
     if not has_states(model.config):
         return lambda: None
-    found = hybrid_layers.takes_documents(model)
-    changes = [Change(path, module, DocumentsSeam(*takes)) for path, module, takes in found]
+    changes = [Change(path, module, _documents_seam(runs)) for path, module, runs in hybrid_layers.runs_of(model)]
     for change in changes:
         change.apply()
     remove = _hooked(language_model(model), _with_document_numbers)
@@ -113,6 +113,14 @@ def states_apart(model: PreTrainedModel) -> Callable[[], None]:
             change.revert()
 
     return undo
+
+
+def _documents_seam(runs: Mapping[LayerKind, str]) -> DocumentsSeam:
+    """The seam of a layer whose parts of each kind are run by a library or by PyTorch."""
+    once = hybrid_layers.takes_documents({kind.name: what for kind, what in runs.items()})
+    bounds = next((kind.bounds for kind in runs if once and kind.bounds), "")
+    convolves = once and runs.get(hybrid_layers.CONVOLUTION) == hybrid_layers.PYTORCH
+    return DocumentsSeam(once, bounds, convolves)
 
 
 def _hands_arguments_down() -> bool:

@@ -66,6 +66,27 @@ _CHECKPOINTS = (
     ),
 )
 
+_SCHEDULE = (
+    Rule(
+        lambda r: r.train.schedule == "warmup_stable_decay" and r.train.decay_steps is None,
+        "train.schedule: warmup_stable_decay lowers the learning rate in the last steps; set train.decay_steps, "
+        "e.g. to a tenth of the run's steps",
+    ),
+    Rule(
+        lambda r: (
+            r.train.schedule == "warmup_stable_decay"
+            and r.train.steps is not None
+            and r.train.warmup_steps + (r.train.decay_steps or 0) > r.train.steps
+        ),
+        "train.warmup_steps and train.decay_steps together exceed train.steps; lower one of them",
+    ),
+    Rule(
+        lambda r: r.train.min_lr_rate > 0 and r.train.schedule in ("linear", "constant"),
+        "train.min_lr_rate is the end of train.schedule: cosine and warmup_stable_decay; set one of them, or leave "
+        "train.min_lr_rate out",
+    ),
+)
+
 _EVALUATION = (
     Rule(
         lambda r: watches_eval_loss(r) and r.train.eval_steps is None,
@@ -167,6 +188,7 @@ _RULES = Rules(
             "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
         ),
         *_CHECKPOINTS,
+        *_SCHEDULE,
         *_EVALUATION,
         *_IMAGES,
         Rule(
@@ -180,6 +202,12 @@ _RULES = Rules(
             "train.save_steps",
             lambda r: r.train.save_steps is not None or r.train.load_best,
             "train.save_steps: 100",
+        ),
+        Switch(
+            ("train.decay_steps",),
+            "train.schedule",
+            lambda r: r.train.schedule == "warmup_stable_decay",
+            "train.schedule: warmup_stable_decay",
         ),
         Switch(("data.image_size",), "data.images", lambda r: r.data.images > 0, "data.images: 1"),
         Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),

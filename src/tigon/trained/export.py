@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ import torch
 from tigon.errors import OptionError, TigonError, UsageError
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import one_line
-from tigon.trained import readers
+from tigon.trained import gguf_export, readers
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights, refuse_nonfinite, whole
 from tigon.trained.part_folder import part_folder
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """The files of a model that reads images, beside those of its tokenizer."""
 _UNVERIFIED = "not verified: the files were not read back, so weights, tokens, chat template and stop tokens may differ"
@@ -55,7 +51,7 @@ class Export:
     merge: bool = False
     """Whether adapters are added to the weights. Without it a model with adapters is exported as its adapters."""
     gguf: str | None = None
-    """One of `GGUF_TYPES`, to write a GGUF file beside the weights."""
+    """One of `gguf_export.TYPES`, to write a GGUF file beside the weights."""
     verify: bool | None = None
     """Whether the written files are read back and compared. None: unless adapters are copied as they are."""
 
@@ -67,8 +63,8 @@ class Export:
         """
         if self.dtype is not None and self.dtype not in DTYPES:
             raise OptionError(f"--dtype {self.dtype} is not known; choose one of {', '.join(DTYPES)}.")
-        if self.gguf is not None and self.gguf not in GGUF_TYPES:
-            raise OptionError(f"--gguf {self.gguf} is not known; choose one of {', '.join(GGUF_TYPES)}.")
+        if self.gguf is not None:
+            gguf_export.check_type(self.gguf)
         self._check_target(trained)
         if trained.adapter is None and self.merge:
             raise OptionError(f"--merge: {trained.weights} has no adapters to merge; leave --merge out.")
@@ -76,7 +72,7 @@ class Export:
             given = "--dtype" if self.dtype else "--gguf"
             raise OptionError(f"{given} changes whole weights, and this run trained adapters; add --merge.")
         if self.gguf is not None:
-            find_converter()
+            gguf_export.check(trained, self.gguf)
 
     def _check_target(self, trained: TrainedModel) -> None:
         """Refuse a target that cannot be a new folder, or that lies within what is read.
@@ -124,8 +120,6 @@ def export(trained: TrainedModel, wanted: Export) -> Written:
             lines = _verify_adapters(trained, folder) if wanted.verify else [_UNVERIFIED_COPY]
         else:
             lines = _write_weights(trained, wanted, folder)
-        if wanted.gguf is not None:
-            _write_gguf(folder, f"{wanted.target.name}-{wanted.gguf}.gguf", wanted.gguf)
     return Written(sorted(path for path in wanted.target.rglob("*") if path.is_file()), lines)
 
 
@@ -182,9 +176,12 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[
     changed = trained.adapter is not None or wanted.dtype is not None
     expected = checked.expect(model, changed=changed) if checked is not None else None
     _save(model, tokenizer, trained, folder)
-    if checked is None or expected is None:
-        return [_UNVERIFIED]
-    return [checked.check(readers.of_transformers(type(model), folder), expected)]
+    lines = [_UNVERIFIED]
+    if checked is not None and expected is not None:
+        lines = [checked.check(readers.of_transformers(type(model), folder), expected)]
+    if wanted.gguf is not None:
+        lines += gguf_export.write(model, tokenizer, gguf_export.Target(folder, wanted.target, wanted.gguf), checked)
+    return lines
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
@@ -260,29 +257,6 @@ def _rename(scratch: Path, target: Path) -> None:
         if not target.exists():
             raise
         raise UsageError(f"{target}: another process has written this folder meanwhile; name another one") from None
-
-
-def find_converter() -> Path:
-    """llama.cpp's converter, in $LLAMA_CPP or on PATH. Raises OptionError if there is none."""
-    if folder := os.environ.get(CONVERTER_FOLDER):
-        converter = Path(folder) / CONVERTER
-        if converter.is_file():
-            return converter
-        raise OptionError(f"{CONVERTER_FOLDER}={folder} holds no {CONVERTER}; name a checkout of llama.cpp.")
-    if on_path := shutil.which(CONVERTER):
-        return Path(on_path)
-    raise OptionError(
-        f"--gguf needs llama.cpp's {CONVERTER}, which is not on PATH; git clone https://github.com/ggml-org/llama.cpp, "
-        f"install its requirements, and set {CONVERTER_FOLDER} to that folder."
-    )
-
-
-def _write_gguf(folder: Path, name: str, kind: str) -> None:
-    command = [sys.executable, str(find_converter()), str(folder), "--outfile", str(folder / name), "--outtype", kind]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or not (folder / name).is_file():
-        last = (done.stderr.strip() or done.stdout.strip() or "it wrote no file").splitlines()[-1]
-        raise UsageError(f"{CONVERTER} failed (exit code {done.returncode}): {last}")
 
 
 def push(folder: Path, repository: str, *, private: bool, api: HfApi | None = None) -> str:

@@ -146,10 +146,7 @@ def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") ->
         UsageError: A file is missing or damaged, the config allows no model, or a tensor is missing, has another
             shape, holds integers, or is not finite.
     """
-    # The attention only has to exist for the family; the checks read no weight.
-    named = ModelConfig(
-        name=trained.weights, revision=trained.revision, trust_remote_code=trained.trust_remote_code, attention="eager"
-    )
+    named = _named(trained)
     try:
         config = models.load_config(named)
         unused = models.check_weights(named, config)
@@ -163,6 +160,21 @@ def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") ->
     if unused:
         print(models.unused_line(unused), file=sys.stderr, flush=True)
     return built
+
+
+def load_config_of(trained: TrainedModel) -> Any:
+    """The config of the whole model. Raises UsageError if it cannot be loaded."""
+    try:
+        return models.load_config(_named(trained))
+    except RecipeError as error:
+        raise UsageError(_with_way_to_trust(str(error).removeprefix("model.name: "), trained)) from None
+
+
+def _named(trained: TrainedModel) -> ModelConfig:
+    """The model as a recipe names it. The attention only has to exist for the family; the checks read no weight."""
+    return ModelConfig(
+        name=trained.weights, revision=trained.revision, trust_remote_code=trained.trust_remote_code, attention="eager"
+    )
 
 
 def refuse_nonfinite(model: PreTrainedModel, where: str) -> None:

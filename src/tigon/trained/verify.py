@@ -104,6 +104,10 @@ class Verification:
                 self._refuse_overflow(observe(model, self.prompts, in_fp32=False))
         return Expected(behaviour, checksums(model), tuple(end_tokens(model, self.tokenizer)))
 
+    def expect_rounded(self, model: Any) -> Expected:
+        """Keep what the model in memory computes after its weights were rounded to a format of few bits."""
+        return Expected(observe(model, self.prompts), checksums(model), tuple(end_tokens(model, self.tokenizer)))
+
     def check(self, reader: Reader, expected: Expected) -> str:
         """Compare what a program has loaded with what was expected.
 

@@ -4,8 +4,8 @@ No mask stops such a layer from carrying its state and its last tokens into the 
 transformers' name for the document of each token, and from 5.16 on it hands the argument down to these layers
 (`models/packed_documents.py`). A layer that gets it runs in one of two ways:
 
-- `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention take where documents begin, so they run once. The
-  convolution before them is causal-conv1d's, which takes `seq_idx`, or the one of this file.
+- `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention take where documents begin, and so does the
+  convolution of this file, which replaces PyTorch's. A layer of these parts runs once.
 - Everything else runs each document by itself. This is exact with any implementation. The layer's products and kernels
   are then as many as the documents.
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tigon.models.seams.base import Seam, imitate
-from tigon.models.seams.rebind import Forward, owner_of, rebind_each
+from tigon.models.seams.rebind import Forward, rebind_each
 
 SEQ_IDX = "seq_idx"
 _OTHERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k")
@@ -80,21 +80,20 @@ def documents_of(seq_idx: Tensor) -> Documents:
 
 def convolution(
     x_BDT: Tensor,
-    weight_DK: Tensor,
+    weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    seq_idx: Tensor | None = None,
+    *,
+    seq_idx: Tensor,
     **_: object,
 ) -> Tensor:
     """transformers' `causal_conv1d_fn` for one row, whose documents get zeros before them as the row does."""
     from transformers.activations import ACT2FN
 
-    width, sizes = weight_DK.shape[1] - 1, [x_BDT.shape[2]]
-    if seq_idx is not None:
-        sizes = documents_of(seq_idx).sizes
+    width, sizes = weight.shape[1] - 1, documents_of(seq_idx).sizes
     gap = x_BDT.new_zeros((*x_BDT.shape[:2], width))
     apart = torch.cat([part for document in x_BDT.split(sizes, dim=2) for part in (gap, document)], dim=2)
-    y = F.conv1d(apart.to(weight_DK.dtype), weight_DK[:, None], bias, groups=len(weight_DK))
+    y = F.conv1d(apart.to(weight.dtype), weight[:, None], bias, groups=len(weight))
     with_gaps = [size for document in sizes for size in (document, width)][:-1]
     y_BDT = torch.cat(y.split(with_gaps, dim=2)[::2], dim=2)
     return (y_BDT if activation is None else ACT2FN[activation](y_BDT)).to(x_BDT.dtype)
@@ -105,10 +104,12 @@ class DocumentsSeam(Seam):
     """A layer with a state that gets `seq_idx`.
 
     Args:
-        bounds: The argument by which the layer's kernel takes where documents begin; "" runs each by itself.
+        once: Whether the layer runs once for all documents. Otherwise it runs once for each.
+        bounds: The argument by which the layer's kernel takes where documents begin; "" if it has no such kernel.
         convolves: Whether the convolution of this file replaces the layer's, which would mix documents.
     """
 
+    once: bool = False
     bounds: str = ""
     convolves: bool = False
     op: ClassVar[str] = "documents"
@@ -124,7 +125,7 @@ class DocumentsSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain: Forward = base.forward
         run_once = plain
-        if self.convolves and owner_of(plain, _CONVOLUTION) is not None:
+        if self.convolves:
             run_once = rebind_each(plain, {_CONVOLUTION: convolution})
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +140,7 @@ class DocumentsSeam(Seam):
             y = run(self, hidden_BTD.flatten(0, 1)[None], *rest, seq_idx=seq_idx, **kwargs)
             return y.view(*hidden_BTD.shape[:2], -1)
 
-        run = _in_one_call(run_once, self.bounds) if self.bounds else _one_by_one(plain)
+        run = _in_one_call(run_once, self.bounds) if self.once else _one_by_one(plain)
         imitate(plain, forward)
         return {"forward": forward}
 
@@ -147,8 +148,8 @@ class DocumentsSeam(Seam):
 def _in_one_call(forward: Callable[..., Any], bounds: str) -> Callable[..., Any]:
     def run(self: nn.Module, x_1TD: Tensor, *rest: object, seq_idx: Tensor, **kwargs: object) -> Any:
         documents = documents_of(seq_idx)
-        more = {bounds: documents.bounds, "cu_seqlens_cpu": documents.host_bounds, SEQ_IDX: seq_idx}
-        return forward(self, x_1TD, *rest, **kwargs, **more)
+        more = {bounds: documents.bounds, "cu_seqlens_cpu": documents.host_bounds} if bounds else {}
+        return forward(self, x_1TD, *rest, **kwargs, **more, seq_idx=seq_idx)
 
     return run
 

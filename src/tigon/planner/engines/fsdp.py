@@ -19,11 +19,9 @@ from tigon.planner.engines.base import (
 )
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
-from tigon.planner.simulate.ledger import Allocation
 from tigon.planner.simulate.model_states import ModelWeights, Weight, managed_bytes, state_tensor_bytes
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora.lora import keeps_mxfp4
 from tigon.techniques.precision import format_of
 from tigon.techniques.sharding.sharding import shard_ranks
 from tigon.units import in_bytes
@@ -64,8 +62,6 @@ class Fsdp(Engine):
         states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
         host, link = 0, 0
         loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0
-        if settings.lora.quantize:  # they are quantised on the GPU
-            loaded = model.weights[0].itemsize
         if settings.sharding.offload != "none":
             host, link = weights + grads + states, 3 * weights + grads
             weights = grads = states = step = 0
@@ -139,43 +135,23 @@ class Fsdp(Engine):
 
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model
-        if not (placement.loaded_itemsize and (self.settings.lora.quantize or loading.fits_whole())):
+        if not (placement.loaded_itemsize and loading.fits_whole()):
             # Upper bound: one unit comes from the host to be sharded.
             ledger.alloc_briefly(placement.gathered.both_passes, component="weights")
             ledger.alloc(placement.weights, "weights")
             return
-        whole = self._load_beside_the_host(loading) if self.settings.lora.quantize else loading.load_whole()
+        whole = loading.load_whole()
         # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
         for weight in model.weights:
-            widening = self._widening_of(weight) if self.settings.lora.quantize else loading.widening
-            ledger.alloc(share(widening * weight.packed_bytes, shard_ranks(self.settings)), "weights")
+            ledger.alloc(share(loading.widening * weight.nbytes, shard_ranks(self.settings)), "weights")
         for tensors in whole:
             ledger.free_all(tensors)
-
-    def _load_beside_the_host(self, loading: Loading) -> list[list[Allocation | None]]:
-        """Load weights in 4 bits as `techniques/lora/four_bit_shards.py` does; returns the tensors of the others.
-
-        Packed weights wait on the host: NF4 each after it was quantised, MXFP4 after all were read. Scales stay whole.
-        """
-        ledger, left, packed = loading.ledger, [], []
-        for weight in loading.model.weights:
-            tensors = [ledger.alloc(nbytes, "weights") for nbytes in weight.tensor_bytes]
-            if weight.stored_as is None:
-                left.append(tensors)
-            elif keeps_mxfp4(self.settings):
-                packed.append(tensors[0])
-            else:
-                ledger.alloc_briefly(weight.numel * weight.itemsize, component="weights")
-                ledger.free(tensors[0])
-        ledger.alloc(loading.model.buffer_bytes, "weights")
-        ledger.free_all(packed)
-        return left
 
     def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
         notes = super().notes(request, model)
         if self.settings.lora.quantize:
-            packed = in_bytes(sum(weight.packed_bytes for weight in model.weights if weight.stored_as))
-            return (*notes, f"Each process holds {packed} of packed weights on the host until FSDP2 divides them.")
+            whole = in_bytes(model.weight_bytes)
+            return (*notes, f"Each process holds the quantised model ({whole}) on the host until FSDP2 divides it.")
         if request.model in PRESETS:
             return notes
         gpus = self.settings.sharding.gpus

@@ -70,6 +70,8 @@ class StreamedLayers:
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> None:
         """Move the frozen weights of `layers` to the host, and all other weights of `model` to `device`."""
         self.model, self.device = model, device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory of the weights that were made or quantised there
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.layers: list[StreamedLayer] = []
         with torch.no_grad():

@@ -22,37 +22,35 @@ from tigon.techniques.lora.adapter_targets import expert_parameters
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_METHOD, _HOST_METHOD = "tigon_bitsandbytes_4bit", "tigon_bitsandbytes_4bit_on_host"
+_METHOD = "tigon_bitsandbytes_4bit"
 
 
-def config(compute_dtype: torch.dtype, *, packs_on_host: bool = False) -> BitsAndBytesConfig:
+def config(compute_dtype: torch.dtype, through: str | None = None) -> BitsAndBytesConfig:
     """The quantisation config for `from_pretrained`: NF4 with double quantisation, experts included.
 
-    Args:
-        compute_dtype: The dtype of the dense weights.
-        packs_on_host: Whether the packed weights go to the host, one by one, and their scales stay on the GPU.
+    through: the device that quantises weights which stay on the CPU; None: their own device.
     """
     AUTO_QUANTIZER_MAPPING.setdefault(_METHOD, ExpertsQuantizer)
-    AUTO_QUANTIZER_MAPPING.setdefault(_HOST_METHOD, HostQuantizer)
     made = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
     )
-    made.quant_method = _HOST_METHOD if packs_on_host else _METHOD
+    made.quant_method = _METHOD
+    made.through = through
     return made
 
 
 class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
     """Quantises experts too, and leaves a model behind that looks like one of `Bnb4BitHfQuantizer`."""
 
-    packs_on_host = False
-
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: object, **kwargs: object
     ) -> None:
         self.expert_states: dict[str, Any] = dict.fromkeys(expert_parameters(model))
+        self.through: str | None = self.quantization_config.through
+        del self.quantization_config.through  # it is no part of the model's config
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
@@ -67,17 +65,12 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         for path, state in self.expert_states.items():
             module_path, _, name = path.rpartition(".")
             module = model.get_submodule(module_path)
-            replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), state.absmax.device)
+            stored = getattr(module, name)
+            replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), stored.device)
             module.register_state_dict_post_hook(partial(_name_as_parameter, name))
         self.quantization_config.quant_method = BitsAndBytesConfig(load_in_4bit=True).quant_method
         model.quantization_method = self.quantization_config.quant_method
         return super()._process_model_after_weight_loading(model, **kwargs)
-
-
-class HostQuantizer(ExpertsQuantizer):
-    """Quantises on the GPU, and leaves the packed weights on the host."""
-
-    packs_on_host = True
 
 
 class _Quantize(Bnb4bitQuantize):  # type: ignore[misc]
@@ -87,22 +80,26 @@ class _Quantize(Bnb4bitQuantize):  # type: ignore[misc]
         quantizer, linear, experts = self.hf_quantizer, {}, {}
         settings = quantizer.quantization_config
         for name, value in input_dict.items():
-            if name not in quantizer.expert_states:
-                linear[name] = value
-                continue
             weight = value[0] if isinstance(value, list) else value
+            home = weight.device
+            if quantizer.through is not None:
+                weight = weight.to(quantizer.through)
+            if name not in quantizer.expert_states:
+                linear[name] = weight
+                continue
             packed, state = quantize_4bit(
                 weight.contiguous(),
                 compress_statistics=settings.bnb_4bit_use_double_quant,
                 quant_type=settings.bnb_4bit_quant_type,
             )
             state.dtype = settings.bnb_4bit_compute_dtype  # that of the products; a checkpoint may be in fp32
+            state.to(home)
             quantizer.expert_states[name] = state
-            experts[name] = nn.Parameter(packed, requires_grad=False)
-        made = {**experts, **(super().convert(linear, **kwargs) if linear else {})}
-        for weight in made.values() if quantizer.packs_on_host else ():
-            weight.data = weight.data.cpu()
-        return made
+            experts[name] = nn.Parameter(packed.to(home), requires_grad=False)
+        made: dict[str, Any] = super().convert(linear, **kwargs) if linear else {}
+        if quantizer.through is not None:
+            made = {name: one.to(home) for name, one in made.items()}
+        return {**experts, **made}
 
 
 def _name_as_parameter(name: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:

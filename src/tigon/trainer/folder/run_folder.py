@@ -383,7 +383,7 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
 
 def _rounding_keys(path: Path, before: Recipe, now: Recipe) -> set[str]:
     """The keys whose values in `now` change the losses of the run at `path` only by rounding."""
-    keys = {"train.checkpointing"}
+    keys = {"train.checkpointing", "train.gradient_accumulation_fusion"}
     samples = resume_rules.samples_per_step(now, resume_rules.processes_now(now))
     if samples == resume_rules.samples_before(path / CHECKPOINTS, before):
         keys |= {*resume_rules.BATCH_KEYS, *(resume_rules.ENGINE_KEYS if now.sharding.zero == 0 else ())}

@@ -15,7 +15,7 @@ from tigon.data.packing import Packed
 from tigon.data.tokenizer import Encoded
 from tigon.data.tokens import Tokens
 from tigon.models import packed_documents
-from tigon.models.hybrid_layers import LayerPath
+from tigon.models.hybrid_layers import LayerPath, takes_documents
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
 from tigon.trainer.guards import preflight
@@ -68,7 +68,7 @@ def one_by_one_line(recipe: Recipe, config: PreTrainedConfig, paths: Sequence[La
     """A line if layers with a state run each document of a packed sample by itself, which is exact and slow."""
     if not recipe.data.packing or recipe.data.cross_document_attention or not packed_documents.has_states(config):
         return ()
-    if any(path.takes_bounds for path in paths):
+    if takes_documents({path.kind: path.runs for path in paths}):
         return ()
     names = " and ".join(path.described for path in paths)
     return (f"packing  each document runs by itself through {names}, which is slow if documents are short",)

@@ -74,9 +74,15 @@ class Prediction:
             )
         host_bytes = self.option.all_host_bytes
         if host_bytes > host_free_bytes():
+            lora = self.option.request.settings.lora
+            fix = "Lower data.sequence_length, or train a smaller model"
+            if not lora.base_offload:
+                fix = "Use more GPUs, or set sharding.offload to none or nvme"
+            elif not lora.quantize:
+                fix = "Set lora.quantize: true"
             lines.append(
                 f"warning  offloading needs {gib(host_bytes)} of host memory, but {gib(host_free_bytes())} are free: "
-                "the run will swap or be killed. Use more GPUs, or set sharding.offload to none or nvme"
+                f"the run will swap or be killed. {fix}"
             )
         return lines
 

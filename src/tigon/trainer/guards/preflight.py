@@ -232,17 +232,20 @@ def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
 def check_memory(
     recipe: Recipe, settings: Settings, device: torch.device, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise RecipeError if weights, gradients and optimizer states together exceed the device's memory."""
+    """Raise RecipeError if weights, gradients and optimizer states together exceed the memory that holds them."""
     if settings.sharding.divides_states:
         return  # their place depends on stage and offload, which `tigon plan` takes into account
+    if settings.lora.base_offload:
+        device = torch.device("cpu")
     model_sizes, has_bytes = sizes(settings, shapes), total_bytes(device)
     needed_bytes = model_sizes.weights + model_sizes.gradients + model_sizes.states
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     if needed_bytes > has_bytes:
+        streams = settings.lora.rank is not None and device.type == "cuda"
         raise RecipeError(
             f"{recipe.model.name} has {n_parameters / 1e9:.1f} G parameters: weights, gradients and "
             f"{settings.train.optimizer} states take {needed_bytes / 2**30:.0f} GiB, but {device} has "
-            f"{has_bytes / 2**30:.0f} GiB; choose a smaller model"
+            f"{has_bytes / 2**30:.0f} GiB; choose a smaller model{', or set lora.base_offload: true' * streams}"
         )
 
 
