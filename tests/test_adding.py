@@ -181,7 +181,7 @@ def test_a_new_objective_is_one_file(copy: Copy) -> None:
 
 
 def test_a_new_command_is_one_file(copy: Copy) -> None:
-    assert copy.add("A new command: one file") == ["src/tigon/cli/gpus.py"]
+    assert copy.add("A new command: one file") == ["src/tigon/cli/commands/gpus.py"]
     assert re.search(r"^ +gpus +List the names that `tigon plan --gpu` accepts", copy.tigon("--help"), re.MULTILINE)
     shown = copy.tigon("gpus", "--at-least", "100")
     assert "h200" in shown and "rtx-4090" not in shown

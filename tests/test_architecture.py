@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -54,6 +55,8 @@ MAY_IMPORT_TRANSFORMERS = {
 # heads after a run. recipe/keys.py declares the section.
 MAY_NAME_HEADS = {"objectives", "medusa", "cli", "trained"}
 MAX_LINES = 600
+MAX_FILES = 16
+ONE_FILE_PER_OP = {"ops", "kernels"}
 
 
 def module_of(path: Path) -> str:
@@ -499,6 +502,12 @@ def test_packages_import_only_their_allowed_libraries() -> None:
 def test_every_file_is_below_the_line_limit() -> None:
     lines = {str(path): len(text.splitlines()) for path, text in TEXT.items()}
     assert not {path: number for path, number in lines.items() if number > MAX_LINES}, "split them"
+
+
+def test_every_folder_is_below_the_limit_of_files() -> None:
+    numbers = Counter(path.parent.relative_to(SOURCE).as_posix() for path in FILES if path.name != "__init__.py")
+    crowded = {folder: number for folder, number in numbers.items() if number > MAX_FILES}
+    assert crowded.keys() <= ONE_FILE_PER_OP, "give the files of one job a folder"
 
 
 def names_of_medusa(text: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from tigon._files import open_regular, read_text
 from tigon.bench.record import RunRecord
 from tigon.bench.record import load as load_record
-from tigon.data import sources
+from tigon.data.source import sources
 from tigon.errors import TigonError
 from tigon.models.loading.config import load_config
 from tigon.objectives import recipe_checks

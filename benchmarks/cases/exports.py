@@ -90,14 +90,14 @@ def _measure(bench: Bench) -> None:
                 bench.add("small", {"family": family, "format": f"GGUF {kind}", **line})
         if bench.given.model is None:
             return
-        forms = [(f"safetensors {dtype}", dtype, None) for dtype in export.DTYPES]
+        forms: list[tuple[str, str, str | None]] = [(f"safetensors {dtype}", dtype, None) for dtype in export.DTYPES]
         forms += [(f"GGUF {kind}", "fp32", kind) for kind in kinds]
-        for name, dtype, kind in forms:
+        for name, dtype, gguf in forms:
             target = Path(scratch) / "exported"
-            wanted = export.Export(target=target, dtype=dtype, merge=True, gguf=kind)
+            wanted = export.Export(target=target, dtype=dtype, merge=True, gguf=gguf)
             line = _export(bench.given.model, wanted)
             if "refused" not in line:
-                file = f"exported-{kind}.gguf" if kind else None
+                file = f"exported-{gguf}.gguf" if gguf else None
                 line["bytes"] = sum(path.stat().st_size for path in target.glob(file or "*.safetensors"))
                 line["answer"] = _answer(target, file, bench.given.question)
             bench.add("real", {"format": name, **line})

@@ -79,6 +79,12 @@ FEATURES = (
         {"lora": {"rank": 4, "targets": ["linear", "experts"]}},
         experts=True,
     ),
+    Feature(
+        "qlora-on-experts",
+        "Mixture, QLoRA on the experts",
+        {"lora": {"rank": 4, "quantize": True, "targets": ["linear", "experts"]}},
+        experts=True,
+    ),
     Feature("medusa-1", "Medusa heads, stage 1", {"heads": {"stage": 1, "count": 2}}),
     Feature("medusa-2", "Medusa heads, stage 2", {"heads": {"stage": 2, "count": 2}}),
     Feature("medusa-lora", "Medusa heads, stage 2 with LoRA", {"heads": {"stage": 2, "count": 2}, **_LORA}),

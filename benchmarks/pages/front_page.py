@@ -185,7 +185,7 @@ def gains() -> str:
         f"`fuse` and `patch` make a DPO step of a 1B {full['dpo', 'full']:.2f} times as fast as in TRL, and a GRPO "
         f"step {full['grpo', 'full']:.2f} times (all weights, H100, before the head's logits were fp32).",
         f"With LoRA on an H200 it is {adapters['dpo', 'lora']:.2f} and {adapters['grpo', 'lora']:.2f} times "
-        "([post-training](docs/post-training.md#measured)).",
+        "([post-training](docs/post-training-ops.md#measured)).",
         f"tigon's LoRA layers train an 8B in bf16 {lora[bf16, 'none']:.2f} times as fast as PEFT's on an H200, and "
         f"{lora[bf16, 'full']:.2f} times if layers are recomputed.",
         f"With 4-bit weights it is {lora[four_bit, 'none']:.2f} and {lora[four_bit, 'full']:.2f} times, on an H100 "

@@ -1,5 +1,5 @@
 """The errors of the ops over an lm_head on peaked logits, and the cost of fp32 logits: two tables of
-docs/post-training.md.
+docs/post-training-ops.md.
 
     python -m benchmarks.pages.head_accuracy
 
@@ -18,7 +18,7 @@ from benchmarks.pages import regions
 from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "post-training.md"
+DOCUMENT = ROOT / "docs" / "post-training-ops.md"
 RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "accuracy" / "heads.json"
 NO_RECORD = "*Not measured on a GPU yet.*"
 _DTYPE = "bf16"

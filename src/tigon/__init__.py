@@ -36,7 +36,8 @@ from tigon.ops import (
 )
 
 if _typing.TYPE_CHECKING:
-    from tigon.planner.model_plan import Checkpointed, CheckpointPlan
+    from tigon.planner.model_checkpoint import Checkpointed
+    from tigon.planner.model_plan import CheckpointPlan
 
 __version__ = "0.1.0"
 
@@ -86,10 +87,12 @@ def plan(
     memory: str | int | None = None,
     precision: str | None = None,
     accumulate: int | None = None,
+    cuda_graphs: bool = False,
 ) -> CheckpointPlan:
     """Choose what each layer of a model recomputes in the backward pass, and the micro-batch, before any step runs.
 
-    The choice is the fastest whose predicted memory fits. Without a GPU it is made for the one that `memory` names.
+    The choice is the fastest whose predicted memory fits. It may keep tensors in host memory, and let micro-batches add
+    to the gradients in their products. Without a GPU it is made for the one that `memory` names.
 
     Args:
         model: a transformers model, or PEFT's LoRA around one; patched or not. Other frozen weights count as trained.
@@ -99,6 +102,8 @@ def plan(
         memory: GPU memory as a size ("24GiB") or in bytes, or the name of a GPU ("h200"). None: what this GPU has free.
         precision: "amp-bf16", "amp-fp16", "bf16" or "fp32". None: "bf16" if the weights are bf16, else "amp-bf16".
         accumulate: micro-batches per optimizer step. None: the plan chooses.
+        cuda_graphs: launch each layer as CUDA graphs, which need batches of one shape. Either all layers are then
+            recomputed or none. The first step captures them.
 
     Returns:
         A `CheckpointPlan`: `print` it. Use its `batch` and `accumulate`, and pass it to `tigon.checkpoint`.
@@ -110,26 +115,38 @@ def plan(
     from tigon.planner import model_plan  # loads transformers
 
     return model_plan.plan(
-        model, batch=batch, seq=seq, optimizer=optimizer, memory=memory, precision=precision, accumulate=accumulate
+        model,
+        batch=batch,
+        seq=seq,
+        optimizer=optimizer,
+        memory=memory,
+        precision=precision,
+        accumulate=accumulate,
+        cuda_graphs=cuda_graphs,
     )
 
 
 def checkpoint(model: _typing.Any, plan: CheckpointPlan | str) -> Checkpointed:
     """Let each layer of a model recompute what a plan says, in place. Loss and gradients do not change.
 
+    The Trainer and TRL's trainers keep it, whatever their `gradient_checkpointing` says.
+
     Args:
         model: the transformers model, or a PEFT wrapper of one. Call this before FSDP or DeepSpeed wrap it.
-        plan: the result of `tigon.plan`; or "full", "none", or the state of each layer, such as "full:7,none:9"; or
-            "offload": layers are recomputed, and their inputs wait in pinned host memory; or "offload-attention": the
-            results of attention (sdpa) wait there too, which pays with long samples.
+        plan: the result of `tigon.plan`, or a value of `train.checkpointing` except "auto":
+            "full": every layer is recomputed; "every-2": one layer in two; "none": nothing;
+            "selective": everything except matrix products and attention;
+            "offload": every layer, and the layers' inputs wait in pinned host memory;
+            "offload-attention": the results of attention (sdpa) wait there too, which pays with long samples;
+            "full:7,none:9": the state of each layer.
 
     Returns:
         An object whose `undo()` restores the model; in a `with` statement the end of the block does.
 
     Raises:
-        UsageError: the plan is for another number of layers, its layers cannot be recomputed, or activation
-            checkpointing is on already.
+        UsageError: the plan is for another number of layers, its layers cannot be recomputed, activation checkpointing
+            is on already, or the plan has CUDA graphs and the model is not on a GPU.
     """
-    from tigon.planner import model_plan  # loads transformers
+    from tigon.planner import model_checkpoint  # loads transformers
 
-    return model_plan.checkpoint(model, plan)
+    return model_checkpoint.checkpoint(model, plan)

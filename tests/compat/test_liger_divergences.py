@@ -10,10 +10,10 @@ import torch
 from dense_losses import H, Inputs, V, compare, draw, largest_temporary, results
 from torch import Tensor
 
-from tigon.compat.liger import divergences as d
-from tigon.compat.liger.distillation import LigerFusedLinearJSDLoss, liger_fused_linear_jsd
 from tigon.compat.liger.errors import FlagConflict
 from tigon.compat.liger.loss_dtype import set_loss_dtype
+from tigon.compat.liger.losses import divergences as d
+from tigon.compat.liger.losses.distillation import LigerFusedLinearJSDLoss, liger_fused_linear_jsd
 from tigon.errors import OptionError, ShapeError
 
 N, G = 14, 7

@@ -21,7 +21,7 @@ sys.path.insert(0, {folder!r})
 import torch
 import liger_kernel.chunked_loss as theirs
 import tigon.compat.liger as ours
-from tigon.compat.liger.preference import DPO_LOSS_TYPES
+from tigon.compat.liger.losses.preference import DPO_LOSS_TYPES
 from dense_losses import H, T, V, draw, inputs, results
 
 compared = 0

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.compat.liger import cross_entropy, layers, modules
+from tigon.compat.liger import layers, modules
+from tigon.compat.liger.losses import cross_entropy
 from tigon.errors import OptionError
 
 CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")

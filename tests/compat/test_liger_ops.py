@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends import Backend
-from tigon.compat.liger import cross_entropy as ce
 from tigon.compat.liger import layers as f
 from tigon.compat.liger.loss_dtype import set_loss_dtype
+from tigon.compat.liger.losses import cross_entropy as ce
 from tigon.errors import OptionError
 
 EPS = 1e-5

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import two_ranks
 from tigon.compat.liger.errors import FlagConflict
-from tigon.compat.liger.grpo import (
+from tigon.compat.liger.losses.grpo import (
     LigerFusedLinearGRPOLoss,
     fused_selective_log_softmax,
     liger_fused_linear_grpo,
     triton_grpo_loss,
 )
-from tigon.compat.liger.policy import gamma_weights, tokens_of_step
+from tigon.compat.liger.losses.policy import gamma_weights, tokens_of_step
 from tigon.errors import OptionError, ShapeError
 
 B = 4

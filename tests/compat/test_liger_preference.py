@@ -10,10 +10,10 @@ import torch
 from dense_losses import H, Inputs, T, V, compare, draw, inputs, largest_temporary, logits_of, results, token_logps
 from torch import Tensor
 
-from tigon.compat.liger import preference as modules
 from tigon.compat.liger.errors import FlagConflict
-from tigon.compat.liger.kto import LigerFusedLinearKTOLoss, liger_fused_linear_kto
-from tigon.compat.liger.preference import DPO_LOSS_TYPES
+from tigon.compat.liger.losses import preference as modules
+from tigon.compat.liger.losses.kto import LigerFusedLinearKTOLoss, liger_fused_linear_kto
+from tigon.compat.liger.losses.preference import DPO_LOSS_TYPES
 from tigon.errors import DtypeError, LabelError, OptionError, ShapeError
 from tigon.ops.head.inputs import default_chunk_bytes
 

@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tigon.data import render_chat
-from tigon.data.chat_template import PLAIN_HEADERS, Rendering, choose, segments_of
+from tigon.data.chat import render_chat
+from tigon.data.chat.chat_template import PLAIN_HEADERS, Rendering, choose, segments_of
 from tigon.data.document_table import Documents, stored
 from tigon.data.documents import Document, Message, Segment
-from tigon.data.formats import read_row
 from tigon.data.preview import pieces, rows_line
+from tigon.data.source.formats import read_row
 from tigon.data.tokenizer import END_OF_TEXT, IGNORE_INDEX, encode, train_bpe
 from tigon.errors import DataError, RecipeError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tigon.data.formats import FORMATS, check_source, detect, read_row
-from tigon.data.rows import READERS
+from tigon.data.source.formats import FORMATS, check_source, detect, read_row
+from tigon.data.source.rows import READERS
 from tigon.recipe.keys import DataConfig
 
 yaml = pytest.importorskip("yaml")

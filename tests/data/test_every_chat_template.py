@@ -17,9 +17,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tigon.data.chat_template import Rendering, segments_of
+from tigon.data.chat.chat_template import Rendering, segments_of
+from tigon.data.chat.messages import read_messages
 from tigon.data.documents import Document
-from tigon.data.messages import read_messages
 from tigon.data.tokenizer import IGNORE_INDEX, encode, train_bpe
 from tigon.errors import DataError
 

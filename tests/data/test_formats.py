@@ -8,9 +8,9 @@ import pytest
 
 from tigon.data.document_table import used_by_weight
 from tigon.data.documents import Segment
-from tigon.data.formats import FORMATS
-from tigon.data.reading import first_look, read
-from tigon.data.sources import Source
+from tigon.data.source.formats import FORMATS
+from tigon.data.source.reading import first_look, read
+from tigon.data.source.sources import Source
 from tigon.errors import DataError
 from tigon.recipe.keys import DataConfig
 

@@ -7,9 +7,9 @@ import importlib.util
 
 import pytest
 
-from tigon.data import sources
-from tigon.data.reading import read
-from tigon.data.sources import Source
+from tigon.data.source import sources
+from tigon.data.source.reading import read
+from tigon.data.source.sources import Source
 from tigon.errors import DataError
 from tigon.models.loading import hub
 from tigon.recipe.keys import Recipe

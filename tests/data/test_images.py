@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from PIL import Image
 
-from tigon.data.chat_template import Rendering
+from tigon.data.chat.chat_template import Rendering
 from tigon.data.documents import BadRows
 from tigon.data.image_rows import PicturedRows
 from tigon.data.images import (
@@ -28,7 +28,7 @@ from tigon.data.images import (
     samples,
 )
 from tigon.data.packing import fingerprint
-from tigon.data.reading import read
+from tigon.data.source.reading import read
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError
 from vision import FAMILIES, checkpoint_in, example, without_images, write
@@ -215,7 +215,7 @@ def test_bytes_and_decoded_images_of_the_package_datasets_are_read(folder):
 
 def test_images_of_a_data_set_stay_the_bytes_of_their_files(folder):
     datasets = pytest.importorskip("datasets")
-    from tigon.data.rows import with_stored_images
+    from tigon.data.source.rows import with_stored_images
 
     content = (folder / "a.png").read_bytes()
     held = {"bytes": content, "path": None}

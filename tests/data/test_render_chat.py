@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tigon.data import render_chat as module
-from tigon.data.render_chat import render_chat
+from tigon.data.chat import render_chat as module
+from tigon.data.chat.render_chat import render_chat
 from tigon.errors import UsageError
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tigon.data.documents import BadRows
-from tigon.data.reading import first_look, read
-from tigon.data.rows import READERS, read_rows
-from tigon.data.sources import SUFFIXES, Source
+from tigon.data.source.reading import first_look, read
+from tigon.data.source.rows import READERS, read_rows
+from tigon.data.source.sources import SUFFIXES, Source
 from tigon.errors import DataError
 
 ROWS = [{"prompt": "one, two", "completion": "a\nb"}, {"prompt": "é🙂", "completion": 'say "c"'}]

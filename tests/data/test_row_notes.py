@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tigon.data import row_notes
-from tigon.data.chat_template import Rendering
+from tigon.data.chat import row_notes
+from tigon.data.chat.chat_template import Rendering
 from tigon.data.documents import Document, Message, Segment
 from tigon.data.tokenizer import Encoded, encode, train_bpe
 from tigon.data.tokens import learns_an_end

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from tigon.data import cache, preferences, tokenizer, tokens
-from tigon.data.chat_template import Rendering
+from tigon.data.chat.chat_template import Rendering
 from tigon.data.document_table import Documents
 from tigon.data.documents import BadRows
 from tigon.data.packing import pack
-from tigon.data.reading import read
-from tigon.data.sources import Source
+from tigon.data.source.reading import read
+from tigon.data.source.sources import Source
 from tigon.data.tokens import Encoder, Tokens
 from tigon.errors import DataError
 
@@ -169,7 +169,7 @@ def test_the_rows_are_read_from_the_cache_until_a_file_changes(tmp_path: Path, m
     source, folder = write(tmp_path / "data"), tmp_path / "cache"
     want = list(read([source], "auto", None, cached=folder))
     with monkeypatch.context() as patch:
-        patch.setattr("tigon.data.rows.read_rows", lambda *_: pytest.fail("a file is read"))
+        patch.setattr("tigon.data.source.rows.read_rows", lambda *_: pytest.fail("a file is read"))
         assert list(read([source], "auto", None, cached=folder)) == want
     write(tmp_path / "data", {"a.jsonl": [{"text": "other"}]})
     assert read([source], "auto", None, cached=folder)[0].text == "other"

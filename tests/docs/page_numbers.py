@@ -11,9 +11,12 @@ from benchmarks.pages import planner_accuracy as plan_accuracy
 from benchmarks.pages import sweep_accuracy
 from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison
 from tests.short_names import settings_of
-from tigon.models.hybrid_layers import KINDS
+from tigon.models.hybrid_layers import CONVOLUTION, KINDS, counts_of
 from tigon.models.loading.config import load_config
 from tigon.models.loading.presets import PRESETS
+from tigon.models.packed_documents import STATES_APART
+from tigon.models.verification.small_models import small_model
+from tigon.models.verification.tiny import tiny_model
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
@@ -59,6 +62,22 @@ def hybrid_kinds() -> str:
     """The layers without an op of tigon, and the kernels that transformers looks for."""
     rows = [(kind.name, f"`{kind.module}.{kind.function}`", f"`{kind.library}`") for kind in KINDS]
     return markdown_table(("layers", "kernel", "pip installs it as"), rows)
+
+
+def hybrid_packing() -> str:
+    """How the layers with a state of each family keep packed documents apart."""
+    rows = []
+    for family in sorted(STATES_APART):
+        model, fields = small_model(family)
+        if not counts_of(model):
+            model = tiny_model(family, {**fields, "layer_types": ["conv", "full_attention"]})
+        kinds = [kind for kind in KINDS if kind.name in counts_of(model)]
+        library = next((kind.library for kind in kinds if kind.bounds), None)
+        way = "one by one" if library is None else f"in one call beside {library}, otherwise one by one"
+        if kinds == [CONVOLUTION]:
+            way = f"in one call in PyTorch, one by one beside {CONVOLUTION.library}"
+        rows.append((f"`{family}`", ", ".join(kind.name for kind in kinds), way))
+    return markdown_table(("family", "layers", "packed documents"), rows)
 
 
 @functools.cache

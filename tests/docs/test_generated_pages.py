@@ -40,7 +40,7 @@ def test_every_pair_is_either_trained_by_a_test_or_refused_with_the_next_step() 
     assert all("; use " in reason or "; set " in reason for reason in engine_pairs.REFUSED.values())
 
 
-# --- docs/post-training.md -------------------------------------------------------------------------------------------
+# --- docs/post-training-ops.md ---------------------------------------------------------------------------------------
 
 
 def test_record_gives_a_row_per_case_and_op_and_says_where_it_was_measured(tmp_path: Path) -> None:

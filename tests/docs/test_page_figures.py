@@ -55,7 +55,7 @@ def trl_steps(path: str, heads: tuple[str, ...]) -> Cells:
     ],
 )  # fmt: skip
 def test_steps_of_trl(header: str, path: str, words: dict[str, str]) -> None:
-    named = [row for row in table("docs/post-training.md", header) if row[0].partition(",")[0] in words.values()]
+    named = [row for row in table("docs/post-training-ops.md", header) if row[0].partition(",")[0] in words.values()]
     assert [row[1:] for row in named] == trl_steps(path, tuple(words))
 
 

@@ -9,7 +9,7 @@ import pytest
 from models_helpers import FITS_FROM, too_old
 
 from benchmarks.pages import model_families
-from tigon.cli.models import models
+from tigon.cli.commands.models import models
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS
 from tigon.models.verification import listing

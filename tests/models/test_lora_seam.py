@@ -94,10 +94,6 @@ def test_undo_gives_back_pefts_results_to_the_bit() -> None:
     assert after[0] == before[0] and all(torch.equal(after[1][n], t) for n, t in before[1].items())
 
 
-def _disabled(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
-
-
 def _merged(model: Any) -> None:
     model.merge_adapter()
 
@@ -113,7 +109,7 @@ def _hooked(model: Any) -> None:
             module.base_layer.register_forward_pre_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("change", [_disabled, _merged, _two_active, _hooked])
+@pytest.mark.parametrize("change", [_merged, _two_active, _hooked])
 def test_layer_that_the_op_cannot_compute_now_runs_pefts_forward(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, same = adapted(), adapted()
     only_lora(model)
@@ -122,6 +118,46 @@ def test_layer_that_the_op_cannot_compute_now_runs_pefts_forward(change: Any, mo
         change(each)
     ids = torch.arange(12).view(1, 12)
     with calls_of_the_op(monkeypatch) as seen, torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(input_ids=ids).logits, same(input_ids=ids).logits)
+    assert not seen
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        logits: torch.Tensor = model(input_ids=torch.arange(24).view(2, 12)).logits
+    return logits
+
+
+def test_reference_without_its_adapters_equals_a_policy_with_new_ones_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both take the same products, so that the rewards of the first step are 0."""
+    model = adapted(init_lora_weights=True).train()
+    only_lora(model)
+    policy = logits_of(model)
+    with model.disable_adapter(), calls_of_the_op(monkeypatch) as seen:
+        assert torch.equal(logits_of(model), policy)
+    assert seen
+
+
+def test_disabled_adapters_change_nothing_and_draw_no_dropout() -> None:
+    model, plain = adapted(lora_dropout=0.5).train(), adapted(lora_dropout=0.5).train()
+    only_lora(model)
+    with model.disable_adapter(), plain.disable_adapter():
+        torch.manual_seed(5)
+        got = logits_of(model)
+        drawn = torch.rand(3)
+        torch.manual_seed(5)
+        expected = logits_of(plain)
+        assert torch.equal(drawn, torch.rand(3))
+    assert (got - expected).abs().max() <= 2**-6 * expected.abs().max()
+
+
+def test_disabled_adapters_under_gradients_run_pefts_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, same = adapted(), adapted()
+    only_lora(model)
+    ids = torch.arange(12).view(1, 12)
+    with model.disable_adapter(), same.disable_adapter(), calls_of_the_op(monkeypatch) as seen:
         assert torch.equal(model(input_ids=ids).logits, same(input_ids=ids).logits)
     assert not seen
 

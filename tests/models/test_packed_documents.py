@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -13,9 +14,16 @@ from models_helpers import tiny_model
 import tigon
 from second_proofs import proved_by
 from tigon._trunk import trunk_of
-from tigon.models import MODELS
+from tigon.models import MODELS, hybrid_layers
 from tigon.models.kv_cache import cache_argument
-from tigon.models.packed_documents import MASK_WITHOUT_POSITIONS, MIX_DOCUMENTS, RECURRENT, keep_apart, objection
+from tigon.models.packed_documents import (
+    MASK_WITHOUT_POSITIONS,
+    MIX_DOCUMENTS,
+    RECURRENT,
+    STATES_APART,
+    keep_apart,
+    objection,
+)
 from tigon.models.verification.small_models import NotBuilt, small_model
 
 FIRST, SECOND = 9, 12  # tokens of the two documents of a sample
@@ -96,6 +104,8 @@ def test_pass_with_a_cache_gets_no_mask_of_the_new_tokens_alone(family: str, for
         torch.manual_seed(0)
         model = tiny_model("gpt_oss", {"sliding_window": 64}).eval()
         tigon.patch(model)  # its masks of packed rows are then those of attention_sinks
+    elif family == "granitemoehybrid":
+        model = hybrid(family).eval()
     else:
         model = from_config(family, **OTHERS[family], **({"sliding_window": 64} if family == "afmoe" else {}))
     trunk = trunk_of(model)
@@ -123,7 +133,7 @@ def test_pass_with_a_cache_gets_no_mask_of_the_new_tokens_alone(family: str, for
 
 
 @pytest.mark.parametrize(
-    "family", ["bloom", "falcon_h1", "mamba", "opt", "qwen3_next", "rwkv", "xlstm", "bart", "bert"]
+    "family", ["bloom", "jamba", "mamba", "mamba2", "opt", "recurrent_gemma", "rwkv", "xlstm", "bart", "bert"]
 )
 def test_family_that_mixes_documents_names_the_reason(family: str) -> None:
     reason = objection(transformers.AutoConfig.for_model(family))
@@ -143,3 +153,110 @@ def test_family_that_is_refused_by_name_mixes_documents(family: str) -> None:
     except NotBuilt as error:
         pytest.skip(str(error))
     assert influence(model.eval()) > 1e-5, "it could be allowed"
+
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {}, "bamba": {"attn_layer_indices": [1]}, "falcon_h1": {}, "granitemoehybrid": {},
+    "kimi_linear": {}, "lara_mini": {}, "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]}, "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {}, "olmo_hybrid": {}, "qwen3_5_moe_text": {}, "qwen3_5_text": {}, "qwen3_next": {},
+    "qwen4_exp_text": {}, "zamba": {}, "zamba2": {},
+}  # fmt: skip
+"""The families of `STATES_APART`, and the config's fields that give their small model a layer with a state."""
+
+
+def hybrid(family: str) -> Any:
+    """A small model with layers of attention and layers with a state, in fp32."""
+    try:
+        model, fields = small_model(family)
+    except NotBuilt as error:
+        pytest.skip(str(error))
+    model = tiny_model(family, {**fields, **HYBRIDS[family]}, every_expert=True)
+    assert hybrid_layers.runs_of(model)
+    return model
+
+
+def test_every_hybrid_family_that_packs_is_tried() -> None:
+    assert {*HYBRIDS} == STATES_APART
+
+
+ROWS = ((9, 70, 3), (40, 42))  # tokens of the documents of two samples: less than a kernel's chunk, and more
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrid_model_gives_packed_documents_the_loss_and_gradients_of_documents_alone(family: str) -> None:
+    torch.manual_seed(3)
+    model = hybrid(family)
+    ids = torch.randint(3, 60, (2, sum(ROWS[0])))
+    positions = torch.stack([torch.cat([torch.arange(size) for size in sizes]) for sizes in ROWS])
+    weights = torch.randn(*ids.shape, model.get_output_embeddings().weight.shape[0])
+    mixed = model(input_ids=ids, position_ids=positions, use_cache=False).logits.detach()
+    parts = zip(ids, weights, ROWS, strict=True)
+    alone = []
+    for row, weight, sizes in parts:
+        for document, its_weight in zip(row.split(sizes), weight.split(sizes), strict=True):
+            alone.append(model(input_ids=document[None], use_cache=False).logits[0])
+            (alone[-1] * its_weight).sum().backward()
+    want = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    undo = keep_apart(model)
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    (packed * weights).sum().backward()
+    torch.testing.assert_close(packed.flatten(0, 1), torch.cat(alone), rtol=1e-4, atol=1e-5)
+    got = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        error = (got[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        assert error < 1e-4, f"{name}: {error:.1e}"
+    undo()
+    again = model(input_ids=ids, position_ids=positions, use_cache=False).logits.detach()
+    assert torch.equal(again, mixed) and (mixed - packed).abs().max() > 1e-2
+
+
+def test_bounds_for_the_kernels_of_attention_do_not_reach_layers_with_a_state() -> None:
+    """A collator for flash attention gives them, and transformers' PyTorch code refuses them."""
+    model = hybrid("qwen3_5_text").eval()
+    keep_apart(model)
+    ids, positions = torch.randint(3, 60, (1, 82)), torch.cat([torch.arange(40), torch.arange(42)])[None]
+    ends = torch.tensor([0, 40, 82], dtype=torch.int32)
+    given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 42, "max_length_k": 42}
+    with torch.no_grad():
+        want = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        assert torch.equal(model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits, want)
+
+
+@pytest.mark.parametrize(("family", "name"), [
+    ("qwen3_next", "torch_chunk_gated_delta_rule"),
+    ("kimi_linear", "chunk_kimi_delta_attention"),
+])  # fmt: skip
+def test_kernel_that_takes_bounds_runs_all_documents_at_once(
+    family: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel with the arguments of flash-linear-attention's, which runs transformers' code for each document."""
+    model = hybrid(family)
+    module = next(module for _, module, _ in hybrid_layers.runs_of(model))
+    file = sys.modules[type(module).__module__]
+    own, calls = getattr(file, name), []
+
+    def kernel(q: Any, k: Any, v: Any, *, g: Any, beta: Any, cu_seqlens: Any, cu_seqlens_cpu: Any, **more: Any) -> Any:
+        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        calls.append(sizes := cu_seqlens.diff().tolist())
+        parts = zip(*(x.split(sizes, dim=1) for x in (q, k, v, g, beta)), strict=True)
+        given = {key: value for key, value in more.items() if key != "seq_idx"}
+        each = [own(q, k, v, g=g, beta=beta, **given)[0] for q, k, v, g, beta in parts]
+        return torch.cat(each, dim=1), None
+
+    ids = torch.randint(3, 60, (2, sum(ROWS[0])))
+    positions = torch.stack([torch.cat([torch.arange(size) for size in sizes]) for sizes in ROWS])
+    undo = keep_apart(model)
+    want = model(input_ids=ids, position_ids=positions, use_cache=False).logits.detach()
+    undo()
+    monkeypatch.setattr(file, name, kernel)
+    monkeypatch.setattr(
+        hybrid_layers, "_runs",
+        lambda kind, layer: hybrid_layers.PYTORCH if kind is hybrid_layers.CONVOLUTION else kind.library,
+    )  # fmt: skip
+    keep_apart(model)
+    got = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert calls == [[*ROWS[0], *ROWS[1]]]

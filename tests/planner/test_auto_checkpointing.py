@@ -15,7 +15,7 @@ from tigon.objectives import recipe_checks
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
-from tigon.planner.search.checkpointing import choose, fastest
+from tigon.planner.search.checkpointing import Beside, choose, fastest
 from tigon.planner.search.option import Option, estimate_option
 from tigon.techniques.checkpointing.layer_checkpointing import groups_of, written
 from tigon.techniques.keys.settings import Settings
@@ -128,12 +128,47 @@ def test_inputs_of_layers_go_to_the_host_only_if_recomputation_alone_does_not_fi
     full, offload = (peak_bytes(estimate_of(request, name)) for name in ("full", "offload"))
     assert offload < full
     tight = (offload + full) // 2
-    assert peak_bytes(chosen(tight)) > tight, "`tigon.checkpoint` has no offloading"
-    on_host = chosen(tight, offloads=True)
+    assert peak_bytes(chosen(tight)) > tight
+    on_host = chosen(tight, beside=Beside(host=True))
     assert on_host.request.settings.train.checkpointing == "offload" and peak_bytes(on_host) <= tight
-    assert peak_bytes(chosen(tight, offloads=True, host_bytes=on_host.all_host_bytes)) <= tight
-    assert peak_bytes(chosen(tight, offloads=True, host_bytes=on_host.all_host_bytes - 1)) > tight
-    assert chosen(full, offloads=True).request.settings.train.checkpointing != "offload"
+    assert peak_bytes(chosen(tight, beside=Beside(host=True, host_bytes=on_host.all_host_bytes))) <= tight
+    assert peak_bytes(chosen(tight, beside=Beside(host=True, host_bytes=on_host.all_host_bytes - 1))) > tight
+    assert chosen(full, beside=Beside(host=True)).request.settings.train.checkpointing != "offload"
+
+
+def test_attentions_results_go_to_the_host_if_that_is_faster_than_any_recomputation_that_fits() -> None:
+    shape = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 65536}
+    settings = {"precision": "bf16", "kernels": "tigon", "lora_rank": 2}
+
+    def chosen(request: Request, **how: Any) -> str:
+        gpu = between(request, 0.05)
+        option = choose(request, gpu, beside=Beside(host=True, **how)).option
+        assert option.fits(gpu)
+        return option.request.settings.train.checkpointing
+
+    long = request_of("llama", batch=1, seq=65536, shape=shape, **settings)
+    kinds = {kind: estimate_of(long, kind).estimate.step_s for kind in ("full", "offload-attention")}
+    assert kinds["offload-attention"] < kinds["full"]
+    assert chosen(long) == "offload-attention"
+    assert chosen(long, host_bytes=2**20) != "offload-attention", "the host lacks the memory"
+    assert chosen(replace(long, masked=True)) != "offload-attention", "a mask has attention computed twice"
+    assert chosen(replace(long, batch=16, seq=1024)) != "offload-attention", "short samples are not tried"
+
+
+@pytest.mark.parametrize(
+    ("precision", "memory_mib", "fused"),
+    [("amp-bf16", 4000, True), ("amp-bf16", 1, True), ("bf16", 4000, True), ("bf16", 1, False), ("fp32", 4000, False)],
+)
+def test_micro_batches_add_up_gradients_in_their_products_where_it_pays(precision, memory_mib, fused) -> None:
+    request, gpu = asked(precision=precision), small_gpu(memory_mib)
+    beside = Beside(fusion=True)
+    train = choose(request, gpu, [(2, 4)], beside=beside).option.request.settings.train
+    assert train.gradient_accumulation_fusion == fused and (train.checkpointing == "none") == (memory_mib > 1)
+    assert not choose(request, gpu, [(8, 1)], beside=beside).option.request.settings.train.gradient_accumulation_fusion
+    assert not choose(request, gpu, [(2, 4)]).option.request.settings.train.gradient_accumulation_fusion
+    adapted = asked(precision=precision, lora_rank=2)
+    train = choose(adapted, gpu, [(2, 4)], beside=beside).option.request.settings.train
+    assert not train.gradient_accumulation_fusion
 
 
 def test_auto_itself_has_no_estimate() -> None:

@@ -18,8 +18,9 @@ from tigon.cli import plan_answers
 from tigon.planner.estimate import estimate
 from tigon.planner.request import Request
 from tigon.planner.simulate import model_states
-from tigon.planner.trace import cache, disk_cache
-from tigon.planner.trace.key import TraceKey
+from tigon.planner.trace.cache import disk_cache
+from tigon.planner.trace.cache import step_tapes as cache
+from tigon.planner.trace.cache.key import TraceKey
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +248,8 @@ def test_plan_that_depends_on_more_is_computed_each_time(model: str, options: di
 @forks
 def test_repeated_plan_prints_the_same_without_transformers(tmp_path: Path) -> None:
     script = (
-        "import sys; from tigon.cli import plan, plan_answers; plan_answers.print_once(plan.run, 'tigon-demo', {"
+        "import sys; from tigon.cli import plan_answers; from tigon.cli.commands import plan; "
+        "plan_answers.print_once(plan.run, 'tigon-demo', {"
         "'gpu': '1GiB', 'batch': 2, 'seq': 64, 'kernels': 'none', 'checkpointing': 'none', 'precision': 'bf16', "
         "'optimizer': 'adamw', 'as_json': True, 'assignments': (), 'plot': None, 'images': None}); "
         "print('transformers' in sys.modules, file=sys.stderr)"

@@ -522,12 +522,13 @@ def test_plan_says_which_code_runs_layers_with_a_state_instead_of_attention(monk
 def test_plan_beside_a_library_that_cannot_be_traced_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel is called with tensors that have no data."""
     transformers = pytest.importorskip("transformers")
-    modeling = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
-    library: dict[str, Any] = {"__name__": "causal_conv1d.interface"}
-    exec("def causal_conv1d_fn(*given, **named):\n    raise ValueError('no pointer')", library)
-    monkeypatch.setattr(modeling, "causal_conv1d_fn", library["causal_conv1d_fn"])
-    request = short_convolutions(transformers, seq=24)
-    with pytest.raises(
-        UsageError, match=r"^lfm2: causal-conv1d runs layers of it, .* environment without causal-conv1d"
-    ):
+    modeling = pytest.importorskip("transformers.models.mamba.modeling_mamba")
+    library: dict[str, Any] = {"__name__": "mamba_ssm.interface"}
+    exec("def scan(*given, **named):\n    raise ValueError('no pointer')", library)
+    monkeypatch.setattr(modeling, "mamba_selective_scan", library["scan"], raising=False)
+    monkeypatch.setattr(modeling, "selective_scan_fn", library["scan"], raising=False)
+    config = transformers.AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2)
+    settings = Settings.of({"train.precision": "fp32", "model.attention": "eager"})
+    request = Request(model="mamba", config=config, batch=1, seq=24, settings=settings)
+    with pytest.raises(UsageError, match=r"^mamba: mamba-ssm runs layers of it, .* environment without mamba-ssm"):
         estimate(request, gpu=H200, evaluation=False)

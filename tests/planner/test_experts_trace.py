@@ -15,16 +15,10 @@ T, K, E, H, F = 64, 2, 8, 128, 32
 SLOTS, PADDED = T * K, T * K + E * EXPERT_TILE_ROWS // 2  # each expert's last tile is half empty
 
 
-@pytest.mark.parametrize(
-    ("frozen", "products", "gradients"),
-    # Of size H · F: gate and up are two, down is one; each has a gradient of its input and one of its weight.
-    [((), 3 + 3, 3), (("gate_up", "down"), 3 + 3, 0), (("hidden",), 3 + 1, 3)],
-    ids=["all", "frozen weights", "frozen hidden"],
-)
-def test_each_requested_gradient_adds_its_product(frozen: tuple[str, ...], products: int, gradients: int) -> None:
+def traced_flops(shapes: dict[str, tuple[int, ...]], frozen: tuple[str, ...]) -> float:
+    """The operations of a forward and backward pass over experts of these shapes."""
     recorder = TraceRecorder(scratch_bytes(H200.sm_count), {})
     with FakeTensorMode(), planned_for_cuda(recorder, arch=H200.arch, ignored=0):
-        shapes = {"hidden": (T, H), "gate_up": (E, 2 * F, H), "down": (E, H, F)}
         tensors = {
             name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=name not in frozen)
             for name, shape in shapes.items()
@@ -34,9 +28,18 @@ def test_each_requested_gradient_adds_its_product(frozen: tuple[str, ...], produ
         with recorder:
             found = experts(top_k_index=index, top_k_weights=weights, **tensors)
             found.backward(torch.empty_like(found))
-    assert sum(segment.cost.flops for segment in recorder.tape.segments) == 2 * H * F * (
-        PADDED * products + SLOTS * gradients
-    )  # fmt: skip
+    return sum(segment.cost.flops for segment in recorder.tape.segments)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "products", "gradients"),
+    # Of size H · F: gate and up are two, down is one; each has a gradient of its input and one of its weight.
+    [((), 3 + 3, 3), (("gate_up", "down"), 3 + 3, 0), (("hidden",), 3 + 1, 3)],
+    ids=["all", "frozen weights", "frozen hidden"],
+)
+def test_each_requested_gradient_adds_its_product(frozen: tuple[str, ...], products: int, gradients: int) -> None:
+    shapes = {"hidden": (T, H), "gate_up": (E, 2 * F, H), "down": (E, H, F)}
+    assert traced_flops(shapes, frozen) == 2 * H * F * (PADDED * products + SLOTS * gradients)
 
 
 def test_adapters_add_their_thin_products() -> None:
@@ -45,20 +48,9 @@ def test_adapters_add_their_thin_products() -> None:
         "hidden": (T, H), "gate_up": (E, 2 * F, H), "down": (E, H, F), "gate_up_lora_a": (E, rank, H),
         "gate_up_lora_b": (E, 2 * F, rank), "down_lora_a": (E, rank, F), "down_lora_b": (E, H, rank),
     }  # fmt: skip
-    recorder = TraceRecorder(scratch_bytes(H200.sm_count), {})
-    with FakeTensorMode(), planned_for_cuda(recorder, arch=H200.arch, ignored=0):
-        tensors = {
-            name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=name not in ("gate_up", "down"))
-            for name, shape in shapes.items()
-        }
-        index = torch.empty(T, K, dtype=torch.int64)
-        weights = torch.empty(T, K, dtype=torch.bfloat16, requires_grad=True)
-        with recorder:
-            found = experts(top_k_index=index, top_k_weights=weights, **tensors)
-            found.backward(torch.empty_like(found))
     # Each of the four matrices: one product forward, one for the gradient of its input, one for its own.
     thin = rank * (H + 2 * F + F + H)
-    flops = sum(segment.cost.flops for segment in recorder.tape.segments)
+    flops = traced_flops(shapes, ("gate_up", "down"))
     assert flops == 2 * (PADDED * (6 * H * F + 2 * thin) + SLOTS * thin)
 
 

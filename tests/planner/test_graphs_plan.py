@@ -16,7 +16,7 @@ from tigon.planner.estimate import estimate
 from tigon.planner.gpus import find_gpu
 from tigon.planner.simulate.model_states import model_weights
 from tigon.planner.simulate.playback import in_graphs
-from tigon.planner.trace.cache import step_tapes
+from tigon.planner.trace.cache.step_tapes import step_tapes
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/nvidia-h100/training/llama-3.2-1b-h100.json"
 # Workspaces of cuBLAS, 32 MiB each, that earlier turns of the benchmark had left: docs/training-benchmarks.md.

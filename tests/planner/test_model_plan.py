@@ -1,4 +1,4 @@
-"""`tigon.plan` describes the model that it is given, and `tigon.checkpoint` applies its choice and undoes it."""
+"""`tigon.plan` describes the model that it is given."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import tigon
 from tigon.errors import UsageError
-from tigon.ops import recomputation
 from tigon.planner import model_plan
 from tigon.planner.search.option import estimate_option
-from tigon.techniques.checkpointing import host_offload
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 256}
 
@@ -50,6 +48,40 @@ def test_plan_fits_less_memory_by_recomputing_and_names_what_it_compared(on_smal
     text = str(tight)
     assert f"train.checkpointing {tight.checkpointing}" in text and "layers 0 to" in text and "too large" in text
     assert any(one.request.settings.train.checkpointing == tight.checkpointing for one in tight.compared)
+
+
+def test_plan_of_long_samples_keeps_attention_on_the_host_and_says_so(on_small_gpu, monkeypatch) -> None:
+    shape = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 65536}
+    model = AutoModelForCausalLM.from_config(config_of("llama", **shape)).to(torch.bfloat16)
+    tigon.patch(model)
+    on_small_gpu(8000)
+    roomy = tigon.plan(model, batch=1, seq=65536, memory="8GiB", optimizer="sgd")
+    assert (roomy.checkpointing, roomy.host_bytes) == ("none", 0)
+    on_small_gpu(0.4 * roomy.device_bytes / 2**20)
+    tight = tigon.plan(model, batch=1, seq=65536, memory="8GiB", optimizer="sgd")
+    assert tight.checkpointing == "offload-attention" and tight.fits and tight.host_bytes > 2**20, str(tight)
+    text = str(tight)
+    assert "layers 0 to 5: recompute all but attention; its results" in text and "GiB in host memory" in text
+
+
+def test_plan_with_graphs_recomputes_all_layers_or_none_and_needs_a_gpu(on_small_gpu) -> None:
+    model = model_of()
+    on_small_gpu(400)
+    roomy = tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1, cuda_graphs=True)
+    assert (roomy.checkpointing, roomy.cuda_graphs) == ("none", True) and "launched as CUDA graphs" in str(roomy)
+    on_small_gpu(0.8 * roomy.device_bytes / 2**20)
+    tight = tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1, cuda_graphs=True)
+    assert (tight.checkpointing, tight.cuda_graphs) == ("full", True)
+    assert not tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1).cuda_graphs
+    with pytest.raises(UsageError, match="plan has CUDA graphs, and the model is on cpu; move it to a GPU first"):
+        tigon.checkpoint(model, tight)
+
+
+def test_plan_with_graphs_of_adapters_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model_of(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    with pytest.raises(UsageError, match="CUDA graphs have not been tried with it"):
+        tigon.plan(adapted, batch=2, seq=64, memory="4GiB", cuda_graphs=True)
 
 
 def test_plan_is_the_estimate_of_the_same_run(on_small_gpu) -> None:
@@ -117,79 +149,6 @@ def test_plan_does_not_ask_to_patch_adapters_that_cannot_be_fused() -> None:
     assert "PEFT computes" not in str(made)
 
 
-def test_checkpoint_keeps_loss_and_gradients_and_undo_restores_the_model() -> None:
-    model = model_of(torch.float32)
-    ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
-    before = {name: vars(module).copy() for name, module in model.named_modules()}
-
-    def gradients() -> list[torch.Tensor]:
-        loss = model(input_ids=ids, labels=ids).loss
-        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-
-    want = gradients()
-    for value in ("full", "full:1,mlp:1,elementwise:1", "offload", "none"):
-        with tigon.checkpoint(model, value) as applied:
-            assert all(torch.equal(a, b) for a, b in zip(gradients(), want, strict=True))
-        applied.undo()  # a second time does nothing
-        assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-        assert all(
-            vars(m).get("forward") is before[name].get("forward") and model.config.use_cache
-            for name, m in model.named_modules()
-        )
-    assert all(torch.equal(a, b) for a, b in zip(gradients(), want, strict=True))
-
-
-def test_checkpoint_sends_the_input_of_each_layer_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(torch.float32)
-    sent: list[torch.Size] = []
-    send = host_offload.HostOffload.send
-    monkeypatch.setattr(host_offload.HostOffload, "send", lambda self, x: sent.append(x.shape) or send(self, x))
-    ids = torch.zeros(2, 32, dtype=torch.long)
-    with tigon.checkpoint(model, "offload"):
-        model(input_ids=ids, labels=ids).loss.backward()
-    inputs = [shape for shape in sent if shape == (2, 32, model.config.hidden_size)]
-    assert len(inputs) == model.config.num_hidden_layers
-
-
-def test_checkpoint_keeps_attentions_results_on_the_host_and_undo_restores_attention(monkeypatch) -> None:
-    model = model_of(torch.float32)
-    kept, once = [], recomputation.compute_once
-    monkeypatch.setattr(recomputation, "compute_once", lambda compute: kept.append(1) or once(compute))
-    ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
-    want = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, list(model.parameters()))
-    with tigon.checkpoint(model, "offload-attention"):
-        got = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, list(model.parameters()))
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other)
-    shares = model.config.num_attention_heads != model.config.num_key_value_heads
-    assert bool(kept) != shares, "the CPU's kernel takes no shared key heads, so attention is then computed twice"
-    assert model.config._attn_implementation == "sdpa"
-    model.set_attn_implementation("eager")
-    with pytest.raises(UsageError, match=r"keeps the results of sdpa, and the model has 'eager'"):
-        tigon.checkpoint(model, "offload-attention")
-    assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-
-
-def test_checkpoint_twice_is_refused() -> None:
-    model = model_of()
-    tigon.checkpoint(model, "full")
-    with pytest.raises(UsageError, match=r"activation checkpointing on already; call undo\(\)"):
-        tigon.checkpoint(model, "full")
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("full:2", "full:2 is for 2 layers, but the model has 3"),
-        ("every-2", "tigon.checkpoint applies none, full, offload, offload-attention, or layers"),
-        ("half", "it must be one of auto, none, full"),
-    ],
-)
-def test_wrong_plan_is_refused(value: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        tigon.checkpoint(model_of(), value)
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -209,6 +168,5 @@ def test_wrong_argument_of_a_plan_is_refused(wrong: dict[str, Any], words: str) 
 
 
 def test_model_that_is_not_of_transformers_is_refused() -> None:
-    for call in (lambda m: tigon.plan(m, batch=1, seq=8, memory="4GiB"), lambda m: tigon.checkpoint(m, "full")):
-        with pytest.raises(UsageError, match="Linear is not a transformers model"):
-            call(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="Linear is not a transformers model"):
+        tigon.plan(torch.nn.Linear(2, 2), batch=1, seq=8, memory="4GiB")

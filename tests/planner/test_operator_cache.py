@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tigon.planner.request import Request
-from tigon.planner.trace import operator_cache
+from tigon.planner.trace.cache import operator_cache
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.planner.trace.trace import Trace, trace
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from tigon.planner.simulate.optimizer_cost import COSTS, Parameter
 from tigon.profiler.recording.peak import PeakMeter
-from tigon.techniques.optimizers import galore
+from tigon.techniques.optimizers import galore, muon
 from tigon.techniques.optimizers.galore import GaLoreAdamW
+from tigon.techniques.optimizers.muon import MuonAdamW
 from tigon.techniques.optimizers.table import OPTIMIZERS
 
 transformers = pytest.importorskip("transformers")
@@ -100,6 +101,46 @@ def test_table_has_the_bytes_of_galores_state(shape, rank, dtype):
     optimizer.step()
     cost = replace(COSTS["galore"], rank=rank)
     assert held_bytes(optimizer) == cost.state_bytes([Parameter(shape, dtype.itemsize, projected=rank > 0)])
+
+
+class Layers(nn.Module):
+    """Linear layers of several shapes, an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 48), nn.Linear(48, 64, bias=False)
+        self.wide, self.tall, self.norm = nn.Linear(48, 96), nn.Linear(96, 48, bias=False), nn.LayerNorm(48)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@each_dtype
+def test_table_has_the_bytes_of_muons_state(dtype):
+    model = Layers().to(dtype)
+    optimizer = muon.build(model, [], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    layers = {id(model.wide.weight), id(model.tall.weight)}
+    parameters = [Parameter(tuple(p.shape), p.element_size(), projected=id(p) in layers) for p in model.parameters()]
+    held = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+    assert held == COSTS["muon"].state_bytes(parameters)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(256, 512), (512, 256)])
+def test_table_has_the_bytes_that_a_step_of_muon_needs(shape, dtype):
+    weights = [nn.Parameter(torch.randn(shape, dtype=dtype)) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    group = {"params": weights, "muon": True, "weight_decay": 0.1}
+    other = {"params": [nn.Parameter(torch.zeros(1))], "muon": False, "weight_decay": 0.0}
+    found = step_bytes(MuonAdamW([group, other], lr=1e-3, betas=(0.9, 0.95)), weights)
+    parameters = [Parameter(shape, dtype.itemsize, projected=True) for _ in weights]
+    expected, packed = COSTS["muon"].step_peak_bytes(parameters), 2 * weights[0].numel()
+    # A CPU's product in bf16 may copy its second matrix, in parts or whole. A GPU's does not.
+    assert expected <= found <= 1.01 * (expected + packed)
 
 
 def step_bytes(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> int:

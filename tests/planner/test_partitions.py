@@ -224,6 +224,22 @@ def test_loading_for_adapters_or_an_objective_is_planned_with_the_whole_model(wh
         assert _loaded_gib("llama-3.2-1b", fsdp=True, gpus=2, **what) < 2.30 + 0.1
 
 
+def test_weights_in_4_bits_are_planned_in_shards_with_whole_scales() -> None:
+    """Half a byte per weight is divided, an eighth of a bit is not; adapters are fp32, frozen embeddings bf16."""
+    keys = {"lora.rank": 8, "lora.quantize": True}
+    held = {gpus: _placed(fsdp=True, gpus=gpus, precision="amp-bf16", **keys).weights for gpus in (1, 2, 4)}
+    whole = model_weights(request_of(shape={"hidden_size": 256, "intermediate_size": 704}, precision="bf16", **keys))
+    trained = sum(weight.nbytes for weight in whole.trained)
+    assert held[1] == pytest.approx(whole.weight_bytes + trained, rel=0.01)  # computed in bf16, kept in fp32
+    scales = sum(weight.nbytes - weight.packed_bytes for weight in whole.weights)
+    assert scales > 0
+    assert held[2] == pytest.approx(scales + (held[1] - scales) / 2, rel=0.01)
+    assert held[4] == pytest.approx(scales + (held[1] - scales) / 4, rel=0.01)
+    loaded = _loaded_gib("org/model", fsdp=True, gpus=2, **keys)
+    one_gpu = _loaded_gib("org/model", **keys)
+    assert one_gpu <= loaded < 1.3 * one_gpu, "each GPU has them whole once"
+
+
 def test_random_weights_are_planned_on_the_device_they_are_drawn_on() -> None:
     """fp32 with the head that is not tied yet; on a GPU without room, and for the host, on the host."""
     assert _loaded_gib("llama-3.2-1b", zero=3, gpus=2) == pytest.approx(5.58, rel=0.01)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("rich")
-from tigon.cli import plan
+from tigon.cli.commands import plan
 from tigon.errors import TigonError
 from tigon.planner.render import as_recipe, terminal
 from tigon.planner.request import Request

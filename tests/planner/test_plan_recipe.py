@@ -180,12 +180,13 @@ def test_smallest_change_of_the_numbers_comes_first_and_each_is_named():
     assert space.change_names(changed) == [CROSS_DOCUMENT, "bf16"]
 
 
-def test_methods_that_flags_name_have_no_fallback():
+def test_methods_that_flags_name_have_layers_on_the_host_as_their_only_fallback():
     names = {
         flags.get("method", str(flags)): [one.name for one in problem("tigon-demo", seq=64, **flags).fallbacks]
         for flags in ({}, {"method": "full"}, {"method": "lora"}, {"given": {"lora.rank": 4}})
     }
-    assert list(names.values()) == [["LoRA adapters", "QLoRA adapters on 4-bit weights"], [], [], []]
+    host, four_bit = "frozen layers on the host", "QLoRA adapters on 4-bit weights"
+    assert list(names.values()) == [["LoRA adapters", four_bit, f"{four_bit} and {host}"], [], [host], [host]]
 
 
 def test_joined_documents_are_a_fallback_only_for_rows_whose_mask_is_large():

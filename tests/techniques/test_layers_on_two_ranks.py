@@ -79,7 +79,7 @@ def accumulated(rank: int, mesh: Any, *, kind: str, tied: bool) -> float:
     for number in range(MICRO_BATCHES):
         loss_of(whole, number, slice(None)).backward()
     model = fresh(tied=tied)
-    n_fused = fuse_linears(model) + fuse_embeddings(model) + 1  # and the head
+    n_fused = len(fuse_linears(model)) + len(fuse_embeddings(model)) + 1  # and the head
     called = divided(model, mesh, kind)
     found = added_in_place()
     for number in range(MICRO_BATCHES):

@@ -40,7 +40,7 @@ from pathlib import Path
 from benchmarks.pages import techniques as technique_pages
 from tigon.cli.plan_request import Flags, problem_of
 from tigon.errors import RecipeError
-from tigon.planner.trace.key import _TRACED
+from tigon.planner.trace.cache.key import _TRACED
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request

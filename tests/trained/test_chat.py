@@ -15,8 +15,8 @@ from trained_models import CONTEXT, TEMPLATE, make_tokenizer
 from forks import forks, in_forks
 from tigon import medusa
 from tigon.cli import app
-from tigon.data import render_chat
-from tigon.data.chat_template import PLAIN_HEADERS
+from tigon.data.chat import render_chat
+from tigon.data.chat.chat_template import PLAIN_HEADERS
 from tigon.errors import OptionError, UsageError
 from tigon.trained.chat import Conversation, answer
 from tigon.trained.find import find

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import EXPERTS, chats, put_experts_into_mxfp4, save
 from trainer_helpers import cut_back, losses
 
+from tigon.errors import RecipeError
+from tigon.recipe.keys import Recipe
+from tigon.trainer.guards import preflight
 from vllm_loader import served
 
 peft = pytest.importorskip("peft")
@@ -169,8 +173,9 @@ def test_adapter_files_are_those_that_an_inference_server_reads(run, here, check
     assert "vllm serve path/to/the/base/model --enable-lora --max-lora-rank 8 --lora-modules r=" in card
 
 
-def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
-    sets = ("lora.rank=4", "lora.dropout=0.1", "train.save_steps=2", "output.name=whole")
+@pytest.mark.parametrize("more", ["lora.dropout=0.1", "lora.base_offload=true"])
+def test_resumed_adapters_are_those_of_an_uninterrupted_run(more, run, here):
+    sets = ("lora.rank=4", more, "train.save_steps=2", "output.name=whole")
     assert run("bf16", *sets).code == 0
     runs = here / "runs"
     shutil.rmtree(cut_back(runs / "whole", "cut", 4) / "adapters")
@@ -180,6 +185,52 @@ def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
     want, got = (load_file(runs / name / "adapters" / "adapter_model.safetensors") for name in ("whole", "cut"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     assert losses(runs / "cut")[-2:] == losses(runs / "whole")[-2:]
+
+
+@pytest.mark.parametrize("kernels", ["tigon", "none"])
+@pytest.mark.parametrize("more", [(), ("lora.quantize=true",)], ids=["bf16", "4-bit"])
+def test_layers_on_the_host_train_the_same_adapters_to_the_bit(kernels, more, run, here, checkpoints):
+    if more:
+        pytest.importorskip("bitsandbytes")
+    sets = ("lora.rank=4", "train.checkpointing=full", "train.gradient_accumulation=2", "train.eval_steps=2", *more)
+    sets += ("output.merge=true", "output.sample_tokens=4")
+    whole_runs = {}
+    for name, offload in (("device", "false"), ("host", "true")):
+        outcome = run("wide", *sets, f"lora.base_offload={offload}", f"output.name={name}", kernels=kernels)
+        assert outcome.code == 0, outcome.outcome.err
+        whole_runs[name] = outcome.logits
+    runs = here / "runs"
+    assert torch.equal(whole_runs["host"], whole_runs["device"])
+    assert losses(runs / "host") == losses(runs / "device")
+    for file in ("adapters/adapter_model.safetensors", "model/model.safetensors"):
+        want, got = (load_file(runs / name / file) for name in ("device", "host"))
+        assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want), file
+
+
+@pytest.mark.parametrize(
+    ("offload", "gpu_gib", "host_gib", "refused"),
+    [(False, 24, 64, "cuda has 24 GiB; .*or set lora.base_offload: true"), (True, 24, 64, None),
+     (True, 24, 16, "cpu has 16 GiB; choose a smaller model$")],
+)  # fmt: skip
+def test_layers_on_the_host_need_the_hosts_memory(offload, gpu_gib, host_gib, refused, monkeypatch):
+    has = {"cuda": gpu_gib, "cpu": host_gib}
+    monkeypatch.setattr(preflight, "total_bytes", lambda device: has[device.type] * 2**30)
+    recipe = Recipe().having({"lora.rank": 16, "lora.quantize": True, "lora.base_offload": offload})
+    shapes = {"weight": (70, 10**9)}
+    with pytest.raises(RecipeError, match=refused) if refused else nullcontext():
+        preflight.check_memory(recipe, recipe.settings(), torch.device("cuda"), shapes)
+
+
+def test_a_run_with_layers_on_the_host_resumes_as_if_uninterrupted(run, here):
+    sets = ("lora.rank=4", "lora.base_offload=true", "train.save_steps=2", "output.name=whole")
+    assert run("bf16", *sets).code == 0
+    runs = here / "runs"
+    shutil.rmtree(cut_back(runs / "whole", "cut", 4) / "adapters")
+    recipe = runs / "cut" / "recipe.yaml"
+    recipe.write_text(recipe.read_text(encoding="utf-8").replace("name: whole", "name: cut"), encoding="utf-8")
+    assert run("bf16", *sets[:-1], "output.name=cut", resume=True).code == 0
+    want, got = (load_file(runs / name / "adapters" / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
 def test_a_checkpoint_that_lacks_an_adapter_is_not_resumed_with_a_new_one(run, here):

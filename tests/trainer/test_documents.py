@@ -12,8 +12,8 @@ import pytest
 
 from tigon.data.document_table import Documents, split_eval
 from tigon.data.documents import BadRows, Segment
-from tigon.data.reading import read
-from tigon.data.sources import BUILT_IN
+from tigon.data.source.reading import read
+from tigon.data.source.sources import BUILT_IN
 from tigon.errors import DataError
 
 
@@ -174,7 +174,7 @@ def test_file_that_cannot_be_opened_or_read_is_refused_with_the_reason(tmp_path,
     ):
         with monkeypatch.context() as patch:
             for module in ("reading", "rows"):
-                patch.setattr(f"tigon.data.{module}.open_regular", opened)
+                patch.setattr(f"tigon.data.source.{module}.open_regular", opened)
             with pytest.raises(
                 DataError, match=rf"{name}: cannot be read: (Permission denied|Input/output error); fix"
             ):

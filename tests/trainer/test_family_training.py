@@ -10,7 +10,7 @@ import transformers
 
 from benchmarks.pages.model_families import training_table
 from second_proofs import proved_by
-from tigon.cli.models import train
+from tigon.cli.commands.models import train
 from tigon.errors import OptionError
 from tigon.trainer.family_training import (
     HEADING,

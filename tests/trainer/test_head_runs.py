@@ -151,7 +151,7 @@ def test_only_sharegpt_answers_are_learned(here: Path, recipe: Any, tigon: Any) 
     done = tigon("train", recipe(**merged(STAGE_1, changes)))
     assert done.code == 0, done.err
     one = here / "runs" / "one"
-    from tigon.data.reading import read
+    from tigon.data.source.reading import read
     from tigon.data.tokenizer import encode, load_tokenizer
 
     tokenizer = load_tokenizer(str(one / "tokenizer"), revision=None, trust_remote_code=False)

@@ -22,8 +22,8 @@ from forks import forks
 from tigon.data.packing import Sample
 from tigon.errors import DataError
 from tigon.techniques.keys.settings import Settings
-from tigon.trainer.prepare import check_every_row_has_images
 from tigon.trainer.run import train
+from tigon.trainer.run_data import check_every_row_has_images
 from vision import example, llava, smolvlm, without_images, write
 
 

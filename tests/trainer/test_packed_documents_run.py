@@ -9,6 +9,7 @@ import torch
 from tiny_checkpoint import chats, save
 from trainer_helpers import records
 
+from tigon.models import packed_documents
 from tigon.objectives.base import Objective
 
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}
@@ -61,15 +62,59 @@ def test_attention_with_sinks_trains_packed_documents_to_the_same_loss(oss: Any,
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_state_space_model_is_refused_with_packing_and_trains_without(here: Any, recipe: Any, tigon: Any) -> None:
+@pytest.fixture
+def h1(here: Any, recipe: Any) -> Any:
+    """Chats on a Falcon-H1, whose layers have a Mamba 2 scan and a convolution."""
     save(here / "h1", torch.float32, "falcon_h1", **MAMBA)
-    path = recipe(
+    return recipe(
         model={"name": "h1", "config": None},
+        data={"source": str(chats(here / "chats.jsonl")), "sequence_length": 64, "eval_fraction": 0, "packing": True},
+        train={"steps": 2, "report_to": "none"},
+    )
+
+
+def test_hybrid_model_trains_packed_documents_apart_and_says_how(h1: Any, here: Any, tigon: Any) -> None:
+    """A recomputation in the backward pass has the documents of its own micro-batch."""
+    rows = []
+    for run, more in {
+        "plain": [],
+        "checkpointed": ["train.checkpointing=full"],
+        "accumulated": ["train.batch_size=1", "train.gradient_accumulation=4", "train.checkpointing=full"],
+    }.items():
+        given = [part for value in (f"output.name={run}", *more) for part in ("--set", value)]
+        outcome = tigon("train", h1, *given)
+        assert outcome.code == 0, outcome.err
+        (line,) = [line for line in outcome.out.splitlines() if "each document runs by itself" in line]
+        assert "Mamba 2 scan (2 layers) and short convolution (2 layers)" in line
+        rows.append([record["loss"] for record in records(here / "runs" / run, "train")])
+    assert rows[1] == pytest.approx(rows[0], rel=1e-5) and rows[2] == pytest.approx(rows[0], rel=1e-4)
+
+
+def test_layers_with_a_state_that_are_not_kept_apart_are_found_before_the_first_step(
+    h1: Any, tigon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_documents, "states_apart", lambda model: lambda: None)
+    outcome = tigon("train", h1)
+    assert outcome.code == 2 and "data.packing is true, but h1 mixes the documents of a sample" in outcome.error_line()
+
+
+def test_recipe_that_cannot_run_each_document_by_itself_is_refused_or_not_packed(
+    h1: Any, here: Any, tigon: Any
+) -> None:
+    for given in ("sharding.zero=3",):
+        outcome = tigon("train", h1, "--set", given)
+        assert outcome.code == 2 and "h1 mixes the documents" in outcome.err and given.split("=")[0] in outcome.err
+
+
+def test_state_space_model_is_refused_with_packing_and_trains_without(here: Any, recipe: Any, tigon: Any) -> None:
+    save(here / "mamba", torch.float32, "mamba")
+    path = recipe(
+        model={"name": "mamba", "config": None, "attention": "eager"},
         data={"source": str(chats(here / "chats.jsonl")), "sequence_length": 64, "eval_fraction": 0},
         train={"steps": 1},
     )
     refused = tigon("train", path, "--set", "data.packing=true")
-    assert refused.code == 2 and "data.packing is true, but h1 mixes the documents of a sample" in refused.err
+    assert refused.code == 2 and "data.packing is true, but mamba mixes the documents of a sample" in refused.err
     assert not (here / "runs").exists()
     outcome = tigon("train", path)
     assert outcome.code == 0 and "packing  off: its " in outcome.out, outcome.err

@@ -20,7 +20,7 @@ pytest.importorskip("datasets")
 
 from second_proofs import proved_by
 from tigon.data import preferences
-from tigon.objectives import post_training_rules
+from tigon.objectives.post_training import rules as post_training_rules
 from tigon.trainer.step import Speed
 
 SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}
@@ -106,6 +106,28 @@ IN_THE_TERMINAL = {
     "reward": {"margin": "margin", "accuracy": "accuracy"},
 }
 """The objective's own metrics in the progress lines, and their names in metrics.jsonl."""
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "grpo", "distill"])
+def test_frozen_layers_on_the_host_change_no_number(objective, recipe, tigon, here):
+    pytest.importorskip("peft")
+    seen = {}
+    for name, offload in (("device", False), ("host", True)):
+        made = sections(
+            objective,
+            train={"steps": 2, "eval_steps": 2},
+            lora={"rank": 4, "base_offload": offload},
+            output={"save_model": False, "sample_tokens": 0, "name": name},
+        )
+        outcome = tigon("train", recipe(**made))
+        assert outcome.code == 0, outcome.err
+        varies = ("_per_s", "memory", "time", "runtime", "_per_second")
+        seen[name] = [
+            {key: value for key, value in record.items() if not any(word in key for word in varies)}
+            for kind in ("train", "eval")
+            for record in records(here / "runs" / name, kind)
+        ]
+    assert seen["host"] == seen["device"]
 
 
 def assert_lines_show(metrics: dict[str, str], printed: str, last: dict[str, Any]) -> None:

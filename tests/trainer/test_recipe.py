@@ -98,6 +98,22 @@ WRONG = {
         "train: {steps: 1, schedule: cosin}",
         r"'cosin'; it must be one of cosine, linear, constant",
     ),
+    "decay without its length": (
+        "train: {steps: 9, schedule: warmup_stable_decay}",
+        r"lowers the learning rate in the last steps; set train\.decay_steps",
+    ),
+    "decay longer than the run": (
+        "train: {steps: 9, schedule: warmup_stable_decay, warmup_steps: 5, decay_steps: 5}",
+        r"train\.warmup_steps and train\.decay_steps together exceed train\.steps",
+    ),
+    "decay of another schedule": (
+        "train: {steps: 9, decay_steps: 5}",
+        r"train\.decay_steps would do nothing without train\.schedule",
+    ),
+    "lowest rate of a constant one": (
+        "train: {steps: 9, schedule: constant, min_lr_rate: 0.1}",
+        r"train\.min_lr_rate is the end of train\.schedule: cosine and warmup_stable_decay",
+    ),
     "outside the choices in a list": (
         "comparison: {kernels: [none, no-linear-ce]}\ntrain: {steps: 1}",
         r"comparison\.kernels is 'no-linear-ce'; it must be one of none, no-flce, tigon, liger",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tigon.data import reading, rows, sources
 from tigon.data.documents import BadRows
-from tigon.data.reading import read
+from tigon.data.source import reading, rows, sources
+from tigon.data.source.reading import read
 from tigon.errors import DataError
 
 

@@ -189,6 +189,13 @@ PAIRS = {
     "ZeRO-3 with weights on the host": {"sharding.zero": 3, "sharding.offload": "cpu"},
     "ZeRO-3 with inputs on the host": {"sharding.zero": 3, "train.checkpointing": "offload"},
     "FSDP2 with adapters": {"sharding.fsdp": True, "lora.rank": 8},
+    "FSDP2 with 4 bits": {"sharding.fsdp": True, "lora.rank": 8, "lora.quantize": True},
+    "FSDP2 with 4 bits on the host": {
+        "sharding.fsdp": True,
+        "sharding.offload": "cpu",
+        "lora.rank": 8,
+        "lora.quantize": True,
+    },
     "FSDP2 without resharding": {"sharding.fsdp": True, "sharding.reshard": False},
     "FSDP2 with checkpointing": {"sharding.fsdp": True, "train.checkpointing": "full"},
     "FSDP2 with selective checkpointing": {"sharding.fsdp": True, "train.checkpointing": "selective"},

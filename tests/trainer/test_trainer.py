@@ -111,6 +111,24 @@ PRIVATE = {
 """The private methods that tigon overrides, and their parameters in the Trainer."""
 
 
+@pytest.mark.parametrize(
+    ("how", "rates"),
+    [
+        ({"schedule": "cosine", "min_lr_rate": 0.5}, [1.0, 0.9268, 0.75, 0.5732]),
+        ({"schedule": "warmup_stable_decay", "decay_steps": 2}, [1.0, 1.0, 1.0, 0.5]),
+        ({"schedule": "warmup_stable_decay", "decay_steps": 2, "min_lr_rate": 0.2}, [1.0, 1.0, 1.0, 0.6]),
+        ({"schedule": "warmup_stable_decay", "decay_steps": 2, "warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5]),
+    ],
+)
+def test_learning_rate_follows_the_schedule_and_ends_at_its_lowest(tmp_path, how, rates):
+    trainer = trainer_of(tmp_path, config(steps=4, **how))
+    trainer.train()
+    found = [entry["learning_rate"] / 0.01 for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert found == pytest.approx(rates, abs=1e-3)
+    lowest = how.get("min_lr_rate", 0.0)
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0.01 * lowest, abs=1e-9)
+
+
 @pytest.mark.parametrize("name", PRIVATE)
 def test_the_trainer_still_calls_the_private_methods_that_tigon_overrides(name):
     assert list(inspect.signature(getattr(Trainer, name)).parameters) == PRIVATE[name]

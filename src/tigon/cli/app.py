@@ -7,8 +7,9 @@ import pkgutil
 import sys
 from typing import Annotated, Any, NoReturn
 
-from tigon import __version__, cli
+from tigon import __version__
 from tigon._install import install_command
+from tigon.cli import commands
 from tigon.cli.shared import Command
 from tigon.errors import TigonError
 from tigon.trainer.guards import console, system_limits
@@ -98,11 +99,10 @@ def _fail_as_typed(error: Any) -> None:
 
 
 def _commands() -> dict[str, Command]:
-    """The commands that the files of this folder declare, in the order of the help."""
-    names = [info.name for info in pkgutil.iter_modules(cli.__path__) if f"{cli.__name__}.{info.name}" != __name__]
-    modules = {name: importlib.import_module(f"{cli.__name__}.{name}") for name in names}
-    commands = {name: module.COMMAND for name, module in modules.items() if hasattr(module, "COMMAND")}
-    return dict(sorted(commands.items(), key=lambda item: (item[1].place, item[0])))
+    """The commands that the files of `commands` declare, in the order of the help."""
+    names = [info.name for info in pkgutil.iter_modules(commands.__path__)]
+    declared = {name: importlib.import_module(f"{commands.__name__}.{name}").COMMAND for name in names}
+    return dict(sorted(declared.items(), key=lambda item: (item[1].place, item[0])))
 
 
 def _app() -> Any:

@@ -21,7 +21,7 @@ from tigon.cli.shared import stdout_console
 from tigon.models.loading.presets import PRESETS, carried
 from tigon.planner.render.terminal import not_installed
 from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS
-from tigon.planner.trace import disk_cache
+from tigon.planner.trace.cache import disk_cache
 from tigon.techniques import TECHNIQUES
 
 _READS_FILES = ("images", "assignments", "plot")

@@ -14,13 +14,14 @@ from tigon.errors import RecipeError, UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.loading.presets import carried
-from tigon.objectives import post_training_rules, recipe_checks
+from tigon.objectives import recipe_checks
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.choose import objective_of, planned_objective
+from tigon.objectives.post_training import rules as post_training_rules
 from tigon.planner.gpus import GIB, Gpu, size_bytes
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request, request_of
-from tigon.planner.search.space import CROSS_DOCUMENT, Fallback, SearchProblem
+from tigon.planner.search.space import CROSS_DOCUMENT, Fallback, SearchProblem, layers_on_host
 from tigon.recipe.aliases import key_of
 from tigon.recipe.keys import Recipe
 from tigon.techniques import SEARCHES
@@ -95,7 +96,7 @@ def problem_of(flags: Flags) -> SearchProblem:
         )
     if precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
         raise UsageError(f"{flags.gpu} has no bf16, so --precision {precision} does not run on it; use amp-fp16.")
-    fallbacks = _fallbacks(flags, problem.request) if flags.method == ANY_METHOD else ()
+    fallbacks = _fallbacks(flags, problem.request)
     return replace(problem, host_bytes=host_bytes, fallbacks=fallbacks)
 
 
@@ -315,17 +316,26 @@ def _assignments(flags: Flags, path: Path) -> list[str]:
 
 
 def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
-    """What to try if nothing fits: attention across documents if the mask is large, and then fewer trained weights."""
-    found = []
-    if request.masked and not request.objective.pads and request.seq**2 >= MASK_SHARE * flags.gpu.memory_bytes:
+    """What to try if nothing fits: attention across documents if the mask is large, fewer trained weights, and frozen
+    layers on the host."""
+    found, settings = [], request.settings
+    chooses = flags.method == ANY_METHOD
+    large = request.seq**2 >= MASK_SHARE * flags.gpu.memory_bytes
+    if chooses and request.masked and not request.objective.pads and large:
         found.append(Fallback(name=CROSS_DOCUMENT, cross_document=True))
-    if not {"lora.rank", "lora.quantize"} & set(flags.given):
+    if chooses and not {"lora.rank", "lora.quantize"} & set(flags.given):
         lora = request.settings.lora
         now = ("qlora" if lora.quantize else "lora") if lora.rank is not None else "full"
         for name in list(METHODS)[list(METHODS).index(now) + 1 :]:
             changed = dict(METHODS[name]) | ({"lora.rank": lora.rank} if lora.rank else {})
             words = "QLoRA adapters on 4-bit weights" if changed["lora.quantize"] else "LoRA adapters"
             found.append(Fallback(name=words, settings=changed))
+            settings = request.settings.having(changed)
+    last = layers_on_host(settings)
+    if last is not None:
+        before = found[-1] if settings is not request.settings else Fallback(name="")
+        name = " and ".join(filter(None, (before.name, last.name)))
+        found.append(Fallback(name=name, settings={**before.settings, **last.settings}))
     return tuple(found)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tigon.data.documents import TEXT, Document, RowReader
-from tigon.data.formats import read_row
+from tigon.data.source.formats import read_row
 from tigon.errors import DataError
 
 if TYPE_CHECKING:

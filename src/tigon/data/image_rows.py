@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tigon._files import open_regular
-from tigon.data import formats
+from tigon.data.chat.messages import IMAGE_PARTS
 from tigon.data.documents import Document, Message
-from tigon.data.messages import IMAGE_PARTS
+from tigon.data.source import formats
 from tigon.errors import DataError
 
 COLUMNS = ("images", "image")
@@ -89,7 +89,7 @@ _Parts = list["str | Picture | None"]
 
 @dataclass(frozen=True)
 class PicturedRows:
-    """Reads rows of the formats of `tigon.data.formats`, each with up to `most` images."""
+    """Reads rows of the formats of `tigon.data.source.formats`, each with up to `most` images."""
 
     most: int
     format: str = "auto"

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tigon.data import row_notes, tokenizer
-from tigon.data.chat_template import Rendering, segments_of, template_of
+from tigon.data import tokenizer
+from tigon.data.chat import row_notes
+from tigon.data.chat.chat_template import Rendering, segments_of, template_of
 from tigon.data.documents import BadRows, Document, Segment
 from tigon.data.image_rows import Picture, short
 from tigon.data.packing import Collator, Packed, Sample, pack

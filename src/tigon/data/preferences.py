@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tigon.data import cache
-from tigon.data.chat_template import special_tokens
+from tigon.data.chat.chat_template import special_tokens
+from tigon.data.chat.messages import read_messages
 from tigon.data.document_table import BATCH, Documents, read_stored
 from tigon.data.documents import Document, Segment, string
-from tigon.data.messages import read_messages
 from tigon.data.tokens import Tokens
 from tigon.errors import DataError
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tigon.data.chat_template import Rendering, has_template, is_chat
+from tigon.data.chat.chat_template import Rendering, has_template, is_chat
 from tigon.data.document_table import Documents
 from tigon.data.documents import TEXT
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon._files import refuse_odd_files
-from tigon.data import cache, row_notes
-from tigon.data.chat_template import Rendering, is_chat, segments_of, special_tokens, template_of
+from tigon.data import cache
+from tigon.data.chat import row_notes
+from tigon.data.chat.chat_template import Rendering, is_chat, segments_of, special_tokens, template_of
+from tigon.data.chat.row_notes import Note
 from tigon.data.documents import BadRows, Document, Segment
-from tigon.data.row_notes import Note
 from tigon.errors import DataError, RecipeError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tigon.data import cache
-from tigon.data.chat_template import Rendering
+from tigon.data.chat.chat_template import Rendering
 from tigon.data.document_table import BATCH, Documents, read_stored, texts_of, to_bytes, to_text
 from tigon.data.documents import BadRows, RowReader
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded, encode

@@ -33,7 +33,7 @@ from tigon.models.seams.base import Change, PatchedModule, Seam, imitate
 from tigon.models.seams.head.deferred_logits import version_of
 from tigon.models.seams.head.head_path import observed_logit_map
 from tigon.models.seams.head.logits import LogitMap
-from tigon.models.seams.head.loss import HeadSeam
+from tigon.models.seams.head.loss import HeadSeam, item_count_on
 from tigon.ops.head.multi_head import MultiHeadOutput
 from tigon.ops.losses.prepared_targets import PreparedTargets
 
@@ -208,7 +208,7 @@ class HeadedSeam(Seam):
                 shifts=shifts,
                 factors=factors,
                 positions=positions,
-                num_items=_on(hidden.device, inputs.get("num_items_in_batch")),
+                num_items=item_count_on(hidden.device, inputs.get("num_items_in_batch")),
                 logit_map=self.logit_map,
                 ranked=ranked,
             )
@@ -252,10 +252,6 @@ def layer_inputs_kept(model: PreTrainedModel, kept: dict[str, Any]) -> Iterator[
         yield
     finally:
         handle.remove()
-
-
-def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | float | None:
-    return num_items.to(device).reshape(()) if isinstance(num_items, Tensor) else num_items
 
 
 def attach(

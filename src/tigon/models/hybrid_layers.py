@@ -9,6 +9,7 @@ the model.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,8 @@ class LayerKind:
         module: the module of the library that has the kernel.
         function: the kernel's name there.
         library: the name under which pip installs the library.
+        bounds: the argument of the layer by which the library's kernel gets where documents begin; "": none that was
+            tried. transformers 5.24 renames the gated delta rule's, and hands Kimi delta attention's on.
     """
 
     name: str
@@ -37,6 +40,7 @@ class LayerKind:
     module: str
     function: str
     library: str
+    bounds: str = ""
 
 
 KINDS = (
@@ -46,6 +50,7 @@ KINDS = (
         "fla.ops.gated_delta_rule",
         "chunk_gated_delta_rule",
         "flash-linear-attention",
+        bounds="cu_seq_lens_q",
     ),
     LayerKind(
         "Kimi delta attention",
@@ -53,6 +58,7 @@ KINDS = (
         "fla.ops.kda",
         "chunk_kda",
         "flash-linear-attention",
+        bounds="cu_seqlens",
     ),
     LayerKind(
         "Mamba scan",
@@ -76,6 +82,7 @@ KINDS = (
         "causal-conv1d",
     ),
 )
+CONVOLUTION = KINDS[-1]
 BUILT_BY_PIP = frozenset({"mamba-ssm", "causal-conv1d"})
 """Libraries that pip compiles with the CUDA compiler against the installed PyTorch."""
 
@@ -110,6 +117,34 @@ def paths_of(model: nn.Module) -> tuple[LayerPath, ...]:
         LayerPath(kind.name, len(classes), HUB if in_hub else _runs(kind, classes[0]), kind.library)
         for kind, classes in _layers(model).items()
     )
+
+
+def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]]]:
+    """Path and module of each layer with a state, and what runs its parts of each kind."""
+    found = []
+    for path, module in model.named_modules():
+        cls = type(module)
+        if kinds := [kind for kind in KINDS if kind.calls & _calls(cls)]:
+            in_hub = getattr(model, "use_kernels", False)
+            found.append((path, module, {kind: HUB if in_hub else _runs(kind, cls) for kind in kinds}))
+    return found
+
+
+def takes_documents(runs: Mapping[str, str]) -> bool:
+    """Whether layers of these kinds take all documents of a packed sample in one call.
+
+    runs: name of each kind -> what runs it. PyTorch's convolution is replaced by one that does.
+    """
+    scans = [kind for kind in KINDS if kind.name in runs and kind is not CONVOLUTION]
+    if not scans:
+        return runs.get(CONVOLUTION.name) == PYTORCH
+    return all(kind.bounds and runs[kind.name] == kind.library for kind in scans)
+
+
+def found_libraries() -> tuple[str, ...]:
+    """The libraries with kernels that Python finds, without importing them."""
+    packages = {kind.library: kind.module.partition(".")[0] for kind in KINDS}
+    return tuple(library for library, package in packages.items() if importlib.util.find_spec(package) is not None)
 
 
 def paths_of_counts(counts: Mapping[str, int]) -> tuple[LayerPath, ...]:

@@ -7,7 +7,7 @@ eager attention. Five kinds of families do something else (transformers 5.24):
 - Models of text and images have three positions per token, and read documents from a fourth row only.
 - Some number the tokens of the whole sample themselves. They are refused.
 - Linear attention, state-space layers and convolutions carry a state from one document to the next, which no mask
-  stops. They are refused too.
+  stops. The layers of `STATES_APART` begin anew at each document (`seams/documents.py`). The others are refused.
 - Decoders of translation models, and encoders such as BERT that serve as decoders, read no documents from the
   positions. They are refused too.
 
@@ -22,13 +22,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tigon._trunk import trunk_of
+from tigon._trunk import language_model, trunk_of
+from tigon.models import hybrid_layers
+from tigon.models.hybrid_layers import LayerKind
 from tigon.models.kv_cache import cache_in
+from tigon.models.seams.base import Change
+from tigon.models.seams.documents import SEQ_IDX, DocumentsSeam, document_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-MASK_WITHOUT_POSITIONS = frozenset({"afmoe", "biogpt", "falcon", "gpt_oss", "xglm"})
+MASK_WITHOUT_POSITIONS = frozenset({"afmoe", "biogpt", "falcon", "gpt_oss", "granitemoehybrid", "xglm"})
 COUNT_THEIR_OWN_POSITIONS = frozenset({"bloom", "mpt", "opt"})
 _MIXING = (
     "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert cpmant data2vec-text "
@@ -37,6 +41,14 @@ _MIXING = (
 )
 MIX_DOCUMENTS = frozenset(_MIXING.split())
 RECURRENT = frozenset({"rwkv", "xlstm"})
+_STATES_APART = (
+    "bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lara_mini lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid "
+    "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text zamba zamba2"
+)
+STATES_APART = frozenset(_STATES_APART.split())
+"""Hybrid families whose code hands its arguments to the layers with a state."""
+FIRST_RELEASE = "5.17"
+"""The first transformers whose code does so in each of these families."""
 FOUR_ROWS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 _LAYERS_THAT_FORGET = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _STATE_KEYS = ("mamba_d_state", "mamba_d_conv", "state_size", "ssm_state_size", "conv_kernel_size", "lru_width")
@@ -52,6 +64,8 @@ def objection(config: PreTrainedConfig) -> str | None:
         return f"the attention of {text.model_type} does not read where documents begin"
     if text.model_type in RECURRENT:
         return f"the recurrent layers of {text.model_type} carry a state from one document to the next"
+    if text.model_type in STATES_APART:
+        return None if _hands_arguments_down() else f"keeping its documents apart needs transformers {FIRST_RELEASE}"
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _LAYERS_THAT_FORGET:
             return f"its layers of type {kind} carry a state from one document to the next"
@@ -60,18 +74,60 @@ def objection(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def has_states(config: PreTrainedConfig) -> bool:
+    """Whether a model of this config keeps documents apart in layers with a state."""
+    return config.get_text_config().model_type in STATES_APART and _hands_arguments_down()
+
+
 def keep_apart(model: PreTrainedModel) -> Callable[[], None]:
     """Let the model's forward keep the documents of packed samples apart. Returns a function that undoes it.
 
     model: a transformers model, before wrappers, with sdpa or eager attention.
     """
-    kind = model.config.model_type
-    if kind in FOUR_ROWS:
+    undo = [states_apart(model)]
+    if model.config.model_type in FOUR_ROWS:
         trunk = trunk_of(model)
-        return _hooked(getattr(trunk, "language_model", trunk), _with_four_rows)
-    if kind in MASK_WITHOUT_POSITIONS:
-        return _hooked(trunk_of(model), _with_mask)
-    return lambda: None
+        undo.append(_hooked(getattr(trunk, "language_model", trunk), _with_four_rows))
+    if model.config.model_type in MASK_WITHOUT_POSITIONS:
+        undo.append(_hooked(trunk_of(model), _with_mask))
+
+    def undo_all() -> None:
+        for each in undo:
+            each()
+
+    return undo_all
+
+
+def states_apart(model: PreTrainedModel) -> Callable[[], None]:
+    """Let the layers with a state begin anew at each document, if the family can; with any attention."""
+    if not has_states(model.config):
+        return lambda: None
+    changes = [Change(path, module, _documents_seam(runs)) for path, module, runs in hybrid_layers.runs_of(model)]
+    for change in changes:
+        change.apply()
+    remove = _hooked(language_model(model), _with_document_numbers)
+
+    def undo() -> None:
+        remove()
+        for change in changes:
+            change.revert()
+
+    return undo
+
+
+def _documents_seam(runs: Mapping[LayerKind, str]) -> DocumentsSeam:
+    """The seam of a layer whose parts of each kind are run by a library or by PyTorch."""
+    once = hybrid_layers.takes_documents({kind.name: what for kind, what in runs.items()})
+    bounds = next((kind.bounds for kind in runs if once and kind.bounds), "")
+    convolves = once and runs.get(hybrid_layers.CONVOLUTION) == hybrid_layers.PYTORCH
+    return DocumentsSeam(once, bounds, convolves)
+
+
+def _hands_arguments_down() -> bool:
+    import transformers
+    from packaging.version import Version
+
+    return Version(transformers.__version__) >= Version(FIRST_RELEASE)
 
 
 def _hooked(module: nn.Module, hook: Callable[..., Any]) -> Callable[[], None]:
@@ -85,6 +141,14 @@ def _with_four_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
     return args, {**kwargs, "position_ids": positions_BT[None].expand(4, -1, -1)}
 
 
+def _with_document_numbers(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions_BT = kwargs.get("position_ids")
+    if positions_BT is None or positions_BT.ndim != 2 or cache_in(kwargs) is not None:
+        return args, kwargs
+    seq_idx = document_numbers(positions_BT.expand(_shape(kwargs)))
+    return args, kwargs if seq_idx is None else {**kwargs, SEQ_IDX: seq_idx}
+
+
 def _with_mask(module: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     positions_BT = kwargs.get("position_ids")
     if positions_BT is None or kwargs.get("attention_mask") is not None or cache_in(kwargs) is not None:
@@ -92,11 +156,11 @@ def _with_mask(module: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tu
     config = module.config.get_text_config()
     if (rows_of := getattr(module, "_tigon_causal_rows", None)) is not None:  # seams/attention_sinks.py
         rows = rows_of(positions_BT.expand(_shape(kwargs)))
-        kinds = getattr(config, "layer_types", None) or ("full_attention",)
-        return args, {**kwargs, "attention_mask": dict.fromkeys(kinds, rows)}
+        layers = getattr(config, "layer_types", None) or ("full_attention",)
+        return args, {**kwargs, "attention_mask": dict.fromkeys(layers, rows)}
     masks = _masks(positions_BT, getattr(config, "sliding_window", None), module.dtype)
-    layers = getattr(config, "layer_types", None) or ()
-    mask = {kind: masks[kind] for kind in set(layers)} if WINDOW in layers else masks["full_attention"]
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    mask = {kind: masks.get(kind) for kind in kinds} if kinds - {"full_attention"} else masks["full_attention"]
     return args, {**kwargs, "attention_mask": mask}
 
 

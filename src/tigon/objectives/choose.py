@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from tigon import objectives
 from tigon.errors import RecipeError, UsageError
-from tigon.objectives import post_training_rules
 from tigon.objectives.base import Objective, PlannedObjective
-from tigon.objectives.post_training import PostTraining
+from tigon.objectives.post_training import rules as post_training_rules
+from tigon.objectives.post_training.objective import PostTraining
 from tigon.recipe.keys import Recipe
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def _found() -> dict[str, type[Objective]]:
     return {name: classes[name] for name in sorted(classes, key=lambda name: (name == _TAKES_EVERY_RECIPE, name))}
 
 
-_BY_NAME = _found()
-OBJECTIVES: tuple[type[Objective], ...] = tuple(_BY_NAME.values())
+OBJECTIVES = _found()
 """Every recipe has the first objective whose `of_recipe` does not return None; the last takes every recipe."""
 
 
@@ -47,13 +46,13 @@ def objective_of(
     Raises:
         RecipeError: The heads do not fit the model.
     """
-    made = ((name, objective.of_recipe(recipe, config, shapes)) for name, objective in _BY_NAME.items())
+    made = ((name, objective.of_recipe(recipe, config, shapes)) for name, objective in OBJECTIVES.items())
     name, chosen = next((name, objective) for name, objective in made if objective is not None)
     wanted = recipe.train.objective
     if wanted not in ("auto", name):
         raise RecipeError(
             f"train.objective is {wanted}, but the recipe's other keys set {name}; choose auto, or one of "
-            f"{', '.join(_BY_NAME)} together with its keys"
+            f"{', '.join(OBJECTIVES)} together with its keys"
         )
     return chosen
 
@@ -67,6 +66,6 @@ def planned_objective(recipe: Recipe) -> PlannedObjective:
     for rule in post_training_rules.KEY_RULES:
         if rule.breaks(recipe):
             raise UsageError(f"{rule.reason}.")
-    chosen = _BY_NAME[recipe.train.objective]
+    chosen = OBJECTIVES[recipe.train.objective]
     assert issubclass(chosen, PostTraining), "other objectives have flags of their own"
     return chosen.planned_for(recipe)

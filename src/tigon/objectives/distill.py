@@ -13,13 +13,13 @@ from tigon.errors import UsageError
 from tigon.integrations.trl.traced import TracedModel, divergence
 from tigon.models.loading.config import load_config
 from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels
-from tigon.objectives.planned_post_training import (
+from tigon.objectives.post_training.objective import PostTraining
+from tigon.objectives.post_training.planned import (
     TIME_WITHOUT_WRITING,
     UNCOMPARED,
     PlannedTeacher,
     PlannedWithCompletions,
 )
-from tigon.objectives.post_training import PostTraining
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques.keys.settings import Settings
 

@@ -13,14 +13,14 @@ from tigon.errors import RecipeError
 from tigon.integrations.trl.traced import GRPO_OUTPUTS
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels
-from tigon.objectives.planned_post_training import (
+from tigon.objectives.post_training.objective import PostTraining
+from tigon.objectives.post_training.planned import (
     COMPARED,
     TIME_WITHOUT_WRITING,
     PlannedWithCompletions,
     PlannedWithReference,
     logprobs_of,
 )
-from tigon.objectives.post_training import PostTraining
 from tigon.techniques.keys.settings import Settings
 
 if TYPE_CHECKING:

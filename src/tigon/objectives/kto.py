@@ -10,8 +10,8 @@ from torch import Tensor
 from tigon.data.preferences import UNPAIRED
 from tigon.integrations.trl.traced import KTO_OUTPUTS
 from tigon.objectives.base import TracedModels
-from tigon.objectives.planned_post_training import PlannedWithReference, labels_of, logprobs_of, padded
-from tigon.objectives.post_training import PostTraining
+from tigon.objectives.post_training.objective import PostTraining
+from tigon.objectives.post_training.planned import PlannedWithReference, labels_of, logprobs_of, padded
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from tigon.data.preferences import PAIRS
 from tigon.integrations.trl.traced import TracedModel, preference_logprobs
 from tigon.objectives.base import TracedModels
-from tigon.objectives.planned_post_training import PlannedPostTraining, padded
-from tigon.objectives.post_training import PostTraining
+from tigon.objectives.post_training.objective import PostTraining
+from tigon.objectives.post_training.planned import PlannedPostTraining, padded
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tigon.errors import RecipeError
 from tigon.models.loading.presets import PRESETS, checkpoint_of
-from tigon.objectives import post_training_rules
+from tigon.objectives.post_training import rules as post_training_rules
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
 from tigon.recipe.rules import Rule, Rules, other_keys, watches_eval_loss

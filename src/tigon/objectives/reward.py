@@ -12,8 +12,8 @@ from tigon.data.preferences import PAIRS
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.reward_model import with_score
 from tigon.objectives.base import TracedModels
-from tigon.objectives.planned_post_training import UNCOMPARED, PlannedPostTraining, padded
-from tigon.objectives.post_training import PostTraining
+from tigon.objectives.post_training.objective import PostTraining
+from tigon.objectives.post_training.planned import UNCOMPARED, PlannedPostTraining, padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

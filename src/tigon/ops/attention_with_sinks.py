@@ -222,6 +222,18 @@ def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(B, k.shape[1], h // k.shape[1] * rows, width)
 
 
+def _add_by_head(total: Tensor, rows: Tensor, upstream: Tensor) -> None:
+    """total (B, k, keys, D) += rows.T @ upstream, one query head of each group after the other.
+
+    One product over all heads of a group would sum h / k times as many terms in a row as the unfused op does, and is
+    three times less exact with 64 heads on 8 (H100, fp32).
+    """
+    (B, k, _, _), (_, h, _, _) = total.shape, rows.shape
+    rows, upstream = (t.reshape(B, k, h // k, *t.shape[2:]) for t in (rows, upstream))
+    for head in range(h // k):
+        total += rows[:, :, head].transpose(-1, -2) @ upstream[:, :, head]
+
+
 def _block_forward(x: Heads, how: Masking) -> Attended:
     (q, k, v), (out, lse) = x, _fwd_results(x)
     for block in _blocks(q, how):
@@ -243,11 +255,10 @@ def _block_backward(dout: Tensor, x: Heads, made: Attended, how: Masking) -> Hea
         delta = (upstream * _wide(out[:, block.rows]).transpose(1, 2)).sum(-1, keepdim=True)
         keys, values = _wide(k[:, :, block.keys]), _wide(v[:, :, block.keys])
         flat = _by_key_head(upstream, values)
-        dv[:, :, block.keys] += _by_key_head(p, values).transpose(-1, -2) @ flat
+        _add_by_head(dv[:, :, block.keys], p, upstream)
         ds = (flat @ values.transpose(-1, -2)).view(p.shape).sub_(delta).mul_(p).mul_(how.scale)
-        ds = _by_key_head(ds, keys)
-        dq[:, :, block.rows] = (ds @ keys).view(*p.shape[:3], q.shape[-1])
-        dk[:, :, block.keys] += ds.transpose(-1, -2) @ _by_key_head(_wide(q[:, :, block.rows]), keys)
+        dq[:, :, block.rows] = (_by_key_head(ds, keys) @ keys).view(*p.shape[:3], q.shape[-1])
+        _add_by_head(dk[:, :, block.keys], ds, _wide(q[:, :, block.rows]))
     return Heads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 

@@ -5,7 +5,8 @@ gpus.py               GPUs as data
 estimate.py           the pipeline, and its result
 simulated_run.py      memory of a run over three steps
 step_time.py          seconds of a step
-model_plan.py         `tigon.plan` and `tigon.checkpoint`, for a model in your own code
+model_plan.py         `tigon.plan`, for a model in your own code
+model_checkpoint.py   `tigon.checkpoint`, which applies its choice
 collector.py          no garbage collections while a plan is made
 
 trace/             one micro-batch of the real model code on fake tensors

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tigon.models.hybrid_layers import paths_of_counts, slow_layers
+from tigon.models.hybrid_layers import PYTORCH, paths_of_counts, slow_layers
 from tigon.planner.engines.base import Engine
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.engines.deepspeed_host_memory import pinned
@@ -28,7 +28,7 @@ from tigon.planner.simulate.model_states import ModelWeights, model_weights
 from tigon.planner.simulate.playback import GraphMemory, in_graphs, offloaded
 from tigon.planner.simulated_run import SimulatedRun
 from tigon.planner.step_time import step_seconds
-from tigon.planner.trace.cache import StepTapes, step_tapes
+from tigon.planner.trace.cache.step_tapes import StepTapes, step_tapes
 from tigon.planner.trace.tape import FORWARD
 from tigon.techniques.accumulation.accumulation import fuses
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
@@ -154,6 +154,10 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
     if paths := paths_of_counts(model.hybrid_layers):
         notes.append(f"With what is installed here, {slow_layers(paths) or '; '.join(map(str, paths))}.")
+        if libraries := sorted({path.runs for path in paths} - {PYTORCH}):
+            notes.append(
+                f"The plan counts what {' and '.join(libraries)} allocate; no GPU has measured their times here."
+            )
     notes += engine.notes(request, model)
     for one in request.frozen():
         notes.append(f"The run holds a second, frozen model: {one.model}, {in_bytes(model_weights(one).weight_bytes)}.")

@@ -1,9 +1,10 @@
-"""`tigon.plan` and `tigon.checkpoint`: the choice of `train.checkpointing: auto` for a model in your own code."""
+"""`tigon.plan`: the choice of `train.checkpointing: auto` for a model in your own code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,24 +13,22 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from tigon._trunk import decoder_layers
-from tigon.errors import PatchError, RecipeError, UsageError
+from tigon.errors import PatchError, UsageError
 from tigon.models.fp8 import fp8_options
-from tigon.models.kv_cache import without_cache
 from tigon.models.patch import flags_of, unwrap
 from tigon.models.seams.lora import unfused_layers
 from tigon.models.spec import SINKS_FLAG
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
-from tigon.planner.search.checkpointing import choose
+from tigon.planner.search.checkpointing import Beside, choose
 from tigon.planner.search.option import Option
-from tigon.techniques import head_groups, model_kernels
-from tigon.techniques.checkpointing.attention_offload import LayersOnHost
-from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD, inputs_on_host
-from tigon.techniques.checkpointing.layer_checkpointing import apply, groups_of, is_by_layer, states_of
-from tigon.techniques.checkpointing.recompute import recomputed
-from tigon.techniques.keys.settings import Settings, complaint_about
-from tigon.techniques.keys.train import STATES
+from tigon.profiler.recording.device_memory import host_free_bytes
+from tigon.techniques import model_kernels
+from tigon.techniques.accumulation import accumulation
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
+from tigon.techniques.checkpointing.layer_checkpointing import groups_of, is_by_layer
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.techniques.precision import FORMATS
 
@@ -49,12 +48,8 @@ _WORDS = {
     "mlp": "keep attention, recompute the MLP and the norms",
     "elementwise": "keep products and attention, recompute norms and gated units",
     "none": "recompute nothing",
-}
-# Kinds that recompute every layer -> what makes the function that transformers' layers call.
-_WHOLE_LAYERS: Mapping[str, Callable[[], Callable[..., Any]]] = {
-    "full": lambda: recomputed,
-    OFFLOAD: inputs_on_host,
-    KEPT_ON_HOST: LayersOnHost,
+    OFFLOAD: "recompute everything; the layers' inputs wait in host memory",
+    KEPT_ON_HOST: "recompute all but attention; its results and the layers' inputs wait in host memory",
 }
 
 
@@ -65,7 +60,12 @@ class CheckpointPlan:
     model: str
     layers: int
     checkpointing: str
-    """`none`, `full`, or what each layer recomputes, such as `full:7,none:9`: a value of `train.checkpointing`."""
+    """A value of `train.checkpointing`: `none`, `full`, `offload`, `offload-attention`, or what each layer recomputes,
+    such as `full:7,none:9`."""
+    accumulation_fusion: bool
+    """Whether micro-batches add to the gradients in their products. `tigon.checkpoint` sets it up."""
+    cuda_graphs: bool
+    """Whether each layer is launched as CUDA graphs. `tigon.checkpoint` sets them up."""
     batch: int
     """Samples per micro-batch."""
     accumulate: int
@@ -77,6 +77,8 @@ class CheckpointPlan:
     """Predicts the GPU's memory: the allocator's reserved memory and the CUDA context."""
     memory_bytes: int
     """The memory that the run may take."""
+    host_bytes: int
+    """Pinned host memory of `offload` and `offload-attention`."""
     step_s: float
     """Predicted seconds of one optimizer step."""
     tokens_per_s: float
@@ -89,11 +91,15 @@ class CheckpointPlan:
     def __str__(self) -> str:
         batches = f"{self.accumulate} x {self.batch} samples of {self.seq:,} tokens"
         verdict = "fits" if self.fits else "does not fit: use fewer or shorter samples, or adapters"
+        on_host = f", {_gib(self.host_bytes)} in host memory" if self.host_bytes else ""
         lines = [
             f"{self.model}, {batches}: train.checkpointing {self.checkpointing}",
             *(f"  {words}" for words in self._layer_lines()),
+            *(["  gradients: added up in the products (accumulation fusion)"] if self.accumulation_fusion else []),
+            *(["  layers: launched as CUDA graphs; give every micro-batch one shape"] if self.cuda_graphs else []),
             f"predicted: peak {_gib(self.peak_allocated_bytes)} allocated, {_gib(self.device_bytes)} on the GPU of "
-            f"{_gib(self.memory_bytes)} ({verdict}); {self.step_s:.3g} s per step, {self.tokens_per_s:,.0f} tokens/s",
+            f"{_gib(self.memory_bytes)} ({verdict}){on_host}; {self.step_s:.3g} s per step, "
+            f"{self.tokens_per_s:,.0f} tokens/s",
             *(f"note: {note}" for note in self.notes),
             "compared, fastest first:",
         ]
@@ -115,25 +121,6 @@ class CheckpointPlan:
         return lines
 
 
-class Checkpointed:
-    """The result of `tigon.checkpoint`: `undo()` restores the model, as does the end of a `with` block."""
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo: Callable[[], None] | None = undo
-
-    def undo(self) -> None:
-        """Restore the model. A second call does nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
-
-    def __enter__(self) -> Checkpointed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-
 def plan(
     model: nn.Module,
     *,
@@ -143,9 +130,10 @@ def plan(
     memory: str | int | None,
     precision: str | None,
     accumulate: int | None,
+    cuda_graphs: bool,
 ) -> CheckpointPlan:
     """See `tigon.plan`."""
-    inner = _transformers_model(model, "tigon.plan")
+    inner = transformers_model(model, "tigon.plan")
     for name, value in (("batch", batch), ("seq", seq), ("accumulate", 1 if accumulate is None else accumulate)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
@@ -159,6 +147,7 @@ def plan(
             "model.kernels": _kernels(inner),
             "model.attention": attention,
             "model.attention_sinks": SINKS_FLAG in flags_of(inner),
+            "train.cuda_graphs": cuda_graphs,
             **_adapters(model),
             **_fp8(inner),
         }
@@ -177,18 +166,22 @@ def plan(
         raise UsageError(f"{reason}.")
     gpu = _gpu(memory)
     sizes = [batch // accumulate] if accumulate else [n for n in range(batch, 0, -1) if batch % n == 0]
-    found = choose(request, space.with_headroom(gpu), [(size, batch // size) for size in sizes])
+    splits = [(size, batch // size) for size in sizes]
+    found = choose(request, space.with_headroom(gpu), splits, beside=_beside())
     estimate, chosen = found.option.estimate, found.option.request
     return CheckpointPlan(
         model=request.model,
         layers=len(decoder_layers(inner)),
         checkpointing=chosen.settings.train.checkpointing,
+        cuda_graphs=cuda_graphs,
         batch=chosen.batch,
         accumulate=chosen.settings.train.gradient_accumulation,
+        accumulation_fusion=accumulation.fuses(chosen.settings),
         seq=seq,
         peak_allocated_bytes=estimate.peak_allocated_bytes,
         device_bytes=estimate.device_bytes,
         memory_bytes=gpu.memory_bytes,
+        host_bytes=estimate.host_bytes,
         step_s=estimate.step_s,
         tokens_per_s=estimate.tokens_per_s,
         fits=found.option.fits(gpu),
@@ -197,59 +190,7 @@ def plan(
     )
 
 
-def checkpoint(model: nn.Module, plan: CheckpointPlan | str) -> Checkpointed:
-    """See `tigon.checkpoint`."""
-    inner = _transformers_model(model, "tigon.checkpoint")
-    value = plan if isinstance(plan, str) else plan.checkpointing
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise UsageError(
-            "the model has activation checkpointing on already; call undo() of the earlier tigon.checkpoint, or "
-            "model.gradient_checkpointing_disable()."
-        )
-    layers = len(decoder_layers(inner))
-    if value == "none":
-        return Checkpointed(lambda: None)
-    if value == KEPT_ON_HOST:
-        _check_attention(inner)
-    try:
-        whole = _WHOLE_LAYERS.get(value)
-        states = states_of(_checked(value), layers) if whole is None else ["full"] * layers
-        undo_layers = apply(model, states, recomputed if whole is None else whole())
-    except RecipeError as error:
-        raise UsageError(f"{error}.") from None
-    undo_attention = head_groups.replace_attention(inner, 1) if value == KEPT_ON_HOST else None
-    undo_cache = without_cache(inner)
-
-    def undo() -> None:
-        undo_layers()
-        if undo_attention is not None:
-            undo_attention()
-        undo_cache()
-
-    return Checkpointed(undo)
-
-
-def _check_attention(model: PreTrainedModel) -> None:
-    attention = model.config._attn_implementation
-    if attention != "sdpa":
-        raise UsageError(
-            f"plan is {KEPT_ON_HOST!r}, which keeps the results of sdpa, and the model has {attention!r}; load it with "
-            'attn_implementation="sdpa".'
-        )
-
-
-def _checked(value: str) -> str:
-    if problem := complaint_about("train.checkpointing", value):
-        raise UsageError(f"plan {problem}.")
-    if not is_by_layer(value):
-        raise UsageError(
-            f"plan is {value!r}; tigon.checkpoint applies none, full, {OFFLOAD}, {KEPT_ON_HOST}, or layers such as "
-            f"full:7,none:9 with the states {', '.join(STATES)}."
-        )
-    return value
-
-
-def _transformers_model(model: nn.Module, caller: str) -> PreTrainedModel:
+def transformers_model(model: nn.Module, caller: str) -> PreTrainedModel:
     """The transformers model inside a wrapper of PEFT or DistributedDataParallel."""
     try:
         inner = unwrap(model)
@@ -274,6 +215,12 @@ def _gpu(memory: str | int | None) -> Gpu:
         return replace(here, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
     nbytes = size_bytes(memory) if isinstance(memory, str) else memory
     return find_gpu(str(memory)) if nbytes is None else replace(here, memory_bytes=nbytes)
+
+
+def _beside() -> Beside:
+    """What a loop may use beside recomputation: with a GPU, the host memory that is free here."""
+    known = torch.cuda.is_available() and find_spec("psutil") is not None  # accelerate installs it
+    return Beside(host=True, host_bytes=host_free_bytes() if known else None, fusion=True)
 
 
 def _precision(model: PreTrainedModel, precision: str | None) -> str:

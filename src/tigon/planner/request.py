@@ -54,7 +54,8 @@ class Request:
         Its techniques are the run's, without adapters, quantisation and checkpointing. They are made in
         trainer/post_training/trl_trainer.py.
         """
-        settings = self.settings.having({"lora.rank": None, "lora.quantize": False, "train.checkpointing": "none"})
+        plain = {"lora.rank": None, "lora.quantize": False, "lora.base_offload": False, "train.checkpointing": "none"}
+        settings = self.settings.having(plain)
         trained = FrozenModel(name=self.model, config=self.config)
         return tuple(
             replace(self, model=one.name, config=one.config, settings=settings, objective=PlannedObjective())

@@ -15,7 +15,7 @@ from tigon.planner.simulate.generation import generate
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
 from tigon.planner.simulate.playback import GradientRules, GraphMemory, replay, replay_evaluation
-from tigon.planner.trace.cache import StepTapes
+from tigon.planner.trace.cache.step_tapes import StepTapes
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.techniques.optimizers.table import OPTIMIZERS
 

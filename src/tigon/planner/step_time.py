@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tigon.planner.engines.base import Placement
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate import roofline
 from tigon.planner.simulate.model_states import ModelWeights
 from tigon.planner.simulate.optimizer_cost import cost_of
-from tigon.planner.trace.tape import Tape
+from tigon.planner.trace.tape import FORWARD, Tape
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
 from tigon.techniques.checkpointing.host_offload import LARGE_BYTES
 
@@ -30,6 +32,8 @@ def step_seconds(
     """
     settings, traffic = request.settings, placement.traffic
     micro_s = roofline.micro_s(tape, gpu, copied_bytes=traffic.copied, host_calls=traffic.host_calls)
+    if traffic.each_pass:
+        micro_s = _with_copies_s(tape, gpu, traffic.each_pass / gpu.link_bytes_s)
     if settings.train.checkpointing in ("offload", KEPT_ON_HOST):
         # Copies overlap with computation, so they cost time only if they take longer.
         micro_s = max(micro_s, 2 * overlapped_bytes / gpu.link_bytes_s)
@@ -40,6 +44,13 @@ def step_seconds(
     peers_s = max(traffic.peers_last / gpu.peer_bytes_s, traffic.peers / gpu.peer_bytes_s - hidden_s)
     update_s, link_s = _update_s(request, gpu, model, placement), _link_s(request, gpu, model, placement)
     return micro_s * settings.train.gradient_accumulation + update_s + link_s + peers_s
+
+
+def _with_copies_s(tape: Tape, gpu: Gpu, copies_s: float) -> float:
+    """Seconds of a micro-batch whose forward pass, and again its backward pass, overlaps with copies of `copies_s`."""
+    forward = [segment for segment in tape.segments if segment.where.phase == FORWARD]
+    others = [segment for segment in tape.segments if segment.where.phase != FORWARD]
+    return sum(max(roofline.micro_s(replace(tape, segments=part), gpu), copies_s) for part in (forward, others))
 
 
 def _update_s(request: Request, gpu: Gpu, model: ModelWeights, placement: Placement) -> float:

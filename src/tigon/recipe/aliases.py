@@ -86,7 +86,9 @@ ALIASES: Mapping[str, Alias] = {
         Alias("lora_target_modules", "lora.targets", AXOLOTL),
         Alias("lora_modules_to_save", "lora.modules_to_save", AXOLOTL),
         Alias("lr_scheduler", "train.schedule", AXOLOTL),
+        Alias("cosine_min_lr_ratio", "train.min_lr_rate", AXOLOTL),
         Alias("load_in_4bit", "lora.quantize", AXOLOTL),
+        Alias("layer_offloading", "lora.base_offload", AXOLOTL),
     )
 }
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from tigon.data.formats import FORMATS
-from tigon.data.sources import Source
+from tigon.data.source.formats import FORMATS
+from tigon.data.source.sources import Source
 from tigon.techniques.keys.lora import LoraConfig
 from tigon.techniques.keys.model import KERNELS, ModelKeys
 from tigon.techniques.keys.section import CONFIG, MAX_COUNT, Section, key
@@ -166,8 +166,13 @@ class TrainConfig(TrainKeys):
     """Samples per micro-batch, in each process."""
     learning_rate: float = key(3e-4, above=0)
     """Peak learning rate."""
-    schedule: str = key("cosine", choices=("cosine", "linear", "constant"))
-    """Learning rate schedule after the warm-up."""
+    schedule: str = key("cosine", choices=("cosine", "linear", "constant", "warmup_stable_decay"))
+    """Learning rate schedule after the warm-up. `warmup_stable_decay`: constant, then linear in the last
+    `train.decay_steps`."""
+    decay_steps: int | None = key(None, minimum=1, maximum=MAX_COUNT)
+    """Steps in which `warmup_stable_decay` lowers the learning rate."""
+    min_lr_rate: float = key(0.0, minimum=0, maximum=1)
+    """Share of the learning rate at which `cosine` and `warmup_stable_decay` end."""
     warmup_steps: int = key(0, minimum=0, maximum=MAX_COUNT)
     """Steps of linear warm-up."""
     weight_decay: float = key(0.1, minimum=0)

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tigon.data.formats import check_source
+from tigon.data.source.formats import check_source
 from tigon.errors import DataError, RecipeError
 from tigon.recipe.keys import NAME_CHARACTERS, RESERVED_NAMES, SECTIONS, Recipe
 from tigon.techniques import SWITCHES
@@ -63,6 +63,27 @@ _CHECKPOINTS = (
         lambda r: r.train.save_async and not OPTIMIZERS[r.train.optimizer].has_plain_states,
         "train.save_async takes optimizers with plain states; set train.optimizer: adamw, adamw-foreach, adafactor or "
         "sgd, or train.save_async: false",
+    ),
+)
+
+_SCHEDULE = (
+    Rule(
+        lambda r: r.train.schedule == "warmup_stable_decay" and r.train.decay_steps is None,
+        "train.schedule: warmup_stable_decay lowers the learning rate in the last steps; set train.decay_steps, "
+        "e.g. to a tenth of the run's steps",
+    ),
+    Rule(
+        lambda r: (
+            r.train.schedule == "warmup_stable_decay"
+            and r.train.steps is not None
+            and r.train.warmup_steps + (r.train.decay_steps or 0) > r.train.steps
+        ),
+        "train.warmup_steps and train.decay_steps together exceed train.steps; lower one of them",
+    ),
+    Rule(
+        lambda r: r.train.min_lr_rate > 0 and r.train.schedule in ("linear", "constant"),
+        "train.min_lr_rate is the end of train.schedule: cosine and warmup_stable_decay; set one of them, or leave "
+        "train.min_lr_rate out",
     ),
 )
 
@@ -167,6 +188,7 @@ _RULES = Rules(
             "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
         ),
         *_CHECKPOINTS,
+        *_SCHEDULE,
         *_EVALUATION,
         *_IMAGES,
         Rule(
@@ -180,6 +202,12 @@ _RULES = Rules(
             "train.save_steps",
             lambda r: r.train.save_steps is not None or r.train.load_best,
             "train.save_steps: 100",
+        ),
+        Switch(
+            ("train.decay_steps",),
+            "train.schedule",
+            lambda r: r.train.schedule == "warmup_stable_decay",
+            "train.schedule: warmup_stable_decay",
         ),
         Switch(("data.image_size",), "data.images", lambda r: r.data.images > 0, "data.images: 1"),
         Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),

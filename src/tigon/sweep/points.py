@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from tigon.errors import RecipeError
-from tigon.objectives import post_training_rules, recipe_checks
+from tigon.objectives import recipe_checks
+from tigon.objectives.post_training import rules as post_training_rules
 from tigon.recipe.keys import Recipe
 from tigon.sweep.definition import TRAINING_ALONE, Sweep, Variant, check_key
 

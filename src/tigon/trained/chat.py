@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tigon import medusa
-from tigon.data.render_chat import render_chat
+from tigon.data.chat.render_chat import render_chat
 from tigon.errors import OptionError, TigonError, UsageError
 from tigon.models.loading.weight_files import one_line
 from tigon.trained.load import Loaded

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tigon.data.chat_template import has_template
-from tigon.data.render_chat import render_chat
+from tigon.data.chat.chat_template import has_template
+from tigon.data.chat.render_chat import render_chat
 from tigon.errors import UsageError
 from tigon.trainer.evaluation.generate import end_tokens
 

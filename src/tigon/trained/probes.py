@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.data import chat_template, reading
+from tigon.data.chat import chat_template
+from tigon.data.chat.render_chat import render_chat
 from tigon.data.documents import BadRows, Document
-from tigon.data.render_chat import render_chat
+from tigon.data.source import reading
 from tigon.errors import TigonError, UsageError
 from tigon.objectives.recipe_checks import loads_saved
 from tigon.trainer.folder.run_folder import RECIPE

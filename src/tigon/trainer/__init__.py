@@ -2,7 +2,8 @@
 
 run.py              the steps of `tigon train`
 setup.py            what a run is made of: its recipe and techniques, its model's shape, its data
-prepare.py          checks and data before the run folder exists
+prepare.py          checks of recipe, model and machine before the run folder exists
+run_data.py         reads, tokenises and packs the rows
 model.py            loads the model that the recipe names
 engine.py           builds the model with its techniques
 arguments.py        the arguments of every Trainer, and the optimizer

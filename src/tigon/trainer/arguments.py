@@ -9,8 +9,9 @@ from typing import Any
 from torch._functorch import config as functorch_config
 from transformers import TrainingArguments
 
+from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.optimizers import galore
+from tigon.techniques.optimizers import galore, muon
 from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import MakeOptimizer
@@ -33,7 +34,7 @@ def arguments(setup: Setup, run: Path, *, evaluate: bool) -> dict[str, Any]:
         "per_device_train_batch_size": train.batch_size,
         "per_device_eval_batch_size": train.batch_size,
         "learning_rate": train.learning_rate,
-        "lr_scheduler_type": "constant_with_warmup" if train.schedule == "constant" else train.schedule,
+        **_schedule(train),
         "warmup_steps": train.warmup_steps,
         "weight_decay": train.weight_decay,
         "adam_beta1": train.adam_beta1,
@@ -68,6 +69,16 @@ def arguments(setup: Setup, run: Path, *, evaluate: bool) -> dict[str, Any]:
     return values
 
 
+def _schedule(train: TrainConfig) -> dict[str, Any]:
+    """The learning rate schedule by transformers' names."""
+    if train.schedule == "warmup_stable_decay":
+        decay = {"num_decay_steps": train.decay_steps, "decay_type": "linear", "min_lr_ratio": train.min_lr_rate}
+        return {"lr_scheduler_type": train.schedule, "lr_scheduler_kwargs": decay}
+    if train.min_lr_rate:  # a rule allows only cosine here
+        return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": train.min_lr_rate}}
+    return {"lr_scheduler_type": "constant_with_warmup" if train.schedule == "constant" else train.schedule}
+
+
 def _keeps_buckets() -> bool:
     """Whether DDP keeps the buckets of gradients that it begins with, by looking for weights without a gradient.
 
@@ -95,11 +106,16 @@ def make_optimizer(setup: Setup) -> MakeOptimizer | None:
         functorch_config.enable_autograd_cache = False
     if row.trainer_name is not None:
         return None
+    shared: dict[str, Any] = {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "weight_decay": train.weight_decay,
+    }
+    if row.name == "muon":
+        return partial(muon.build, **shared)
     return partial(
         galore.build,
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        weight_decay=train.weight_decay,
+        **shared,
         rank=settings.train.galore_rank,
         gap=train.galore_gap,
         layerwise=row.in_backward,

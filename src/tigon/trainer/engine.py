@@ -42,7 +42,7 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
     """Load the model, patch it, and apply the techniques in use.
 
     The model is on `device` unless FSDP2 or ZeRO-3 shards a checkpoint. FSDP2 moves its layers one by one from CPU
-    memory; ZeRO-3 loads it into its partitions.
+    memory; ZeRO-3 loads it into its partitions. With `lora.base_offload` frozen layers never are on `device` together.
 
     Args:
         setup: The recipe, with the model to load, its seed and its kernels, and the techniques.
@@ -63,6 +63,8 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
     built = _loaded(setup, loading)
     if not model.attention.startswith("flash") and settings.sharding.sequence == 1:
         packed_documents.keep_apart(built)
+    elif settings.sharding.sequence == 1:  # flash attention reads the documents itself
+        packed_documents.states_apart(built)
     if settings.sharding.fsdp:
         name_present_layers(built)
     saves_adapters = saves_adapters and settings.lora.rank is not None
@@ -91,6 +93,8 @@ def _loaded(setup: Setup, loading: Mapping[str, Any]) -> PreTrainedModel:
     model, config, settings, device = setup.recipe.model, setup.config, setup.settings, setup.device
     dtype = lora.frozen_dtype(settings)
     load = partial(models.build, model, config, dtype=dtype, seed=setup.recipe.train.seed)
+    if settings.lora.base_offload:  # its technique brings all but the frozen layers to the device
+        return load(device=torch.device("cpu"), loading=loading) if loading else load(device=None, through=device)
     if loading or not settings.sharding.divides_weights:
         return load(device=device, loading=loading)
     if models.is_preset(model.name):

@@ -14,11 +14,7 @@ If one process fails, all processes learn of it before the next collective. Othe
 
 from __future__ import annotations
 
-import errno
-import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,15 +29,14 @@ from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback
 
 from tigon._quiet import quiet_peft
 from tigon.data.packing import BlankPadded, SampleDataset
-from tigon.errors import RecipeError, RunFolderError
+from tigon.errors import RunFolderError
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import tensor_parallel
 from tigon.techniques.sequence_parallel.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_swap, resume_rules
 from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against
-from tigon.trainer.checkpoint.distributed_checkpoint import BackgroundSave
-from tigon.trainer.distributed import launch
+from tigon.trainer.checkpoint.atomic_save import SCHEDULER, AtomicSave
 from tigon.trainer.distributed.deepspeed_fixes import (
     allow_deepspeed_globals,
     keep_partition_dtype,
@@ -49,14 +44,13 @@ from tigon.trainer.distributed.deepspeed_fixes import (
 )
 from tigon.trainer.distributed.signals import StopRequest, ignore_signals
 from tigon.trainer.evaluation.token_mean import EvaluationFailed, TokenMean
-from tigon.trainer.guards.nan_guard import first_nonfinite, innermost
+from tigon.trainer.guards.nan_guard import innermost
 from tigon.trainer.step import TrainingStep
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
-SCHEDULER = "scheduler.pt"  # the Trainer's name
 COUNTS_SHARED_ROWS_AGAIN = Version(transformers.__version__) < Version("5.19.dev0")
 """Whether the Trainer divides its count of tokens by Accelerate's sizes instead of `get_cp_size` (up to 5.18)."""
 WORKER_TIMEOUT_S = 600  # for one batch from a data loader process, which takes milliseconds to prepare it
@@ -130,14 +124,10 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """What of a trainer of TRL runs on tigon's head and what does not, for the report."""
         self.evaluation_error: str | None = None
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
-        self._keep, self.args.save_total_limit = self.args.save_total_limit, None
+        self.saves, self.args.save_total_limit = AtomicSave(self, self.args.save_total_limit), None
         # The Trainer would load the best one without comparing it with its manifest.
         self.loads_best, self.args.load_best_model_at_end = self.args.load_best_model_at_end, False
         self.best_step: int | None = None
-        self._saved_step = 0
-        self._writing: Path | None = None
-        self._pending: BackgroundSave | None = None
-        self._writing_group: torch.distributed.ProcessGroup | None = None
         for silent in (PrinterCallback, ProgressCallback):
             self.remove_callback(silent)
         self.add_callback(_Start(self))
@@ -161,10 +151,10 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         result = None
         try:
             result = super().train(resume_from_checkpoint, **kwargs)
-            self.end_background_save()
+            self.saves.end_background()
         except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
-            self._saved_step = self.state.global_step
+            self.saves.last_step = self.state.global_step
         if self.loads_best and self.state.best_model_checkpoint is not None:
             self.load_best()
         return result
@@ -286,10 +276,6 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     # --- counters, checkpoints ---------------------------------------------------------------------------------------
 
-    @property
-    def _counted_file(self) -> str:
-        return f"counted-{self.args.process_index}.json"
-
     def counted(self) -> dict[str, Any]:
         """This process's counters and running sums, for a checkpoint between two records.
 
@@ -325,7 +311,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         Raises:
             RunFolderError: It is damaged.
         """
-        self.end_background_save()
+        self.saves.end_background()
         path, step = Path(self.state.best_model_checkpoint), self.state.best_global_step
         problem = checkpoint.problem_of(path, step)
         if problem is not None:
@@ -341,9 +327,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def save_last(self) -> None:
         """Save a checkpoint of the last step unless one exists, and wait until it is complete."""
-        if self._saved_step != self.state.global_step:
+        if self.saves.last_step != self.state.global_step:
             self._save_checkpoint(self.model, None)
-        self.end_background_save()
+        self.saves.end_background()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.is_deepspeed_enabled and checkpoint is not None:
@@ -359,7 +345,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights that a checkpoint holds. A distributed one has them beside the optimizer states."""
         folder = Path(output_dir or self.args.output_dir)
-        if self._writing is None or not self.safeguards.distributed:
+        if self.saves.writing is None or not self.safeguards.distributed:
             with quiet_peft():
                 self._save_weights(folder, _internal_call)
         elif self.args.should_save:
@@ -387,7 +373,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         whole = model.state_dict() if state is None else state
         return {name: tensor for name, tensor in whole.items() if name.startswith(prefix)}
 
-    def _states(self) -> dict[str, Any]:
+    def states(self) -> dict[str, Any]:
+        """The weights and optimizer states of a distributed checkpoint."""
         return distributed_checkpoint.states(self.model, innermost(self.optimizer), self._kept)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
@@ -408,125 +395,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         return state
 
     def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
-        """All processes write into the scratch folder; then the main process renames it to the checkpoint.
-
-        In the background, the weights and states are written after this method has returned.
-        """
-        self.end_background_save()
-        step, folder = self.state.global_step, Path(self.args.output_dir)
-        refuse_nonfinite_weights(model, step)
-        if not folder.parent.is_dir():  # the run folder was deleted; the Trainer would create it again, incomplete
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder.parent))
-        if self.args.should_save:
-            checkpoint.clear(folder)
-        self.accelerator.wait_for_everyone()
-        self._writing = checkpoint.scratch(folder, step)
-        written = self._writing / checkpoint.name_of(step)
-        best = self.state.best_global_step if self.loads_best else None
-        publish = partial(self._publish, folder, step, best)
-        states_to = written / distributed_checkpoint.FOLDER
-        try:
-            self._write(partial(self._save_files, partial(super()._save_checkpoint, model, trial)))
-            self._name_best(written)
-            self._write(partial(self._save_counted, written))
-            if self.safeguards.in_background:
-                self._writing_group = self._writing_group or distributed_checkpoint.writing_group()
-                self._write(partial(self._start_background_save, step, states_to, publish))
-            else:
-                if self.safeguards.distributed:
-                    self._write(lambda: distributed_checkpoint.save(states_to, self._states()))
-                self._write(publish)
-        finally:
-            self._writing = None
-        self._saved_step = step
-
-    def _save_files(self, save: Callable[[], None]) -> None:
-        """Let the Trainer write its files into the scratch folder.
-
-        The weights and states of a distributed checkpoint follow, when all processes have written their other files.
-        """
-        args, folder = self.args, self.args.output_dir
-        args.output_dir, args.save_only_model = str(self._writing), self.safeguards.distributed
-        try:
-            save()
-        finally:
-            args.output_dir, args.save_only_model = folder, False
-        if self.safeguards.distributed:
-            written = os.path.join(str(self._writing), checkpoint.name_of(self.state.global_step))
-            if args.should_save:
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(written, SCHEDULER))
-            self._save_scaler(written)
-            self._save_rng_state(written)
-
-    def _start_background_save(self, step: int, folder: Path, publish: Callable[[], None]) -> None:
-        self._pending = BackgroundSave(step, folder, self._states(), self._writing_group, publish)
-
-    def end_background_save(self) -> None:
-        """Wait until the save in the background is complete. Every process calls it.
-
-        Raises:
-            OSError: The disk is full in one of the processes.
-            RunFolderError: Another process failed or did not answer.
-        """
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        self._writing = checkpoint.scratch(Path(self.args.output_dir), pending.step)
-        try:
-            self._write(pending.wait)
-        finally:
-            self._writing = None
-
-    def _name_best(self, written: Path | None = None) -> None:
-        """Set the path of the best checkpoint, which the Trainer has looked for in the scratch folder of the present.
-
-        written: A checkpoint that is being written, whose state gets the path too.
-        """
-        step = self.state.best_global_step
-        if not self.loads_best or not step:
-            return
-        path = Path(self.args.output_dir) / checkpoint.name_of(step)
-        exists = path.is_dir() or (written is not None and written.name == path.name)
-        self.state.best_model_checkpoint = str(path) if exists else None
-        if written is not None and self.args.should_save:
-            self.state.save_to_json(str(written / "trainer_state.json"))
-
-    def _save_counted(self, folder: Path) -> None:
-        (folder / self._counted_file).write_text(json.dumps(self.counted()), encoding="utf-8")
-
-    def _publish(self, folder: Path, step: int, best: int | None) -> None:
-        """Move the checkpoint into place in the main process, and remove older ones."""
-        if self.args.should_save:
-            checkpoint.publish(folder, step, self.safeguards.metadata, keep=self._keep, best=best)
-
-    def _write(self, part: Callable[[], None]) -> None:
-        """Run one part of a save. If it fails in one process, all processes end the save and the files are removed.
-
-        If a process does not answer, the files stay until the next save, because that process may still be writing.
-
-        Raises:
-            OSError: The disk is full in one of the processes.
-            RunFolderError: Another process failed or did not answer.
-        """
-        folder, error, full = Path(self.args.output_dir), None, False
-        try:
-            part()
-        except Exception as caught:
-            error, full = caught, checkpoint.disk_is_full(caught, folder)
-        failed = int(full) + int(error is not None)
-        failures = launch.all_gather_ints(failed, patience_s=launch.PATIENCE_S if error is None else launch.ALONE_S)
-        if failures is not None and not any(failures):
-            return
-        if failures is not None and self.args.should_save:
-            assert self._writing is not None
-            shutil.rmtree(self._writing, ignore_errors=True)
-        if max(failures or [failed]) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
-        if error is not None:
-            raise error
-        others = [rank for rank, failure in enumerate(failures or ()) if failure]
-        who = f"process {others[0]} failed" if others else f"a process has not answered for {launch.PATIENCE_S} s"
-        raise RunFolderError(f"{folder}: {who} while a checkpoint was written; the checkpoint was not saved")
+        """Save atomically (checkpoint/atomic_save.py). In the background, weights and states are written later."""
+        self.saves.save(model, partial(super()._save_checkpoint, model, trial))
 
 
 def split_groups(optimizer: torch.optim.Optimizer, own: set[int], factor: float) -> None:
@@ -549,14 +419,6 @@ def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
         seed(worker)
 
 
-def refuse_nonfinite_weights(model: PreTrainedModel, step: int) -> None:
-    """Raise RecipeError if a weight is NaN or infinite, so that such weights are not saved."""
-    index = first_nonfinite(model)
-    if index is not None:
-        name = [name for name, _ in model.named_parameters()][index]
-        raise RecipeError(f"{name} has values that are not finite at step {step}: not saved; lower train.learning_rate")
-
-
 class _Start(TrainerCallback):  # type: ignore[misc]
     """Before the first step: the intervals of the present recipe, and whether any step is left."""
 
@@ -566,7 +428,7 @@ class _Start(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
         # A resumed state has the log and save intervals of the earlier recipe; use those of the present one.
         state.compute_steps(args, state.max_steps)
-        self._trainer._name_best()
+        self._trainer.saves.name_best()
         if state.global_step >= state.max_steps or self._trainer.stopped_early():
             raise _NothingLeft
         use_exact_beta_powers(innermost(self._trainer.optimizer))

@@ -1,4 +1,4 @@
-"""Prepares a run: checks the recipe against model and machine, and reads, tokenises and packs the text.
+"""Prepares a run: checks the recipe against model and machine, and makes its data (run_data.py).
 
 The run folder is created afterwards. Everything that can refuse the run is checked here, when nothing has been written
 except a tokenizer and tokens in the user's cache.
@@ -17,25 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
 from tigon._quiet import quiet_loading
-from tigon.data import cache, chat_template, documents, images, preferences, preview, reading, row_notes, tokenizer
-from tigon.data.document_table import Documents, Texts, split_eval, used_by_weight
-from tigon.data.packing import Collator, SampleDataset, fingerprint, unigram_entropy
-from tigon.data.tokenizer import IGNORE_INDEX
-from tigon.data.tokens import Encoder, Tokens, learns_an_end
-from tigon.errors import DataError, RecipeError, TigonError
+from tigon.data import images, preferences, preview
+from tigon.data.packing import Collator, SampleDataset
+from tigon.errors import RecipeError, TigonError
 from tigon.models.hybrid_layers import LayerPath, paths_of, slow_layers
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.lora import lora
-from tigon.trainer import model
+from tigon.trainer import model, run_data
 from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.evaluation import harness
-from tigon.trainer.evaluation.prompts import Prompt, prompt_of, prompts_of
+from tigon.trainer.evaluation.prompts import Prompt, as_chat, prompts_of, sample_prompt
 from tigon.trainer.guards import adapter_checks, auto_checkpointing, auto_packing, preflight, self_test
-from tigon.trainer.guards.recipe_warnings import RunSize, epochs_of, steps_of, warnings_of
+from tigon.trainer.guards.recipe_warnings import warnings_of
 from tigon.trainer.post_training.rewards import load_rewards
 from tigon.trainer.setup import Setup, TrainingData
 
@@ -177,7 +174,21 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
         raise
 
 
-def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """What the checks of the recipe against model and machine found out."""
+
+    config: PreTrainedConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    layer_paths: tuple[LayerPath, ...]
+    settings: Settings
+    objective: Objective
+    unused_tensors: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def _check(recipe: Recipe, device: torch.device) -> _Checked:
+    """Check the recipe against model and machine, before any row is read."""
     harness.check(recipe.eval.lm_eval)
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
@@ -192,136 +203,78 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     objective = objective_of(recipe, config, lambda: shapes)
     if objective.trl is None:  # TRL's rows are not packed
         preflight.check_documents(recipe, config)
-    adapter_warnings = adapter_checks.check(objective, config, settings)
+    warnings = adapter_checks.check(objective, config, settings)
     preflight.check_disk(recipe, settings, shapes)
     preflight.check_memory(recipe, settings, device, shapes)
-    unused_tensors = model.check_weights(recipe.model, config)
-    data = recipe.data
-    bad = documents.BadRows(data.bad_rows)
-    layout = objective.rows(data).layout
-    folder = cache.default_folder() if data.cache else None
-    read = reading.read(data.sources(), layout, data.max_text_mib, bad, cached=folder)
-    if data.eval_source:
-        train_docs = read
-        eval_docs = reading.read(data.eval_sources(), layout, None, bad, "data.eval_source", folder)
-    else:
-        train_docs, eval_docs = split_eval(read, data.eval_fraction)
-    train_docs = used_by_weight(train_docs)
+    return _Checked(
+        config=config,
+        shapes=shapes,
+        layer_paths=layer_paths,
+        settings=settings,
+        objective=objective,
+        unused_tensors=model.check_weights(recipe.model, config),
+        warnings=(*model.text_part_warning(recipe.model, config), *warnings),
+    )
+
+
+def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
+    checked = _check(recipe, device)
+    config, objective = checked.config, checked.objective
+    source = run_data.read_documents(recipe, objective)
     if objective.trl is not None:
         load_rewards(objective.trl.rewards)
         _check_teacher(recipe, config)
-        preferences.check_alike(itertools.chain(train_docs, eval_docs))
-    processor = objective.rows(data).load_processor()
-    tok = _tokenizer(recipe, train_docs) if processor is None else processor.tokenizer
-    rendering = chat_template.choose(tok, data.template, data.learn, model.end_ids(recipe, config))
-    preflight.check_vocabulary(recipe, config, len(tok))
-    of_rows: tuple[str, ...] = ()
-    if objective.trl is not None:
-        _check_chat(tok, read[0])
-        of_rows = tuple(filter(None, [preferences.without_template((train_docs, eval_docs), tok)]))
-    n_ids = config.get_text_config().vocab_size
-    encoder = Encoder(tok, n_ids, rendering, bad, folder)
-    encoded: tuple[Sequence[Encoded], Sequence[Encoded]]
-    if processor is not None:
-        with_images = images.Encoder(processor, rendering, n_ids, data.image_size, bad)
-        encoded = with_images.encode(train_docs), with_images.encode(eval_docs)
-    else:
-        encoded = encoder.encode(train_docs), encoder.encode(eval_docs)
-    rows, n_dropped, n_texts = None, 0, [len(train_docs), len(eval_docs)]
-    if objective.trl is not None:
-        texts = Tokens.of(encoded[0]), Tokens.of(encoded[1])
-        n_texts, n_rows = [len(part.rows) for part in texts], len(train_docs) + len(eval_docs)
-        (train_docs, eval_docs), encoded = preferences.fitting(
-            (train_docs, eval_docs), texts, data.sequence_length, too_long=data.too_long
-        )
-        n_dropped = n_rows - len(train_docs) - len(eval_docs)
-        rows = preferences.as_dataset(train_docs, folder), preferences.as_dataset(eval_docs, folder)
-    n_readers = resume_rules.readers(recipe, settings.sharding.gpus)
-    if rows is None and processor is None:
-        recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, n_readers)
-        data = recipe.data
-    else:
-        train, packing_line = objective.rows(data).pack(encoded[0]), ()
-    if rows is not None and not train.samples:
-        raise DataError(
-            f"{data.source_names}: post_training.base_steps trains on answers, and no row has one; add the column "
-            "completion, or set post_training.base_steps: 0"
-        )
-    eval_packed = objective.rows(data).pack(encoded[1]) if n_texts[1] else None
-    eval_samples: Sequence[Sample] = eval_packed.samples if eval_packed else []
-    n_samples = len(train.samples if rows is None else rows[0])
-    size = _size(recipe, objective, encoded[0], n_samples, len(eval_samples), n_readers)
-    _check_enough(recipe, n_samples, size)
-    if eval_packed is not None and not eval_packed.samples:
-        raise _nothing_to_evaluate(recipe, n_texts[1], eval_packed.n_dropped + n_dropped)
-    answered: list[Encoded] = []
-    if data.learn == "all" and rows is None and processor is None:  # the samples do not say where an answer begins
-        marks = replace(rendering, learn="answers")
-        answered = tokenizer.encode([(eval_docs or train_docs)[0]], tok, bad=documents.BadRows("skip"), rendering=marks)
-    prompt = _prompt(recipe, tok, config, eval_samples or train.samples, answered)
+        preferences.check_alike(itertools.chain(source.train, source.evaluated))
+    tokens = run_data.tokenise(recipe, config, objective, source)
+    n_readers = resume_rules.readers(recipe, checked.settings.sharding.gpus)
+    data = run_data.samples_of(recipe, config, objective, tokens, n_readers)
+    recipe = data.recipe  # `data.packing: auto` is decided
+    tok, processor = tokens.tokenizer, tokens.processor
+    prompt = sample_prompt(data, config)
+    packing_line = data.packing_line
+    if objective.trl is None and processor is None:
+        packing_line += auto_packing.one_by_one_line(recipe, config, checked.layer_paths)
     preflight.check_sample(recipe, config, len(prompt))
-    as_chat = chat_template.is_chat(read[0], tok, rendering) if rows is None else preferences.is_chat(read[0])
-    if rows is None and as_chat and not chat_template.has_template(tok):
-        tok.chat_template = chat_template.PLAIN_HEADERS  # the rows are encoded already, with the same text
-    as_chat = as_chat and rendering.template != "plain" and chat_template.has_template(tok)
-    prompts = prompts_of(recipe, tok, config, as_chat=as_chat)
+    prompts = prompts_of(recipe, tok, config, as_chat=as_chat(data))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
-    flatten = data.packs and recipe.model.attention.startswith("flash")
-    data_summary = {
-        "documents": n_texts[0],
-        "held_out_documents": n_texts[1],
-        "rows": n_samples,
-        "steps": steps_of(recipe, size),
-        "epochs": epochs_of(recipe, size),
-        "tokens": train.n_tokens,
-        "held_out_tokens": eval_packed.n_tokens if eval_packed else 0,
-        "truncated_rows": train.n_truncated + (eval_packed.n_truncated if eval_packed else 0),
-        "dropped_rows": train.n_dropped + (eval_packed.n_dropped if eval_packed else 0) + n_dropped,
-        "bad_rows": len(bad.problems),
-        "tokenizer_size": len(tok),
-        "parameters": sum(math.prod(shape) for shape in shapes.values()),
-        **(_of_samples(train.samples, eval_samples, size) if rows is None else {}),
-        "fingerprint": fingerprint(itertools.chain(train.samples, eval_samples)),
-    }
-    collator = objective.rows(data).collator(pad_id, flatten)
+    flatten = recipe.data.packs and recipe.model.attention.startswith("flash")
+    collator = objective.rows(recipe.data).collator(pad_id, flatten)
     prompt_inputs: Mapping[str, Any] = {}
     if processor is not None:
         processor.chat_template = tok.chat_template
         if not recipe.output.sample_prompt:
-            prompt_inputs = images.prompt_inputs((eval_samples or train.samples)[0], collator, len(prompt))
-        data_summary["images"] = sum(len(document.images) for part in (train_docs, eval_docs) for document in part)
-        check_every_row_has_images(train.samples, settings)
+            prompt_inputs = images.prompt_inputs(data.shown_samples[0], collator, len(prompt))
+        run_data.check_every_row_has_images(data.train.samples, checked.settings)
     return Prepared(
         recipe=recipe,
         device=device,
-        settings=settings,
+        settings=checked.settings,
         config=config,
-        shapes=shapes,
+        shapes=checked.shapes,
         objective=objective,
-        wrong_ops=self_test.wrong_ops(recipe, settings, device),
+        wrong_ops=self_test.wrong_ops(recipe, checked.settings, device),
         tokenizer=tok,
         processor=processor,
-        train=train,
-        eval_samples=eval_samples,
+        train=data.train,
+        eval_samples=data.eval_samples,
         collator=collator,
-        rows=rows,
+        rows=data.rows,
         prompt=prompt,
         prompt_inputs=prompt_inputs,
         prompts=prompts,
-        data=data_summary,
-        bad_rows=tuple(bad.problems[:3]),
-        shown=tuple(encoded[0][: data.show]),
-        rows_line=preview.rows_line(read, tok, rendering) + packing_line + _cache_line(encoder),
-        unused_tensors=unused_tensors,
+        data=data.summary(n_parameters=sum(math.prod(shape) for shape in checked.shapes.values())),
+        bad_rows=tuple(source.bad.problems[:3]),
+        shown=tuple(data.encoded[0][: recipe.data.show]),
+        rows_line=preview.rows_line(source.read, tok, tokens.rendering) + packing_line + tokens.cache_line(),
+        unused_tensors=checked.unused_tensors,
         warnings=(
-            *model.text_part_warning(recipe.model, config),
-            *adapter_warnings,
-            *of_rows,
-            *slow_layer_warning(layer_paths, device.type),
-            *_row_warnings(encoded, tok, rendering, is_trl=rows is not None),
-            *warnings_of(recipe, size, trains_tokenizer=_trains_tokenizer(recipe)),
+            *checked.warnings,
+            *tokens.warnings,
+            *slow_layer_warning(checked.layer_paths, device.type),
+            *data.row_warnings(),
+            *warnings_of(recipe, data.size, trains_tokenizer=run_data.trains_tokenizer(recipe)),
         ),
-        layer_paths=layer_paths,
+        layer_paths=checked.layer_paths,
     )
 
 
@@ -329,42 +282,6 @@ def slow_layer_warning(paths: Sequence[LayerPath], device_type: str) -> tuple[st
     """A warning if a library that is not installed would run layers faster; on a CPU none would."""
     slow = slow_layers(paths) if device_type == "cuda" else None
     return () if slow is None else (slow,)
-
-
-def check_every_row_has_images(samples: Sequence[Sample], settings: Settings) -> None:
-    """Refuse rows without images in a run of several processes.
-
-    A micro-batch of text alone gives the vision tower no gradient, for which the other processes would wait.
-    """
-    without = sum(not isinstance(sample, images.PicturedSample) for sample in samples)
-    if without and (settings.sharding.gpus > 1 or launch.world_size() > 1 or settings.sharding.divides_states):
-        raise DataError(
-            f"data.source: {without} of {len(samples)} rows have no image, and in several processes every row needs "
-            "one; remove these rows, or train in one process"
-        )
-
-
-def _row_warnings(
-    encoded: tuple[Sequence[Encoded], Sequence[Encoded]],
-    tok: PreTrainedTokenizerBase,
-    rendering: chat_template.Rendering,
-    *,
-    is_trl: bool,
-) -> tuple[str, ...]:
-    """What the rows have that the run does not teach.
-
-    is_trl: TRL makes the tokens and labels. It reads special tokens in a text, and which ends it learns is not known.
-    """
-    train, evaluated = encoded
-    noted = [*Tokens.of(train).noted(), *Tokens.of(evaluated).noted()]
-    warnings = row_notes.warnings_of(noted, without={row_notes.MARK_IN_TEXT} if is_trl else ())
-    if not is_trl and not Tokens.of(train).are_text.all() and not learns_an_end(train, tok, rendering):
-        warnings += (row_notes.no_end(len(train)),)
-    return warnings
-
-
-def _cache_line(encoder: Encoder) -> tuple[str, ...]:
-    return (f"tokens   of {encoder.n_cached:,} documents from the cache, {encoder.folder}",) if encoder.n_cached else ()
 
 
 def _check_teacher(recipe: Recipe, config: PreTrainedConfig) -> None:
@@ -394,122 +311,3 @@ def _check_teacher(recipe: Recipe, config: PreTrainedConfig) -> None:
             f"post_training.teacher: {name} has a vocabulary of {theirs}, but {recipe.model.name} has {ours}; use a "
             "teacher with the model's tokenizer"
         )
-
-
-def _check_chat(tok: PreTrainedTokenizerBase, row: documents.Document) -> None:
-    """Refuse messages without a chat template. TRL's trainers have no plain headers to fall back to."""
-    if preferences.is_chat(row) and not getattr(tok, "chat_template", None):
-        raise DataError(
-            f"{row.origin}: the row has messages, but the tokenizer has no chat template; use a tokenizer with one, or "
-            "write the prompt and the answers as text"
-        )
-
-
-def _trains_tokenizer(recipe: Recipe) -> bool:
-    return recipe.data.tokenizer == "auto" and model.is_preset(recipe.model.name)
-
-
-def _tokenizer(recipe: Recipe, train_docs: Documents) -> Any:
-    name = recipe.data.tokenizer
-    if _trains_tokenizer(recipe):
-        return tokenizer.train_bpe(Texts(train_docs), recipe.data.vocab_size, cache.default_folder("tokenizers"))
-    own = name == "auto"
-    return tokenizer.load_tokenizer(
-        recipe.model.name if own else name,
-        revision=recipe.model.revision if own else None,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
-
-
-def _size(
-    recipe: Recipe, objective: Objective, encoded: Sequence[Encoded], n_samples: int, n_eval: int, n_readers: int
-) -> RunSize:
-    """The size of the run, for the number of its steps."""
-    if objective.trl is not None and objective.trl.rewards:  # a sample is a completion; TRL leaves out an unfull step
-        per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * n_readers
-        n_samples *= recipe.post_training.generations
-        n_samples -= n_samples % per_step
-    of_text = Tokens.of(encoded).are_text.any()
-    n_rows = n_samples if objective.trl is not None else 0 if of_text else len(encoded)
-    return RunSize(n_samples, n_eval, n_readers, n_rows=n_rows)
-
-
-def _of_samples(samples: Sequence[Sample], eval_samples: Sequence[Sample], size: RunSize) -> dict[str, float]:
-    """The figures of data.json that the rows of a trainer of TRL do not have."""
-    return {
-        **({"rows_per_sample": size.n_rows / len(samples)} if size.n_rows else {}),
-        "learned_tokens": sum(int((sample.labels_T != IGNORE_INDEX).sum()) for sample in samples),
-        "unigram_entropy": unigram_entropy(eval_samples or samples),
-    }
-
-
-def _check_enough(recipe: Recipe, n_samples: int, size: RunSize) -> None:
-    """Refuse fewer samples than a step needs; the Trainer would silently take smaller steps."""
-    given = f"data.source gives {n_samples} samples of {recipe.data.sequence_length} tokens, fewer than"
-    batches = {"train.batch_size": recipe.train.batch_size}
-    if recipe.comparison.steps and recipe.comparison.batch_size:
-        batches["comparison.batch_size"] = recipe.comparison.batch_size
-    for name, batch_size in batches.items():
-        if n_samples < batch_size:
-            apart = _unpacked(recipe, size, batch_size)
-            raise RecipeError(f"{given} {name} {batch_size}; {apart}lower {name} or data.sequence_length, or add text")
-    train = recipe.train
-    samples_per_step = train.batch_size * train.gradient_accumulation * size.n_processes
-    if n_samples < samples_per_step:
-        factors = f"train.batch_size {train.batch_size} x train.gradient_accumulation {train.gradient_accumulation}"
-        shared = " groups of" if recipe.sharding.sequence > 1 else ""
-        factors += f" x {size.n_processes}{shared} processes" if size.n_processes > 1 else ""
-        raise RecipeError(
-            f"{given} the {samples_per_step} of one step ({factors}); {_unpacked(recipe, size, samples_per_step)}"
-            "lower one of these factors or data.sequence_length, or add text"
-        )
-
-
-def _unpacked(recipe: Recipe, size: RunSize, wanted: int) -> str:
-    """The advice to give each row its own sample, if that makes enough of them."""
-    if not recipe.data.packs or size.n_rows < max(wanted, size.n_samples + 1):
-        return ""
-    return f"set data.packing: false, which gives {size.n_rows}, "
-
-
-def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:
-    """The error for eval documents without a usable sample. The run would silently lack an eval loss."""
-    data = recipe.data
-    if data.eval_source:
-        what, fix = (
-            f"data.eval_source: {', '.join(source.name for source in data.eval_sources())}",
-            "name other files, or leave data.eval_source out",
-        )
-    else:
-        what, fix = f"data.eval_fraction: {data.eval_fraction:g} of the documents", "hold out more of them, or 0"
-    return DataError(
-        f"{what}: {n_documents} documents give no sample to evaluate on: {n_dropped} are longer than "
-        f"data.sequence_length {data.sequence_length} (data.too_long: {data.too_long}), {n_documents - n_dropped} are "
-        f"unusable or have no token to predict; {fix}"
-    )
-
-
-def _prompt(
-    recipe: Recipe,
-    tok: PreTrainedTokenizerBase,
-    config: PreTrainedConfig,
-    samples: Sequence[Sample],
-    rows: Sequence[Encoded],
-) -> list[int]:
-    """The tokens that the text sample continues.
-
-    Args:
-        recipe: The recipe.
-        tok: The tokenizer.
-        config: The model's config.
-        samples: Samples to take the prompt of.
-        rows: Rows whose answers alone are learned, to take it of instead.
-    """
-    if text := recipe.output.sample_prompt:
-        return [int(i) for i in tok(text)["input_ids"]]
-    pairs = [(row.tokens, row.labels) for row in rows]
-    if isinstance(samples[0], images.PicturedSample):  # its images go with its tokens
-        return prompt_of([(samples[0].tokens_T.tolist(), samples[0].labels_T.tolist())], None)
-    limit = preflight.most_positions(config)
-    room = None if limit is None else max(1, limit - recipe.output.sample_tokens)
-    return prompt_of(pairs or ((each.tokens_T.tolist(), each.labels_T.tolist()) for each in samples), room)

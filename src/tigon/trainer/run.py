@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.data import reading, sources
 from tigon.data.image_rows import PicturedRows
+from tigon.data.source import reading, sources
 from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
-from tigon.objectives.post_training_rules import is_post_training
+from tigon.objectives.post_training.rules import is_post_training
 from tigon.recipe.keys import Recipe
 from tigon.techniques.lora import lora
 from tigon.trainer import engine
@@ -288,7 +288,7 @@ def _train(
     Returns:
         The trainer, and a mapping with `eval_loss` (None without eval samples), `train_s` and `memory`.
     """
-    from tigon.trainer import guarded  # loads transformers
+    from tigon.trainer.checkpoint import atomic_save  # loads transformers
     from tigon.trainer.report.watchers import watch  # loads transformers
 
     trainer = _make_trainer(run, prepared, built, stop)
@@ -312,7 +312,7 @@ def _train(
         stop.promise = "ending once everything is saved"
         _end_if_asked(prepared, trainer)
         trainer.gate.settle(trainer.state.global_step)
-        guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
+        atomic_save.refuse_nonfinite_weights(built, trainer.state.global_step)
         if prepared.settings.sharding.divides_weights:
             _save_model(run, prepared, built, trainer)
         eval_loss = _final_eval_loss(trainer) if prepared.eval_samples else None

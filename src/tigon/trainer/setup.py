@@ -108,5 +108,5 @@ class Setup:
     def without_adapters(self, **keys: int) -> Self:
         """The same without adapters and activation checkpoints. keys: More keys of `train` among the techniques'."""
         others = {f"train.{name}": value for name, value in keys.items()}
-        plain = {"lora.rank": None, "lora.quantize": False, "train.checkpointing": "none"}
+        plain = {"lora.rank": None, "lora.quantize": False, "lora.base_offload": False, "train.checkpointing": "none"}
         return replace(self, settings=self.settings.having({**plain, **others}))

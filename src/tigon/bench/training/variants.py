@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tigon.errors import OptionError
+from tigon.models.kv_cache import without_cache
 from tigon.models.patch import patch
-from tigon.planner import model_plan
+from tigon.planner import model_checkpoint
 from tigon.techniques.checkpointing import layer_function
 from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer
 from tigon.techniques.keys.settings import complaint_about
@@ -57,7 +58,7 @@ class Code:
     ours: bool = False
     """Whether tigon recomputes, so that `auto` and the states of layers exist."""
     finish: Callable[[PreTrainedModel, Ready, str], Ready] | None = None
-    """Changes the model once more, after its recomputation is set up. Only for `none` and `full`."""
+    """Changes the model once more. Graphs set up their recomputation here. Only for `none` and `full`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The planner's settings that describe it, beside its kernels."""
 
@@ -81,7 +82,10 @@ class Variant:
         own: PreTrainedModel = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
         if self.code.ours:
             ready = self.code.prepare(own)
-            model_plan.checkpoint(own, recomputed)
+            if self.code.settings.get("train.cuda_graphs"):  # a graph contains the recomputation
+                without_cache(own)
+            else:
+                model_checkpoint.checkpoint(own, recomputed)
             return ready if self.code.finish is None else self.code.finish(own, ready, recomputed)
         if recomputed == "full":
             layer_function.enable(own)

@@ -14,14 +14,7 @@ python -m tigon.compat.liger script.py [args]                              # run
 
     layers.py           norms, gated units, rotary embeddings and experts
     modules.py          norms, MLPs and experts as modules
-    cross_entropy.py    the two cross entropies
-    divergences.py      JSD, KL and total variation of rows, and the JSD of two heads
-    distillation.py     the JSD of two heads with the loss on the labels
-    preference.py       DPO, CPO, SimPO and ORPO
-    kto.py              KTO
-    grpo.py             GRPO and its family
-    policy.py           GRPO's policy losses from log-probabilities per token
-    heads.py            log-probabilities of a head, for the losses above
+    losses/             cross entropies, divergences, preference losses, KTO and GRPO
     utils.py            `liger_kernel.utils`
     patching/           `apply_liger_kernel_to_*`, the Auto class, and what Trainer calls
 """

@@ -42,14 +42,14 @@ _FILES: Mapping[str, Mapping[str, str]] = {
         "LigerExperts",
         "transformers.geglu": "LigerGEGLUMLP",
     },
-    "cross_entropy": {
+    "losses.cross_entropy": {
         "ops.cross_entropy": "LigerCrossEntropyFunction",
         "ops.fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyFunction",
         "transformers.cross_entropy": "LigerCrossEntropyLoss",
         "transformers.fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
         "transformers.functional": "CrossEntropyOutput liger_cross_entropy liger_fused_linear_cross_entropy",
     },
-    "divergences": {
+    "losses.divergences": {
         "ops.jsd": "LigerJSDFunction",
         "ops.kl_div": "LigerKLDivLossFunction",
         "ops.tvd": "LigerTVDLossFunction",
@@ -60,7 +60,7 @@ _FILES: Mapping[str, Mapping[str, str]] = {
         "transformers.fused_linear_jsd": "LigerFusedLinearJSD LigerFusedLinearJSDFunction",
         "transformers.functional": "liger_jsd liger_kl_div liger_tvd liger_fused_linear_jsd",
     },
-    "preference": {
+    "losses.preference": {
         "chunked_loss.dpo_loss": "LigerFusedLinearDPOLoss LigerFusedLinearDPOFunction",
         "chunked_loss.cpo_loss": "LigerFusedLinearCPOLoss LigerFusedLinearCPOFunction",
         "chunked_loss.simpo_loss": "LigerFusedLinearSimPOLoss LigerFusedLinearSimPOFunction",
@@ -68,17 +68,17 @@ _FILES: Mapping[str, Mapping[str, str]] = {
         "chunked_loss.functional": "liger_fused_linear_dpo liger_fused_linear_cpo liger_fused_linear_simpo "
         "liger_fused_linear_orpo",
     },
-    "kto": {
+    "losses.kto": {
         "chunked_loss.kto_loss": "LigerFusedLinearKTOLoss LigerFusedLinearKTOFunction",
         "chunked_loss.functional": "liger_fused_linear_kto",
     },
-    "grpo": {
+    "losses.grpo": {
         "ops.grpo_loss": "GrpoLossFunction fused_selective_log_softmax",
         "transformers.grpo_loss": "triton_grpo_loss GrpoLossFunction fused_selective_log_softmax",
         "chunked_loss.grpo_loss": "LigerFusedLinearGRPOLoss LigerFusedLinearGRPOFunction",
         "chunked_loss.functional": "liger_fused_linear_grpo",
     },
-    "distillation": {
+    "losses.distillation": {
         "chunked_loss.jsd_loss": "LigerFusedLinearJSDLoss LigerFusedLinearJSDFunction",
         "chunked_loss.functional": "liger_fused_linear_jsd",
     },

@@ -69,6 +69,8 @@ class Traffic:
     """Bytes of device memory that a micro-batch's collectives read and write to fill and empty their buckets."""
     host_calls: int = 0
     """Host time in a micro-batch and its step, as a number of operators."""
+    each_pass: int = 0
+    """Bytes that the forward pass, and again the backward pass, copies from the host while it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +123,18 @@ class Loading:
         sizes = (self.widening * weight.nbytes for weight in self.model.weights)
         return fit_whole(sizes, self.ledger.allocator.limit_bytes)
 
-    def load_whole(self, *, for_the_host: bool = False) -> list[list[Allocation | None]]:
-        """Allocate the whole weights and buffers; returns the tensors of each weight. for_the_host: the weights are
-        initialized on the host."""
+    def load_whole(
+        self, *, for_the_host: bool = False, without: frozenset[str] = frozenset()
+    ) -> list[list[Allocation | None]]:
+        """Allocate the whole weights and buffers; returns the tensors of each weight.
+
+        for_the_host: the weights are initialized on the host. without: names of weights that stay there.
+        """
         ledger, model, times = self.ledger, self.model, self.widening
         loaded = [
-            [ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensor_bytes] for weight in model.weights
+            [ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensor_bytes]
+            for weight in model.weights
+            if weight.name not in without
         ]
         ledger.alloc(model.buffer_bytes, "weights")
         if is_drawn(self.request) and ties_embeddings(self.request.config) and not for_the_host:
@@ -200,8 +208,8 @@ def layers_of(model: ModelWeights) -> list[list[Weight]]:
 
 
 def largest_layer_bytes(model: ModelWeights) -> int:
-    """Bytes of the largest layer's weights."""
-    return max((sum(weight.nbytes for weight in layer) for layer in layers_of(model)), default=0)
+    """Bytes of the largest layer's weights, without the scales of weights in 4 bits, which no engine divides."""
+    return max((sum(weight.packed_bytes for weight in layer) for layer in layers_of(model)), default=0)
 
 
 def grad_bytes(model: ModelWeights) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tigon.planner.engines.base import (
     Engine,
     Gradients,
+    Loading,
     Placement,
     Traffic,
     embedding_grad_bytes,
     grad_bytes,
     sharded_update,
 )
+from tigon.planner.engines.base_offload import layers_on_host
 from tigon.planner.engines.fsdp import Fsdp
 from tigon.planner.engines.zero import Zero1, Zero2, Zero3
 from tigon.planner.request import Request
@@ -24,6 +27,7 @@ from tigon.planner.simulate.model_states import (
     update_work,
 )
 from tigon.techniques.keys.settings import Settings
+from tigon.units import in_bytes
 
 
 def engine_of(settings: Settings) -> Engine:
@@ -42,16 +46,41 @@ class SingleGpu(Engine):
     joins_a_group = False
 
     def placement(self, request: Request, model: ModelWeights) -> Placement:
-        return Placement(
+        whole = Placement(
             weights=model.weight_bytes,
             optimizer_tensor_bytes=tuple(state_tensor_bytes(request, model.weights)),
             update=update_work(request, model.weights),
             step_tensor_bytes=tuple(step_tensor_bytes(request, model.weights)),
             managed=managed_bytes(request, model.weights),
         )
+        if not self.settings.lora.base_offload:
+            return whole
+        moved = layers_on_host(model)
+        left = sum(weight.nbytes for weight in model.weights if weight.name in moved.names)
+        return replace(
+            whole,
+            weights=whole.weights - left + sum(moved.buffers),
+            host=moved.host_bytes,
+            traffic=Traffic(each_pass=moved.pass_bytes),
+        )
+
+    def load(self, loading: Loading) -> None:
+        if not self.settings.lora.base_offload:
+            return super().load(loading)
+        moved = layers_on_host(loading.model)
+        for nbytes in moved.buffers:
+            loading.ledger.alloc(nbytes, "weights")
+        loading.load_whole(for_the_host=True, without=moved.names)
+        return None
 
     def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
-        return ()
+        if not self.settings.lora.base_offload:
+            return ()
+        moved = layers_on_host(model)
+        return (
+            f"The frozen weights of {len(moved.layer_bytes)} layers wait in host memory, {in_bytes(moved.host_bytes)}. "
+            f"Each micro-batch copies {in_bytes(2 * moved.pass_bytes)} to the GPU, while it computes.",
+        )
 
 
 class Ddp(Engine):

@@ -19,11 +19,12 @@ from tigon.planner.engines.base import (
 )
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
-from tigon.planner.simulate.model_states import ModelWeights, managed_bytes, state_tensor_bytes
+from tigon.planner.simulate.model_states import ModelWeights, Weight, managed_bytes, state_tensor_bytes
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.precision import format_of
 from tigon.techniques.sharding.sharding import shard_ranks
+from tigon.units import in_bytes
 
 HOST_CALLS = 130
 """Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4 x
@@ -42,9 +43,15 @@ class Fsdp(Engine):
         """Shards and gradients have the dtype that the weights were loaded in, which is fp32 for amp precisions."""
         return 2 if format_of(self.settings).autocast is not None else 1
 
+    def _widening_of(self, weight: Weight) -> int:
+        """That of one weight. Beside weights in 4 bits, frozen ones are loaded in the dtype of the matmuls."""
+        return 1 if self.settings.lora.quantize and not weight.trained else self._widening
+
     def placement(self, request: Request, model: ModelWeights) -> Placement:
         settings, gpus, widening = self.settings, shard_ranks(self.settings), self._widening
-        weights = share(widening * model.weight_bytes, gpus)
+        wide = sum(self._widening_of(weight) * weight.packed_bytes for weight in model.weights)
+        scales = model.weight_bytes - model.packed_bytes
+        weights = share(widening * model.buffer_bytes + wide, gpus) + scales
         grads = share(widening * sum(weight.grad_bytes for weight in model.trained), gpus)
         shards = [
             Parameter((share(rows, gpus), *columns), widening * weight.itemsize)
@@ -55,6 +62,8 @@ class Fsdp(Engine):
         states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
         host, link = 0, 0
         loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0
+        if settings.lora.quantize:  # they are quantised on the GPU
+            loaded = model.weights[0].itemsize
         if settings.sharding.offload != "none":
             host, link = weights + grads + states, 3 * weights + grads
             weights = grads = states = step = 0
@@ -87,10 +96,10 @@ class Fsdp(Engine):
         # Gathered weights, reduced weights and gradients are allocated on separate streams.
         layer, outside = largest_layer_bytes(model), [weight for weight in model.weights if weight.layer is None]
         untied = any(weight.shape == model.lm_head_shape and not weight.embedding for weight in outside)
-        tail = sum(weight.nbytes for weight in outside if not (untied and weight.embedding))
+        tail = sum(weight.packed_bytes for weight in outside if not (untied and weight.embedding))
         reshard = self.settings.sharding.reshard
         return GatheredSizes(
-            both_passes=min(tail + layer if reshard else model.weight_bytes, model.weight_bytes),
+            both_passes=min(tail + layer if reshard else model.packed_bytes, model.packed_bytes),
             backward=2 * layer if reshard else layer,
             before_copy=tail + layer if shard_ranks(self.settings) > 1 else 0,
         )
@@ -105,12 +114,12 @@ class Fsdp(Engine):
         return Traffic(
             link=link,
             # gathers, a reduction, and an all-reduce of the shards of gradients over the copies
-            peers=passes * model.weight_bytes
+            peers=passes * model.packed_bytes
             + sum(weight.nbytes for weight in model.trained)
             + (2 * shard_bytes if self.settings.sharding.replicas > 1 else 0),
             peers_last=embedding_grad_bytes(model),
             # gathered weights are copied out twice, gradients into the reduction's input
-            copied=6 * model.weight_bytes,
+            copied=6 * model.packed_bytes,
             host_calls=host_calls,
         )
 
@@ -128,20 +137,28 @@ class Fsdp(Engine):
 
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model
-        if not (placement.loaded_itemsize and loading.fits_whole()):
+        if not (placement.loaded_itemsize and (self.settings.lora.quantize or loading.fits_whole())):
             # Upper bound: one unit comes from the host to be sharded.
             ledger.alloc_briefly(placement.gathered.both_passes, component="weights")
             ledger.alloc(placement.weights, "weights")
             return
         whole = loading.load_whole()
+        for weight, tensors in zip(model.weights, whole, strict=True):
+            if weight.stored_as:  # packed weights wait on the host, scales stay whole
+                ledger.free(tensors[0])
+                tensors.clear()
         # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
         for weight in model.weights:
-            ledger.alloc(share(loading.widening * weight.nbytes, shard_ranks(self.settings)), "weights")
+            widening = self._widening_of(weight) if self.settings.lora.quantize else loading.widening
+            ledger.alloc(share(widening * weight.packed_bytes, shard_ranks(self.settings)), "weights")
         for tensors in whole:
             ledger.free_all(tensors)
 
     def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
         notes = super().notes(request, model)
+        if self.settings.lora.quantize:
+            whole = in_bytes(model.weight_bytes)
+            return (*notes, f"Each GPU holds the whole quantised model ({whole}) before FSDP2 divides it.")
         if request.model in PRESETS:
             return notes
         gpus = self.settings.sharding.gpus

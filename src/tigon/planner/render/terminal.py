@@ -253,13 +253,9 @@ def bar(result: Estimate, gpu: Gpu) -> Text:
 def _recommendations(plan: Plan, console: Console) -> None:
     room = gib(plan.problem.gpu.memory_bytes)
     if plan.fallback:
-        own = plan.problem.request
-        on_host = any(
-            (one.option.request.settings.lora.rank, one.option.request.settings.lora.quantize)
-            == (own.settings.lora.rank, own.settings.lora.quantize)
-            for one in plan.recommended
-        )
-        what = "everything that fits keeps states on the host" if on_host else "nothing that was tried fits"
+        asked = plan.problem.request.settings.lora
+        on_host = [one.option.all_host_bytes for one in plan.recommended if one.option.request.settings.lora == asked]
+        what = f"what fits keeps {gib(min(on_host))} on the host" if on_host else "nothing that was tried fits"
         console.print(f"\n[bold]Without {plan.fallback}, {what}.[/bold]")
     order = "smallest change of the numbers first"
     console.print(f"\n[bold]Recipes that fit[/bold] in {room} ({space.HEADROOM:.0%} stay free), {order}")

@@ -5,7 +5,8 @@ the best choice has at most two kinds of layers: one that fits in all layers, an
 the others and does not fit in all. A line through the known sizes tells how many layers can have the second kind. The
 estimate of that choice then confirms or corrects the number.
 
-If no recomputation makes the run fit, the layers' inputs may go to the host (`offload`).
+Beside recomputation, the layers' inputs may go to the host if nothing else fits (`offload`), and attention's results
+if that is faster (`offload-attention`). Micro-batches may add to the gradients in their products (accumulation fusion).
 """
 
 from __future__ import annotations
@@ -18,14 +19,30 @@ from tigon.errors import RecipeError
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, refusals, text_config
 from tigon.planner.search.option import Option, estimate_option
+from tigon.techniques.accumulation import accumulation
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
 from tigon.techniques.checkpointing.layer_checkpointing import written
 from tigon.techniques.keys.train import STATES
 
 MAX_LOOKS = 6
 """Estimates for the number of layers of one pair of kinds."""
 MAX_PAIRS = 2
+LONG_TOKENS = 4096
+"""Tokens of a sample from which `offload-attention` is tried. Below, attention takes little of a layer's time."""
 Needs = Callable[[Option], int]
 """An option -> the bytes that have to fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What `choose` may use beside the recomputation of layers and the micro-batch."""
+
+    host: bool = False
+    """Keep the layers' inputs, or attention's results too, in host memory."""
+    host_bytes: int | None = None
+    """The host memory that it may use; None: any amount."""
+    fusion: bool = False
+    """Switch gradient accumulation fusion on where it pays."""
 
 
 @dataclass
@@ -48,8 +65,7 @@ def choose(
     splits: Sequence[tuple[int, int]] = (),
     *,
     needs: Needs = device_bytes,
-    offloads: bool = False,
-    host_bytes: int | None = None,
+    beside: Beside = Beside(),
 ) -> Choice:
     """The fastest choice that fits `gpu`; if nothing fits, the smallest.
 
@@ -58,8 +74,7 @@ def choose(
         gpu: The GPU, with the memory that the run may take.
         splits: (batch, accumulate) pairs to choose from, largest micro-batch first; empty: the request's own.
         needs: the bytes of an option that have to fit.
-        offloads: if nothing else fits, try the layers' inputs on the host.
-        host_bytes: the host memory that offloading may use; None: any amount.
+        beside: what it may use beside recomputation.
 
     Raises:
         UsageError: The model cannot be traced, or the request is wrong.
@@ -68,7 +83,7 @@ def choose(
     seen: dict[tuple[int, str], Option] = {}
 
     def layers_of(split: tuple[int, int]) -> _Layers:
-        return _Layers(request_of(request, *split), gpu, seen, needs)
+        return _Layers(request_of(request, *split), gpu, seen, needs, beside.fusion)
 
     largest = layers_of(splits[0])
     whole = largest.option("none")
@@ -87,16 +102,22 @@ def choose(
     if undivided and best.request.settings.train.checkpointing != "none":
         option = largest.fastest(beats=_speed(best) if largest.fits(best) else 0.0)
         best = option if largest.better(option, best) else best
-    if offloads and not largest.fits(best):
-        best = _on_host(map(layers_of, reversed(splits)), host_bytes) or best
+    if beside.host and best.request.settings.train.checkpointing != "none":
+        # With the inputs alone on the host every layer is recomputed, which is never faster than what fits.
+        kinds = [] if largest.fits(best) else [OFFLOAD]
+        if not request.masked and request.seq >= LONG_TOKENS:
+            kinds.append(KEPT_ON_HOST)
+        for kind in kinds:
+            on_host = _on_host(kind, map(layers_of, reversed(splits)), beside.host_bytes)
+            best = on_host if on_host is not None and largest.better(on_host, best) else best
     return Choice(best, seen)
 
 
-def _on_host(smallest_first: Iterable[_Layers], host_bytes: int | None) -> Option | None:
-    """The fastest micro-batch that fits with the layers' inputs on the host; None if none does."""
+def _on_host(kind: str, smallest_first: Iterable[_Layers], host_bytes: int | None) -> Option | None:
+    """The fastest micro-batch that fits with a kind that keeps tensors on the host; None if none does."""
     best: Option | None = None
     for layers in smallest_first:
-        option = layers.option("offload")
+        option = layers.option(kind)
         # One that does not fit decides nothing about larger ones: a batch that is not divided holds no gradients.
         if option is None or not layers.fits(option) or option.host_excess(host_bytes) > 0:
             continue
@@ -113,7 +134,7 @@ def request_of(request: Request, batch: int, accumulate: int) -> Request:
 
 def fastest(request: Request, gpu: Gpu) -> Option:
     """The request with the fastest recomputation that fits; if none fits, with the one that needs least memory."""
-    return _Layers(request, gpu, {}, device_bytes).fastest()
+    return _Layers(request, gpu, {}, device_bytes, fusion=False).fastest()
 
 
 def _speed(option: Option) -> float:
@@ -141,6 +162,7 @@ class _Layers:
     gpu: Gpu
     seen: dict[tuple[int, str], Option]
     needs: Needs
+    fusion: bool
 
     def fits(self, option: Option) -> bool:
         return self.needs(option) <= self.gpu.memory_bytes
@@ -162,6 +184,9 @@ class _Layers:
             settings = self.request.settings.having({"train.checkpointing": checkpointing})
             if refusals(self.request, settings):
                 return None
+            fused = settings.having({"train.gradient_accumulation_fusion": True})
+            if self.fusion and accumulation.pays(settings) and not refusals(self.request, fused):
+                settings = fused
             try:
                 self.seen[key] = estimate_option(replace(self.request, settings=settings), self.gpu)
             except RecipeError:  # the model lacks layers or MLPs that can be recomputed alone

@@ -18,13 +18,14 @@ from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
-from tigon.planner.search.checkpointing import choose, fastest
+from tigon.planner.search.checkpointing import Beside, choose, fastest
 from tigon.planner.search.largest_batch import MaxSizes, max_sizes
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.pool import ForkedCall
 from tigon.planner.search.space import SearchProblem
 from tigon.planner.simulate.model_states import model_weights
 from tigon.techniques import LABELS, SEARCHES, matrix
+from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import AUTO
 
@@ -107,12 +108,13 @@ def _with_auto(problem: SearchProblem) -> Request:
     """The requested run with what `train.checkpointing: auto` chooses for the GPU, as `tigon train` would choose."""
     splits = space.splits(problem) if problem.auto_divides else ()
     gpu = space.with_headroom(problem.gpu)
-    return choose(problem.request, gpu, splits, offloads=True, host_bytes=problem.host_bytes).option.request
+    beside = Beside(host=True, host_bytes=problem.host_bytes, fusion=problem.auto_divides)
+    return choose(problem.request, gpu, splits, beside=beside).option.request
 
 
 def _for_reach(problem: SearchProblem, asked: Request) -> Request:
     """The run whose largest sizes are looked for. `auto` recomputes every layer before it gives up."""
-    if not problem.auto or asked.settings.train.checkpointing == "offload":
+    if not problem.auto or asked.settings.train.checkpointing in (OFFLOAD, KEPT_ON_HOST):
         return asked
     most = asked.settings.having({"train.checkpointing": "full"})
     return asked if refusals(asked, most) else replace(asked, settings=most)
@@ -288,7 +290,8 @@ def search(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...
 def recommendations(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...], str]:
     """Returns (recommendations, smallest change first; why combinations were not tried; the fallback's name or "").
 
-    A fallback is tried if nothing fits, or if everything that fits keeps states on a host whose memory is not known.
+    A fallback is tried if nothing fits, or if everything that fits keeps states on a host whose memory is not known. In
+    the second case it is proposed only if it takes less than half of that memory.
     """
     found, refused = search(problem)
     used = ""
@@ -298,8 +301,9 @@ def recommendations(problem: SearchProblem) -> tuple[list[Recommendation], tuple
         request = fallback.applied(problem.request)
         if not refusals(request, request.settings):
             more, reasons = search(replace(problem, request=request))
-            if found:  # a fallback that needs the host too is no help
-                more = [one for one in more if not _needs_host(one, problem)]
+            if found:  # a fallback that needs as much of the host is no help
+                least = min(one.option.all_host_bytes for one in found)
+                more = [one for one in more if one.option.all_host_bytes < least / 2]
             found, refused = [*found, *more], tuple(dict.fromkeys((*refused, *reasons)))
             used = fallback.name if more else ""
     found.sort(key=lambda one: (space.request_rank(one.option.request), -_speed(one.option)))

@@ -13,7 +13,8 @@ from typing import Any
 
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
-from tigon.techniques import SEARCHES, TECHNIQUES, tiling
+from tigon.techniques import SEARCHES, TECHNIQUES, matrix, tiling
+from tigon.techniques.base_offload import base_offload
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
 from tigon.techniques.keys.settings import DEFAULT, Settings
 from tigon.techniques.optimizers.table import OPTIMIZERS
@@ -47,6 +48,15 @@ class Fallback:
     def applied(self, request: Request) -> Request:
         masked = request.masked and not self.cross_document
         return replace(request, settings=request.settings.having(self.settings), masked=masked)
+
+
+def layers_on_host(settings: Settings) -> Fallback | None:
+    """The fallback of frozen layers on the host for a run with adapters; None if they cannot or already wait there."""
+    lora = settings.lora
+    changed = settings.having({base_offload.KEY: True})
+    if lora.rank is None or lora.base_offload or matrix.refusals(changed):
+        return None
+    return Fallback(name="frozen layers on the host", settings={base_offload.KEY: True})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,10 @@ from torch import nn
 from tigon.models.hybrid_layers import counts_of
 from tigon.planner.request import Request, build
 from tigon.planner.simulate.optimizer_cost import FP32, Parameter, cost_of
-from tigon.planner.trace import adapters, disk_cache
+from tigon.planner.trace import adapters
+from tigon.planner.trace.cache import disk_cache
+from tigon.planner.trace.cache.key import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
-from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.keys.settings import Settings
 
@@ -61,6 +62,11 @@ class Weight:
         return sum(rounded(nbytes) for nbytes in self.tensor_bytes)
 
     @property
+    def packed_bytes(self) -> int:
+        """As `nbytes`, without the scales of a weight in 4 bits."""
+        return rounded(self.tensor_bytes[0])
+
+    @property
     def grad_bytes(self) -> int:
         return rounded(self.numel * self.itemsize) if self.trained else 0
 
@@ -79,6 +85,11 @@ class ModelWeights:
     @property
     def weight_bytes(self) -> int:
         return self.buffer_bytes + sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def packed_bytes(self) -> int:
+        """As `weight_bytes`, without the scales of weights in 4 bits."""
+        return self.buffer_bytes + sum(weight.packed_bytes for weight in self.weights)
 
     @property
     def trained(self) -> tuple[Weight, ...]:

@@ -3,12 +3,10 @@
 trace.py                builds the model without data and runs the micro-batch
 dispatch_recorder.py    follows every storage from its allocation to its release
 known_values.py         computes integers, for models that read the values of their inputs
-operator_cache.py       results of operators that were traced before
 tape.py                 the recording, and its unrolling from a few layers to the model's depth
 attention_offload.py    traces `train.checkpointing: offload-attention`
 layer_pattern.py        which layers repeat
-key.py                  what a trace depends on
-cache.py, disk_cache.py    traces of this process, and of earlier ones
+cache/                  the traces and operators of this process, and of earlier ones
 attention.py, cuda_autocast.py, cuda_scratch.py    what CUDA does that fake CPU tensors do not show
 adapters.py, liger.py   LoRA and 4-bit weights; Liger Kernel's allocations
 """

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon.ops.attention_with_sinks import product_flops
 from tigon.ops.dispatch import PRIMITIVES, Primitive
-from tigon.planner.trace import operator_cache
+from tigon.planner.trace.cache import operator_cache
 from tigon.planner.trace.tape import Tape, TapeSegment, Where
 
 if TYPE_CHECKING:

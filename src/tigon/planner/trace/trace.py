@@ -36,10 +36,10 @@ from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner.collector import collector_off
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
-from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
+from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger, state_layers
 from tigon.planner.trace.attention_offload import TracedLayers
+from tigon.planner.trace.cache.key import TraceKey
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
-from tigon.planner.trace.key import TraceKey
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
@@ -212,6 +212,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     if settings.model.attention == "eager":
         config._attn_implementation = "eager"  # of a vision tower too
     model = build(request.model, config)
+    state_layers.trace_libraries(model, recorder)
     if settings.lora.quantize:
         watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
         adapters.quantize(model, settings, watch, format_of(settings).products)

@@ -26,9 +26,10 @@ from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.recipe.keys import Recipe
 from tigon.sweep.worker import limit, samples
 from tigon.techniques.keys.settings import Settings
-from tigon.trainer import engine, guarded
+from tigon.trainer import engine
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
+from tigon.trainer.checkpoint import atomic_save
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.guards import preflight
@@ -142,7 +143,7 @@ def measure(
     trainer.add_callback(steps)
     try:
         trainer.train()
-        guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
+        atomic_save.refuse_nonfinite_weights(built, trainer.state.global_step)
     except TigonError as error:
         raise TrainingStopped(error) from error
     finally:

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tigon.data import cache, chat_template, reading, tokenizer, tokens
+from tigon.data import cache, tokenizer, tokens
+from tigon.data.chat import chat_template
 from tigon.data.document_table import Texts, used_by_weight
 from tigon.data.documents import BadRows
 from tigon.data.packing import Collator, Sample, SampleDataset
-from tigon.data.sources import BUILT_IN
+from tigon.data.source import reading
+from tigon.data.source.sources import BUILT_IN
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
 from tigon.objectives.base import Objective

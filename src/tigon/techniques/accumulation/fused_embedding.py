@@ -26,8 +26,8 @@ from tigon.ops.gradient_sums import add_rows_
 _SCALED = re.compile(r"return super\(\)\.forward\(input_ids\) \* self\.embed_scale(\.to\(self\.weight\.dtype\))?\s*$")
 
 
-def fuse_embeddings(model: nn.Module) -> int:
-    """Let the trained embeddings of this instance add to `.grad` in place. Returns their number.
+def fuse_embeddings(model: nn.Module) -> list[nn.Module]:
+    """Let the trained embeddings of this instance add to `.grad` in place. Returns them.
 
     Left alone: embeddings with a forward of their own, unless it only scales the rows, and those with PyTorch's
     `sparse`, `max_norm` or `scale_grad_by_freq`.
@@ -35,7 +35,7 @@ def fuse_embeddings(model: nn.Module) -> int:
     embeddings = [module for name, module in model.named_modules() if "lora_" not in name and _fits(module)]
     for embedding in embeddings:
         embedding.forward = FusedEmbedding(embedding)
-    return len(embeddings)
+    return embeddings
 
 
 def _fits(module: nn.Module) -> bool:

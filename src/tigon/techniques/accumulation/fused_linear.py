@@ -25,8 +25,8 @@ from tigon.techniques.checkpointing.recompute import SavedInputs
 # N tokens, H input width, F output width.
 
 
-def fuse_linears(model: nn.Module) -> int:
-    """Let the trained linear layers of this instance add to `.grad` in place. Returns their number.
+def fuse_linears(model: nn.Module) -> list[nn.Module]:
+    """Let the trained linear layers of this instance add to `.grad` in place. Returns them.
 
     Left alone: a head that tigon has patched, whose loss does it itself; adapters; experts, which are no linear layers;
     and layers with a forward of their own.
@@ -34,7 +34,7 @@ def fuse_linears(model: nn.Module) -> int:
     layers = [module for name, module in model.named_modules() if "lora_" not in name and _is_plain(module)]
     for layer in layers:
         layer.forward = FusedLinear(layer)
-    return len(layers)
+    return layers
 
 
 def has_fused_linears(model: nn.Module) -> bool:

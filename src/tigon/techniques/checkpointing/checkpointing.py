@@ -6,11 +6,13 @@ Every kind uses the checkpointing of transformers' layers. This file only choose
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.techniques import head_groups
 from tigon.techniques.checkpointing import layer_checkpointing
@@ -110,6 +112,43 @@ def _recomputed_by(function: Callable[..., Any], model: PreTrainedModel, mode: s
 
 OFFLOAD = "offload"
 KEPT_ON_HOST = "offload-attention"
+# Values that recompute every layer -> what makes the function that transformers' layers call.
+_WHOLE_LAYERS: Mapping[str, Callable[[], Callable[..., Any]]] = {
+    "full": lambda: recomputed,
+    "selective": lambda: partial(checkpoint, use_reentrant=False, context_fn=selective_contexts),
+    OFFLOAD: inputs_on_host,
+    KEPT_ON_HOST: LayersOnHost,
+}
+
+
+def recompute_layers(model: PreTrainedModel, value: str) -> Callable[[], None]:
+    """Apply a value of `train.checkpointing` other than `auto` to a model, and return a function that undoes it.
+
+    Raises:
+        RecipeError: The value is for another number of layers, the model's layers cannot be recomputed alone, or its
+            attention is not the one that `offload-attention` keeps.
+    """
+    layers = len(decoder_layers(model))
+    if every := every_n_layers(value):
+        return layer_checkpointing.apply(model, ["none" if at % every else "full" for at in range(layers)])
+    if value == "none":
+        return lambda: None
+    if value not in _WHOLE_LAYERS:
+        return layer_checkpointing.apply(model, layer_checkpointing.states_of(value, layers))
+    attention = model.config._attn_implementation
+    if value == KEPT_ON_HOST and attention != "sdpa":
+        raise RecipeError(
+            f"train.checkpointing: {value} keeps the results of sdpa, and the model has {attention!r}; load it with "
+            'attn_implementation="sdpa"'
+        )
+    undo_layers = layer_checkpointing.apply(model, ["full"] * layers, _WHOLE_LAYERS[value]())
+    undo_attention = head_groups.replace_attention(model, 1) if value == KEPT_ON_HOST else lambda: None
+
+    def undo() -> None:
+        undo_layers()
+        undo_attention()
+
+    return undo
 
 
 def _keeps_attention_not_with(condition: Condition, reason: str, instead: str) -> Exclusion:

@@ -17,7 +17,7 @@ from torch import nn
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.techniques.checkpointing.dropped_inputs import DroppedInputs
-from tigon.techniques.checkpointing.layer_function import enable, replace_function
+from tigon.techniques.checkpointing.layer_function import Snapshot, enable, replace_function
 from tigon.techniques.checkpointing.recompute import recomputed
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
@@ -86,9 +86,11 @@ def apply(model: PreTrainedModel, states: Sequence[str], recompute: Recompute = 
             "the counts, or use auto"
         )
     parts = [_PartlyKept(layer, state, recompute) for layer, state in zip(layers, states, strict=True)]
+    before = Snapshot(model)
     enable(model)
     replace_function(model, recompute)
     if not all("_gradient_checkpointing_func" in vars(layer) for layer in layers):
+        before.undo()
         raise RecipeError(
             f"train.checkpointing by layer needs layers of transformers' GradientCheckpointingLayer, which "
             f"{type(layers[0]).__name__} is not; use full or none"
@@ -97,8 +99,7 @@ def apply(model: PreTrainedModel, states: Sequence[str], recompute: Recompute = 
         part.attach()
 
     def undo() -> None:
-        disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
-        disable()
+        before.undo()
         for part in parts:
             part.detach()
 

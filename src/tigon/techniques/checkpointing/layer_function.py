@@ -32,3 +32,33 @@ def replace_function(model: PreTrainedModel, function: Callable[..., Any]) -> in
             setattr(module, name, function)
             n_replaced += 1
     return n_replaced
+
+
+_NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
+
+
+class Snapshot:
+    """The checkpointing of a model's modules as it is now. A call sets it again. A copy of the model has its own."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.before = [(module, self._state(module)) for module in model.modules()]
+        self.had_hook = bool(getattr(model, "_require_grads_hooks", None))
+
+    @staticmethod
+    def _state(module: Any) -> dict[str, Any]:
+        return {name: vars(module)[name] for name in _NAMES if name in vars(module)}
+
+    def __call__(self) -> None:
+        for module, values in self.before:
+            for name in _NAMES:
+                if name in values:
+                    setattr(module, name, values[name])
+                elif name in vars(module):
+                    delattr(module, name)
+
+    def undo(self) -> None:
+        """Set it again after `enable`, and remove the hook by which transformers gives the embeddings a gradient."""
+        self()
+        if not self.had_hook:
+            self.model.disable_input_require_grads()

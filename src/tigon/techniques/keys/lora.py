@@ -81,3 +81,6 @@ class LoraConfig(Section):
     quantize_to: str = key("nf4", choices=("nf4", "int8", "mxfp4"), traced=True)
     """`nf4`: 4 bits with double quantisation; `int8`: 8 bits (arXiv 2208.07339); `mxfp4`: experts stay in 4 bits as the
     checkpoint stores them, and all other weights in 16 bits."""
+    base_offload: bool = key(False)
+    """Keep the frozen weights of the decoder layers in pinned host memory, and copy each layer to the GPU before it
+    computes. Two layers are on the GPU at a time."""

@@ -7,6 +7,7 @@ is, so that the experts are never whole in 16 bits.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 _METHOD = "tigon_bitsandbytes_4bit"
 
 
-def config(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """The quantisation config for `from_pretrained`: NF4 with double quantisation, experts included."""
+def config(compute_dtype: torch.dtype, through: str | None = None) -> BitsAndBytesConfig:
+    """The quantisation config for `from_pretrained`: NF4 with double quantisation, experts included.
+
+    through: the device that quantises weights which stay on the CPU; None: their own device.
+    """
     AUTO_QUANTIZER_MAPPING.setdefault(_METHOD, ExpertsQuantizer)
     made = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -34,6 +38,7 @@ def config(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=compute_dtype,
     )
     made.quant_method = _METHOD
+    made.through = through
     return made
 
 
@@ -44,6 +49,8 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         self, model: PreTrainedModel, device_map: object, **kwargs: object
     ) -> None:
         self.expert_states: dict[str, Any] = dict.fromkeys(expert_parameters(model))
+        self.through: str | None = self.quantization_config.through
+        del self.quantization_config.through  # it is no part of the model's config
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
@@ -60,6 +67,7 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
             module = model.get_submodule(module_path)
             stored = getattr(module, name)
             replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), stored.device)
+            module.register_state_dict_post_hook(partial(_name_as_parameter, name))
         self.quantization_config.quant_method = BitsAndBytesConfig(load_in_4bit=True).quant_method
         model.quantization_method = self.quantization_config.quant_method
         return super()._process_model_after_weight_loading(model, **kwargs)
@@ -72,16 +80,32 @@ class _Quantize(Bnb4bitQuantize):  # type: ignore[misc]
         quantizer, linear, experts = self.hf_quantizer, {}, {}
         settings = quantizer.quantization_config
         for name, value in input_dict.items():
-            if name not in quantizer.expert_states:
-                linear[name] = value
-                continue
             weight = value[0] if isinstance(value, list) else value
+            home = weight.device
+            if quantizer.through is not None:
+                weight = weight.to(quantizer.through)
+            if name not in quantizer.expert_states:
+                linear[name] = weight
+                continue
             packed, state = quantize_4bit(
                 weight.contiguous(),
                 compress_statistics=settings.bnb_4bit_use_double_quant,
                 quant_type=settings.bnb_4bit_quant_type,
             )
             state.dtype = settings.bnb_4bit_compute_dtype  # that of the products; a checkpoint may be in fp32
+            state.to(home)
             quantizer.expert_states[name] = state
-            experts[name] = nn.Parameter(packed, requires_grad=False)
-        return {**experts, **(super().convert(linear, **kwargs) if linear else {})}
+            experts[name] = nn.Parameter(packed.to(home), requires_grad=False)
+        made: dict[str, Any] = super().convert(linear, **kwargs) if linear else {}
+        if quantizer.through is not None:
+            made = {name: one.to(home) for name, one in made.items()}
+        return {**experts, **made}
+
+
+def _name_as_parameter(name: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Undo bitsandbytes' renaming in a state dict: PyTorch looks each name up, which would dequantise the weight."""
+    renamed = f"{prefix}{name}"
+    if renamed in state:
+        state[f"{prefix}parametrizations.{name}.original"] = state.pop(renamed)
+        for key in [key for key in state if key.startswith(f"{renamed}.")]:
+            del state[key]

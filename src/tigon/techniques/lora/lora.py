@@ -15,7 +15,7 @@ from tigon.techniques import model_kernels
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.lora import DIFFERENCE_INITS, EXPERTS, LOFTQ, SUBSPACE_INITS
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import adapter_targets
+from tigon.techniques.lora import adapter_targets, four_bit_shards
 from tigon.techniques.lora.four_bit_experts import shown_as_plain
 from tigon.techniques.precision import FORMATS, format_of
 from tigon.techniques.technique import Declaration, RunInfo, Technique
@@ -31,10 +31,11 @@ def frozen_dtype(settings: Settings) -> torch.dtype:
 
     Without adapters all weights are trained. Frozen weights need no fp32: they keep the dtype of the matmuls. Engines
     that shard weights choose the dtype themselves: DeepSpeed casts all weights to 16 bits, and Accelerate casts all
-    weights to fp32 for FSDP2 under autocast.
+    weights to fp32 for FSDP2 under autocast, unless some are in 4 bits.
     """
     formats = format_of(settings)
-    if settings.lora.rank is None or settings.lora.base == "fp32" or settings.sharding.divides_states:
+    engine_chooses = settings.sharding.divides_states and not (settings.sharding.fsdp and settings.lora.quantize)
+    if settings.lora.rank is None or settings.lora.base == "fp32" or engine_chooses:
         return formats.weights
     return formats.products
 
@@ -144,6 +145,8 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
 
     assert settings.lora.rank is not None
     _keep_from_cpu_packing(model)
+    if settings.sharding.fsdp:
+        four_bit_shards.let_fsdp_divide(model, format_of(settings).products)
     targets = adapter_targets.targets_of(model, settings.lora.targets)
     alpha = settings.lora.alpha or 2 * settings.lora.rank
     config = peft.LoraConfig(
@@ -187,7 +190,8 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
         return {"quantization_config": mxfp4_experts.config(format_of(settings).products)}
     if settings.lora.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {"quantization_config": expert_quantizer.config(format_of(settings).products)}
+    through = run_info.device if settings.lora.base_offload else None
+    return {"quantization_config": expert_quantizer.config(format_of(settings).products, through)}
 
 
 def _keep_from_cpu_packing(model: PreTrainedModel) -> None:
@@ -224,10 +228,10 @@ _PARAM_WRAPPER = "peft 0.21 tuners/lora/layer.py: ParamWrapper"
 _CONVERSION = "peft 0.21 tuners/lora/model.py: subtract_mutated_init"
 _EXCLUSIONS = (
     Exclusion(
-        when=(_QUANTIZE, Condition("sharding.fsdp", "is", True)),
-        reason="Accelerate leaves 4-bit weights out of the sharding, so FSDP2 would save nothing",
-        instead="sharding.fsdp: false with sharding.gpus, which copies the 4-bit weights to each GPU",
-        source="accelerate 1.15 utils/fsdp_utils.py: fsdp2_prepare_model",
+        when=(_QUANTIZE, Condition("lora.quantize_to", "is", "int8"), Condition("sharding.fsdp", "is", True)),
+        reason="FSDP2 divides no integers, and bitsandbytes reads 8-bit weights as integers",
+        instead="lora.quantize_to: nf4, or sharding.fsdp: false with sharding.gpus, which copies the weights",
+        source="bitsandbytes 0.50.2 nn/modules.py: Int8Params",
     ),
     Exclusion(
         when=(_QUANTIZE, Condition("lora.rank", "is", None)),
@@ -311,18 +315,6 @@ _EXCLUSIONS = (
         reason="PEFT computes this initialisation from the weight of a linear module",
         instead="lora.init: default",
         source=_PARAM_WRAPPER,
-    ),
-    *(
-        Exclusion(
-            when=(_EXPERTS, sharded),
-            reason="PEFT forms the experts' weights anew in each forward pass, which tigon has not tried with shards",
-            instead=f"{instead}, or lora.targets without experts",
-            source=_PARAM_WRAPPER,
-        )
-        for sharded, instead in (
-            (Condition("sharding.zero", "is", 3), "sharding.zero: 2"),
-            (Condition("sharding.fsdp", "is", True), "sharding.fsdp: false"),
-        )
     ),
     Exclusion(
         when=(_SUBSPACE, _QUANTIZE),

@@ -53,7 +53,7 @@ class Mxfp4Parametrization(nn.Module):
         """The names are those of bitsandbytes' weights, which `four_bit_experts` reads."""
 
     def forward(self, packed: Tensor) -> Tensor:
-        return mxfp4_weight(self.code, packed, self.scales, self.quant_state.dtype).transpose(1, 2)  # type: ignore[no-any-return]
+        return mxfp4_weight(self.code, packed.view(torch.uint8), self.scales, self.quant_state.dtype).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class KeepingQuantizer(HfQuantizer):  # type: ignore[misc]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from tigon.techniques.condition import Condition, Exclusion, Switch
+from tigon.techniques.keys.settings import Settings
+from tigon.techniques.optimizers import muon
 from tigon.techniques.optimizers.table import OPTIMIZERS, Optimizer
 from tigon.techniques.technique import Declaration, Search, Technique
 
@@ -27,7 +31,34 @@ _LAYERWISE, _ADAFACTOR = (Condition("train.optimizer", "is", name) for name in (
 _ZERO, _FSDP = Condition("sharding.zero", "is at least", 1), Condition("sharding.fsdp", "is", True)
 _BITSANDBYTES = tuple(row.name for row in OPTIMIZERS.values() if row.package == "bitsandbytes")
 
+_MUON = Condition("train.optimizer", "is", "muon")
+
+
+def _muon_not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
+    return Exclusion(when=(_MUON, condition), reason=reason, instead=instead, source="torch 2.13 optim/_muon.py")
+
+
 _EXCLUSIONS = (
+    _muon_not_with(
+        _ZERO,
+        "ZeRO hands the optimizer flat slices of all parameters, and Muon orthogonalises whole matrices",
+        "sharding.zero: 0, or train.optimizer: adamw",
+    ),
+    _muon_not_with(
+        _FSDP,
+        "FSDP2 hands the optimizer a slice of each matrix, and Muon with gathered matrices has not been tried",
+        "sharding.fsdp: false, or train.optimizer: adamw",
+    ),
+    _muon_not_with(
+        Condition("sharding.tensor", "is at least", 2),
+        "tensor parallelism divides matrices, and Muon orthogonalises whole ones",
+        "sharding.tensor: 1, or train.optimizer: adamw",
+    ),
+    _muon_not_with(
+        Condition("lora.rank", "is at least", 1),
+        "an adapter is two matrices of low rank, and Muon would orthogonalise each of them alone",
+        "train.optimizer: adamw",
+    ),
     Exclusion(
         when=(_GALORE, _ZERO),
         reason="ZeRO hands the optimizer flat slices of all parameters, and GaLore projects whole matrices",
@@ -91,7 +122,14 @@ _EXCLUSIONS = (
     ),
 )
 
+
+def _machine(settings: Settings, device: torch.device) -> None:
+    if settings.train.optimizer == "muon":
+        muon.check()
+
+
 DECLARATION = Declaration(
+    machine=_machine,
     techniques=tuple(_technique(row) for row in OPTIMIZERS.values()),
     searches=(
         Search(

@@ -109,6 +109,14 @@ _ROWS = (
         change_rank=5,
         effect_on_result="Another algorithm: no moments, and weight decay is an L2 term.",
     ),
+    # muon.py; torch.optim.Muon; arXiv 2502.16982
+    Optimizer(
+        name="muon",
+        trainer_name=None,
+        change_rank=4,
+        effect_on_result="Another algorithm: the updates of linear layers are orthogonal matrices with the RMS of "
+        "AdamW's updates. Other weights are trained by AdamW.",
+    ),
     # galore.py; arXiv 2403.03507
     Optimizer(
         name="galore",

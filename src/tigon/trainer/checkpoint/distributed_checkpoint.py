@@ -237,7 +237,10 @@ def _model_state(model: PreTrainedModel, select: Select) -> dict[str, Any]:
     tied = getattr(model, "all_tied_weights_keys", None) or {}  # second name -> the name under which it is stored
     aliases = tuple(f".{name}" for name in tied)  # PEFT puts a prefix before transformers' names
     kept = state if selected is None else selected
-    return {name: tensor for name, tensor in kept.items() if not f".{name}".endswith(aliases)}
+    parameters = {name for name, _ in model.named_parameters()}
+    # bitsandbytes adds the scales of a frozen weight in 4 bits, which FSDP2's weights do not have
+    scales = {name for name in kept if ".weight." in name and f"{name.partition('.weight.')[0]}.weight" in parameters}
+    return {name: kept[name] for name in kept if name not in scales and not f".{name}".endswith(aliases)}
 
 
 def _options(model: PreTrainedModel, *, strict: bool = True) -> StateDictOptions:

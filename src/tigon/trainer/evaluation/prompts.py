@@ -1,19 +1,24 @@
-"""The prompts of a run: those of `eval.generate`, and that of the text sample if the recipe gives none."""
+"""The prompts of a run: those of `eval.generate`, and that of the text sample."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tigon.data.render_chat import render_chat
+from tigon.data import documents, images, preferences, tokenizer
+from tigon.data.chat import chat_template
+from tigon.data.chat.render_chat import render_chat
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe
 from tigon.trainer.guards import preflight
+from tigon.trainer.run_data import RunData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from tigon.data.tokenizer import Encoded
 
 TEXT_TOKENS = 24
 """Tokens of plain text that the sample continues."""
@@ -38,6 +43,44 @@ def prompt_of(examples: Iterable[tuple[Sequence[int], Sequence[int]]], room: int
             return prompt
         first = first or prompt
     return first[-max(TEXT_TOKENS, room or 0) :]
+
+
+def sample_prompt(data: RunData, config: PreTrainedConfig) -> list[int]:
+    """The tokens that the text sample continues: the recipe's, or those of a sample before its answer."""
+    recipe, sample = data.recipe, data.shown_samples[0]
+    if text := recipe.output.sample_prompt:
+        return [int(i) for i in data.tokens.tokenizer(text)["input_ids"]]
+    if isinstance(sample, images.PicturedSample):  # its images go with its tokens
+        return prompt_of([(sample.tokens_T.tolist(), sample.labels_T.tolist())], None)
+    limit = preflight.most_positions(config)
+    room = None if limit is None else max(1, limit - recipe.output.sample_tokens)
+    pairs = [(row.tokens, row.labels) for row in _answered(data)]
+    samples = ((each.tokens_T.tolist(), each.labels_T.tolist()) for each in data.shown_samples)
+    return prompt_of(pairs or samples, room)
+
+
+def _answered(data: RunData) -> list[Encoded]:
+    """The first row with only its answers learned, if the samples do not say where an answer begins."""
+    tokens = data.tokens
+    if data.recipe.data.learn != "all" or data.rows is not None or tokens.processor is not None:
+        return []
+    first = (tokens.source.evaluated or tokens.source.train)[0]
+    marks = replace(tokens.rendering, learn="answers")
+    return tokenizer.encode([first], tokens.tokenizer, bad=documents.BadRows("skip"), rendering=marks)
+
+
+def as_chat(data: RunData) -> bool:
+    """Whether a prompt becomes the user's turn of a chat, as in the run's rows.
+
+    A tokenizer without a chat template gets the plain headers by which the rows of messages were encoded.
+    """
+    first, tokens = data.tokens.source.read[0], data.tokens
+    tok, rendering = tokens.tokenizer, tokens.rendering
+    if data.rows is not None:
+        is_chat = preferences.is_chat(first)
+    elif is_chat := chat_template.is_chat(first, tok, rendering):
+        tok.chat_template = tok.chat_template or chat_template.PLAIN_HEADERS
+    return is_chat and rendering.template != "plain" and chat_template.has_template(tok)
 
 
 @dataclass(frozen=True)

@@ -369,7 +369,8 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
         was, train = before.train, replace(now.train, checkpointing=before.train.checkpointing)
         samples = [resume_rules.samples_per_step(each, 1) for each in (before, now)]
         if auto_divides_batch(now) and samples[0] == samples[1]:
-            train = replace(train, batch_size=was.batch_size, gradient_accumulation=was.gradient_accumulation)
+            names = ("batch_size", "gradient_accumulation", "gradient_accumulation_fusion")
+            train = replace(train, **{name: getattr(was, name) for name in names})
         now = replace(now, train=train)
     old, new = before.as_mapping(), now.as_mapping()
     return [
@@ -382,7 +383,7 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
 
 def _rounding_keys(path: Path, before: Recipe, now: Recipe) -> set[str]:
     """The keys whose values in `now` change the losses of the run at `path` only by rounding."""
-    keys = {"train.checkpointing"}
+    keys = {"train.checkpointing", "train.gradient_accumulation_fusion"}
     samples = resume_rules.samples_per_step(now, resume_rules.processes_now(now))
     if samples == resume_rules.samples_before(path / CHECKPOINTS, before):
         keys |= {*resume_rules.BATCH_KEYS, *(resume_rules.ENGINE_KEYS if now.sharding.zero == 0 else ())}

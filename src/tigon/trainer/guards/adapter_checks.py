@@ -72,6 +72,11 @@ def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> 
             f"model.name: {name} stores its weights with {method}, over which tigon does not train; name the "
             "checkpoint in 16 bits, of which lora.quantize: true makes 4-bit weights"
         )
+    if method == BITSANDBYTES and stored.get("load_in_8bit") and settings.sharding.fsdp:
+        raise RecipeError(
+            f"model.name: {name} stores its weights in 8 bits, and FSDP2 divides no integers; set sharding.fsdp: "
+            "false, or name the checkpoint in 4 or 16 bits"
+        )
     if method == BITSANDBYTES and settings.lora.rank is None:
         raise RecipeError(
             f"model.name: {name} stores its weights with {method}, and integers get no gradient; set lora.rank: "

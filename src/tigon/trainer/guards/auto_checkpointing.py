@@ -13,7 +13,8 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request
 from tigon.planner.search import space
-from tigon.planner.search.checkpointing import choose
+from tigon.planner.search.checkpointing import Beside, choose
+from tigon.profiler.recording.device_memory import host_free_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques.keys.train import AUTO
 from tigon.trainer import model as models
@@ -28,7 +29,8 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
     """The recipe with the planner's choice in place of `train.checkpointing: auto`; on a CPU that is `none`.
 
     On a GPU the main process chooses for all and prints a line. If `train.gradient_accumulation` is 1, it also divides
-    `train.batch_size` into micro-batches. If the model cannot be predicted, nothing is recomputed.
+    `train.batch_size` into micro-batches, with accumulation fusion where it pays. If the model cannot be predicted,
+    nothing is recomputed.
     """
     if recipe.train.checkpointing != AUTO:
         return recipe
@@ -62,13 +64,18 @@ def chosen_for(recipe: Recipe, request: Request, gpu: Gpu) -> tuple[Recipe, str]
         TigonError: The planner cannot trace the model.
     """
     gpu = space.with_headroom(gpu)
-    option = choose(request, gpu, _splits(recipe, request), offloads=True).option
+    beside = Beside(host=True, host_bytes=host_free_bytes(), fusion=auto_divides_batch(recipe))
+    option = choose(request, gpu, _splits(recipe, request), beside=beside).option
     settings, estimate = option.request.settings, option.estimate
     chosen = _with(recipe, settings.train.checkpointing, option.request.batch, settings.train.gradient_accumulation)
+    fused = settings.train.gradient_accumulation_fusion
+    chosen = replace(chosen, train=replace(chosen.train, gradient_accumulation_fusion=fused))
     words = f"train.checkpointing={settings.train.checkpointing}"
     if option.request.batch != recipe.train.batch_size:
         words += f", train.batch_size={option.request.batch}"
         words += f", train.gradient_accumulation={settings.train.gradient_accumulation}"
+    if fused and not recipe.train.gradient_accumulation_fusion:
+        words += ", train.gradient_accumulation_fusion=true"
     words += f"; {gib(estimate.device_bytes)} of {gib(gpu.memory_bytes)}, {seconds(estimate.step_s)} per step"
     return chosen, words if option.fits(gpu) else f"{words}: no recomputation of layers makes it fit"
 

@@ -15,8 +15,10 @@ from tigon.data.packing import Packed
 from tigon.data.tokenizer import Encoded
 from tigon.data.tokens import Tokens
 from tigon.models import packed_documents
+from tigon.models.hybrid_layers import LayerPath, takes_documents
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
+from tigon.trainer.guards import preflight
 from tigon.trainer.guards.recipe_warnings import RunSize, steps_of
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def chosen(
         return recipe, objective.rows(recipe.data).pack(encoded), ()
     packs = replace(recipe, data=replace(recipe.data, packing=True))
     apart = replace(recipe, data=replace(recipe.data, packing=False))
-    mixes = None if recipe.data.cross_document_attention else packed_documents.objection(config)
+    mixes = None if recipe.data.cross_document_attention else preflight.mixes_documents(recipe, config)
     if mixes is not None:
         return apart, objective.rows(apart.data).pack(encoded), (f"packing  off: {mixes}",)
     packed = objective.rows(packs.data).pack(encoded)
@@ -60,3 +62,13 @@ def chosen(
         f"{n_steps:,} steps (data.packing: true packs them)"
     )
     return apart, padded, (line,)
+
+
+def one_by_one_line(recipe: Recipe, config: PreTrainedConfig, paths: Sequence[LayerPath]) -> tuple[str, ...]:
+    """A line if layers with a state run each document of a packed sample by itself, which is exact and slow."""
+    if not recipe.data.packing or recipe.data.cross_document_attention or not packed_documents.has_states(config):
+        return ()
+    if takes_documents({path.kind: path.runs for path in paths}):
+        return ()
+    names = " and ".join(path.described for path in paths)
+    return (f"packing  each document runs by itself through {names}, which is slow if documents are short",)

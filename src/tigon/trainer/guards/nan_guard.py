@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tigon.errors import RecipeError
 
@@ -174,8 +175,9 @@ def first_nonfinite(model: PreTrainedModel) -> int | None:
     None if all values are finite. Reads each weight once without copying it, and waits once per device.
     """
     flags: list[tuple[int, Tensor]] = []
+    states = _quant_states(model)
     for index, parameter in enumerate(model.parameters()):
-        for tensor in _own_values(parameter):
+        for tensor in _own_values(parameter, states.get(id(parameter), getattr(parameter, "quant_state", None))):
             if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
                 wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
                 least, most = wide.detach().aminmax()  # both are NaN if any value is NaN
@@ -199,7 +201,21 @@ def first_overflow(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> s
     return None
 
 
-def _own_values(parameter: Tensor) -> list[Tensor]:
+def _quant_states(model: nn.Module) -> dict[int, Any]:
+    """bitsandbytes' state of each weight in 4 bits, by the parameter's id.
+
+    FSDP2 puts plain parameters in the place of bitsandbytes', which hold it. Their bytes are no numbers.
+    """
+    states = {}
+    for module in model.modules():
+        holder = module[0] if isinstance(module, ParametrizationList) else module
+        stored = getattr(module, "original" if holder is not module else "weight", None)
+        if (state := getattr(holder, "quant_state", None)) is not None:
+            states[id(stored)] = state
+    return states
+
+
+def _own_values(parameter: Tensor, state: Any) -> list[Tensor]:
     """The values of a parameter that this process holds.
 
     FSDP2: the shard. ZeRO-3: the partition, unless it is in a file. 4-bit weights: the scales. Otherwise: all.
@@ -207,7 +223,7 @@ def _own_values(parameter: Tensor) -> list[Tensor]:
     if hasattr(parameter, "ds_tensor"):
         partition = parameter.ds_tensor
         return [] if getattr(getattr(partition, "status", None), "name", "") == "NOT_AVAILABLE" else [partition]
-    if state := getattr(parameter, "quant_state", None):
+    if state is not None:
         scales = (getattr(state, "absmax", None), getattr(state, "offset", None))
         return [scale for scale in scales if isinstance(scale, Tensor)]
     return [parameter.to_local() if hasattr(parameter, "to_local") else parameter]

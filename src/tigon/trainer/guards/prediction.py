@@ -74,9 +74,15 @@ class Prediction:
             )
         host_bytes = self.option.all_host_bytes
         if host_bytes > host_free_bytes():
+            lora = self.option.request.settings.lora
+            fix = "Lower data.sequence_length, or train a smaller model"
+            if not lora.base_offload:
+                fix = "Use more GPUs, or set sharding.offload to none or nvme"
+            elif not lora.quantize:
+                fix = "Set lora.quantize: true"
             lines.append(
                 f"warning  offloading needs {gib(host_bytes)} of host memory, but {gib(host_free_bytes())} are free: "
-                "the run will swap or be killed. Use more GPUs, or set sharding.offload to none or nvme"
+                f"the run will swap or be killed. {fix}"
             )
         return lines
 
@@ -143,9 +149,11 @@ def free_in(recipe: Recipe) -> frozenset[str]:
 
 def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | None:
     """The fastest recommendation of those that change the training numbers least; None if nothing fits."""
-    recommendations, _ = search(
-        SearchProblem(request=request, free=free, gpu=space.with_headroom(gpu), runnable_here=True)
-    )
+    problem = SearchProblem(request=request, free=free, gpu=space.with_headroom(gpu), runnable_here=True)
+    recommendations, _ = search(problem)
+    last = space.layers_on_host(request.settings)
+    if not recommendations and last is not None:
+        recommendations, _ = search(replace(problem, request=last.applied(request)))
     if not recommendations:
         return None
     least = min(space.change_rank(one.option.request.settings) for one in recommendations)

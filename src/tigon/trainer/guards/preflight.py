@@ -148,6 +148,18 @@ def check_lengths(recipe: Recipe, config: PreTrainedConfig) -> None:
         )
 
 
+def mixes_documents(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+    """Why a run of this recipe would mix the documents of a packed sample, or None."""
+    if (reason := packed_documents.objection(config)) is not None or not packed_documents.has_states(config):
+        return reason
+    settings = recipe.settings()
+    if settings.sharding.zero == 3:
+        return "its layers with a state run once per document, and sharding.zero: 3 was not tried with that"
+    if settings.train.cuda_graphs:
+        return "its layers with a state run once per document, which train.cuda_graphs cannot record"
+    return None
+
+
 def check_documents(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise RecipeError if the model cannot keep the documents of a packed sample apart, and packing was asked for.
 
@@ -156,7 +168,7 @@ def check_documents(recipe: Recipe, config: PreTrainedConfig) -> None:
     data = recipe.data
     if not data.packing or data.cross_document_attention:
         return
-    if (reason := packed_documents.objection(config)) is not None:
+    if (reason := mixes_documents(recipe, config)) is not None:
         raise RecipeError(
             f"data.packing is true, but {recipe.model.name} mixes the documents of a sample: {reason}; set "
             "data.packing: false, or data.cross_document_attention: true to let it"
@@ -220,17 +232,20 @@ def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
 def check_memory(
     recipe: Recipe, settings: Settings, device: torch.device, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise RecipeError if weights, gradients and optimizer states together exceed the device's memory."""
+    """Raise RecipeError if weights, gradients and optimizer states together exceed the memory that holds them."""
     if settings.sharding.divides_states:
         return  # their place depends on stage and offload, which `tigon plan` takes into account
+    if settings.lora.base_offload:
+        device = torch.device("cpu")
     model_sizes, has_bytes = sizes(settings, shapes), total_bytes(device)
     needed_bytes = model_sizes.weights + model_sizes.gradients + model_sizes.states
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     if needed_bytes > has_bytes:
+        streams = settings.lora.rank is not None and device.type == "cuda"
         raise RecipeError(
             f"{recipe.model.name} has {n_parameters / 1e9:.1f} G parameters: weights, gradients and "
             f"{settings.train.optimizer} states take {needed_bytes / 2**30:.0f} GiB, but {device} has "
-            f"{has_bytes / 2**30:.0f} GiB; choose a smaller model"
+            f"{has_bytes / 2**30:.0f} GiB; choose a smaller model{', or set lora.base_offload: true' * streams}"
         )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from tigon.models.seams.head.loss import deferred, requested_loss, warn_full_logits, whole
-from tigon.models.seams.lora import LoraSeam, after_dropout, dropped, is_plain_linear, plain_adapter
+from tigon.models.seams.lora import LoraSeam, after_dropout, dropped, is_plain_linear, plain_adapter, scaling_of
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -56,7 +56,7 @@ class LoraHeadSeam(LoraSeam):
                 head.bias,
                 lora_a=self.lora_A[adapter].weight,
                 lora_b=self.lora_B[adapter].weight,
-                scaling=self.scaling[adapter],
+                scaling=scaling_of(self, adapter),
                 adapter_hidden=None if entering is None else entering.reshape(-1, entering.shape[-1]),
             )
             if entering is None:

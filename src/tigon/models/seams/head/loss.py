@@ -67,7 +67,8 @@ def next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) 
     return shift_labels.reshape(-1)
 
 
-def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | float | None:
+def item_count_on(device: torch.device, num_items: Tensor | float | None) -> Tensor | float | None:
+    """`num_items` as a loss on that device takes it: a tensor becomes a scalar there."""
     return num_items.to(device).reshape(()) if isinstance(num_items, Tensor) else num_items
 
 
@@ -161,7 +162,7 @@ class LossCall:
             prepared,
             bias=bias,
             ignore_index=self.ignore_index,
-            num_items=_on(hidden.device, self.num_items),
+            num_items=item_count_on(hidden.device, self.num_items),
             logit_scale=self.logit_map.scale,
             softcap=self.logit_map.softcap,
             memory_bytes=memory_bytes,
@@ -539,7 +540,7 @@ def causal_lm_loss(
             f"logits are {tuple(logits.shape)}, but there are {target.numel()} labels. With logits_to_keep, pass "
             "labels (or shift_labels) of the kept positions only."
         )
-    num_items = _on(logits.device, num_items_in_batch)
+    num_items = item_count_on(logits.device, num_items_in_batch)
     return ops.cross_entropy(  # type: ignore[return-value]  # a tuple only with outputs=
         logits.reshape(-1, vocab_size), target, ignore_index=ignore_index, num_items=num_items
     )

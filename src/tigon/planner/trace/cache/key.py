@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 
+from tigon.models.hybrid_layers import found_libraries
 from tigon.planner.request import Request
 from tigon.techniques.keys.settings import KEYS
 
@@ -25,7 +26,8 @@ class TraceKey:
         chosen = request.settings.having(changed)
         settings = tuple(chosen.value(key) for key in _TRACED)
         shape = (request.batch, request.seq, request.masked, request.adapters_fused, request.objective)
-        self._parts: Hashable = (request.model, request.config.to_json_string(use_diff=False), shape, settings)
+        config = request.config.to_json_string(use_diff=False)
+        self._parts: Hashable = (request.model, config, shape, settings, found_libraries())
 
     def __hash__(self) -> int:
         return hash(self._parts)

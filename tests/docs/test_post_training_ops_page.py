@@ -1,4 +1,4 @@
-"""docs/post-training.md: the functions for each framework give the same log-probabilities."""
+"""docs/post-training-ops.md: the functions for each framework give the same log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "post-training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "post-training-ops.md"
 
 
 def test_functions_of_all_frameworks_agree() -> None:

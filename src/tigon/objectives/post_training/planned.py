@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tigon.integrations.trl.traced import TracedModel, adapters_off, token_logprobs
-from tigon.objectives import post_training_rules
 from tigon.objectives.base import FrozenModel, Generation, PlannedObjective, TracedModels
+from tigon.objectives.post_training import rules
 from tigon.techniques.keys.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PlannedPostTraining(PlannedObjective):
         return (nullcontext(),)
 
     def refusals(self, settings: Settings) -> tuple[str, ...]:
-        return tuple(post_training_rules.refusals(self.objective, settings))
+        return tuple(rules.refusals(self.objective, settings))
 
     def recipe_keys(self) -> Mapping[str, Any]:
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in self.keys}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon import losses, ops
-from tigon.compat.liger.heads import Head, check_batch, reference_of, sequence_logps, summed_logits
+from tigon.compat.liger.losses.heads import Head, check_batch, reference_of, sequence_logps, summed_logits
 from tigon.compat.liger.rows import Call, form, function, module
 from tigon.errors import OptionError, ShapeError
 from tigon.losses.dpo import DPOLossType

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tigon import losses
 from tigon.compat.liger.errors import FlagConflict
-from tigon.compat.liger.heads import Head, check_batch, reference_of, sequence_logps, summed_logits
+from tigon.compat.liger.losses.heads import Head, check_batch, reference_of, sequence_logps, summed_logits
 from tigon.compat.liger.rows import function, module
 from tigon.errors import DtypeError, ShapeError
 

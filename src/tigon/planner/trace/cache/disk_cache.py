@@ -44,7 +44,7 @@ def folder() -> Path | None:
 def _versions() -> str:
     """The hash of tigon's sources, and the versions of Python and of the packages."""
     sources = hashlib.sha256()
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     for path in sorted(root.rglob("*.py")):
         content = path.read_bytes()
         sources.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)

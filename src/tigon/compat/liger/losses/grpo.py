@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tigon import ops
 from tigon.compat.liger.errors import FlagConflict, warn
-from tigon.compat.liger.heads import Head, check_batch, reference_of
-from tigon.compat.liger.policy import Completions, PolicyOptions, check_policy_options, policy_terms
+from tigon.compat.liger.losses.heads import Head, check_batch, reference_of
+from tigon.compat.liger.losses.policy import Completions, PolicyOptions, check_policy_options, policy_terms
 from tigon.compat.liger.rows import form, function, module
 from tigon.errors import OptionError, ShapeError
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tigon._files import read_text
+from tigon.data.chat.messages import REASONING
+from tigon.data.chat.render_chat import EndlessTemplate, render_chat
 from tigon.data.documents import Document, Message, Segment
-from tigon.data.messages import REASONING
-from tigon.data.render_chat import EndlessTemplate, render_chat
 from tigon.errors import DataError, RecipeError, UsageError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon._files import open_regular
-from tigon.data.sources import Refuse, Source, unreadable
+from tigon.data.source.sources import Refuse, Source, unreadable
 from tigon.errors import DataError
 from tigon.units import in_bytes
 

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from tigon.data.chat.messages import REASONING
 from tigon.data.documents import Document, Message
-from tigon.data.messages import REASONING
 
 Note = tuple[str, str]
 """(kind, what it is about). Both are text, so that the token cache can store them."""

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tigon._files import open_regular
-from tigon.data import cache, rows
-from tigon.data import sources as named
+from tigon.data import cache
+from tigon.data.chat.messages import without_filled_nulls
 from tigon.data.document_table import Documents, features, stored, stored_problem, to_text
 from tigon.data.documents import TEXT, BadRows, Document, RowReader
-from tigon.data.formats import detect, mapped_row, read_row
-from tigon.data.messages import without_filled_nulls
-from tigon.data.sources import BUILT_IN, TOY_ANSWERS, Source, unreadable
+from tigon.data.source import rows
+from tigon.data.source import sources as named
+from tigon.data.source.formats import detect, mapped_row, read_row
+from tigon.data.source.sources import BUILT_IN, TOY_ANSWERS, Source, unreadable
 from tigon.errors import DataError
 
 if TYPE_CHECKING:

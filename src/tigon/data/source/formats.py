@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tigon.data.chat.messages import read_messages, read_tools
 from tigon.data.documents import Document, Message, Segment, string
-from tigon.data.messages import read_messages, read_tools
-from tigon.data.sources import Source
+from tigon.data.source.sources import Source
 from tigon.errors import DataError
 
 

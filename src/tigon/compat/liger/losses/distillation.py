@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tigon import ops
-from tigon.compat.liger.divergences import check_temperature
+from tigon.compat.liger.losses.divergences import check_temperature
 from tigon.compat.liger.rows import function, module
 from tigon.errors import ShapeError
 

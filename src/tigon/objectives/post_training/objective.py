@@ -17,9 +17,9 @@ from tigon.data.packing import Collator, pack
 from tigon.data.preferences import RowFormat
 from tigon.errors import RecipeError
 from tigon.models.loading.presets import PRESETS
-from tigon.objectives import post_training_rules
 from tigon.objectives.base import BaseTraining, Objective, PlannedObjective, Rows, TrlTraining
-from tigon.objectives.planned_post_training import PlannedPostTraining
+from tigon.objectives.post_training import rules
+from tigon.objectives.post_training.planned import PlannedPostTraining
 from tigon.recipe.keys import DataConfig, ModelConfig, PostTrainingConfig, Recipe
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class PostTraining(Objective):
 
     def _options(self) -> dict[str, Any]:
         """The arguments of TRL's config that the recipe gives besides those of its `train` section."""
-        takes = post_training_rules.TAKES[self.name]
+        takes = rules.TAKES[self.name]
         values = {_OPTIONS.get(name, name): getattr(self.own, name) for name in takes if name not in _NO_OPTIONS}
         length = {} if "completion_length" in takes else {"max_length": self.recipe.data.sequence_length}
         return length | {name: value for name, value in values.items() if value is not None}
@@ -113,7 +113,7 @@ class PostTraining(Objective):
     def planned_keys(self) -> tuple[tuple[str, Any], ...]:
         """The keys of `post_training` that the recipe sets, with their values."""
         default = PostTrainingConfig()
-        values = ((name, getattr(self.own, name)) for name in post_training_rules.TAKES[self.file_name()])
+        values = ((name, getattr(self.own, name)) for name in rules.TAKES[self.file_name()])
         return tuple((name, value) for name, value in values if value != getattr(default, name))
 
     @property

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
-from tigon.planner.trace import disk_cache
-from tigon.planner.trace.key import TraceKey
+from tigon.planner.trace.cache import disk_cache
+from tigon.planner.trace.cache.key import TraceKey
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, recorded, trace
 from tigon.techniques.accumulation import accumulation

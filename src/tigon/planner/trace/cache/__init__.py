@@ -1,0 +1,7 @@
+"""What a plan need not trace again.
+
+key.py                what a trace depends on
+step_tapes.py         the traces of this process, by that key
+disk_cache.py         traces, weights and answers of earlier processes, in files
+operator_cache.py     results of operators that were traced before
+"""
