@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from tigon.data.render_chat import render_chat
+from tigon.data.chat.render_chat import render_chat
 from trained_models import CHATML, TEMPLATE, make_byte_level, make_family
 
 from tigon.trained import ollama
