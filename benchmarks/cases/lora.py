@@ -127,26 +127,41 @@ def grouped(config: Any, device: torch.device) -> Any:
 
 
 def four_bit(config: Any, device: torch.device) -> Any:
-    """As transformers makes it for `load_in_4bit`."""
-    bitsandbytes, model = importlib.import_module("bitsandbytes"), dense(config, device)
+    model = dense(config, device)
     for block in model.model.layers:
-        for parent in (block.self_attn, block.mlp):
-            for name, linear in list(parent.named_children()):
-                if type(linear) is nn.Linear:
-                    stored = bitsandbytes.nn.Linear4bit(
-                        linear.in_features,
-                        linear.out_features,
-                        bias=False,
-                        compute_dtype=torch.bfloat16,
-                        compress_statistics=True,
-                        quant_type="nf4",
-                    )
-                    stored.weight = bitsandbytes.nn.Params4bit(
-                        linear.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True
-                    )
-                    setattr(parent, name, stored.to(device))
+        store_in_nf4(block, device)
     model.is_loaded_in_4bit = True
     return model
+
+
+def store_in_nf4(block: Any, device: torch.device) -> None:
+    """Quantise the linear layers of a decoder layer on the device, as transformers does for `load_in_4bit`."""
+    bitsandbytes = importlib.import_module("bitsandbytes")
+    for parent in (block.self_attn, block.mlp):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is nn.Linear:
+                stored = bitsandbytes.nn.Linear4bit(
+                    linear.in_features,
+                    linear.out_features,
+                    bias=False,
+                    compute_dtype=torch.bfloat16,
+                    compress_statistics=True,
+                    quant_type="nf4",
+                    device="meta",
+                )
+                stored.weight = bitsandbytes.nn.Params4bit(
+                    linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
+                ).to(device)
+                stored.quant_state = stored.weight.quant_state  # a module that moves keeps it
+                setattr(parent, name, stored)
+
+
+def draw(module: nn.Module, device: torch.device) -> None:
+    """Draw the module's own parameters that are on the meta device."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.is_meta:
+            drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(std=0.02)
+            setattr(module, name, nn.Parameter(drawn))
 
 
 def stored_experts(shape: torch.Size, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,10 +185,7 @@ def in_mxfp4(config: Any, device: torch.device) -> Any:
         module.register_parameter(name, nn.Parameter(packed, requires_grad=False))
         register_parametrization(module, name, Mxfp4Parametrization(scales, torch.bfloat16), unsafe=True)
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(std=0.02)
-                setattr(module, name, nn.Parameter(drawn))
+        draw(module, device)
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model
@@ -238,17 +250,20 @@ class Trained:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=self.device.type == "cuda")
 
-    def step(self, _number: int = 0) -> torch.Tensor:
+    def loss(self) -> torch.Tensor:
         learned = torch.tensor(self.ids_BT.numel() - len(self.ids_BT), device=self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss = self.model(
+            return self.model(  # type: ignore[no-any-return]
                 input_ids=self.ids_BT, labels=self.ids_BT, num_items_in_batch=learned, use_cache=False
             ).loss
+
+    def step(self, _number: int = 0) -> torch.Tensor:
+        loss = self.loss()
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
 
 def measured(bench: Bench, run: Run, settings: Settings, versions: list[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks.__main__ import main, names
+from benchmarks.cases import base_offload
 from benchmarks.harness import Bench, Case, peaks_bytes, times_ms
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def test_calls_are_timed_in_turns_and_a_failing_one_is_raised():
 
 
 def test_unknown_case_is_refused_with_the_names(capsys):
-    with pytest.raises(SystemExit, match=r"usage: python -m benchmarks CASE.*\ncases: compilers, .*versions"):
+    with pytest.raises(SystemExit, match=r"usage: python -m benchmarks CASE.*\ncases: base-offload, .*versions"):
         main(["nothing"])
 
 
@@ -91,3 +92,35 @@ def test_small_case_runs_on_a_cpu(tmp_path):
     main(["fp8", "--tiny", "--part", "errors", "--json", str(path)])
     errors = json.loads(path.read_text(encoding="utf-8"))["errors"]
     assert len(errors) == 12 and all(line["within_the_rule"] for line in errors)
+
+
+def test_layers_on_the_host_are_compared_with_resident_ones(tmp_path, monkeypatch):
+    """If a copy does not arrive, the case shows it."""
+    pytest.importorskip("peft")
+    run = bench(tmp_path, "--tiny")
+    line = base_offload.equality(run, "bf16", "full")
+    assert line["finite_with_late_copies"] and line["loss"] == line["loss_with_late_copies"] > 1
+    assert {name: (found["losses"], found["gradients"]) for name, found in line["differ"].items()} == dict.fromkeys(
+        ("on_host", "late_copies", "without_twice"), (0, 0)
+    )
+
+    def never(streamed: Any, host: torch.Tensor, buffer: torch.Tensor) -> None:
+        buffer.fill_(255)
+
+    monkeypatch.setattr(base_offload.LateCopies, "copied_in", never)
+    line = base_offload.equality(run, "bf16", "full")
+    assert not line["finite_with_late_copies"] and line["differ"]["late_copies"]["losses"] == 6
+
+
+def test_every_row_of_layers_on_the_host_has_a_plan_and_a_share_of_the_speed(tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    path = tmp_path / "base-offload.json"
+    names = ("llama-3.1-8b-offload", "qwen3-32b-full")
+    main(["base-offload", "--tiny", "--json", str(path), *(word for name in names for word in ("--row", name))])
+    lines = json.loads(path.read_text(encoding="utf-8"))["steps"]
+    assert [line["row"] for line in lines] == [*names]
+    assert all(line["on_host"]["predicted"]["host_bytes"] > line["layers_bytes"] > 0 for line in lines)
+    assert lines[0]["speed"] == lines[0]["resident"]["ms"] / lines[0]["on_host"]["ms"] and "resident" not in lines[1]
+    shape = base_offload.config_of("qwen3-32b", tiny=False)
+    assert (shape.num_hidden_layers, shape.hidden_size, shape.head_dim, shape.model_type) == (64, 5120, 128, "qwen3")
