@@ -8,7 +8,7 @@ The record is one of `python -m benchmarks small-data`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,10 @@ def _row(case: Mapping[str, Any]) -> list[str]:
     return [*settings, str(case["steps"]), *measured]
 
 
-def where(record: Mapping[str, Any]) -> str:
+def where(record: Mapping[str, Any], packages: Sequence[str] = ("torch", "transformers", "peft")) -> str:
     """The sentence that says where and with what the record was measured."""
     environment = record["environment"]
-    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "transformers", "peft"))
+    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in packages)
     commit, date = environment["tigon_commit"][:7], environment["date"]
     return f"*On one {environment['device']}: {versions}, commit {commit}, {date}.*"
 

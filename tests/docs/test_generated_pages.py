@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton", reason="the chips of the ahead-of-time tests need triton")
 
 from benchmarks import small_rows
-from benchmarks.pages import duel, engine_pairs, front_page, head_accuracy, small_data, support
+from benchmarks.cases.base_offload import DEFAULT
+from benchmarks.pages import base_offload, duel, engine_pairs, front_page, head_accuracy, small_data, support
 from tigon.kernels.chips import CHIPS
 
 needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the sdist has no workflows")
@@ -21,7 +22,15 @@ needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the 
 
 @pytest.mark.parametrize(
     "generator",
-    [duel, engine_pairs, front_page, head_accuracy, small_data, pytest.param(support, marks=needs_workflow)],
+    [
+        base_offload,
+        duel,
+        engine_pairs,
+        front_page,
+        head_accuracy,
+        small_data,
+        pytest.param(support, marks=needs_workflow),
+    ],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_page_is_what_its_generator_writes(generator: ModuleType) -> None:
@@ -94,6 +103,20 @@ def test_style_and_facts_are_counted_in_the_answers() -> None:
     assert small_rows.in_style(answers) == (9, 10)
     assert small_rows.facts_known(answers, 20) == (4, 5)
     assert small_rows.facts_known(answers, 80) == (7, 8)
+
+
+# --- docs/techniques/lora.md -----------------------------------------------------------------------------------------
+
+
+def test_layers_on_the_host_keep_the_limit_and_their_plan() -> None:
+    record = base_offload.load()
+    assert [line["row"] for line in record["steps"]] == [*DEFAULT[1:]]
+    for line in record["steps"]:
+        measured, plan = line["on_host"], line["on_host"]["predicted"]
+        assert measured["reserved_bytes"] <= line["allocator_limit_bytes"]
+        assert measured["peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=0.03)
+        assert line.get("speed", 1.0) >= 0.6
+    assert all(line["finite_with_late_copies"] for line in record["equality"])
 
 
 # --- docs/support.md -------------------------------------------------------------------------------------------------
