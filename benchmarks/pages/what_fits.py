@@ -1,6 +1,6 @@
 """The longest sequence that the planner predicts to fit on common cards: the record and the table of the front page.
 
-    python -m benchmarks.pages.what_fits        # plans again and writes the record; takes half a minute
+    python -m benchmarks.pages.what_fits        # plans again and writes the record; takes a minute
 
 `python -m benchmarks.pages.front_page` writes the table from the record. Each cell is what `tigon plan` prints for
 `recipes/what-fits.yaml`. No cell is measured; the last column has the nearest run that was.
@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import base_offload
 from tigon.cli.plan_request import Flags, problem_of
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.search.largest_batch import longest_sequence
@@ -42,16 +43,20 @@ class Row:
     changes: Sequence[str] = ()
     """Assignments of `--set` that change the recipe."""
     nearest: str | None = None
-    """The case of `planner/runs.json` that is most like the row; None if none is."""
+    """The case of `planner/runs.json`, or the row of `lora/base-offload.json`, that is most like the row; None if none
+    is."""
 
 
 FULL = ("lora.rank=null", "lora.quantize=false", "train.precision=bf16")
 LORA = ("lora.quantize=false",)
-SMALL = "model.name=llama-3.2-1b"
+SMALL, LARGE = "model.name=llama-3.2-1b", "model.name=llama-3.1-70b"
+ON_HOST = "lora.base_offload=true"
 ROWS: Mapping[str, Row] = {
     "1B, full fine-tuning in bf16": Row(changes=(SMALL, *FULL), nearest="llama-3.2-1b b16 s2048 ckpt-offload"),
     "1B, LoRA": Row(changes=(SMALL, *LORA)),
     "8B, QLoRA": Row(),
+    "8B, QLoRA, layers on the host": Row(changes=(ON_HOST,), nearest="llama-3.1-8b-offload"),
+    "70B, QLoRA, layers on the host": Row(changes=(LARGE, ON_HOST), nearest="llama-3.1-70b-full"),
     "8B, LoRA": Row(changes=LORA, nearest="llama-3.1-8b b4 s4096 bf16 ckpt-full lora16"),
     "8B, full fine-tuning in bf16": Row(changes=FULL, nearest="llama-3.1-8b b2 s8192 bf16 ckpt-offload"),
 }
@@ -66,10 +71,14 @@ def planned(row: str, card: str) -> int:
 def nearest(row: str) -> str:
     """Planned and measured peak, in GiB, of the measured run that is most like the row."""
     name = ROWS[row].nearest
-    runs = {case["id"]: case for case in _read("planner/runs.json")["cases"]}
     if name is None:
         return "–"
-    both = _read("planner/runs-predicted.json")["cases"][name]["allocated"], runs[name]["allocated_bytes"]
+    on_host = {line["row"]: line["on_host"] for line in base_offload.load()["steps"]}
+    if name in on_host:
+        both = on_host[name]["predicted"]["peak_bytes"], on_host[name]["peak_bytes"]
+    else:
+        runs = {case["id"]: case for case in _read("planner/runs.json")["cases"]}
+        both = _read("planner/runs-predicted.json")["cases"][name]["allocated"], runs[name]["allocated_bytes"]
     return " / ".join(f"{size / GIB:.2f}" for size in both)
 
 
