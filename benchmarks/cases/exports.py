@@ -63,7 +63,12 @@ def _answer(target: Path, gguf_file: str | None, question: str) -> str:
     """The likeliest answer of an exported model, as transformers reads it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    named = {"gguf_file": gguf_file} if gguf_file else {}
+    named = {}
+    if gguf_file:  # transformers would take the tokenizer of the folder instead of the file's
+        alone = target / "alone"
+        alone.mkdir()
+        (target / gguf_file).rename(alone / gguf_file)
+        target, named = alone, {"gguf_file": gguf_file}
     model = AutoModelForCausalLM.from_pretrained(str(target), dtype=torch.float32, **named)
     tokenizer = AutoTokenizer.from_pretrained(str(target), **named)
     chat = [{"role": "user", "content": question}]
@@ -77,7 +82,7 @@ def _measure(bench: Bench) -> None:
     kinds = ["q8_0"] if bench.tiny else list(TYPES)
     families = ["llama"] if bench.tiny else list(FAMILIES)
     with tempfile.TemporaryDirectory() as scratch:
-        for family in families:
+        for family in () if bench.resume("small") else families:
             source = _small(family, Path(scratch) / family)
             for kind in kinds:
                 wanted = export.Export(target=Path(scratch) / f"{family}-{kind}", gguf=kind)
@@ -93,8 +98,8 @@ def _measure(bench: Bench) -> None:
             line = _export(bench.given.model, wanted)
             if "refused" not in line:
                 file = f"exported-{gguf}.gguf" if gguf else None
-                line["answer"] = _answer(target, file, bench.given.question)
                 line["bytes"] = sum(path.stat().st_size for path in target.glob(file or "*.safetensors"))
+                line["answer"] = _answer(target, file, bench.given.question)
             bench.add("real", {"format": name, **line})
             shutil.rmtree(target, ignore_errors=True)
 

@@ -135,10 +135,10 @@ def test_the_prompts_are_the_runs_data_and_built_in_ones_are_named_if_it_has_mov
     recipe = f"model: {{name: {checkpoint}}}\ndata: {{source: {data}}}\ntrain: {{steps: 1}}\n"
     (run / "recipe.yaml").write_text(recipe)
     done = tigon("export", run, tmp_path / "one")
-    assert done.code == 0 and done.err == "" and "next tokens of the run's data" in done.out
+    assert done.code == 0 and done.err == "" and "next tokens on the run's data" in done.out
     data.unlink()
     done = tigon("export", run, tmp_path / "two")
-    assert done.code == 0 and "next tokens that tigon brings" in done.out
+    assert done.code == 0 and "next tokens on tigon's own texts" in done.out
     assert "the run's data are not read" in done.err and str(data) in done.err
 
 

@@ -55,6 +55,7 @@ class Probes:
 
     texts: tuple[Probe, ...]
     origin: str
+    """On which texts, in words."""
 
 
 def probes_of(run: Path | None, tokenizer: Any) -> Probes:
@@ -66,10 +67,10 @@ def probes_of(run: Path | None, tokenizer: Any) -> Probes:
     """
     texts = list(itertools.islice(_of_data(run, tokenizer), N_TEXTS)) if run is not None else []
     if texts:
-        return Probes(tuple(texts), "of the run's data")
+        return Probes(tuple(texts), "on the run's data")
     chats = [Probe(text, True) for text in rendered(tokenizer, CHATS)]
     plain = [Probe(text, False) for text in BUILT_IN]
-    return Probes(tuple([*chats, *plain][:N_TEXTS]), "that tigon brings")
+    return Probes(tuple([*chats, *plain][:N_TEXTS]), "on tigon's own texts")
 
 
 def rendered(tokenizer: Any, chats: Iterable[Sequence[dict[str, str]]]) -> Iterator[str]:

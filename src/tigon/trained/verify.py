@@ -24,7 +24,8 @@ from tigon.trainer.evaluation.generate import end_tokens
 
 ROUNDINGS = 2.0
 """Each weight is rounded once. The errors of layers add up as a random walk, so the limit is this many roundings times
-the root of the number of layers."""
+the root of the number of layers. Merges in bf16 reached a quarter of it for a small random model,
+and a fourteenth for SmolLM2-135M."""
 FP32_LIMIT = 1e-4
 """The limit for the order of sums in fp32, in which all models compute here."""
 _ANYWAY = "nothing was written; --no-verify writes it without this check"
@@ -136,7 +137,8 @@ class Verification:
         return self._line(reader, loaded)
 
     def _refuse_wrong_weights(self, written: Behaviour, dtype: torch.dtype) -> None:
-        differences = _largest(self.trained, written)
+        # The median of the tokens, because rounding may send a few of them to another expert.
+        differences = _largest(self.trained, written, typical=True)
         for i, size in enumerate(differences):
             limit = max(FP32_LIMIT, ROUNDINGS * torch.finfo(dtype).eps * math.sqrt(i + 1))
             if not size <= limit:
@@ -183,7 +185,8 @@ class Verification:
         if self.trained.hidden and loaded.hidden:
             same, n_tokens = same_next_tokens(self.trained, loaded)
             size = _largest(self.trained, loaded)[-1]
-            parts.append(f"{same} of {n_tokens} next tokens {self.probes.origin} are those of the trained model")
+            if n_tokens:  # a reward model predicts none
+                parts.append(f"{same} of {n_tokens} next tokens {self.probes.origin} are those of the trained model")
             parts.append(f"logits differ by {size:.2%}")
             if self.effect is not None:
                 parts[-1] += f", and the adapters change them by {self.effect:.2%}"
@@ -210,11 +213,11 @@ def observe(model: Any, prompts: Sequence[Sequence[int]], *, in_fp32: bool = Tru
     try:
         with torch.no_grad(), _weights_in_fp32(model) if in_fp32 else nullcontext():
             out = model(input_ids=ids_BT, attention_mask=mask_BT, output_hidden_states=True, use_cache=False)
+            states = (*out.hidden_states, out.logits)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
         return Behaviour(problem=f"the model does not run on this machine ({one_line(error)})")
     finally:
         model.train(was_training)
-    states = (*out.hidden_states, out.logits)
     return Behaviour(
         tuple(
             # A model with a score has one row of logits per prompt, and one per token otherwise.
@@ -262,28 +265,30 @@ def checksums(model: Any) -> dict[str, int]:
 
 def same_next_tokens(one: Behaviour, other: Behaviour) -> tuple[int, int]:
     """(positions at which both have the same likeliest next token, positions)."""
-    pairs = [(a[-1].float(), b[-1].float()) for a, b in zip(one.hidden, other.hidden, strict=True)]
+    pairs = [(a[-1], b[-1]) for a, b in zip(one.hidden, other.hidden, strict=True) if a[-1].ndim == 2]
     same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
-    return same, sum(a.argmax(-1).numel() for a, _ in pairs)
+    return same, sum(len(a) for a, _ in pairs)
 
 
-def _largest(one: Behaviour, other: Behaviour) -> list[float]:
-    """The relative difference of the embeddings, each layer and the logits: the largest of all prompts."""
+def _largest(one: Behaviour, other: Behaviour, *, typical: bool = False) -> list[float]:
+    """The relative difference of the embeddings, each layer and the logits: the largest of all prompts.
+
+    typical: Whether the difference of a prompt is the median of its tokens, and not that of all together.
+    """
     per_prompt = [
-        [_relative(a, b) for a, b in zip(states, others, strict=True)]
+        [_relative(a, b, typical=typical) for a, b in zip(states, others, strict=True)]
         for states, others in zip(one.hidden, other.hidden, strict=True)
     ]
-    return [
-        max(sizes, key=lambda size: math.inf if math.isnan(size) else size) for sizes in zip(*per_prompt, strict=True)
-    ]
+    return [max(sizes) for sizes in zip(*per_prompt, strict=True)]
 
 
-def _relative(one: Tensor, other: Tensor) -> float:
+def _relative(one: Tensor, other: Tensor, *, typical: bool) -> float:
     if one.shape != other.shape:
         return math.inf
-    one, other = one.double(), other.double()
-    norm = float(one.norm())
-    return float((one - other).norm()) / norm if norm else float(other.norm())
+    rows = one.ndim if typical else 0
+    difference, norm = ((t.double().norm(dim=-1) if rows == 2 else t.double().norm()) for t in (one - other, one))
+    sizes = torch.where(difference == 0, 0.0, difference / norm)  # two zeros agree
+    return float(sizes.nan_to_num(nan=math.inf, posinf=math.inf).median())
 
 
 def _layer(index: int, states: Sequence[object]) -> str:

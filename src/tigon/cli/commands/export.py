@@ -25,7 +25,7 @@ def command(
     ] = False,
     gguf: Annotated[
         str | None,
-        typer.Option(metavar="TYPE", help="Also write a GGUF file (f16, bf16, q8_0, f32, auto) with llama.cpp."),
+        typer.Option(metavar="TYPE", help="Also write a GGUF file (f32, f16, bf16, q8_0, q4_0, auto) and a Modelfile."),
     ] = None,
     verify: Annotated[
         bool | None,
