@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from tigon.data.chat.render_chat import render_chat
 from trained_models import CHATML, TEMPLATE, make_byte_level, make_family
 
+from tigon.data.chat.render_chat import render_chat
 from tigon.trained import ollama
 
 LLAMA_3 = (
