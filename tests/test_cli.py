@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forks import forks, python
+from forks import forks, in_forks, python
 
 pytest.importorskip("typer")
 SRC = Path(__file__).parents[1] / "src"
@@ -68,17 +68,35 @@ def ends_without_a_reader(*arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--version",),
-        pytest.param(("--help",), marks=pytest.mark.second_proof("the help is printed as the version is")),
-        ("plan", "llama-3.2-1b", "--gpu", "4090", "--batch", "1", "--seq", "128"),
-    ],
-    ids=lambda arguments: arguments[0],
+    "argument", ["--version", pytest.param("--help", marks=pytest.mark.second_proof("it is printed as the version is"))]
 )
-def test_a_reader_that_has_gone_ends_a_command_with_141(arguments):
-    """typer and rich would end it with 1, each on its own."""
-    assert ends_without_a_reader(*arguments) == (141, "")
+def test_a_reader_that_has_gone_ends_a_command_with_141(argument):
+    """typer would end it with 1."""
+    assert ends_without_a_reader(argument) == (141, "")
+
+
+@forks
+def test_a_reader_that_has_gone_ends_a_plan_with_141():
+    """rich would end it with 1."""
+    from tigon.cli import app
+
+    read, write = os.pipe()
+    os.close(read)
+
+    def plan(_):
+        os.dup2(write, 1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.argv = [
+            "tigon",
+            "plan",
+            "tigon-demo",
+            *["--gpu", "4090", "--batch", "1", "--seq", "64", "--method", "full"],
+        ]
+        app.main()
+
+    (status,) = in_forks(plan)
+    os.close(write)
+    assert os.waitstatus_to_exitcode(status) == 141
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):

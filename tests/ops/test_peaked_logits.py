@@ -26,8 +26,8 @@ from helpers import (
     worse_of,
 )
 from tests.ops.cases import cases_of
-from tigon import linear_cross_entropy, linear_kl, linear_logprobs
-from tigon.ops import OPS, Case, Op, products
+from tigon import cross_entropy, linear_cross_entropy, linear_kl, linear_logprobs
+from tigon.ops import OPS, Case, Op, logprobs, products
 
 HEADS = ("linear_cross_entropy", "linear_logprobs", "linear_kl", "multi_head_linear_cross_entropy")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -127,3 +127,32 @@ def test_gradients_of_log_probabilities_are_below_0_7_percent_off(
     exact = of_student(call, x.double(), w.double())
     limit = 7e-3 * (INTERPRETED_BF16_FACTOR if backend.interpreted else 1.0)
     assert all(relative_error(g, e) < limit for g, e in zip(of_student(call, x, w), exact, strict=True))
+
+
+@pytest.mark.parametrize("call", [cross_entropy, logprobs], ids=["cross_entropy", "logprobs"])
+def test_scaled_logits_of_confident_tokens_keep_their_loss_and_gradient(call: Any, backend: Any) -> None:
+    """1 - p is 1e-5 to 1e-3 beside logits of 100. A compiler must not fuse the scale with one subtraction alone."""
+    torch.manual_seed(0)
+    logits, rows, scale = torch.randn(64, 1000) * 20, torch.arange(64), 1 / 0.7
+    target = logits.argmax(-1)
+    logits[rows, target] = logits.topk(2).values[:, 1] + torch.empty(64).uniform_(5.0, 8.0)
+    logits, target = logits.to(backend.device), target.to(backend.device)
+
+    def values(function: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = logits.to(dtype).requires_grad_()
+        loss = function(x)
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        return loss.detach().double(), gradient[rows, target].double()
+
+    def unfused(x: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(x * scale, target, reduction="none")
+
+    def fused(x: Tensor) -> Tensor:
+        if call is logprobs:
+            return -logprobs(x, target, logit_scale=scale)
+        return cross_entropy(x, target, logit_scale=scale, reduction="none")
+
+    truth = values(unfused, torch.float64)
+    beside, got = values(unfused, torch.float32), values(fused, torch.float32)
+    for exact, near, mine in zip(truth, beside, got, strict=True):
+        assert ((mine - exact).abs() / exact.abs()).median() <= 4 * ((near - exact).abs() / exact.abs()).median()

@@ -235,9 +235,9 @@ def test_weights_in_4_bits_are_planned_in_shards_with_whole_scales() -> None:
     assert scales > 0
     assert held[2] == pytest.approx(scales + (held[1] - scales) / 2, rel=0.01)
     assert held[4] == pytest.approx(scales + (held[1] - scales) / 4, rel=0.01)
-    loaded = _loaded_gib("org/model", fsdp=True, gpus=2, **keys)
+    loaded = _loaded_gib("org/model", fsdp=True, gpus=4, **keys)
     one_gpu = _loaded_gib("org/model", **keys)
-    assert one_gpu <= loaded < 1.3 * one_gpu, "each GPU has them whole once"
+    assert loaded < 0.9 * one_gpu, "the whole model waits on the host"
 
 
 def test_random_weights_are_planned_on_the_device_they_are_drawn_on() -> None:

@@ -54,7 +54,7 @@ def request_of(family: str, seq: int) -> Request:
 def test_plan_counts_the_kernels_of_the_installed_library(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = estimate(request_of(family, 500), gpu=H200, evaluation=False)
     monkeypatch.setattr(hybrid_layers, "_installed", lambda kind: kind.library)
-    monkeypatch.setattr("tigon.planner.trace.key.found_libraries", lambda: ("all",))
+    monkeypatch.setattr("tigon.planner.trace.cache.key.found_libraries", lambda: ("all",))
     fast = estimate(request_of(family, 500), gpu=H200, evaluation=False)
     assert fast.peak_allocated_bytes < slow.peak_allocated_bytes and fast.step_s < slow.step_s
     assert any("no GPU has measured" in note for note in fast.notes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +30,20 @@ SHAPE = {
 
 
 class LateCopies(StreamedLayers):
-    """Copies as late as a GPU may: a buffer is garbage from the start of its copy until something waits for it."""
+    """As strict as a GPU: a buffer is garbage from the start of its copy until something waits for it, and nothing
+    computes with a layer on the host."""
+
+    def __init__(self, model: Any, layers: Sequence[Any], device: torch.device) -> None:
+        super().__init__(model, layers, device)
+        self.held = [layer.on_host for layer in self.layers]
+        for layer in self.layers:
+            layer.on_host = [torch.full_like(t, 255 if t.dtype == torch.uint8 else math.nan) for t in layer.on_host]
+            layer.put(layer.on_host)
+
+    def undo(self) -> None:
+        for layer, held in zip(self.layers, self.held, strict=True):
+            layer.on_host = held
+        super().undo()
 
     def copied_in(self, host: Tensor, buffer: Tensor) -> Callable[[], object]:
         self.n_copies = getattr(self, "n_copies", 0) + 1

@@ -187,16 +187,25 @@ def test_resumed_adapters_are_those_of_an_uninterrupted_run(more, run, here):
     assert losses(runs / "cut")[-2:] == losses(runs / "whole")[-2:]
 
 
-@pytest.mark.parametrize("kernels", ["tigon", "none"])
-@pytest.mark.parametrize("more", [(), ("lora.quantize=true",)], ids=["bf16", "4-bit"])
-def test_layers_on_the_host_train_the_same_adapters_to_the_bit(kernels, more, run, here, checkpoints):
-    if more:
+@pytest.mark.parametrize(
+    ("kind", "kernels", "more"),
+    [
+        ("wide", "tigon", ()),
+        ("wide", "none", ()),
+        ("wide", "tigon", ("lora.quantize=true",)),
+        ("wide", "none", ("lora.quantize=true",)),
+        ("wide experts", "tigon", ("lora.quantize=true", "lora.targets=[linear, experts]")),
+        ("experts", "tigon", ("lora.targets=[linear, experts]",)),
+    ],
+)
+def test_layers_on_the_host_train_the_same_adapters_to_the_bit(kind, kernels, more, run, here):
+    if "lora.quantize=true" in more:
         pytest.importorskip("bitsandbytes")
     sets = ("lora.rank=4", "train.checkpointing=full", "train.gradient_accumulation=2", "train.eval_steps=2", *more)
     sets += ("output.merge=true", "output.sample_tokens=4")
     whole_runs = {}
     for name, offload in (("device", "false"), ("host", "true")):
-        outcome = run("wide", *sets, f"lora.base_offload={offload}", f"output.name={name}", kernels=kernels)
+        outcome = run(kind, *sets, f"lora.base_offload={offload}", f"output.name={name}", kernels=kernels)
         assert outcome.code == 0, outcome.outcome.err
         whole_runs[name] = outcome.logits
     runs = here / "runs"

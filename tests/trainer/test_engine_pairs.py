@@ -28,7 +28,7 @@ ENGINE = {engine.title: engine for engine in ENGINES}
 FEATURE = {feature.name: feature for feature in FEATURES}
 TRAIN: Mapping[str, Callable[..., Any]] = {"DDP": train, "FSDP2": fsdp_rank}
 """How one of two processes trains; the others are DeepSpeed's."""
-SAMPLED = ("grpo", "grpo-lora", "distill")
+SAMPLED = ("grpo", "grpo-lora", "grpo-qlora", "distill")
 """Each process writes other completions, so no run of one process is the same. Engines are compared with DDP."""
 BY_MICRO_BATCH = ("orpo", "fp8", "fp8-lora")
 """TRL's ORPO averages over the tokens of a micro-batch, and FP8 scales gradients over them. One process accumulates."""

@@ -238,8 +238,8 @@ def test_weight_without_whole_elements_is_refused():
     model = torch.nn.ModuleDict({"q": torch.nn.Identity()})
     model["q"].weight = weight
     with pytest.raises(RecipeError, match=r"q has 6 bytes in 4 bits.*set sharding\.fsdp: false"):
-        let_fsdp_divide(model, torch.float32)
-    let_fsdp_divide(model, torch.bfloat16)
+        let_fsdp_divide(model, torch.float32, "cpu")
+    let_fsdp_divide(model, torch.bfloat16, "cpu")
     assert weight.dtype == torch.bfloat16 and weight.shape == (3, 1)
 
 

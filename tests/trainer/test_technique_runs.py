@@ -81,12 +81,12 @@ on_cpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values(
 
 
 def resumed_and_whole(
-    name: str, folder: Path, device: torch.device, *, at: int = 4, **train: Any
+    name: str, folder: Path, device: torch.device, *, at: int = 4, lora: LoraConfig | None = None, **train: Any
 ) -> tuple[list[float], list[float], bool]:
     """Returns the losses of a run resumed after step `at`, those of the uninterrupted run, and whether both end at the
     same weights bit for bit. A run has six steps, three per epoch."""
     split = {} if OPTIMIZERS[name].in_backward else {"batch_size": 4, "gradient_accumulation": 2}
-    recipe = recipe_of(**settings(name), **split, steps=6, save_steps=1, keep_checkpoints=9, **train)
+    recipe = recipe_of(lora, **settings(name), **split, steps=6, save_steps=1, keep_checkpoints=9, **train)
     uncut = small_trainer(folder, recipe, device=device)
     whole = losses_of(uncut)
     cut = small_trainer(folder, recipe, device=device)
@@ -94,6 +94,24 @@ def resumed_and_whole(
     resumed = [entry["loss"] for entry in cut.state.log_history if "loss" in entry]
     pairs = zip(uncut.model.parameters(), cut.model.parameters(), strict=True)
     return resumed, whole, all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_matrices_b_of_lora_plus_learn_as_much_faster_as_in_peft_and_a_resumed_run_equals_the_whole_one(tmp_path):
+    by_peft_of = pytest.importorskip("peft.optimizers").create_loraplus_optimizer
+    plus = LoraConfig(rank=4, loraplus_lr_ratio=16)
+    trainer = small_trainer(tmp_path, recipe_of(plus))
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+
+    def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+        return {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+
+    by_peft = by_peft_of(trainer.model, torch.optim.AdamW, lr=0.01, loraplus_lr_ratio=16)
+    ours = rates(trainer.create_optimizer())
+    assert ours == pytest.approx(rates(by_peft)) and set(ours.values()) == {0.01, 0.16}
+    plain = small_trainer(tmp_path / "plain", recipe_of(LoraConfig(rank=4))).create_optimizer()
+    assert {group["lr"] for group in plain.param_groups} == {0.01}
+    resumed, whole, same = resumed_and_whole("adamw", tmp_path, torch.device("cpu"), lora=plus)
+    assert resumed == whole and same
 
 
 @on_cpu

@@ -193,12 +193,11 @@ def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def products(hidden: Tensor, weight: Tensor, *, chunk: int = 8192, logits_twice: bool = False) -> Tensor:
+def products(hidden: Tensor, weight: Tensor, *, logits_twice: bool = False) -> Tensor:
     """The matrix products of an lm_head: logits, dX and dW, 8192 tokens at a time, without sums."""
     hidden_NH = hidden.reshape(-1, hidden.shape[-1])
     dw_VH = hidden
-    for start in range(0, hidden_NH.shape[0], chunk):
-        x_CH = hidden_NH[start : start + chunk]
+    for x_CH in hidden_NH.split(8192):
         z_CV = torch.mm(x_CH, weight.t())
         if logits_twice:
             torch.mm(x_CH, weight.t(), out=z_CV)

@@ -8,6 +8,7 @@ the model.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -141,6 +142,7 @@ def takes_documents(runs: Mapping[str, str]) -> bool:
     return all(kind.bounds and runs[kind.name] == kind.library for kind in scans)
 
 
+@functools.cache
 def found_libraries() -> tuple[str, ...]:
     """The libraries with kernels that Python finds, without importing them."""
     packages = {kind.library: kind.module.partition(".")[0] for kind in KINDS}

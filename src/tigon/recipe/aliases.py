@@ -96,7 +96,7 @@ ALIASES: Mapping[str, Alias] = {
 _SHARED: Mapping[str, str] = {
     "train": "learning_rate weight_decay warmup_steps max_grad_norm adam_beta1 adam_beta2 seed tf32 eval_steps "
     "save_steps report_to early_stopping_patience",
-    "lora": "modules_to_save bias",
+    "lora": "modules_to_save bias loraplus_lr_ratio",
     "model": "trust_remote_code",
     "data": "packing",
     "post_training": "beta loss_type label_smoothing temperature",

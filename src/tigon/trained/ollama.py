@@ -21,7 +21,6 @@ from tigon.trainer.evaluation.generate import end_tokens
 FILE = "Modelfile"
 OLLAMAS_CONTEXT = 4096
 """Tokens of context if a Modelfile does not say otherwise."""
-_ROLES = ("system", "user", "assistant")
 _STAND_INS = ("0Q0Z1", "1Q1Z1", "2Q2Z1", "3Q3Z1")
 _PARAMETERS = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",

@@ -120,3 +120,9 @@ def make_optimizer(setup: Setup) -> MakeOptimizer | None:
         gap=train.galore_gap,
         layerwise=row.in_backward,
     )
+
+
+def learning_rates(setup: Setup) -> dict[str, float]:
+    """A part of parameters' names -> the factor of their learning rate: LoRA+ lets the matrices B learn faster."""
+    ratio = setup.settings.lora.loraplus_lr_ratio
+    return {} if ratio == 1 else {"lora_B": ratio}

@@ -95,6 +95,8 @@ def _loaded(setup: Setup, loading: Mapping[str, Any]) -> PreTrainedModel:
     load = partial(models.build, model, config, dtype=dtype, seed=setup.recipe.train.seed)
     if settings.lora.base_offload:  # its technique brings all but the frozen layers to the device
         return load(device=torch.device("cpu"), loading=loading) if loading else load(device=None, through=device)
+    if loading and settings.sharding.fsdp:  # FSDP2 moves the layers to the device one by one
+        return load(device=torch.device("cpu"), loading=loading)
     if loading or not settings.sharding.divides_weights:
         return load(device=device, loading=loading)
     if models.is_preset(model.name):

@@ -102,7 +102,13 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if plugin is not None and policy is not None:
             plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
 
-    def guard(self, objective: Objective, safeguards: Safeguards, make_optimizer: MakeOptimizer | None) -> None:
+    def guard(
+        self,
+        objective: Objective,
+        safeguards: Safeguards,
+        make_optimizer: MakeOptimizer | None,
+        learning_rates: Mapping[str, float],
+    ) -> None:
         """Set up the guards. Call it once, before training.
 
         Args:
@@ -110,7 +116,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             safeguards: The settings of the guards.
             make_optimizer: Called with the model and the names of the parameters that decay; returns the optimizer.
                 None: the Trainer makes the optimizer that its arguments name.
+            learning_rates: A part of parameters' names -> the factor of their learning rate.
         """
+        self._learning_rates = {**learning_rates, **(objective.added.learning_rates if objective.added else {})}
         self._make_optimizer = make_optimizer
         self.safeguards = safeguards
         self.objective, self.added = objective, objective.added
@@ -223,10 +231,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             )
         optimizer = super().create_optimizer(*args, **kwargs)
         if not self._grouped:
-            if self.added is not None:
-                for prefix, factor in self.added.learning_rates.items():
-                    own = {id(one) for name, one in self.model.named_parameters() if prefix in name}
-                    split_groups(optimizer, own, factor)
+            for part, factor in self._learning_rates.items():
+                own = {id(one) for name, one in self.model.named_parameters() if part in name}
+                split_groups(optimizer, own, factor)
             if tensor_parallel.group_size(self.model) > 1:
                 tensor_parallel.step_by_mesh(self.model, optimizer)
             self._grouped = True

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformers import TrainingArguments
 
-from tigon.trainer.arguments import arguments, make_optimizer, without_data_parallel
+from tigon.trainer.arguments import arguments, learning_rates, make_optimizer, without_data_parallel
 from tigon.trainer.guarded import GuardedTrainer, Safeguards
 from tigon.trainer.setup import Setup, TrainingData
 
@@ -42,7 +42,7 @@ def make(
         train_dataset=data.train,
         eval_dataset=data.eval,
     )
-    trainer.guard(setup.objective, safeguards, make_optimizer(setup))
+    trainer.guard(setup.objective, safeguards, make_optimizer(setup), learning_rates(setup))
     return trainer
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tigon.models.kv_cache import cache_in
 from tigon.models.seams.base import Seam, imitate
 from tigon.models.seams.rebind import Forward, rebind_each
 
@@ -132,7 +133,7 @@ class DocumentsSeam(Seam):
             seq_idx = kwargs.pop(SEQ_IDX, None)
             for name in _OTHERS:
                 kwargs.pop(name, None)
-            if seq_idx is None:
+            if seq_idx is None or cache_in(kwargs) is not None:  # a cache holds the state of one document
                 return plain(self, *args, **kwargs)
             hidden_BTD, *rest = args if args else (kwargs.pop("hidden_states"),)
             if (padding_BT := kwargs.get("attention_mask")) is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,29 +70,18 @@ class LinearKlCall:
     """(most bytes of logits and of their gradient in a block, most bytes if logits are kept)"""
 
 
-class _Vocabulary(Protocol):
-    """How the columns of both rows of logits are held."""
+class _Whole:
+    """All columns of both rows of logits are in this process."""
 
     def most_rows(self, pair: HeadPair) -> int:
         """The most rows of a weight that a process holds."""
-
-    def forward(self, pair: HeadPair, call: LinearKlCall, keep: bool) -> KlResults: ...
-
-    def sum_hidden(self, dx_NH: Tensor) -> None:
-        """Add up the gradient of hidden over all columns, in place."""
-
-
-class _Whole:
-    """All columns are in this process."""
-
-    def most_rows(self, pair: HeadPair) -> int:
         return pair.p.vocab
 
     def forward(self, pair: HeadPair, call: LinearKlCall, keep: bool) -> KlResults:
         return linear_kl_fwd(pair, call.counts_N, call.options, keep, call.chunk_bytes[0])  # type: ignore[no-any-return]
 
     def sum_hidden(self, dx_NH: Tensor) -> None:
-        pass
+        """Add up the gradient of hidden over all columns, in place."""
 
 
 _WHOLE = _Whole()

@@ -62,8 +62,6 @@ class Fsdp(Engine):
         states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
         host, link = 0, 0
         loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0
-        if settings.lora.quantize:  # they are quantised on the GPU
-            loaded = model.weights[0].itemsize
         if settings.sharding.offload != "none":
             host, link = weights + grads + states, 3 * weights + grads
             weights = grads = states = step = 0
@@ -137,20 +135,15 @@ class Fsdp(Engine):
 
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model
-        if not (placement.loaded_itemsize and (self.settings.lora.quantize or loading.fits_whole())):
+        if not (placement.loaded_itemsize and loading.fits_whole()):
             # Upper bound: one unit comes from the host to be sharded.
             ledger.alloc_briefly(placement.gathered.both_passes, component="weights")
             ledger.alloc(placement.weights, "weights")
             return
         whole = loading.load_whole()
-        for weight, tensors in zip(model.weights, whole, strict=True):
-            if weight.stored_as:  # packed weights wait on the host, scales stay whole
-                ledger.free(tensors[0])
-                tensors.clear()
         # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
         for weight in model.weights:
-            widening = self._widening_of(weight) if self.settings.lora.quantize else loading.widening
-            ledger.alloc(share(widening * weight.packed_bytes, shard_ranks(self.settings)), "weights")
+            ledger.alloc(share(loading.widening * weight.nbytes, shard_ranks(self.settings)), "weights")
         for tensors in whole:
             ledger.free_all(tensors)
 
@@ -158,7 +151,7 @@ class Fsdp(Engine):
         notes = super().notes(request, model)
         if self.settings.lora.quantize:
             whole = in_bytes(model.weight_bytes)
-            return (*notes, f"Each GPU holds the whole quantised model ({whole}) before FSDP2 divides it.")
+            return (*notes, f"Each process holds the quantised model ({whole}) on the host until FSDP2 divides it.")
         if request.model in PRESETS:
             return notes
         gpus = self.settings.sharding.gpus

@@ -56,6 +56,8 @@ class LoraConfig(Section):
     """Rank-stabilised LoRA (arXiv 2312.03732): scale the adapters' output by alpha / sqrt(rank)."""
     dora: bool = key(False, traced=True)
     """DoRA (arXiv 2402.09353): the adapters change the direction of a weight, and a trained vector its magnitude."""
+    loraplus_lr_ratio: float = key(1.0, minimum=1, maximum=1000, planned=False)
+    """LoRA+ (arXiv 2402.12354): the learning rate of the matrices B, as a multiple of the others'."""
     modules_to_save: tuple[str, ...] = key((), traced=True)
     """Names of modules that are trained whole and saved beside the adapters, e.g. `[lm_head, embed_tokens]`."""
     bias: str = key("none", choices=("none", "lora_only", "all"), traced=True)

@@ -146,7 +146,7 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
     assert settings.lora.rank is not None
     _keep_from_cpu_packing(model)
     if settings.sharding.fsdp:
-        four_bit_shards.let_fsdp_divide(model, format_of(settings).products)
+        four_bit_shards.let_fsdp_divide(model, format_of(settings).products, run_info.device)
     targets = adapter_targets.targets_of(model, settings.lora.targets)
     alpha = settings.lora.alpha or 2 * settings.lora.rank
     config = peft.LoraConfig(
@@ -190,7 +190,8 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
         return {"quantization_config": mxfp4_experts.config(format_of(settings).products)}
     if settings.lora.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    through = run_info.device if settings.lora.base_offload else None
+    on_host = settings.lora.base_offload or settings.sharding.fsdp
+    through = run_info.device if on_host else None
     return {"quantization_config": expert_quantizer.config(format_of(settings).products, through)}
 
 

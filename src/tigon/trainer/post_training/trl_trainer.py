@@ -20,7 +20,7 @@ from tigon.integrations.trl import UnfusedWarning, fuse
 from tigon.integrations.trl.layers import SameLayers
 from tigon.objectives.base import TrlTraining
 from tigon.trainer import engine
-from tigon.trainer.arguments import arguments, make_optimizer, without_data_parallel
+from tigon.trainer.arguments import arguments, learning_rates, make_optimizer, without_data_parallel
 from tigon.trainer.guarded import GuardedTrainer, Safeguards
 from tigon.trainer.model import load_config
 from tigon.trainer.post_training.rewards import load_rewards
@@ -88,7 +88,7 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
     adapted = getattr(trainer.model, "peft_config", {})
     if "ref" in adapted:  # a copy of the new adapter; without it TRL switches the adapters off, which is the same model
         trainer.model.delete_adapter("ref")
-    trainer.guard(setup.objective, safeguards, make_optimizer(setup))
+    trainer.guard(setup.objective, safeguards, make_optimizer(setup), learning_rates(setup))
     trainer.counters.append(TrlCounters(trainer))
     if recipe.model.kernels == "tigon":
         trainer.fused = _fused(trainer)
