@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton", reason="the chips of the ahead-of-time tests need triton")
 
 from benchmarks import small_rows
-from benchmarks.pages import duel, engine_pairs, front_page, head_accuracy, small_data, support
+from benchmarks.pages import duel, engine_pairs, exports, front_page, head_accuracy, small_data, support
 from tigon.kernels.chips import CHIPS
 
 needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the sdist has no workflows")
@@ -21,7 +21,7 @@ needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the 
 
 @pytest.mark.parametrize(
     "generator",
-    [duel, engine_pairs, front_page, head_accuracy, small_data, pytest.param(support, marks=needs_workflow)],
+    [duel, engine_pairs, exports, front_page, head_accuracy, small_data, pytest.param(support, marks=needs_workflow)],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_page_is_what_its_generator_writes(generator: ModuleType) -> None:
