@@ -18,7 +18,7 @@ from tigon.units import in_bytes
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "ollama.md"
-RECORD = ROOT / "benchmarks" / "results" / "cpu" / "exports.json"
+RECORD = ROOT / "benchmarks" / "results" / "cpu" / "exports" / "formats.json"
 
 
 def _compared(line: Mapping[str, Any]) -> list[str]:

@@ -55,7 +55,7 @@ def runs() -> tuple[Row, ...]:
     for path in sorted(RESULTS.rglob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         environment = record.get("environment") if isinstance(record, dict) else None
-        if environment and environment.get("device"):
+        if environment and environment.get("device") and not environment["device"].startswith("CPU"):
             found.append(environment)
     return tuple(found)
 

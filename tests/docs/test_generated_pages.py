@@ -14,7 +14,16 @@ pytest.importorskip("triton", reason="the chips of the ahead-of-time tests need 
 
 from benchmarks import small_rows
 from benchmarks.cases.base_offload import DEFAULT
-from benchmarks.pages import base_offload, duel, engine_pairs, front_page, head_accuracy, small_data, support
+from benchmarks.pages import (
+    base_offload,
+    duel,
+    engine_pairs,
+    exports,
+    front_page,
+    head_accuracy,
+    small_data,
+    support,
+)
 from tigon.kernels.chips import CHIPS
 
 needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the sdist has no workflows")
@@ -26,6 +35,7 @@ needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the 
         base_offload,
         duel,
         engine_pairs,
+        exports,
         front_page,
         head_accuracy,
         small_data,

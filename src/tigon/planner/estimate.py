@@ -156,7 +156,7 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
         notes.append(f"With what is installed here, {slow_layers(paths) or '; '.join(map(str, paths))}.")
         if libraries := sorted({path.runs for path in paths} - {PYTORCH}):
             notes.append(
-                f"The plan counts what {' and '.join(libraries)} allocate; no GPU has measured their times here."
+                f"The plan counts the memory of {' and '.join(libraries)}; no GPU has measured their times here."
             )
     notes += engine.notes(request, model)
     for one in request.frozen():
