@@ -204,7 +204,7 @@ def steps(bench: Bench, trained: Trained, count: int) -> dict[str, Any]:
     found = figures(timing.time_steps(trained.step, bench.device, steps=count), trained.ids_BT.numel())
     if bench.gpu:
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        found["pinned_bytes"] = torch.cuda.memory.host_memory_stats().get("allocated_bytes.current")
+        found["pinned_bytes"] = torch.cuda.memory.host_memory_stats().get("active_bytes.current")
     return found
 
 
