@@ -153,7 +153,7 @@ def options() -> dict[str, set[str]]:
     from tigon.cli import app
 
     def of(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
-        yield name, {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        yield name, {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
         for child, below in getattr(command, "commands", {}).items():
             yield from of(below, f"{name} {child}".strip())
 
