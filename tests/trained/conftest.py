@@ -40,6 +40,27 @@ def adapter(checkpoint: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def reward_adapter(checkpoint: Path) -> Path:
+    """Adapters of a reward model over the checkpoint, with a trained score layer."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    from tigon.models.loading.reward_model import with_score
+
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], base_model_name_or_path=str(checkpoint), task_type="SEQ_CLS"
+    )
+    torch.manual_seed(1)
+    model = peft.get_peft_model(with_score(AutoModelForCausalLM.from_pretrained(str(checkpoint))), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "score" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    folder = checkpoint.with_name("reward-adapter")
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def run(tmp_path: Path, checkpoint: Path) -> Path:
     """A run folder without results. A test adds `model/`, adapters or `heads/`."""

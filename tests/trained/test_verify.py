@@ -128,6 +128,85 @@ def test_copied_adapters_are_compared_on_request(tigon, adapter, tmp_path, monke
     assert "layer 0 is the first that differs" in line and not (tmp_path / "wrong").exists()
 
 
+def reward_scores(model, prompt):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([prompt])).logits.float()
+
+
+def test_a_merged_reward_model_is_compared_by_the_scores_of_its_tokens(tigon, reward_adapter, checkpoint, tmp_path):
+    import peft
+    from transformers import AutoModelForSequenceClassification
+
+    done = tigon("export", reward_adapter, tmp_path / "out", "--merge")
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.out.splitlines() if line.startswith("verified by transformers 5")]
+    assert "scores differ by" in line and "next tokens" not in line and "the adapters change them by" in line
+    merged = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out"), dtype=torch.float32)
+    base = AutoModelForSequenceClassification.from_pretrained(str(checkpoint), num_labels=1, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, str(reward_adapter))
+    ours, theirs = (reward_scores(model, [7, 30, 50, 9]) for model in (merged, adapted))
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+def test_a_score_near_zero_refuses_no_merge(tigon, reward_adapter, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from tigon.trained import find, load, probes, verify
+
+    shutil.copytree(reward_adapter, tmp_path / "adapter")
+    loaded = load.load(find.find(str(reward_adapter)), device=torch.device("cpu"))
+    prompts = verify.Verification(loaded.tokenizer, probes.probes_of(None, loaded.tokenizer)).prompts
+    last = verify.observe(loaded.model, prompts).hidden[0][-2][-1]
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(file)
+    (name,) = [name for name in state if "score" in name]
+    state[name] = state[name].float()
+    state[name] -= (state[name] @ last) * last / last.norm() ** 2
+    save_file(state, file, {"format": "pt"})
+    done = tigon("export", tmp_path / "adapter", tmp_path / "out", "--merge")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("pad", [0, None, 5])
+def test_a_prompts_score_does_not_depend_on_the_padding_beside_it(reward_adapter, pad):
+    from tigon.trained import find, load
+    from tigon.trained.verify import observe
+
+    model = load.load(find.find(str(reward_adapter)), device=torch.device("cpu")).model
+    model.config.pad_token_id = pad
+    short = [7, 30, 50, 9]
+    together, alone = observe(model, [short, [8, 31, 51, 10, 11, 12]]), observe(model, [short])
+    assert together.problem is None and together.hidden[0][-1].shape == (4, 1)
+    for one, other in zip(together.hidden[0], alone.hidden[0], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_merge_that_leaves_the_score_out_is_refused(tigon, reward_adapter, tmp_path, monkeypatch):
+    original = export.merged
+
+    def merge_but_score(wrapped):
+        model = original(wrapped)
+        torch.nn.init.normal_(model.score.weight, std=0.3)
+        return model
+
+    monkeypatch.setattr(export, "merged", merge_but_score)
+    line = tigon("export", reward_adapter, tmp_path / "out", "--merge").error_line()
+    assert "compute otherwise than the trained model: the head is the first" in line
+
+
+def test_copied_adapters_of_a_reward_model_are_compared(tigon, reward_adapter, tmp_path, monkeypatch):
+    done = tigon("export", reward_adapter, tmp_path / "checked", "--verify")
+    assert done.code == 0 and "verified by peft 0" in done.out and "scores differ by 0.00%" in done.out, done.err
+    original = export._copy_adapters
+
+    def copy_otherwise(source, folder):
+        original(source, folder)
+        edit_json("adapter_config.json", lora_alpha=1)(folder)
+
+    monkeypatch.setattr(export, "_copy_adapters", copy_otherwise)
+    assert "layer 0 is the first" in tigon("export", reward_adapter, tmp_path / "o", "--verify").error_line()
+
+
 def test_the_prompts_are_the_runs_data_and_built_in_ones_are_named_if_it_has_moved(tigon, run, checkpoint, tmp_path):
     shutil.copytree(checkpoint, run / "model")
     data = tmp_path / "mine.jsonl"

@@ -36,7 +36,8 @@ class Behaviour:
     """What a model computes for some prompts."""
 
     hidden: tuple[tuple[Tensor, ...], ...] = ()
-    """Of each prompt: the embeddings, the output of each layer, and the logits. Empty if the model does not run."""
+    """Of each prompt: the embeddings, the output of each layer, and the logits or scores of each token. Empty if the
+    model does not run."""
     problem: str | None = None
     """Why the model does not run on this machine."""
 
@@ -187,7 +188,7 @@ class Verification:
             size = _largest(self.trained, loaded)[-1]
             if n_tokens:  # a reward model predicts none
                 parts.append(f"{same} of {n_tokens} next tokens {self.probes.origin} are those of the trained model")
-            parts.append(f"logits differ by {size:.2%}")
+            parts.append(f"{'logits' if n_tokens else 'scores'} differ by {size:.2%}")
             if self.effect is not None:
                 parts[-1] += f", and the adapters change them by {self.effect:.2%}"
         else:
@@ -204,27 +205,36 @@ def observe(model: Any, prompts: Sequence[Sequence[int]], *, in_fp32: bool = Tru
         in_fp32: Whether to compute in fp32 whatever the dtype of the weights, so that only the weights' own rounding
             shows. Without it the model computes in its own dtype.
     """
-    was_training, length = model.training, max(map(len, prompts), default=0)
-    device = next(model.parameters()).device
-    # Padding on the right changes no earlier token of a causal model.
-    ids_BT = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=device)
-    mask_BT = torch.tensor([[1] * len(prompt) + [0] * (length - len(prompt)) for prompt in prompts], device=device)
+    was_training = model.training
+    # A model with a score finds the end of a prompt by the token that pads. Without one it takes prompts one by one.
+    alone = _pad_id(model) is None and model.get_output_embeddings() is None
+    batches = [[prompt] for prompt in prompts] if alone else [prompts]
     model.eval()
     try:
         with torch.no_grad(), _weights_in_fp32(model) if in_fp32 else nullcontext():
-            out = model(input_ids=ids_BT, attention_mask=mask_BT, output_hidden_states=True, use_cache=False)
-            states = (*out.hidden_states, out.logits)
+            return Behaviour(tuple(states for batch in batches if batch for states in _states(model, batch)))
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
         return Behaviour(problem=f"the model does not run on this machine ({one_line(error)})")
     finally:
         model.train(was_training)
-    return Behaviour(
-        tuple(
-            # A model with a score has one row of logits per prompt, and one per token otherwise.
-            tuple((state[i, : len(prompt)] if state.ndim == 3 else state[i]).cpu() for state in states)
-            for i, prompt in enumerate(prompts)
-        )
-    )
+
+
+def _states(model: Any, prompts: Sequence[Sequence[int]]) -> list[tuple[Tensor, ...]]:
+    """The states of each prompt of a batch, as in `Behaviour.hidden`."""
+    length, device, pad = max(map(len, prompts)), next(model.parameters()).device, _pad_id(model) or 0
+    # Padding on the right changes no earlier token of a causal model.
+    ids_BT = torch.tensor([[*prompt, *[pad] * (length - len(prompt))] for prompt in prompts], device=device)
+    mask_BT = torch.tensor([[1] * len(prompt) + [0] * (length - len(prompt)) for prompt in prompts], device=device)
+    out = model(input_ids=ids_BT, attention_mask=mask_BT, output_hidden_states=True, use_cache=False)
+    # One score per prompt may be near 0, where a relative difference says nothing. The scores of all tokens have a size.
+    logits = out.logits if out.logits.ndim == 3 else model.score(out.hidden_states[-1])
+    states = (*out.hidden_states, logits)
+    return [tuple(state[i, : len(prompt)].cpu() for state in states) for i, prompt in enumerate(prompts)]
+
+
+def _pad_id(model: Any) -> int | None:
+    pad: int | None = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return pad
 
 
 @contextmanager
@@ -256,6 +266,8 @@ def checksums(model: Any) -> dict[str, int]:
     seen: dict[tuple[int, torch.Size], int] = {}
     sums = {}
     for name, tensor in model.state_dict().items():
+        if ".original_module." in name:  # PEFT's copy from before the training, which computes nothing
+            continue
         key = (tensor.data_ptr(), tensor.shape)  # a tied weight is read once
         if key not in seen:
             seen[key] = zlib.crc32(tensor.detach().cpu().float().contiguous().numpy().data)
@@ -265,9 +277,14 @@ def checksums(model: Any) -> dict[str, int]:
 
 def same_next_tokens(one: Behaviour, other: Behaviour) -> tuple[int, int]:
     """(positions at which both have the same likeliest next token, positions)."""
-    pairs = [(a[-1], b[-1]) for a, b in zip(one.hidden, other.hidden, strict=True) if a[-1].ndim == 2]
+    pairs = [(a[-1], b[-1]) for a, b in zip(one.hidden, other.hidden, strict=True) if not _has_score(a)]
     same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
     return same, sum(len(a) for a, _ in pairs)
+
+
+def _has_score(states: Sequence[Tensor]) -> bool:
+    """Whether the model gives each token one score instead of the logits of the next one."""
+    return states[-1].shape[-1] == 1
 
 
 def _largest(one: Behaviour, other: Behaviour, *, typical: bool = False) -> list[float]:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that end an answer: those of the generation config, and the tokenizer's."""
-    declared = getattr(model.generation_config, "eos_token_id", None)
+    # A reward model has no generation config.
+    declared = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = declared if isinstance(declared, list) else [declared]
     return [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
 
