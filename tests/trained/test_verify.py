@@ -207,6 +207,29 @@ def test_copied_adapters_of_a_reward_model_are_compared(tigon, reward_adapter, t
     assert "layer 0 is the first" in tigon("export", reward_adapter, tmp_path / "o", "--verify").error_line()
 
 
+def test_the_tokenizer_beside_copied_adapters_is_compared_and_its_absence_said(
+    tigon, adapter, checkpoint, tmp_path, monkeypatch
+):
+    done = tigon("export", adapter, tmp_path / "without", "--verify")
+    assert done.code == 0 and "weights agree; the folder has no tokenizer; " in done.out
+    source = tmp_path / "source"
+    shutil.copytree(adapter, source)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(checkpoint / name, source)
+    done = tigon("export", source, tmp_path / "with", "--verify")
+    assert done.code == 0 and "weights, tokens, chat template and stop tokens agree" in done.out, done.err
+    original = export._copy_adapters
+    for fault, named in ((write_template, "another chat template"), (FAULTS["another stop token"][0], "eos_token_id")):
+
+        def copy_otherwise(source, folder, fault=fault):
+            original(source, folder)
+            fault(folder)
+
+        monkeypatch.setattr(export, "_copy_adapters", copy_otherwise)
+        line = tigon("export", source, tmp_path / "wrong", "--verify").error_line()
+        assert named in line and not (tmp_path / "wrong").exists()
+
+
 def test_the_prompts_are_the_runs_data_and_built_in_ones_are_named_if_it_has_moved(tigon, run, checkpoint, tmp_path):
     shutil.copytree(checkpoint, run / "model")
     data = tmp_path / "mine.jsonl"
@@ -219,6 +242,20 @@ def test_the_prompts_are_the_runs_data_and_built_in_ones_are_named_if_it_has_mov
     done = tigon("export", run, tmp_path / "two")
     assert done.code == 0 and "next tokens on tigon's own texts" in done.out
     assert "the run's data are not read" in done.err and str(data) in done.err
+
+
+@pytest.mark.parametrize("options", [["--merge"], ["--verify"]])
+def test_a_run_over_rounded_weights_says_that_its_figures_leave_the_rounding_out(
+    tigon, run, adapter, checkpoint, tmp_path, options
+):
+    shutil.copytree(adapter, run / "adapters")
+    plain = tigon("export", run, tmp_path / "plain", *options)
+    assert plain.code == 0 and "are those of the trained model" in plain.out and "trained over" not in plain.out
+    lora = "lora: {rank: 4, quantize: true, quantize_to: nf4}"
+    (run / "recipe.yaml").write_text(f"model: {{name: {checkpoint}}}\ntrain: {{steps: 1}}\n{lora}\n")
+    done = tigon("export", run, tmp_path / "out", *options)
+    note = "trained over NF4; compared with its 16-bit weights, so the rounding of NF4 is not in these figures"
+    assert done.code == 0 and note in done.out and "the trained model" not in done.out, done.err
 
 
 def test_a_model_that_does_not_run_here_is_compared_by_its_tensors(tigon, checkpoint, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ import torch
 from tigon.errors import OptionError, TigonError, UsageError
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import one_line
+from tigon.objectives.recipe_checks import loads_saved
 from tigon.trained import gguf_export, readers
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights, refuse_nonfinite, whole
@@ -127,12 +128,19 @@ def _verify_adapters(trained: TrainedModel, folder: Path) -> list[str]:
     """Have PEFT load the copied adapters. Returns a line for the user."""
     assert trained.adapter is not None
     tokenizer = load_tokenizer_of(trained)
-    checked = Verification(tokenizer, probes_of(trained.run, tokenizer))
+    checked = _verification(trained, tokenizer)
     model = attached(load_weights(trained), trained.adapter)
     checked.see_trained(model)
     expected = checked.expect(model, changed=False)
     del model
     return [checked.check(readers.of_peft(trained, folder), expected)]
+
+
+def _verification(trained: TrainedModel, tokenizer: Any) -> Verification:
+    """The comparison with the trained model, whose frozen weights are not rounded as they were in a QLoRA run."""
+    lora = loads_saved(trained.run / RECIPE).lora if trained.run is not None and trained.adapter is not None else None
+    trained_over = lora.quantize_to.upper() if lora is not None and lora.quantize else None
+    return Verification(tokenizer, probes_of(trained.run, tokenizer), trained_over)
 
 
 def _copy_adapters(adapters: Path, folder: Path) -> None:
@@ -158,7 +166,7 @@ def _copy_adapters(adapters: Path, folder: Path) -> None:
 def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[str]:
     """Write whole weights. Returns the lines about their verification."""
     tokenizer = load_tokenizer_of(trained)
-    checked = Verification(tokenizer, probes_of(trained.run, tokenizer)) if wanted.verify is not False else None
+    checked = _verification(trained, tokenizer) if wanted.verify is not False else None
     # A merged weight is rounded once, to the dtype that is written, even if the base model's files are in bf16.
     widens = trained.adapter is not None and wanted.dtype in ("fp32", "fp16")
     model = load_weights(trained, dtype=torch.float32 if widens else "auto")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ def of_transformers(model_class: Any, folder: Path) -> Reader:
 
 
 def of_peft(trained: TrainedModel, folder: Path) -> Reader:
-    """The adapters in a folder as PEFT loads them into the base model.
+    """The adapters in a folder as PEFT loads them into the base model, and the folder's tokenizer if it has one.
 
     Raises:
-        UsageError: PEFT cannot load them.
+        UsageError: PEFT cannot load them, or the tokenizer cannot be loaded.
     """
     import peft
 
@@ -53,7 +54,9 @@ def of_peft(trained: TrainedModel, folder: Path) -> Reader:
             model = peft.PeftModel.from_pretrained(base, str(folder))
     except Exception as error:  # PEFT raises any type of error for files that it cannot read
         raise UsageError(f"PEFT cannot load what was written: {one_line(error)}") from None
-    return Reader(_named("peft"), model, load_tokenizer_of(trained))
+    copied = replace(trained, tokenizer=str(folder), revision=None)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return Reader(_named("peft"), model, load_tokenizer_of(copied) if has_tokenizer else None)
 
 
 def of_gguf(file: Path, model: Any, ends: tuple[int, ...], *, splits_text: bool) -> Reader:

@@ -59,6 +59,7 @@ class Reader:
     """The program and its version."""
     model: Any
     tokenizer: Any
+    """None: the files hold none."""
     ends: tuple[int, ...] | None = None
     """The ids at which it ends an answer; None: those of its generation config."""
     unread: Sequence[str] = ()
@@ -73,6 +74,8 @@ class Verification:
 
     tokenizer: Any
     probes: Probes
+    trained_over: str | None = None
+    """The format to which the run rounded the frozen weights, such as NF4, if it did. Here they are not rounded."""
     prompts: list[list[int]] = field(init=False)
     trained: Behaviour = field(default_factory=Behaviour)
     effect: float | None = None
@@ -134,7 +137,8 @@ class Verification:
             raise UsageError(
                 f"{reader.name} reads other weights than were written: {listed(unlike, 'tensor')}; {_ANYWAY}"
             )
-        self._check_tokenizer(reader, expected)
+        if reader.tokenizer is not None:
+            self._check_tokenizer(reader, expected)
         return self._line(reader, loaded)
 
     def _refuse_wrong_weights(self, written: Behaviour, dtype: torch.dtype) -> None:
@@ -181,16 +185,24 @@ class Verification:
 
     def _line(self, reader: Reader, loaded: Behaviour) -> str:
         parts = ["weights, tokens, chat template and stop tokens agree"]
-        if not reader.splits_text:
+        if reader.tokenizer is None:
+            parts = ["weights agree", "the folder has no tokenizer"]
+        elif not reader.splits_text:
             parts = ["weights, chat template and stop tokens agree"]
         if self.trained.hidden and loaded.hidden:
             same, n_tokens = same_next_tokens(self.trained, loaded)
             size = _largest(self.trained, loaded)[-1]
             if n_tokens:  # a reward model predicts none
-                parts.append(f"{same} of {n_tokens} next tokens {self.probes.origin} are those of the trained model")
+                reference = "the trained model" if self.trained_over is None else "the model with adapters"
+                parts.append(f"{same} of {n_tokens} next tokens {self.probes.origin} are those of {reference}")
             parts.append(f"{'logits' if n_tokens else 'scores'} differ by {size:.2%}")
             if self.effect is not None:
                 parts[-1] += f", and the adapters change them by {self.effect:.2%}"
+            if (rounded := self.trained_over) is not None:
+                parts.append(
+                    f"trained over {rounded}; compared with its 16-bit weights, so the rounding of {rounded} is not in "
+                    "these figures"
+                )
         else:
             parts.append(f"nothing was computed: {self.trained.problem or loaded.problem or 'no prompt has tokens'}")
         return f"verified by {reader.name}: {'; '.join([*parts, *reader.unread])}"
@@ -226,7 +238,7 @@ def _states(model: Any, prompts: Sequence[Sequence[int]]) -> list[tuple[Tensor, 
     ids_BT = torch.tensor([[*prompt, *[pad] * (length - len(prompt))] for prompt in prompts], device=device)
     mask_BT = torch.tensor([[1] * len(prompt) + [0] * (length - len(prompt)) for prompt in prompts], device=device)
     out = model(input_ids=ids_BT, attention_mask=mask_BT, output_hidden_states=True, use_cache=False)
-    # One score per prompt may be near 0, where a relative difference says nothing. The scores of all tokens have a size.
+    # One score per prompt may be near 0, where a relative difference says nothing. The scores of all tokens are not.
     logits = out.logits if out.logits.ndim == 3 else model.score(out.hidden_states[-1])
     states = (*out.hidden_states, logits)
     return [tuple(state[i, : len(prompt)].cpu() for state in states) for i, prompt in enumerate(prompts)]
