@@ -113,6 +113,17 @@ def test_what_cannot_be_written_is_refused_before_loading(
     assert named in line and not list(tmp_path.iterdir())
 
 
+def test_weights_in_a_format_that_transformers_only_reads_are_refused(tigon, checkpoint, tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    def fail(self, *arguments, **options):
+        raise NotImplementedError
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", fail)
+    line = tigon("export", checkpoint, tmp_path / "out").error_line()
+    assert "transformers cannot save it: NotImplementedError" in line and not list(tmp_path.iterdir())
+
+
 def test_an_existing_folder_is_kept(tigon, checkpoint, tmp_path):
     (tmp_path / "mine").write_text("text")
     assert "exists" in tigon("export", checkpoint, tmp_path).error_line()

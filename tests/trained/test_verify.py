@@ -230,6 +230,19 @@ def test_the_tokenizer_beside_copied_adapters_is_compared_and_its_absence_said(
         assert named in line and not (tmp_path / "wrong").exists()
 
 
+def test_the_written_weights_leave_memory_before_they_are_read_back(tigon, adapter, tmp_path, monkeypatch):
+    models, original, read = [], export._save, export.readers.of_transformers
+    monkeypatch.setattr(export, "_save", lambda model, *rest: (models.append(model), original(model, *rest)))
+
+    def of_transformers(model_class, folder):
+        assert all(p.is_meta for p in models[0].parameters())
+        return read(model_class, folder)
+
+    monkeypatch.setattr(export.readers, "of_transformers", of_transformers)
+    done = tigon("export", adapter, tmp_path / "out", "--merge")
+    assert models and done.code == 0 and "logits differ by" in done.out
+
+
 def test_the_prompts_are_the_runs_data_and_built_in_ones_are_named_if_it_has_moved(tigon, run, checkpoint, tmp_path):
     shutil.copytree(checkpoint, run / "model")
     data = tmp_path / "mine.jsonl"

@@ -186,6 +186,8 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[
     _save(model, tokenizer, trained, folder)
     lines = [_UNVERIFIED]
     if checked is not None and expected is not None:
+        if wanted.gguf is None:
+            model.to("meta")  # the weights of the reader take their place in memory
         lines = [checked.check(readers.of_transformers(type(model), folder), expected)]
     if wanted.gguf is not None:
         lines += gguf_export.write(model, tokenizer, gguf_export.Target(folder, wanted.target, wanted.gguf), checked)
@@ -203,7 +205,8 @@ def _save(model: Any, tokenizer: Any, trained: TrainedModel, folder: Path) -> No
     """Save weights, config, tokenizer, model card and the files of a processor."""
     try:
         model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # a generation config that it refuses
+    # A generation config that it refuses, or weights in a format that it only reads.
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
         raise UsageError(f"{trained.weights}: transformers cannot save it: {one_line(error)}") from None
     tokenizer.save_pretrained(folder)
     model_card.copy(trained.adapter or Path(trained.weights), folder, merged=trained.adapter is not None)
