@@ -146,6 +146,19 @@ def test_what_tigon_cannot_write_is_named_with_what_can(tigon, tmp_path, monkeyp
     assert named in line and "git clone https://github.com/ggml-org/llama.cpp" in line
 
 
+def test_a_type_that_no_program_writes_is_refused_before_the_converter_is_asked_for(tigon, tmp_path, monkeypatch):
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    source = saved(tmp_path / "source", "phi3")
+    line = tigon("export", source, tmp_path / "out", "--gguf", "q4_0").error_line()
+    assert "--gguf q4_0" in line and "writes f32, f16, bf16, q8_0, auto" in line and "git clone" not in line
+
+
+def test_a_reward_model_is_refused(tigon, reward_adapter, tmp_path):
+    line = tigon("export", reward_adapter, tmp_path / "out", "--merge", "--gguf", "q8_0").error_line()
+    assert "--gguf q8_0: tigon writes no GGUF file of a reward model" in line
+
+
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(tigon, tmp_path, monkeypatch):
     source = saved(tmp_path / "source")
     monkeypatch.setitem(sys.modules, "gguf", None)

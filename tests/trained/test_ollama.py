@@ -60,9 +60,19 @@ def test_the_template_in_go_gives_each_chat_as_jinja_does(template):
     assert bool(system) == (template == CHATML)
 
 
-def test_a_template_of_another_form_is_left_out_and_said():
-    made = ollama.modelfile(make_family("llama"), templated(NUMBERED), "x.gguf")
-    assert "TEMPLATE" not in made.text and "not turns in a row" in made.notes[0]
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (NUMBERED, "not turns in a row"),
+        ("{{ 'Answer {{user}}.' }}" + TEMPLATE, "holds braces or"),
+        (TEMPLATE.replace("<{{ m.role }}>", "{{ '<' + m.role + '>{' }}"), "holds braces or"),
+        (TEMPLATE.replace("<end>", '"""'), "holds braces or"),
+    ],
+    ids=["numbered", "two braces", "a brace before the content", "quotes"],
+)
+def test_a_template_that_ollama_cannot_hold_is_left_out_and_said(template, named):
+    made = ollama.modelfile(make_family("llama"), templated(template), "x.gguf")
+    assert "TEMPLATE" not in made.text and named in made.notes[0]
 
 
 def test_a_model_without_a_template_continues_the_prompt():

@@ -16,6 +16,7 @@ from tigon.trained import gguf_file, gguf_tokenizer, ollama, readers
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_config_of, load_tokenizer_of
 from tigon.trained.verify import Verification
+from tigon.trainer.checkpoint.adapter_files import has_score
 
 CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"
 AUTO = "auto"
@@ -49,16 +50,19 @@ def check(trained: TrainedModel, kind: str) -> None:
     """Refuse a file that neither `gguf` nor llama.cpp's converter can write, before weights are loaded.
 
     Raises:
-        OptionError: A package or a converter is missing, or the converter does not know the type.
+        OptionError: A package or a converter is missing, the converter does not know the type, or the adapters are
+            those of a reward model.
     """
+    if trained.adapter is not None and has_score(trained.adapter):
+        raise OptionError(f"--gguf {kind}: tigon writes no GGUF file of a reward model; leave --gguf out.")
     config = load_config_of(trained)
     reason = _uncovered(config, load_tokenizer_of(trained))
     if reason is None:
         gguf_file.check_package()
     else:
-        find_converter(reason)
         if kind not in _CONVERTERS_TYPES:
             raise OptionError(f"--gguf {kind}: {reason}, and {CONVERTER} writes {', '.join(_CONVERTERS_TYPES)}.")
+        find_converter(reason)
 
 
 def _uncovered(config: Any, tokenizer: Any) -> str | None:

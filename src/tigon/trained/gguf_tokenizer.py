@@ -97,7 +97,7 @@ def of(tokenizer: Any, vocab_size: int, ends: Sequence[int] = ()) -> Vocabulary:
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
     template = tokenizer.chat_template
     if template is not None and not isinstance(template, str):
-        raise UsageError("--gguf: the tokenizer has several chat templates, and a GGUF file holds one; keep one")
+        raise UsageError("--gguf: the tokenizer has several chat templates, of which a GGUF file holds one")
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     return Vocabulary(split, tokens, kinds, merges, _special(tokenizer, ends), adds_bos, template)
@@ -126,8 +126,7 @@ def _split_of(state: dict[str, Any]) -> Split:
         if kinds == [*own, "ByteLevel"] and _agrees(split, steps):
             return split
     raise UsageError(
-        "--gguf: the tokenizer splits text by rules that are none of "
-        f"{', '.join(split.name for split in SPLITS)}; convert the exported folder with llama.cpp"
+        f"--gguf: the tokenizer splits text by rules that are none of {', '.join(split.name for split in SPLITS)}"
     )
 
 

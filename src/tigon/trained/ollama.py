@@ -65,6 +65,13 @@ class Turns:
         ]
         return f"{self.start}{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}{self.prompt}"
 
+    def fits_modelfile(self) -> bool:
+        """Whether Go reads the fixed text as text, and the Modelfile its quotes as its own."""
+        fixed = (self.start, self.prompt, *(text for pair in self.around.values() for text in pair))
+        # A brace before `{{ .Content }}` would make it another action.
+        opens_action = any("{{" in text or text.endswith("{") for text in fixed)
+        return not opens_action and '"""' not in "".join(fixed) + (self.system or "")
+
 
 def modelfile(model: Any, tokenizer: Any, file: str) -> Modelfile:
     """The Modelfile of a GGUF file.
@@ -79,9 +86,12 @@ def modelfile(model: Any, tokenizer: Any, file: str) -> Modelfile:
         turns = turns_of(tokenizer)
         if turns is not None and _adds_bos(tokenizer):  # Ollama adds it, as the GGUF file says
             turns = replace(turns, start=turns.start.removeprefix(tokenizer.bos_token))
-        if turns is None or '"""' in turns.in_go() + (turns.system or ""):
+        if turns is None or not turns.fits_modelfile():
+            reason = (
+                "is not turns in a row" if turns is None else 'holds braces or """ that a Modelfile reads otherwise'
+            )
             notes.append(
-                "warning    the chat template is not turns in a row, so the Modelfile has no TEMPLATE; without one "
+                f"warning    the chat template {reason}, so the Modelfile has no TEMPLATE; without one "
                 "Ollama may take the bare prompt; write it by https://docs.ollama.com/modelfile"
             )
         else:

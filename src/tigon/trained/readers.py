@@ -14,12 +14,12 @@ import torch
 from tigon._quiet import quiet_peft
 from tigon.errors import UsageError
 from tigon.models.loading.reward_model import with_score
-from tigon.models.loading.weight_files import one_line, read_json
+from tigon.models.loading.weight_files import one_line
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights
 from tigon.trained.part_folder import part_folder
 from tigon.trained.verify import Reader
-from tigon.trainer.checkpoint.adapter_files import ADAPTER_CONFIG, SCORE_TASK
+from tigon.trainer.checkpoint.adapter_files import has_score
 
 
 def of_transformers(model_class: Any, folder: Path) -> Reader:
@@ -47,7 +47,7 @@ def of_peft(trained: TrainedModel, folder: Path) -> Reader:
     import peft
 
     base = load_weights(trained)
-    if read_json(folder / ADAPTER_CONFIG).get("task_type") == SCORE_TASK:
+    if has_score(folder):
         base = with_score(base)
     try:
         with quiet_peft():

@@ -141,7 +141,7 @@ def attached(plain: PreTrainedModel, adapters: Path) -> Any:
     headers = check_files(adapters)
     if getattr(plain, "is_loaded_in_4bit", False) or getattr(plain, "is_loaded_in_8bit", False):
         plain = plain.dequantize()  # a sum rounded to 4 bits would be another one, and cannot be saved
-    if read_json(adapters / ADAPTER_CONFIG).get("task_type") == SCORE_TASK:
+    if has_score(adapters):
         plain = with_score(plain)
     with quiet_peft():
         warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -156,6 +156,11 @@ def attached(plain: PreTrainedModel, adapters: Path) -> Any:
             ) from None
     _compare_names(adapters, headers, adapted, renamed=bool(getattr(plain, "_checkpoint_conversion_mapping", None)))
     return adapted
+
+
+def has_score(adapters: Path) -> bool:
+    """Whether the adapters are those of a reward model."""
+    return read_json(adapters / ADAPTER_CONFIG).get("task_type") == SCORE_TASK
 
 
 def check_against(wrapped: PeftModel, adapters: Path) -> None:
