@@ -151,12 +151,12 @@ def test_a_merged_reward_model_is_compared_by_the_scores_of_its_tokens(tigon, re
 def test_a_score_near_zero_refuses_no_merge(tigon, reward_adapter, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    from tigon.trained import find, load, probes, verify
+    from tigon.trained import behaviour, find, load, probes, verify
 
     shutil.copytree(reward_adapter, tmp_path / "adapter")
     loaded = load.load(find.find(str(reward_adapter)), device=torch.device("cpu"))
     prompts = verify.Verification(loaded.tokenizer, probes.probes_of(None, loaded.tokenizer)).prompts
-    last = verify.observe(loaded.model, prompts).hidden[0][-2][-1]
+    last = behaviour.observe(loaded.model, prompts).hidden[0][-2][-1]
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     state = load_file(file)
     (name,) = [name for name in state if "score" in name]
@@ -170,7 +170,7 @@ def test_a_score_near_zero_refuses_no_merge(tigon, reward_adapter, tmp_path):
 @pytest.mark.parametrize("pad", [0, None, 5])
 def test_a_prompts_score_does_not_depend_on_the_padding_beside_it(reward_adapter, pad):
     from tigon.trained import find, load
-    from tigon.trained.verify import observe
+    from tigon.trained.behaviour import observe
 
     model = load.load(find.find(str(reward_adapter)), device=torch.device("cpu")).model
     model.config.pad_token_id = pad
@@ -288,7 +288,7 @@ def test_a_model_that_does_not_run_here_is_compared_by_its_tensors(tigon, checkp
 
 
 def test_a_checksum_sees_each_value_and_not_the_dtype():
-    from tigon.trained.verify import checksums
+    from tigon.trained.behaviour import checksums
 
     plain = torch.nn.Linear(3, 2).to(torch.bfloat16)
     before = checksums(plain)
