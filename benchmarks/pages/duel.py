@@ -123,9 +123,10 @@ def table(record: Record | None, task: str, size: str) -> str:
 
 def _notes(found: Sequence[Line]) -> Iterator[str]:
     """Rows that train some weights in fp32 where the others train them in bf16, and plans that did not fit."""
-    for one in found:
-        if any(wider(one, other) for other in found):
-            yield from ("", f"- `{one['entry']}` has some trained weights in fp32; the other libraries have none.")
+    wide = {ENTRIES[one["entry"]].library for one in found if any(wider(one, other) for other in found)}
+    for library in sorted(wide):
+        name = name_of(library, found[0]["task"])
+        yield from ("", f"- {name}'s rows have some trained weights in fp32; the other rows have none.")
     for one in found:
         limit = ENTRIES[one["entry"]].memory
         if limit is not None and one["peak_gib"] > float(limit.removesuffix("GiB")):

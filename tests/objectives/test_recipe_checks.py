@@ -89,6 +89,6 @@ def test_heads_are_refused_if_processes_share_rows() -> None:
 
 
 def test_every_key_that_needs_a_technique_says_so() -> None:
-    """The other keys of the section do nothing without the rank."""
-    switched = {key for row in SWITCHES for key in row.keys}
+    """The other keys of the section do nothing without the rank, or are refused without it."""
+    switched = {key for row in SWITCHES for key in row.keys} | {"lora.base_offload"}
     assert {f"lora.{name}" for name in SECTIONS["lora"].__dataclass_fields__} - {"lora.rank"} <= switched

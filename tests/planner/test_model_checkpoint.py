@@ -145,7 +145,7 @@ def test_offload_attention_computes_attention_once_and_undo_restores_attention(k
 def test_checkpoint_twice_is_refused(mode: str) -> None:
     model = model_of()
     applied = tigon.checkpoint(model, mode)
-    with pytest.raises(UsageError, match=r"activation checkpointing on already; call undo\(\)"):
+    with pytest.raises(UsageError, match=r"applied to the model already; call its undo\(\)"):
         tigon.checkpoint(model, "full")
     applied.undo()
     tigon.checkpoint(model, "full")

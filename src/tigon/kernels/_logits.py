@@ -14,7 +14,7 @@ def squash(r, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 
     A kernel subtracts the row's maximum from z in more than one place. If the compiler fused the product below with one
     subtraction alone, a probability would be off by the rounding of the largest logit, 7e-6 of a logit of 190: as much
-    as 1 - p of a confident token, whose loss and gradient were wrong by up to a half (H100). Nothing is fused across
+    as 1 - p of a confident token, whose gradient was wrong by up to a quarter (H100). Nothing is fused across
     the choice. A softcap needs none of it: its logits are small, and a capped token is never that confident.
     """
     slope = 1.0

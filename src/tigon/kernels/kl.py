@@ -46,9 +46,10 @@ NEAR_MAXIMA = tl.constexpr(4.0)
 
 @triton.jit
 def _logit(r, scale, softcap, outer, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """(z, dz/dr) of a raw logit, with z rounded to fp32 after a softcap too, as `squash` in kernels/_logits.py does.
+    """(z, dz/dr) of a raw logit.
 
-    p multiplies log-ratios of up to 100, so KL was off by 35 times as much as the unfused formula's (H100).
+    `squash` in kernels/_logits.py rounds z to fp32 after a scale, for the reason that it gives. Here z is rounded after
+    a softcap too: p multiplies large log-ratios, and KL was six times as far off (H100).
     """
     z, slope = _squash(r, scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
     if HAS_SOFTCAP:

@@ -78,10 +78,11 @@ def checkpoint(model: nn.Module, plan: CheckpointPlan | str) -> Checkpointed:
     """See `tigon.checkpoint`."""
     inner = transformers_model(model, "tigon.checkpoint")
     value = plan if isinstance(plan, str) else plan.checkpointing
-    if _is_on(model) or _ENABLE in vars(inner):
+    if _ENABLE in vars(inner):
+        raise UsageError("tigon.checkpoint is applied to the model already; call its undo() first.")
+    if _is_on(model):
         raise UsageError(
-            "the model has activation checkpointing on already; call undo() of the earlier tigon.checkpoint, or "
-            "model.gradient_checkpointing_disable()."
+            "the model has activation checkpointing on already; call model.gradient_checkpointing_disable() first."
         )
     if problem := complaint_about("train.checkpointing", value):
         raise UsageError(f"plan {problem}.")

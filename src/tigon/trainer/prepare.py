@@ -228,15 +228,15 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         load_rewards(objective.trl.rewards)
         _check_teacher(recipe, config)
         preferences.check_alike(itertools.chain(source.train, source.evaluated))
+    packing_line: tuple[str, ...] = ()
+    if objective.trl is None:
+        recipe, packing_line = auto_packing.with_slow_layers(recipe, config, checked.layer_paths)
     tokens = run_data.tokenise(recipe, config, objective, source)
     n_readers = resume_rules.readers(recipe, checked.settings.sharding.gpus)
     data = run_data.samples_of(recipe, config, objective, tokens, n_readers)
     recipe = data.recipe  # `data.packing: auto` is decided
     tok, processor = tokens.tokenizer, tokens.processor
     prompt = sample_prompt(data, config)
-    packing_line = data.packing_line
-    if objective.trl is None and processor is None:
-        packing_line += auto_packing.one_by_one_line(recipe, config, checked.layer_paths)
     preflight.check_sample(recipe, config, len(prompt))
     prompts = prompts_of(recipe, tok, config, as_chat=as_chat(data))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
@@ -268,7 +268,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         data=data.summary(n_parameters=sum(math.prod(shape) for shape in checked.shapes.values())),
         bad_rows=tuple(source.bad.problems[:3]),
         shown=tuple(data.encoded[0][: recipe.data.show]),
-        rows_line=preview.rows_line(source.read, tok, tokens.rendering) + packing_line + tokens.cache_line(),
+        rows_line=preview.rows_line(source.read, tok, tokens.rendering)
+        + packing_line
+        + data.packing_line
+        + tokens.cache_line(),
         unused_tensors=checked.unused_tensors,
         warnings=(
             *checked.warnings,

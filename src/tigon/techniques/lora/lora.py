@@ -425,6 +425,7 @@ DECLARATION = Declaration(
                 "lora.init",
                 "lora.base",
                 "lora.adapter_dtype",
+                "lora.loraplus_lr_ratio",
                 "lora.quantize",
             ),
             "lora.rank",

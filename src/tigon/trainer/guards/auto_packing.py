@@ -64,11 +64,20 @@ def chosen(
     return apart, padded, (line,)
 
 
-def one_by_one_line(recipe: Recipe, config: PreTrainedConfig, paths: Sequence[LayerPath]) -> tuple[str, ...]:
-    """A line if layers with a state run each document of a packed sample by itself, which is exact and slow."""
-    if not recipe.data.packing or recipe.data.cross_document_attention or not packed_documents.has_states(config):
-        return ()
-    if takes_documents({path.kind: path.runs for path in paths}):
-        return ()
+def with_slow_layers(
+    recipe: Recipe, config: PreTrainedConfig, paths: Sequence[LayerPath]
+) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe, and a line if layers with a state run each document of a packed sample by itself.
+
+    That is exact and slow. A null `data.packing` is off then, and `data.packing: true` does it.
+    """
+    if recipe.data.packing is False or recipe.data.cross_document_attention or not packed_documents.has_states(config):
+        return recipe, ()
+    if preflight.mixes_documents(recipe, config) or takes_documents({path.kind: path.runs for path in paths}):
+        return recipe, ()
     names = " and ".join(path.described for path in paths)
-    return (f"packing  each document runs by itself through {names}, which is slow if documents are short",)
+    if recipe.data.packing is None:
+        line = f"packing  off: each document would run by itself through {names} (data.packing: true packs them)"
+        return replace(recipe, data=replace(recipe.data, packing=False)), (line,)
+    line = f"packing  each document runs by itself through {names}, slowly if it is short (data.packing: false pads)"
+    return recipe, (line,)

@@ -149,7 +149,13 @@ def free_in(recipe: Recipe) -> frozenset[str]:
 
 def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | None:
     """The fastest recommendation of those that change the training numbers least; None if nothing fits."""
-    problem = SearchProblem(request=request, free=free, gpu=space.with_headroom(gpu), runnable_here=True)
+    problem = SearchProblem(
+        request=request,
+        free=free,
+        gpu=space.with_headroom(gpu),
+        runnable_here=True,
+        host_bytes=host_free_bytes(),
+    )
     recommendations, _ = search(problem)
     last = space.layers_on_host(request.settings)
     if not recommendations and last is not None:

@@ -21,6 +21,7 @@ import tigon
 from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
 from tigon.models import packed_documents
+from tigon.planner.search import space
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.profiler.recording.device_memory import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
@@ -247,7 +248,7 @@ def check_memory(
     needed_bytes = model_sizes.weights + model_sizes.gradients + model_sizes.states
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     if needed_bytes > has_bytes:
-        streams = settings.lora.rank is not None and device.type == "cuda"
+        streams = device.type == "cuda" and space.layers_on_host(settings) is not None
         raise RecipeError(
             f"{recipe.model.name} has {n_parameters / 1e9:.1f} G parameters: weights, gradients and "
             f"{settings.train.optimizer} states take {needed_bytes / 2**30:.0f} GiB, but {device} has "
