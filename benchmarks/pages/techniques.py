@@ -170,7 +170,7 @@ def section(name: str, written: Mapping[str, str]) -> str:
 
 def bytes_per_parameter(name: str) -> float:
     """Returns the bytes of an optimizer's state per element of a large fp32 matrix, at all places."""
-    matrix = Parameter((4096, 4096), FP32, projected=True)
+    matrix = Parameter((4096, 4096), FP32, projected=True, by_muon=True)
     return sum(tensor.nbytes for tensor in COSTS[name].states(matrix, 128)) / matrix.numel
 
 

@@ -34,6 +34,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "layerwise updates": (
         {"heads": {"stage": 1}, "train": {"optimizer": "galore-layerwise", "max_grad_norm": 0}}, "use galore",
     ),
+    "Muon": ({"heads": {"stage": 2}, "train": {"optimizer": "muon"}}, "set train.optimizer: adamw"),
     "Liger": ({"heads": {"stage": 1}, "model": {"kernels": "liger"}}, "which Liger Kernel lacks"),
     "heads without a stage": ({"heads": {"count": 2}}, "would do nothing without heads.stage, which is not given"),
     "a ramp to nowhere": ({"heads": {"stage": 1, "ramp": 0.5}}, "would do nothing without heads.schedule"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from planner_helpers import BARE, H200, config_of, request_of
+from transformers import AutoModelForCausalLM
 
 from tests.short_names import settings_of
 from tigon.errors import RecipeError, UsageError
@@ -22,9 +23,11 @@ from tigon.planner.gpus import GPUS, MIB, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate import roofline
 from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS
-from tigon.planner.simulate.model_states import model_weights
+from tigon.planner.simulate.model_states import model_weights, state_tensor_bytes
 from tigon.planner.trace.attention import product_share
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.optimizers import muon
+from tigon.trainer.guards import preflight
 
 GIB = 1 << 30
 
@@ -153,6 +156,21 @@ def test_foreach_adamw_holds_another_copy_of_the_weights() -> None:
     numel = 1024 * 64 + 5 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64) + 64
     # less the fused one's step counters, which are on the device
     assert foreach - fused == pytest.approx(4 * numel, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_planner_and_trainer_give_muon_the_same_weights(name: str) -> None:
+    request = request_of(name, optimizer="muon", precision="fp32")
+    built = AutoModelForCausalLM.from_config(request.config)
+    matrices = muon.matrix_names(built)
+    weights = model_weights(request).weights
+    assert matrices and {weight.name for weight in weights if weight.by_muon} == matrices
+    states = sum((4 if n in matrices else 8) * p.numel() for n, p in built.named_parameters())
+    planned = sum(state_tensor_bytes(request, weights))
+    steps = 4 * (len(weights) - len(matrices))  # AdamW counts its steps in a tensor each
+    assert planned == states + steps
+    shapes = {n: tuple(p.shape) for n, p in built.named_parameters()}
+    assert preflight.sizes(request.settings, shapes).states == planned
 
 
 def test_memory_at_rest_is_that_of_weights_and_optimizer_states() -> None:

@@ -110,6 +110,7 @@ class Layers(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(64, 48), nn.Linear(48, 64, bias=False)
         self.wide, self.tall, self.norm = nn.Linear(48, 96), nn.Linear(96, 48, bias=False), nn.LayerNorm(48)
+        self.layers, self.score = nn.ModuleList([self.wide, self.tall]), nn.Linear(48, 2)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -123,7 +124,7 @@ def test_table_has_the_bytes_of_muons_state(dtype):
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     layers = {id(model.wide.weight), id(model.tall.weight)}
-    parameters = [Parameter(tuple(p.shape), p.element_size(), projected=id(p) in layers) for p in model.parameters()]
+    parameters = [Parameter(tuple(p.shape), p.element_size(), by_muon=id(p) in layers) for p in model.parameters()]
     held = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
     assert held == COSTS["muon"].state_bytes(parameters)
 
@@ -137,7 +138,7 @@ def test_table_has_the_bytes_that_a_step_of_muon_needs(shape, dtype):
     group = {"params": weights, "muon": True, "weight_decay": 0.1}
     other = {"params": [nn.Parameter(torch.zeros(1))], "muon": False, "weight_decay": 0.0}
     found = step_bytes(MuonAdamW([group, other], lr=1e-3, betas=(0.9, 0.95)), weights)
-    parameters = [Parameter(shape, dtype.itemsize, projected=True) for _ in weights]
+    parameters = [Parameter(shape, dtype.itemsize, by_muon=True) for _ in weights]
     expected, packed = COSTS["muon"].step_peak_bytes(parameters), 2 * weights[0].numel()
     # A CPU's product in bf16 may copy its second matrix, in parts or whole. A GPU's does not.
     assert expected <= found <= 1.01 * (expected + packed)

@@ -113,3 +113,15 @@ def test_every_technique_has_a_section_with_all_that_is_written_by_hand():
 def test_defaults_use_autocast_and_adamw_only():
     used = [name for name, technique in TECHNIQUES.items() if technique.used_by(Settings.of({}))]
     assert used == ["amp-bf16", "adamw"]
+
+
+@pytest.mark.parametrize("divided", [{"gpus": 4, "fsdp": True, "replicas": 2}, {"gpus": 4, "sharding.sequence": 2}])
+def test_adapters_that_no_test_trained_with_divided_rows_or_copies_are_refused(divided: dict[str, Any]):
+    experts = {"lora_rank": 4, "lora.targets": ("linear", "experts")}
+    assert any("has not tried adapters on experts" in text for text in refusals(settings_of(divided | experts)))
+    four_bits = divided | {"lora_rank": 4, "lora.quantize": True}
+    sharded = refusals(settings_of(four_bits | {"fsdp": True}))
+    assert any("has not tried frozen weights in 4 bits that FSDP2 divides" in text for text in sharded)
+    assert refusals(settings_of(divided | {"lora_rank": 4})) == ()
+    if "fsdp" not in divided:
+        assert refusals(settings_of(four_bits)) == ()

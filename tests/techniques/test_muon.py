@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
 
 from tigon.errors import RecipeError
 from tigon.techniques.optimizers import muon
@@ -15,12 +23,12 @@ from tigon.techniques.optimizers import muon
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-def small_model() -> Any:
+def small_model(kind: type[PreTrainedModel] = LlamaForCausalLM) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
     )
-    return LlamaForCausalLM(config).train()
+    return kind(config).train()
 
 
 def step(model: Any, optimizer: Any, seed: int) -> None:
@@ -34,14 +42,38 @@ def decayed(model: Any) -> list[str]:
     return [name for name, p in model.named_parameters() if p.ndim > 1]
 
 
-def test_linear_layers_get_muon_and_all_others_adamw() -> None:
-    model = small_model()
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, LlamaForSequenceClassification])
+def test_linear_layers_get_muon_and_all_others_adamw(kind: type[PreTrainedModel]) -> None:
+    model = small_model(kind)
     optimizer = muon.build(model, decayed(model), **OPTIONS)
     by_muon = {id(p) for group in optimizer.param_groups if group["muon"] for p in group["params"]}
     names = {name for name, p in model.named_parameters() if id(p) in by_muon}
     assert names == {name for name, _ in model.named_parameters() if "_proj" in name}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len([*model.parameters()])
     assert {group["weight_decay"] for group in optimizer.param_groups if group["muon"]} == {0.1}
+
+
+def test_heads_outside_the_trunk_get_adamw() -> None:
+    model = small_model()
+    model.draft_heads = nn.ModuleDict({"lm_heads": nn.ModuleList(nn.Linear(32, 64) for _ in range(3))})
+    assert all(name.startswith("model.layers.") for name in muon.matrix_names(model))
+
+
+@pytest.mark.parametrize("trained", ["_proj", "norm"])
+def test_model_that_trains_weights_of_one_kind_only_steps(trained: str) -> None:
+    model = small_model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = trained in name
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step(model, muon.build(model, decayed(model), **OPTIONS), seed=1)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if trained in name}
+
+
+def test_model_without_linear_layers_is_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
+    with pytest.raises(RecipeError, match=r"GPT2LMHeadModel has none; use train\.optimizer: adamw"):
+        muon.build(model, [], **OPTIONS)
 
 
 def test_updates_are_orthogonal_with_the_rms_of_adamws_and_others_equal_adamw() -> None:

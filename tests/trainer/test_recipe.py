@@ -67,6 +67,16 @@ def test_none_means_null_where_text_cannot_stand(tmp_path):
     assert recipe.train.save_steps is None and recipe.lora.rank is None and recipe.data.split == "none"
 
 
+def test_warm_up_and_decay_fit_into_fewer_steps(tmp_path):
+    text = "train: {epochs: 3, schedule: warmup_stable_decay, warmup_steps: 40, decay_steps: 100, eval_steps: 5}"
+    train = read(tmp_path, text).train
+    for steps, warmup, decay in ((1, 0, 1), (6, 3, 3), (100, 40, 60), (400, 40, 100)):
+        short = train.shortened(steps)
+        assert (short.steps, short.warmup_steps, short.decay_steps) == (steps, warmup, decay)
+        assert short.epochs is None and short.eval_steps is None
+    assert dataclasses.replace(train, decay_steps=None).shortened(6).decay_steps is None
+
+
 def test_the_resolved_recipe_reads_back_as_itself(tmp_path):
     yaml = pytest.importorskip("yaml")
     recipe = read(tmp_path, "train: {epochs: 1.5}\nmodel: {config: {num_hidden_layers: 2}}\ndata: {source: [a, b]}")

@@ -74,6 +74,25 @@ CASES = {
         (),
         r"\d+ samples of 32 tokens, fewer than train\.batch_size 4",
     ),
+    "decay longer than the epochs": (
+        {"train": {"steps": None, "epochs": 0.01, "schedule": "warmup_stable_decay", "decay_steps": 900}},
+        (),
+        r"train\.warmup_steps 0 and train\.decay_steps 900 exceed the run's (\d+) steps; lower train\.decay_steps to "
+        r"at most \1$",
+    ),
+    "warm-up and decay longer than the epochs": (
+        {
+            "train": {
+                "steps": None,
+                "epochs": 0.01,
+                "schedule": "warmup_stable_decay",
+                "warmup_steps": 800,
+                "decay_steps": 1,
+            },
+        },
+        (),
+        r"exceed the run's (\d+) steps; lower both, to at most \1 together",
+    ),
     "accumulation beyond an epoch": (
         {"train": {"gradient_accumulation": 1000}},
         (),

@@ -118,10 +118,14 @@ PRIVATE = {
         ({"schedule": "warmup_stable_decay", "decay_steps": 2}, [1.0, 1.0, 1.0, 0.5]),
         ({"schedule": "warmup_stable_decay", "decay_steps": 2, "min_lr_rate": 0.2}, [1.0, 1.0, 1.0, 0.6]),
         ({"schedule": "warmup_stable_decay", "decay_steps": 2, "warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5]),
+        (
+            {"schedule": "warmup_stable_decay", "decay_steps": 2, "steps": None, "epochs": 2, "batch_size": 12},
+            [1.0, 1.0, 1.0, 0.5],
+        ),
     ],
 )
 def test_learning_rate_follows_the_schedule_and_ends_at_its_lowest(tmp_path, how, rates):
-    trainer = trainer_of(tmp_path, config(steps=4, **how))
+    trainer = trainer_of(tmp_path, config(**{"steps": 4, **how}))
     trainer.train()
     found = [entry["learning_rate"] / 0.01 for entry in trainer.state.log_history if "learning_rate" in entry]
     assert found == pytest.approx(rates, abs=1e-3)

@@ -182,16 +182,8 @@ class MedusaTraining(Objective):
     def base(self) -> BaseTraining | None:
         if not self.heads.base_steps:
             return None
-        return BaseTraining(
-            train=replace(
-                self.recipe.train,
-                steps=self.heads.base_steps,
-                epochs=None,
-                eval_steps=None,
-                save_steps=None,
-                checkpointing="none",
-            )
-        )
+        train = self.recipe.train.shortened(self.heads.base_steps)
+        return BaseTraining(train=replace(train, checkpointing="none"))
 
     @property
     def added(self) -> AddedModules:

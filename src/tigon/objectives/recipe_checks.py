@@ -143,6 +143,10 @@ _HEADS = (
         "galore",
     ),
     Rule(
+        (_HAS_HEADS, Condition("train.optimizer", "is", "muon")),
+        "train.optimizer: muon has not been tried with heads.stage; set train.optimizer: adamw",
+    ),
+    Rule(
         (_HAS_HEADS, Condition("train.loss_memory_mib", "is at least", 1)),
         "train.loss_memory_mib limits the loss of one head, and heads.stage adds more; set train.loss_memory_mib: 0",
     ),

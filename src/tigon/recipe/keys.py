@@ -172,7 +172,8 @@ class TrainConfig(TrainKeys):
     decay_steps: int | None = key(None, minimum=1, maximum=MAX_COUNT)
     """Steps in which `warmup_stable_decay` lowers the learning rate."""
     min_lr_rate: float = key(0.0, minimum=0, maximum=1)
-    """Share of the learning rate at which `cosine` and `warmup_stable_decay` end."""
+    """Share of the learning rate at which `cosine` and `warmup_stable_decay` end. The warm-up of `warmup_stable_decay`
+    begins at this share too, and that of `cosine` at 0."""
     warmup_steps: int = key(0, minimum=0, maximum=MAX_COUNT)
     """Steps of linear warm-up."""
     weight_decay: float = key(0.1, minimum=0)
@@ -212,6 +213,19 @@ class TrainConfig(TrainKeys):
     max_skipped_steps: int = key(3, minimum=0, maximum=MAX_COUNT)
     """Consecutive steps whose loss or gradient may be infinite or NaN. Each is skipped and counted; one more stops the
     run."""
+
+    def shortened(self, steps: int) -> TrainConfig:
+        """The same for another number of steps: warm-up and decay fit into them, and nothing is evaluated or saved."""
+        warmup_steps = min(self.warmup_steps, steps // 2)
+        return dataclasses.replace(
+            self,
+            steps=steps,
+            epochs=None,
+            warmup_steps=warmup_steps,
+            decay_steps=None if self.decay_steps is None else min(self.decay_steps, steps - warmup_steps),
+            eval_steps=None,
+            save_steps=None,
+        )
 
 
 @dataclass(frozen=True, config=CONFIG)

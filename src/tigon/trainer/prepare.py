@@ -26,6 +26,7 @@ from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.lora import lora
+from tigon.techniques.optimizers import muon
 from tigon.trainer import model, run_data
 from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
@@ -194,6 +195,8 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
     preflight.check_lengths(recipe, config)
     built = model.without_data(config)
     shapes, layer_paths = model.shapes_of(built), paths_of(built)
+    if recipe.train.optimizer == "muon":
+        muon.check_model(built)
     del built
     settings = preflight.check_techniques(recipe, device)
     model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(settings))

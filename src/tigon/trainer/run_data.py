@@ -213,6 +213,7 @@ def samples_of(
     n_samples, n_eval = len(train.samples if rows is None else rows[0]), len(evaluated.samples if evaluated else ())
     size = _size(recipe, objective, encoded[0], n_samples, n_eval, n_readers)
     _check_enough(recipe, n_samples, size)
+    _check_schedule(recipe, steps_of(recipe, size))
     if evaluated is not None and not evaluated.samples:
         raise _nothing_to_evaluate(recipe, n_texts[1], evaluated.n_dropped + n_dropped)
     return RunData(
@@ -321,6 +322,18 @@ def _check_enough(recipe: Recipe, n_samples: int, size: RunSize) -> None:
             f"{given} the {samples_per_step} of one step ({factors}); {_unpacked(recipe, size, samples_per_step)}"
             "lower one of these factors or data.sequence_length, or add text"
         )
+
+
+def _check_schedule(recipe: Recipe, n_steps: int) -> None:
+    """Refuse a decay that does not fit; transformers would silently begin in the middle of it."""
+    warmup, decay = recipe.train.warmup_steps, recipe.train.decay_steps
+    if recipe.train.schedule != "warmup_stable_decay" or decay is None or warmup + decay <= n_steps:
+        return
+    most = n_steps - warmup
+    fix = f"train.decay_steps to at most {most}" if most > 0 else f"both, to at most {n_steps} together"
+    raise RecipeError(
+        f"train.warmup_steps {warmup} and train.decay_steps {decay} exceed the run's {n_steps} steps; lower {fix}"
+    )
 
 
 def _unpacked(recipe: Recipe, size: RunSize, wanted: int) -> str:

@@ -127,11 +127,7 @@ class PostTraining(Objective):
             return None
         return BaseTraining(
             train=replace(
-                self.recipe.train,
-                steps=self.own.base_steps,
-                epochs=None,
-                eval_steps=None,
-                save_steps=None,
+                self.recipe.train.shortened(self.own.base_steps),
                 checkpointing="none",
                 learning_rate=BASE_LEARNING_RATE,
                 batch_size=BASE_BATCH_SIZE,

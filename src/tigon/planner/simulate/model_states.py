@@ -19,6 +19,7 @@ from tigon.planner.trace.cache.key import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.optimizers import muon
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
@@ -36,6 +37,8 @@ class Weight:
     trained: bool
     projected: bool
     """Whether it is a matrix of a layer, which GaLore projects."""
+    by_muon: bool = False
+    """Whether it is the matrix of a linear layer inside the decoder layers, which Muon updates."""
     stored_as: str | None = None
     """The 4-bit format that holds it, a key of `adapters.STORED`."""
     embedding: bool = False
@@ -160,6 +163,7 @@ def _weights(model: nn.Module, settings: Settings, own_parameters: str | None) -
         id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
     }
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = muon.matrix_names(model)
     weights = []
     for name, p in model.named_parameters():
         held = weight_dtype(settings, trained=p.requires_grad, name=name)
@@ -172,6 +176,7 @@ def _weights(model: nn.Module, settings: Settings, own_parameters: str | None) -
                 bytes_each,
                 trained=p.requires_grad,
                 projected=id(p) in layers and p.ndim == 2,
+                by_muon=name in matrices,
                 stored_as=formats.get(id(p)),
                 embedding=id(p) in embeddings,
                 of_objective=own_parameters is not None and name.startswith(own_parameters),
@@ -186,7 +191,7 @@ def optimizer_parameters(weights: tuple[Weight, ...]) -> list[Parameter]:
     Weights that decay come first: all but norms and biases (transformers 5.17, Trainer.create_optimizer).
     """
     return [
-        Parameter(weight.shape, weight.itemsize, weight.projected, weight.embedding)
+        Parameter(weight.shape, weight.itemsize, weight.projected, weight.by_muon, weight.embedding)
         for weight in sorted(weights, key=lambda weight: len(weight.shape) < 2)
         if weight.trained
     ]

@@ -29,6 +29,8 @@ class Parameter(NamedTuple):
     """Bytes per element: 4 under `fp32`, `amp-bf16` and `amp-fp16`, 2 under `bf16`."""
     projected: bool = False
     """It is the weight of a linear layer other than the head. GaLore projects these."""
+    by_muon: bool = False
+    """It is the weight of a linear layer inside the decoder layers. Muon updates these."""
     embedding: bool = False
     """It is the weight of an embedding, tied or not. Trainer tells bitsandbytes to keep its states in fp32."""
 
@@ -198,7 +200,7 @@ def _galore(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
 
 def _muon(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
     """One momentum for the matrix of a linear layer; AdamW's two for another weight."""
-    if parameter.projected:
+    if parameter.by_muon:
         return (StateTensor(parameter.nbytes),)
     return _moments(2, step_on_device=True)(parameter, rank)
 
@@ -285,14 +287,14 @@ def _galore_step(parameter: Parameter, rank: int) -> int:
 
 def _muon_step(parameter: Parameter, rank: int) -> int:
     """torch.optim._muon: the update, two bf16 copies of it, and two m x m matrices in bf16."""
-    if not parameter.projected:
+    if not parameter.by_muon:
         return 0
     return parameter.nbytes + 4 * parameter.numel + 4 * min(parameter.shape) ** 2
 
 
 def _muon_moves(parameter: Parameter, rank: int) -> int:
     """The momentum and the update, then 5 iterations of three products in bf16, and the weight's decay and update."""
-    if not parameter.projected:
+    if not parameter.by_muon:
         return 7 * parameter.nbytes
     short = min(parameter.shape)
     return 11 * parameter.nbytes + 5 * (8 * parameter.numel + 10 * short**2)
@@ -304,7 +306,7 @@ _MUON_FLOPS_SM_S = 600e12 / 132
 
 
 def _muon_sm_s(parameter: Parameter) -> float:
-    if not parameter.projected:
+    if not parameter.by_muon:
         return 0.0
     short = min(parameter.shape)
     return 5 * (4 * short * parameter.numel + 2 * short**3) / _MUON_FLOPS_SM_S

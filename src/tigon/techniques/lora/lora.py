@@ -234,6 +234,22 @@ _EXCLUSIONS = (
         instead="lora.quantize_to: nf4, or sharding.fsdp: false with sharding.gpus, which copies the weights",
         source="bitsandbytes 0.50.2 nn/modules.py: Int8Params",
     ),
+    *(
+        Exclusion(
+            when=(*adapters, divided),
+            reason=f"tigon has not tried {what} with it",
+            instead=instead,
+            source="docs/several-gpus.md",
+        )
+        for adapters, what in (
+            ((_QUANTIZE, Condition("sharding.fsdp", "is", True)), "frozen weights in 4 bits that FSDP2 divides"),
+            ((_EXPERTS,), "adapters on experts"),
+        )
+        for divided, instead in (
+            (Condition("sharding.replicas", "is at least", 2), "sharding.replicas: 1"),
+            (Condition("sharding.sequence", "is at least", 2), "sharding.sequence: 1"),
+        )
+    ),
     Exclusion(
         when=(_QUANTIZE, Condition("lora.rank", "is", None)),
         reason="4-bit weights get no gradient, so nothing would be trained",

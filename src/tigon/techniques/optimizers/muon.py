@@ -1,4 +1,4 @@
-"""Muon for the matrices of linear layers, and AdamW for all other weights, as one optimizer.
+"""Muon for the matrices of linear layers in the decoder layers, and AdamW for all other weights, as one optimizer.
 
 Muon's update is the momentum with its singular values set to about 1 (https://kellerjordan.github.io/posts/muon). It is
 scaled to the RMS of AdamW's updates (arXiv 2502.16982), so that AdamW's learning rate and weight decay fit.
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
-from tigon.techniques.optimizers import galore
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -22,12 +22,13 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:
         groups = [*groups]
-        muon = torch.optim.Muon(
-            [group for group in groups if group["muon"]], lr=lr, adjust_lr_fn="match_rms_adamw"
-        )  # with Nesterov momentum 0.95 and 5 iterations
-        adamw = torch.optim.AdamW([group for group in groups if not group["muon"]], lr=lr, betas=betas, fused=True)
-        self._parts = {True: muon, False: adamw}
-        super().__init__([*muon.param_groups, *adamw.param_groups], {"lr": lr})
+        by_muon, others = ([group for group in groups if group["muon"] == is_muon] for is_muon in (True, False))
+        self._parts: dict[bool, torch.optim.Optimizer] = {}
+        if by_muon:  # with Nesterov momentum 0.95 and 5 iterations
+            self._parts[True] = torch.optim.Muon(by_muon, lr=lr, adjust_lr_fn="match_rms_adamw")
+        if others:
+            self._parts[False] = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
+        super().__init__([group for part in self._parts.values() for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -36,7 +37,7 @@ class MuonAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for is_muon, part in self._parts.items():
-            # load_state_dict replaces both, and heads of their own split groups
+            # load_state_dict replaces both
             part.state, part.param_groups = self.state, [g for g in self.param_groups if g["muon"] == is_muon]
             part.step()
         return loss
@@ -51,11 +52,35 @@ def check() -> None:
         )
 
 
+def matrix_names(model: nn.Module) -> set[str]:
+    """Returns the names of the weights that Muon updates: those of linear modules inside the decoder layers.
+
+    Heads lie outside: lm_head, the score of a classification, Medusa's. A vision tower does too.
+    """
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    linear = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear))
+    return {f"{path}.weight" for path, module in linear if id(module) in inside}
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise RecipeError if Muon would update no weight of the model."""
+    if not matrix_names(model):
+        raise RecipeError(
+            f"train.optimizer: muon updates linear layers inside the decoder layers, and {type(model).__name__} has "
+            "none; use train.optimizer: adamw"
+        )
+
+
 def build(
     model: nn.Module, decayed: Iterable[str], *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> MuonAdamW:
-    """Returns the optimizer of a model. decayed: names of the parameters that get weight decay."""
-    matrices, decayed = galore.projected_names(model, 0), set(decayed)
+    """Returns the optimizer of a model. decayed: names of the parameters that get weight decay.
+
+    Raises:
+        RecipeError: The model has no linear layer inside decoder layers.
+    """
+    check_model(model)
+    matrices, decayed = matrix_names(model), set(decayed)
     sorted_out: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

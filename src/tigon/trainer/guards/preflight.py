@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import platform
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from tigon.units import in_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 _OF_TRAINING = ("transformers", "accelerate", "tokenizers", "safetensors", "tensorboard")
 EXTRAS = (*_OF_TRAINING, "yaml", "rich", "matplotlib", "jinja2")
 OLDEST_TRANSFORMERS = (5, 8)
@@ -225,7 +227,11 @@ def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
         quantized = numel // 2 if settings.lora.quantize_to == "nf4" else numel
         return Sizes(quantized if settings.lora.quantize else numel * itemsize, 0, 0)
     vocabulary = max(max(shape, default=0) for shape in shapes.values())
-    parameters = [Parameter(s, itemsize, projected=len(s) == 2 and vocabulary not in s) for s in shapes.values()]
+    matrices = {name: len(shape) == 2 and vocabulary not in shape for name, shape in shapes.items()}
+    parameters = [  # Muon leaves out a vision tower too, which is small and counted here
+        Parameter(s, itemsize, projected=matrices[name], by_muon=matrices[name] and bool(_LAYER_NUMBER.search(name)))
+        for name, s in shapes.items()
+    ]
     states = optimizer.state_bytes(parameters)
     return Sizes(numel * itemsize, 0 if OPTIMIZERS[settings.train.optimizer].in_backward else numel * itemsize, states)
 

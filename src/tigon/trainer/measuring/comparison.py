@@ -158,17 +158,8 @@ def compare(
 def _short(prepared: Prepared) -> Setup:
     """The run with the steps and the micro-batch of the comparison, of which each step is recorded."""
     train, options = prepared.recipe.train, prepared.recipe.comparison
-    short = replace(
-        train,
-        steps=options.steps,
-        epochs=None,
-        batch_size=options.batch_size or train.batch_size,
-        warmup_steps=min(train.warmup_steps, options.steps // 2),
-        log_steps=1,
-        eval_steps=None,
-        save_steps=None,
-    )
-    return prepared.with_train(short)
+    batch_size = options.batch_size or train.batch_size
+    return prepared.with_train(replace(train.shortened(options.steps), batch_size=batch_size, log_steps=1))
 
 
 def _train(setup: Setup, model: nn.Module, data: TrainingData, run: Path, observer: _Observer) -> None:

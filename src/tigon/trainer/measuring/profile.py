@@ -118,7 +118,7 @@ def _short(recipe: Recipe, steps: int) -> Recipe:
     """The recipe with the number of steps of a profile, without evaluation, samples, checkpoints and comparison."""
     post_training_rules.check_profiled(recipe)
     n_steps = steps + TRACED_STEPS
-    train = replace(recipe.train, steps=n_steps, log_steps=n_steps, epochs=None, eval_steps=None, save_steps=None)
+    train = replace(recipe.train.shortened(n_steps), log_steps=n_steps)
     output = replace(recipe.output, save_model=False, sample_tokens=0)
     return recipe_checks.without_phases(replace(recipe, train=train, output=output, comparison=ComparisonConfig()))
 
