@@ -118,8 +118,8 @@ def test_four_bit_weights_need_no_second_copy_and_a_note_says_what_is_not_measur
     assert len(asked(objective, keys=keys, lora_rank=4, quantized=True).frozen()) == (objective == "distill")
 
 
-def test_reference_pass_over_four_bit_weights_computes_no_adapter():
-    """ORPO has no reference. Its pass costs what it costs beside dense weights, where PEFT's own code is traced."""
+def test_reference_pass_over_four_bit_weights_costs_what_it_costs_beside_dense_ones():
+    """ORPO has no reference. Both references take the policy's products, with a scaling of 0."""
 
     def reference_flops(**more: Any) -> float:
         dpo, orpo = (

@@ -159,7 +159,8 @@ def _fused(layer: LoraLayer, x: Tensor) -> Tensor:
     name = layer.active_adapters[0]
     a: Tensor = layer.lora_A[name].weight
     autocast = torch.is_autocast_enabled("cpu")
-    if layer.disable_adapters or (not autocast and a.dtype != x.dtype):
+    alone = layer.disable_adapters and torch.is_grad_enabled()
+    if alone or (not autocast and a.dtype != x.dtype):
         return _adapted(layer, x)
     dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
 
