@@ -249,7 +249,6 @@ REFUSED = {
         {"lora": {"adapter_dtype": "bf16"}, "train": {"precision": "amp-fp16"}}, "has not been tried with gradients in"
     ),
     "another dtype": ({"lora": {"adapter_dtype": "fp16"}}, "lora.adapter_dtype"),
-    "FSDP2": ({"sharding": {"fsdp": True}}, "FSDP2 would save nothing"),
     "pissa": ({"lora": {"init": "pissa"}}, "lora.init"),
     "loftq": ({"lora": {"init": "loftq"}}, "the reference of this objective is the model without adapters"),
 }  # fmt: skip
