@@ -230,18 +230,6 @@ def test_layers_on_the_host_need_the_hosts_memory(offload, gpu_gib, host_gib, re
         preflight.check_memory(recipe, recipe.settings(), torch.device("cuda"), shapes)
 
 
-def test_a_run_with_layers_on_the_host_resumes_as_if_uninterrupted(run, here):
-    sets = ("lora.rank=4", "lora.base_offload=true", "train.save_steps=2", "output.name=whole")
-    assert run("bf16", *sets).code == 0
-    runs = here / "runs"
-    shutil.rmtree(cut_back(runs / "whole", "cut", 4) / "adapters")
-    recipe = runs / "cut" / "recipe.yaml"
-    recipe.write_text(recipe.read_text(encoding="utf-8").replace("name: whole", "name: cut"), encoding="utf-8")
-    assert run("bf16", *sets[:-1], "output.name=cut", resume=True).code == 0
-    want, got = (load_file(runs / name / "adapters" / "adapter_model.safetensors") for name in ("whole", "cut"))
-    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-
-
 def test_a_checkpoint_that_lacks_an_adapter_is_not_resumed_with_a_new_one(run, here):
     """Its manifest agrees with its files, so only a comparison with the model shows it."""
     from tigon.trainer.checkpoint.checkpoint import digest
