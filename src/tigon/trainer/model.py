@@ -187,6 +187,18 @@ def text_part_warning(model: ModelConfig, config: PreTrainedConfig) -> tuple[str
     )
 
 
+def fp8_warning(model: ModelConfig, config: PreTrainedConfig) -> tuple[str, ...]:
+    """A warning if a checkpoint stores its weights in FP8, because the run takes twice their bytes or more."""
+    from tigon.techniques.lora import mxfp4_experts  # loads transformers
+
+    if mxfp4_experts.stored_method(config) != "fp8":
+        return ()
+    return (
+        f"model.name: {model.name} stores its weights in FP8; they are read in the dtype of a 16-bit checkpoint's, and "
+        "the plan counts them so",
+    )
+
+
 def stored_dtypes(model: ModelConfig, config: PreTrainedConfig) -> dict[str, torch.dtype]:
     """Name -> dtype of each floating-point tensor in a checkpoint's files; {} for a preset.
 
@@ -418,9 +430,12 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
         RecipeError: The checkpoint cannot be loaded, holds only adapters, or lacks a tensor of the model.
     """
     from safetensors import SafetensorError
+    from transformers import FineGrainedFP8Config
 
     from tigon.techniques.lora import mxfp4_experts  # loads transformers
 
+    if mxfp4_experts.stored_method(config) == "fp8":  # its own layers need a kernel of the hub, and round their inputs
+        loading["quantization_config"] = FineGrainedFP8Config(dequantize=True)
     if mxfp4_experts.is_stored(config):
         kept = loading.pop("quantization_config", None)
         loading |= (

@@ -216,7 +216,11 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
         settings=settings,
         objective=objective,
         unused_tensors=model.check_weights(recipe.model, config),
-        warnings=(*model.text_part_warning(recipe.model, config), *warnings),
+        warnings=(
+            *model.text_part_warning(recipe.model, config),
+            *model.fp8_warning(recipe.model, config),
+            *warnings,
+        ),
     )
 
 

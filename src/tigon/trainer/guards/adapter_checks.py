@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BITSANDBYTES = "bitsandbytes"
-_KNOWN_METHODS = (BITSANDBYTES, "mxfp4", "fp8")
+FP8 = "fp8"
+_KNOWN_METHODS = (BITSANDBYTES, "mxfp4", FP8)
 """Values of `quant_method` in the config of a checkpoint that tigon trains."""
 
 
@@ -71,6 +72,16 @@ def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> 
         raise RecipeError(
             f"model.name: {name} stores its weights with {method}, over which tigon does not train; name the "
             "checkpoint in 16 bits, of which lora.quantize: true makes 4-bit weights"
+        )
+    if method == FP8 and settings.lora.quantize:
+        raise RecipeError(
+            f"model.name: {name} stores its weights in FP8, and transformers does not quantise them once more; set "
+            "lora.quantize: false to train adapters over the same weights in 16 bits, or name the checkpoint in 16 bits"
+        )
+    if method == FP8 and settings.sharding.zero == 3:
+        raise RecipeError(
+            f"model.name: {name} stores its weights in FP8, and tigon has not tried to read them into the parts of "
+            "ZeRO-3; set sharding.fsdp: true instead of sharding.zero, or name the checkpoint in 16 bits"
         )
     if method == BITSANDBYTES and stored.get("load_in_8bit") and settings.sharding.fsdp:
         raise RecipeError(
