@@ -75,8 +75,8 @@ class StreamedLayers:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.layers: list[StreamedLayer] = []
         with torch.no_grad():
-            for layer in layers:
-                _keep_tables(layer, device)
+            for module in layers:
+                _keep_tables(module, device)
             for number, places in enumerate(_places(model, layers)):
                 self.layers.append(StreamedLayer(places, number, pinned=device.type == "cuda"))
         sizes = [max(layer.nbytes for layer in self.layers[first::BUFFERS]) for first in range(self._n_buffers)]
