@@ -49,8 +49,10 @@ def main() -> None:
         status, detail = failures.status_of_exception(error)
         result = {"status": status, "detail": detail}
     orders.write(Path(f"{order['result']}.{launch.rank()}"), result)
-    sys.stdout.flush()
-    os._exit(0 if result["status"] == failures.OK else 1)
+    if result["status"] != failures.OK:
+        sys.stdout.flush()
+        os._exit(1)  # the other processes may wait for this one in a collective
+    launch.shutdown_distributed()
 
 
 def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
