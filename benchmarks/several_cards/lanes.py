@@ -46,6 +46,7 @@ class Lane:
             "result": str(room / "result"),
             "post_training": row.post_training,
             "profiled": row.profiled,
+            "without_cudnn": row.without_cudnn,
             "threads": 1 if self.tiny else None,
         }
         limit_s = SLOW * row.seconds if not self.tiny else 600

@@ -39,6 +39,8 @@ def main() -> None:
     order = orders.take_order()
     if threads := order.get("threads"):
         torch.set_num_threads(threads)
+    if order["without_cudnn"]:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         result = {"status": failures.OK, "detail": "", **_carry_out(order)}
     except TigonError as error:
