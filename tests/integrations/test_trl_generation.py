@@ -93,10 +93,14 @@ def test_what_the_generator_does_not_know_is_refused(options: dict[str, Any], re
         decode_in_graphs(build("GRPO", **options))
 
 
-def test_other_inputs_are_left_to_transformers_with_a_warning() -> None:
+def test_other_inputs_are_left_to_transformers_with_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     trainer = build("GRPO")
     decode_in_graphs(trainer)
     ids = torch.tensor([[5, 6]])
-    with pytest.warns(UnfusedWarning, match="max_new_tokens"):
-        out = trainer.model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
-    assert out.shape[1] <= 5
+    own = trainer.model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)  # not the trainer's call
+    assert own.shape[1] <= 5 and not [one for one in recwarn if one.category is UnfusedWarning]
+    config = trainer.generation_config
+    with pytest.warns(UnfusedWarning, match="num_beams"):
+        trainer.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, num_beams=2
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends import Backend
 
+from backends import Backend
 from tigon.ops.decode_attention import decode_attention
 
 PREFIXES = ((0, 9), (9, 9), (9, 80))

@@ -41,14 +41,14 @@ def decode_attention_kernel(
     N,
     SCALE,
     SOFTCAP,
+    FIRST_SPLIT,  # numbers that follow from the longest prompt are no constants: each would compile the kernel again
+    SPLITS,
+    CHUNK,
     KEY_HEADS: tl.constexpr,
     SHARED_BY: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     IS_PREFIX: tl.constexpr,
-    FIRST_SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -109,7 +109,7 @@ def join_kernel(
     Sinks,  # (HEADS,) or None
     Out,  # (S, HEADS, E)
     HEADS,
-    SPLITS: tl.constexpr,
+    SPLITS,
     E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -153,26 +153,58 @@ def decode_attention(q, k, v, bounds, sinks, scale, softcap, prefix_tokens, own_
     lse = torch.empty(S, heads, splits, dtype=torch.float32, device=q.device)
     out = torch.empty(S, heads, E, dtype=q.dtype, device=q.device)
     fixed = {
-        "KEY_HEADS": key_heads, "SHARED_BY": shared_by, "D": D, "E": E, "SPLITS": splits,
-        "BLOCK_N": block_n, "BLOCK_D": block_d, "BLOCK_E": block_e,
+        "KEY_HEADS": key_heads,
+        "SHARED_BY": shared_by,
+        "D": D,
+        "E": E,
+        "SPLITS": splits,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_E": block_e,
         "HAS_SOFTCAP": softcap > 0,
-    }  # fmt: skip
+    }
     ranges = (
         (True, 0, prefix_splits, prefix_chunk, tile_rows * shared_by),
         (False, prefix_splits, own_splits, own_chunk, shared_by),
     )
     for is_prefix, first_split, n, chunk, queries in ranges:
         values = {
-            **fixed, "IS_PREFIX": is_prefix, "FIRST_SPLIT": first_split, "CHUNK": chunk,
+            **fixed,
+            "IS_PREFIX": is_prefix,
+            "FIRST_SPLIT": first_split,
+            "CHUNK": chunk,
             "BLOCK_M": max(16, next_power_of_2(queries)),
-        }  # fmt: skip
+        }
         names = decode_attention_kernel.arg_names[9:]
         launch(
-            decode_attention_kernel, (S * key_heads, n), q, Q=q, K=k, V=v, Bounds=bounds, Parts=parts, Lse=lse,
-            N=N, SCALE=float(scale), SOFTCAP=float(softcap), **{name: values[name] for name in names}, num_warps=4,
-        )  # fmt: skip
+            decode_attention_kernel,
+            (S * key_heads, n),
+            q,
+            Q=q,
+            K=k,
+            V=v,
+            Bounds=bounds,
+            Parts=parts,
+            Lse=lse,
+            N=N,
+            SCALE=float(scale),
+            SOFTCAP=float(softcap),
+            **{name: values[name] for name in names},
+            num_warps=4,
+        )
     launch(
-        join_kernel, (S * heads,), q, Parts=parts, Lse=lse, Sinks=sinks, Out=out, HEADS=heads, SPLITS=splits,
-        E=E, BLOCK_S=next_power_of_2(splits), BLOCK_E=block_e, num_warps=1,
-    )  # fmt: skip
+        join_kernel,
+        (S * heads,),
+        q,
+        Parts=parts,
+        Lse=lse,
+        Sinks=sinks,
+        Out=out,
+        HEADS=heads,
+        SPLITS=splits,
+        E=E,
+        BLOCK_S=2 * MOST_SPLITS,
+        BLOCK_E=block_e,
+        num_warps=1,
+    )
     return out

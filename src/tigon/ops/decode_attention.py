@@ -22,16 +22,32 @@ MOST_TILE_QUERIES = 64
 
 
 def _empty(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, sinks: Tensor | None, scale: float, softcap: float,
-    prefix_tokens: int, own_tokens: int, tile_rows: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    prefix_tokens: int,
+    own_tokens: int,
+    tile_rows: int,
+) -> Tensor:
     return q.new_empty((*q.shape[:2], v.shape[2]))
 
 
 def _reference(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, sinks: Tensor | None, scale: float, softcap: float,
-    prefix_tokens: int, own_tokens: int, tile_rows: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    prefix_tokens: int,
+    own_tokens: int,
+    tile_rows: int,
+) -> Tensor:
     """Gathers each row's keys and values."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     places_SN, seen_SN = _places(bounds, prefix_tokens, own_tokens)

@@ -43,9 +43,13 @@ def by_transformers(model: Any, asked: Sequence[list[int]], new_tokens: int) -> 
     for prompt in asked:
         ids = torch.tensor([prompt])
         out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
-            eos_token_id=list(ENDS), pad_token_id=0,
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=list(ENDS),
+            pad_token_id=0,
+        )
         written.append(out[0, len(prompt) :].tolist())
     model.train()
     return written
@@ -178,7 +182,7 @@ def test_new_tokens_are_handed_on_step_by_step() -> None:
     written = generate(
         model_of("qwen3"), [[5, 6, 7], [8]], Limits(new_tokens=6, ends=ENDS), GREEDY, on_tokens=heard.append
     )
-    assert [sum((new[row] for new in heard), []) for row in range(2)] == written.tokens
+    assert [[token for new in heard for token in new[row]] for row in range(2)] == written.tokens
     assert len(heard) > 2
 
 

@@ -1,4 +1,4 @@
-"""`decode_in_graphs(trainer)`: completions by tigon's generator in a trainer of TRL, and how well they fit the training.
+"""`decode_in_graphs(trainer)`: tigon's generator in a trainer of TRL, and how far it differs from the training.
 
 TRL's trainers call the model's `generate`, a public method, with padded prompts and a config. The method is replaced on
 this model alone. What the generator does not know is left to transformers, with one warning.
@@ -10,6 +10,7 @@ except for rounding, and TRL's names for the difference (that it measures for vL
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,21 @@ if TYPE_CHECKING:
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 """TRL's name for the difference between the log-probabilities of generator and trainer."""
-_TAKEN = frozenset({
-    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id", "pad_token_id",
-    "bos_token_id", "transformers_version", "disable_compile",
-})  # fmt: skip
+_TAKEN = frozenset(
+    {
+        "max_new_tokens",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "eos_token_id",
+        "pad_token_id",
+        "bos_token_id",
+        "transformers_version",
+        "disable_compile",
+    }
+)
 """What the generator reads of a generation config, or may ignore."""
 
 
@@ -48,6 +60,8 @@ class GraphGeneration:
         self.trainer, self.model = trainer, trainer.model
         self.unread: dict[tuple[int, ...], list[float]] = {}
         """Prompt and completion -> the completion's log-probabilities, of what the trainer has not read yet."""
+        self.largest: float | None = None
+        """The largest difference of a log-probability from the trainer's so far, in nats."""
         self._step, self._has_warned = -1, False
         reason = _objection(trainer) or refusal(self.model)
         if reason is not None:
@@ -55,25 +69,33 @@ class GraphGeneration:
         self._override = Override(self.model, "generate", self.generate)
         self._hook = self.model.register_forward_hook(self._compare, with_kwargs=True)
 
+    def __str__(self) -> str:
+        line = "TRL's generate: tigon's generator, each prompt once"
+        if self.largest is None:
+            return line
+        ratio = f"the importance ratio is within {math.expm1(self.largest):.1e} of 1 before an update"
+        return f"{line}; log-probabilities per token within {self.largest:.1e} nats of the trainer's, so {ratio}"
+
     def restore(self) -> None:
         """Give the model its own `generate` back."""
         self._override.restore()
         self._hook.remove()
 
     def generate(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-        generation_config: GenerationConfig | None = None, **more: object,
-    ) -> Tensor:  # fmt: skip
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        **more: object,
+    ) -> Tensor:
         """In place of transformers' `generate`. input_ids (N, P), padded at the left; returns (N, P + C)."""
         if input_ids is None or attention_mask is None or generation_config is None or more:
-            if not self._has_warned:
-                given = ", ".join(more) or "no prompts, mask or config"
-                warnings.warn(f"transformers generates: it was given {given}", UnfusedWarning, stacklevel=2)
-            self._has_warned = True
+            if generation_config is not None and not self._has_warned:  # without a config it is not the trainer's call
+                self._has_warned = True
+                warnings.warn(f"transformers generates, because of {', '.join(more)}", UnfusedWarning, stacklevel=2)
             given = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": generation_config}
-            return self._override.original(  # type: ignore[no-any-return]
-                **{name: value for name, value in given.items() if value is not None}, **more
-            )
+            more |= {name: value for name, value in given.items() if value is not None}
+            return self._override.original(**more)  # type: ignore[no-any-return]
         from tigon.models.decoding.generator import generate  # loads transformers
 
         prompts = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids.cpu(), attention_mask.cpu(), strict=True)]
@@ -82,7 +104,8 @@ class GraphGeneration:
         self._step, self.unread = self.trainer.state.global_step, {}
         if self.model.training:
             for prompt, tokens, logprobs in zip(prompts, written.tokens, written.logprobs, strict=True):
-                self.unread[*prompt, *tokens] = logprobs
+                sequence = (*prompt, *tokens)
+                self.unread[sequence] = logprobs
         longest = max(map(len, written.tokens))
         pad = generation_config.pad_token_id or 0
         padded = torch.tensor([tokens + [pad] * (longest - len(tokens)) for tokens in written.tokens])
@@ -112,6 +135,7 @@ class GraphGeneration:
             both = torch.cat(differences)
             metrics[f"{DIFFERENCE}/mean"].append(both.mean().item())
             metrics[f"{DIFFERENCE}/max"].append(both.max().item())
+            self.largest = max(both.max().item(), self.largest or 0.0)
 
 
 def decode_in_graphs(trainer: Trainer) -> GraphGeneration:

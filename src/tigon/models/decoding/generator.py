@@ -12,6 +12,7 @@ The pool of keys and values and the graphs are freed at the end, so that an upda
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from tigon._trunk import trunk_of
 from tigon.models.decoding.pool import KVPool
-from tigon.models.decoding.rows import Rows, Written
+from tigon.models.decoding.rows import MOST_ROWS, Rows, Written
 from tigon.models.decoding.sampling import Sampling, sample
 from tigon.models.kv_cache import cache_argument, queries_per_key
+from tigon.models.loading.weight_files import one_line
 from tigon.models.patch import unwrap
 from tigon.models.tracing import attention_replaced
 from tigon.ops.decode_attention import MOST_TILE_QUERIES, decode_attention
@@ -32,13 +34,11 @@ from tigon.ops.decode_attention import MOST_TILE_QUERIES, decode_attention
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_ROWS = 256
-"""Completions that are written at once. More are written one wave after another."""
 CHECK_STEPS = 16
 """Decoding steps between two looks at which rows have ended. A look waits for the GPU."""
 LEAST_GRAPH_STEPS = 16
 """Steps that have to remain for a capture, which takes as long as two steps without a graph."""
-PROMPT_TOKENS, PROMPTS = 16384, 16
+PROMPT_TOKENS, PROMPTS = 4096, 16
 """The most tokens, with padding, and prompts of one pass."""
 
 
@@ -66,9 +66,14 @@ OnTokens = Callable[[list[list[int]]], None]
 
 
 def generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, *,
-    on_tokens: OnTokens | None = None, graphs: bool = True,
-) -> Completions:  # fmt: skip
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling,
+    *,
+    on_tokens: OnTokens | None = None,
+    graphs: bool = True,
+) -> Completions:
     """Write one completion of each prompt. Equal prompts are computed once.
 
     Args:
@@ -145,12 +150,15 @@ class _Writer:
         own = [begin + limit * row for row in range(len(wave))]
         rows = Rows.of([ranges[group] for group in group_of], own, self.device)
         written = Written.empty(len(wave), limit, self.device)
-        logits = self._read(pool, list(groups), [place for place, _ in ranges])
-        self._take(logits[torch.tensor(group_of, device=self.device)], rows, written)
-        shown = self._show(written, [0] * len(wave))
-        most_prompt = max(map(len, groups))
-        with attention_replaced(self.model, partial(self._attend, most_prompt=most_prompt), _no_mask):
-            self._decode(pool, rows, written, group_of, shown)
+        try:
+            logits = self._read(pool, list(groups), [place for place, _ in ranges])
+            self._take(logits[torch.tensor(group_of, device=self.device)], rows, written)
+            shown = self._show(written, [0] * len(wave))
+            attend = partial(self._attend, most_prompt=max(map(len, groups)))
+            with attention_replaced(self.model, attend, _no_mask):
+                self._decode(pool, rows, written, group_of, shown)
+        finally:
+            pool.free()
         for number, tokens, logprobs, count in zip(
             wave, written.tokens_NL.tolist(), written.logprobs_NL.tolist(), written.counts_N.tolist(), strict=True
         ):
@@ -166,7 +174,8 @@ class _Writer:
             batch, order = order[-count:], order[:-count]
             # Padding comes last, so that no token of a prompt sees it, and needs no mask.
             ids_BT = torch.zeros(len(batch), longest, dtype=torch.long)
-            source, targets = [], []
+            source: list[int] = []
+            targets: list[int] = []
             for row, number in enumerate(batch):
                 ids_BT[row, : len(prompts[number])] = torch.tensor(prompts[number])
                 source += range(row * longest, row * longest + len(prompts[number]))
@@ -182,12 +191,10 @@ class _Writer:
                 **{self.cache_name: pool.for_prompts(given, to)},
             )
             for row, number in enumerate(batch):
-                logits[number] = out.logits[row, read.index(ends[row])]
+                logits[number] = out.logits[row, read.index(ends[row])].clone()  # a view would keep them all
         return torch.stack([logits[number] for number in range(len(prompts))])
 
-    def _decode(
-        self, pool: KVPool, rows: Rows, written: Written, groups: list[int], shown: list[int]
-    ) -> None:
+    def _decode(self, pool: KVPool, rows: Rows, written: Written, groups: list[int], shown: list[int]) -> None:
         """Decode until every row has ended."""
         left = self.limits.new_tokens - 1
         run: Callable[[], None] | None = None
@@ -213,8 +220,14 @@ class _Writer:
         step()
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+        except RuntimeError as error:  # such as a layer that copies sizes to the host
+            self.graphs, self.generator = False, torch.Generator(self.device).manual_seed(self.sampling.seed + 1)
+            reason = one_line(error)
+            warnings.warn(f"decoding steps run without CUDA graphs, several times as long: {reason}", stacklevel=2)
+            return step, left - 1
         return graph.replay, left - 1
 
     def _step(self, pool: KVPool, rows: Rows, written: Written) -> None:
@@ -245,16 +258,34 @@ class _Writer:
         return max(1, MOST_TILE_QUERIES // queries_per_key(self.config))
 
     def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *, most_prompt: int,
-        scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **options: object,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        *,
+        most_prompt: int,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **options: object,
+    ) -> tuple[Tensor, None]:
         """The attention function of a decoding step: query (S, h, 1, D), key and value the whole pool."""
         query_ShD = query[:, :, 0].to(key.dtype).contiguous()
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out_ShE = decode_attention(
-            query_ShD, key[0], value[0], attention_mask[:, 0, 0], s_aux, scale, softcap or 0.0,
-            most_prompt, self.limits.new_tokens, self._tile_rows(),
-        )  # fmt: skip
+            query_ShD,
+            key[0],
+            value[0],
+            attention_mask[:, 0, 0],
+            s_aux,
+            scale,
+            softcap or 0.0,
+            most_prompt,
+            self.limits.new_tokens,
+            self._tile_rows(),
+        )
         return out_ShE.to(query.dtype)[:, None], None
 
     def _show(self, written: Written, shown: list[int]) -> list[int]:

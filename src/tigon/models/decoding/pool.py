@@ -67,6 +67,11 @@ class KVPool(Cache):  # type: ignore[misc]
         self.source, self.places = source, places
         return self
 
+    def free(self) -> None:
+        """Free the keys and values. The layers and the pool refer to each other, so Python would do so later."""
+        for layer in self.layers:
+            layer.keys = layer.values = None
+
     def for_rows(self, places_S: Tensor) -> Any:
         self.source, self.places = None, places_S
         return self

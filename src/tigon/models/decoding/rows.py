@@ -15,6 +15,12 @@ from torch import Tensor
 
 from tigon.ops.decode_attention import COLUMNS
 
+MOST_ROWS = 256
+"""Completions that are written at once. More are written one wave after another."""
+
+DECODED_KINDS = frozenset({"full_attention", "sliding_attention"})
+"""The kinds of layers, by transformers' names, that the generator decodes."""
+
 # S rows, N completions, L most tokens of a completion.
 
 
