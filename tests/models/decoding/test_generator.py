@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tigon.models.decoding import generator
-from tigon.models.decoding.generator import Limits, generate, waves_of
-from tigon.models.decoding.rows import tiles_of
+from tigon.models.decoding.generator import generate, waves_of
+from tigon.models.decoding.rows import Limits, tiles_of
 from tigon.models.decoding.sampling import Sampling
 from tigon.models.decoding.self_check import refusal
 from tigon.models.verification.tiny import VOCAB, tiny_config

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from tigon.errors import PatchError, UsageError
 from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.overrides import Override
+from tigon.models.decoding.rows import Limits
+from tigon.models.decoding.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, Trainer
-
-    from tigon.models.decoding.generator import Limits
-    from tigon.models.decoding.sampling import Sampling
 
 # N prompts, P tokens of a padded prompt, C of a completion, B completions of a micro-batch, T = P + C.
 
@@ -174,9 +173,6 @@ def _objection(trainer: Trainer) -> str | None:
 
 
 def _settings(config: GenerationConfig) -> tuple[Limits, Sampling]:
-    from tigon.models.decoding.generator import Limits  # loads transformers
-    from tigon.models.decoding.sampling import Sampling
-
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     sampling = Sampling(
         temperature=float(config.temperature) if config.do_sample else 0.0,

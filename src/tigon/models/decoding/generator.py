@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tigon._trunk import trunk_of
 from tigon.models.decoding.pool import KVPool
-from tigon.models.decoding.rows import MOST_ROWS, Rows, Written
+from tigon.models.decoding.rows import MOST_ROWS, Limits, Rows, Written
 from tigon.models.decoding.sampling import Sampling, sample
 from tigon.models.kv_cache import cache_argument, queries_per_key
 from tigon.models.loading.weight_files import one_line
@@ -50,15 +50,6 @@ class Completions:
     """With the token that ends a completion, if there was one."""
     logprobs: list[list[float]]
     """Of each token, at the sampling's temperature and before its filters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """When a completion ends."""
-
-    new_tokens: int
-    ends: tuple[int, ...] = ()
-    """The tokens that end a completion."""
 
 
 OnTokens = Callable[[list[list[int]]], None]

@@ -25,6 +25,15 @@ DECODED_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a completion ends."""
+
+    new_tokens: int
+    ends: tuple[int, ...] = ()
+    """The tokens that end a completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Written:
     """The completions so far."""
 

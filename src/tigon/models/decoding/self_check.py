@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tigon.models.decoding.generator import Limits, evaluating, generate
-from tigon.models.decoding.rows import DECODED_KINDS
+from tigon.models.decoding.generator import evaluating, generate
+from tigon.models.decoding.rows import DECODED_KINDS, Limits
 from tigon.models.decoding.sampling import Sampling
 from tigon.models.hybrid_layers import counts_of
 from tigon.models.loading.weight_files import one_line
