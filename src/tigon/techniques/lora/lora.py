@@ -89,7 +89,7 @@ def check_with_peft(model: PreTrainedModel, settings: Settings) -> None:
     targets = adapter_targets.targets_of(model, settings.lora.targets)
     modules, parameters = _one_per_name(targets.modules), _one_per_name(targets.parameters)
     config = peft.LoraConfig(
-        r=settings.lora.rank, target_modules=modules, target_parameters=parameters or None, task_type="CAUSAL_LM"
+        r=settings.lora.rank, target_modules=modules, target_parameters=parameters or None, task_type=_task(model)
     )
     with quiet_peft():
         warnings.filterwarnings("ignore", message=".*for .*meta|.*meta ")  # a tensor without data cannot be filled
@@ -173,8 +173,9 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
 
 
 def _task(model: PreTrainedModel) -> str:
-    """PEFT's name of the model's task. For a classification it trains the score layer whole, beside the adapters."""
-    return "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "CAUSAL_LM"
+    """PEFT's name of the model's task. For a classification it trains the head whole, beside the adapters."""
+    tasks = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    return next((task for ending, task in tasks.items() if type(model).__name__.endswith(ending)), "CAUSAL_LM")
 
 
 def _peft_init(settings: Settings) -> bool | str:
