@@ -115,6 +115,11 @@ class Classify(Objective):
     ) -> Classify | None:
         if recipe.train.objective != cls.file_name():
             return None
+        if recipe.lora.quantize and not any(name.startswith("score.") for name in shapes()):
+            raise RecipeError(
+                f"lora.quantize: transformers would keep the new head of {config.model_type} models in 4 bits, which "
+                "cannot be trained; set lora.quantize: false"
+            )
         own = labels_of(config) if task_of(config) == cls.task else UNREAD
         return cls(recipe.model, recipe=recipe, labels=() if own == UNREAD else own)
 

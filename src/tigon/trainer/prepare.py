@@ -237,7 +237,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     recipe = data.recipe  # `data.packing: auto` is decided
     tok, processor = tokens.tokenizer, tokens.processor
     prompt = sample_prompt(data, config)
-    preflight.check_sample(recipe, config, len(prompt))
+    if objective.writes_text:
+        preflight.check_sample(recipe, config, len(prompt))
     prompts = prompts_of(recipe, tok, config, as_chat=as_chat(data))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = recipe.data.packs and recipe.model.attention.startswith("flash")
