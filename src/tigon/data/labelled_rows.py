@@ -58,15 +58,14 @@ class LabelledRows:
         return Document(where, (Segment(text, False),), row=own, format="labels", unread=unread)
 
     def toy_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Polite and blunt answers, or their words with the thing and the action marked."""
+        """Polite and blunt answers, or their words with the thing marked."""
         for number, toy in enumerate(toy_rows(), start=1):
             where, answer = f"toy-answers:{number}", toy["completion"].strip()
             if self.task == SEQUENCE:
                 yield where, {"text": answer, "label": "polite" if toy["label"] else "blunt"}
             else:
                 words = answer.split()
-                marks = {toy["thing"]: "thing"}
-                labels = [marks.get(word.strip(".,"), "other") for word in words]
+                labels = ["thing" if word.strip(".,") == toy["thing"] else "other" for word in words]
                 yield where, {"tokens": words, "labels": labels}
 
 

@@ -41,6 +41,10 @@ class PlannedClassify(PlannedObjective):
     objective: str
     """The value of `train.objective`."""
 
+    def attach(self, model: PreTrainedModel) -> Any:
+        set_pad_id(model.config, 0)  # a run takes the tokenizer's
+        return model
+
     def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
         return {"input_ids": torch.empty(batch, seq, dtype=torch.int64)}
 
