@@ -221,7 +221,7 @@ def flags_of(model: nn.Module) -> set[str]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The transformers model inside a wrapper of PEFT, sentence-transformers, DistributedDataParallel or torch.compile."""
+    """The transformers model inside a wrapper: PEFT, sentence-transformers, DistributedDataParallel, torch.compile."""
     while not hasattr(getattr(model, "config", None), "model_type") or hasattr(model, "get_base_model"):
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else None  # type: ignore[operator]
         inner = inner or getattr(model, "transformers_model", None)  # sentence-transformers' name of it
