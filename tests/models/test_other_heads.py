@@ -93,7 +93,7 @@ def test_a_wrapper_that_names_its_transformers_model_is_unwrapped():
 
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
-            self.inner = inner
+            self.inner, self.config = inner, inner.config
 
         @property
         def transformers_model(self) -> nn.Module:

@@ -7,7 +7,7 @@ name or a number.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -238,7 +238,7 @@ class LabelCollator(Collator):
         }
 
 
-def scores(confusion: Sequence[Sequence[int]]) -> tuple[list[Mapping[str, float]], float, float]:
+def scores(confusion: Sequence[Sequence[int]]) -> tuple[list[dict[str, float]], float, float]:
     """Precision, recall and F1 of each label, the accuracy, and the macro F1.
 
     confusion: how often a label (row) was given as another one (column).

@@ -222,9 +222,10 @@ def flags_of(model: nn.Module) -> set[str]:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The transformers model inside a wrapper: PEFT, sentence-transformers, DistributedDataParallel, torch.compile."""
-    while not hasattr(getattr(model, "config", None), "model_type") or hasattr(model, "get_base_model"):
+    wraps = ("get_base_model", "transformers_model")  # names of PEFT and of sentence-transformers
+    while not hasattr(getattr(model, "config", None), "model_type") or any(hasattr(model, name) for name in wraps):
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else None  # type: ignore[operator]
-        inner = inner or getattr(model, "transformers_model", None)  # sentence-transformers' name of it
+        inner = inner or getattr(model, "transformers_model", None)
         inner = inner or getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             raise PatchError(
