@@ -121,6 +121,11 @@ DRAWN = {
     "rms_norm": _same_options("rms_norm", _ROWS),
     "add_rms_norm": _same_options("add_rms_norm", _ROWS),
     "layer_norm": _same_options("layer_norm", _ROWS),
+    # A case has three groups.
+    "gated_rms_norm": _same_options(
+        "gated_rms_norm", st.tuples(_integers(1, 40), _integers(2, 100).map(lambda n: 3 * n))
+    ),
+    "causal_conv1d": _same_options("causal_conv1d", st.tuples(_integers(1, 3), _integers(1, 70), _integers(1, 150))),
     "rope": _rope_cases(),
     # Eight heads, because a case shares each key head among eight.
     "attention_with_sinks": _same_options(
