@@ -105,7 +105,7 @@ def test_report_of_patch_names_the_layers_without_an_op_and_what_runs_them() -> 
     report = patch(model_of("qwen3_5_text"))
     assert [path.kind for path in report.layer_paths] == [DELTA, CONV]
     text = str(report)
-    assert "without an op of tigon\n       3  gated delta rule       PyTorch\n" in text
+    assert "layers with a state\n       3  gated delta rule       PyTorch\n" in text
     assert text.count("install kernels: pip install flash-linear-attention && pip install causal-conv1d") == 1
     assert report.to_dict()["layer_paths"][0] == {
         "kind": DELTA, "layers": 3, "runs": PYTORCH, "library": "flash-linear-attention",

@@ -257,7 +257,7 @@ def test_kernel_that_takes_bounds_runs_all_documents_at_once(
     undo()
     monkeypatch.setattr(file, name, kernel)
     monkeypatch.setattr(
-        hybrid_layers, "_runs",
+        hybrid_layers, "runs_in",
         lambda kind, layer: hybrid_layers.PYTORCH if kind is hybrid_layers.CONVOLUTION else kind.library,
     )  # fmt: skip
     keep_apart(model)

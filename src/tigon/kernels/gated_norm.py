@@ -26,7 +26,7 @@ from tigon.kernels.norm import sum_rows_kernel
 
 FWD_TILE = 4096  # elements of a program's tile, which holds whole rows
 BWD_TILE = 2048
-PER_LANE = 16  # elements of a tile per thread
+FWD_PER_LANE, BWD_PER_LANE = 16, 8  # elements of a tile per thread; the backward holds eight tiles in registers
 PROGRAMS_PER_SM = 8  # of the backward, each with a row of partial sums
 
 
@@ -64,7 +64,8 @@ def gated_norm_fwd_kernel(
     there = tl.arange(0, BLOCK)[None, :] < H
     mask = (rows < M) & there
     s = tl.load(X + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
-    f, _ = gate_of(tl.load(G + rows * stride_g + cols, mask=mask, other=0.0).to(tl.float32), SILU)
+    g = tl.load(G + rows * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
+    f, _ = gate_of(g, SILU)
     w = tl.load(W + cols, mask=there, other=0.0).to(tl.float32)
     if GATE_FIRST:
         s = s * f
@@ -92,45 +93,62 @@ def gated_norm_bwd_kernel(
     SILU: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     WANT_DW: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     cols = tl.program_id(1) * H + tl.arange(0, BLOCK)[None, :]
     there = tl.arange(0, BLOCK)[None, :] < H
     width = tl.cast(tl.num_programs(1), tl.int64) * H
-    w = tl.load(W + cols, mask=there, other=0.0).to(tl.float32)
     dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    w = tl.load(W + cols, mask=there, other=0.0).to(tl.float32)
     for start in range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
         rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
         mask = (rows < M) & there
+        if WIDE:
+            w = tl.load(W + cols, mask=there, other=0.0, eviction_policy="evict_last").to(tl.float32)
         dy = tl.load(DY + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(X + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
-        f, df = gate_of(tl.load(G + rows * stride_g + cols, mask=mask, other=0.0).to(tl.float32), SILU)
+        x = tl.load(X + rows * stride_x + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        g = tl.load(G + rows * stride_g + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        f, df = gate_of(g, SILU)
         if GATE_FIRST:
-            s, gated = x * f, dy
+            s = x * f
+            c = dy * w
         else:
-            s, gated = x, dy * f
-        c = gated * w
+            s = x
+            c = dy * f * w
         r = tl.rsqrt(tl.sum(s * s, axis=1) / H + eps)[:, None]
-        shat = s * r
-        ds = r * (c - shat * (tl.sum(c * s, axis=1)[:, None] * r / H))
+        mean = tl.sum(c * s, axis=1)[:, None] * r / H
+        if WIDE:  # read again what the registers cannot hold
+            w = tl.load(W + cols, mask=there, other=0.0).to(tl.float32)
+            x = tl.load(X + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+            f, df = gate_of(tl.load(G + rows * stride_g + cols, mask=mask, other=0.0).to(tl.float32), SILU)
         if GATE_FIRST:
-            dx, dg = ds * f, ds * x * df
+            shat = x * f * r
+            gated = dy
         else:
-            dx, dg = ds, dy * w * shat * df
-        tl.store(DX + rows * width + cols, dx.to(DX.dtype.element_ty), mask=mask)
-        tl.store(DG + rows * width + cols, dg.to(DG.dtype.element_ty), mask=mask)
+            shat = x * r
+            gated = dy * f
         if WANT_DW:
             dw += gated * shat
+        ds = r * (gated * w - shat * mean)
+        if GATE_FIRST:
+            dx = ds * f
+            dg = ds * x * df
+        else:
+            dx = ds
+            dg = dy * w * shat * df
+        tl.store(DX + rows * width + cols, dx.to(DX.dtype.element_ty), mask=mask)
+        tl.store(DG + rows * width + cols, dg.to(DG.dtype.element_ty), mask=mask)
     if WANT_DW:
         tl.store(DW + tl.program_id(0) * width + cols, tl.sum(dw, axis=0)[None, :], mask=there)
 
 
-def _tile(H, elements):
+def _tile(H, elements, per_lane):
     """(rows, columns, warps) of a program's tile."""
     block = next_power_of_2(H)
     rows = max(elements // block, 1)
-    return rows, block, max(min(rows * block // (PER_LANE * _launch.lanes()), 16), 1)
+    return rows, block, _launch.clamp_warps(max(rows * block // (per_lane * _launch.lanes()), 1))
 
 
 def gated_norm_fwd(x, gate, weight, options):
@@ -140,7 +158,7 @@ def gated_norm_fwd(x, gate, weight, options):
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel():
         (x_MH, M, stride_x), (g_MH, _, stride_g) = rows_of(x, width), rows_of(gate, width)
-        rows, block, warps = _tile(width // groups, FWD_TILE)
+        rows, block, warps = _tile(width // groups, FWD_TILE, FWD_PER_LANE)
         launch(
             gated_norm_fwd_kernel,
             (cdiv(M, rows), groups),
@@ -174,7 +192,7 @@ def gated_norm_bwd(dy, x, gate, weight, options, want_dw):
         return dx, dgate, dw.zero_() if want_dw else None
     (dy_MH, M, stride_dy), (x_MH, _, stride_x) = rows_of(dy, width), rows_of(x, width)
     g_MH, _, stride_g = rows_of(gate, width)
-    rows, block, warps = _tile(width // groups, BWD_TILE)
+    rows, block, warps = _tile(width // groups, BWD_TILE, BWD_PER_LANE)
     programs = min(cdiv(M, rows), max(PROGRAMS_PER_SM * _launch.multiprocessors(x.device.index) // groups, 1))
     partial = x.new_empty((programs, width), dtype=torch.float32) if want_dw else None
     launch(
@@ -198,12 +216,13 @@ def gated_norm_bwd(dy, x, gate, weight, options, want_dw):
         SILU=silu,
         GATE_FIRST=gate_first,
         WANT_DW=want_dw,
+        WIDE=block > 4096,
         ROWS=rows,
         BLOCK=block,
     )
     if want_dw:
         launch(
             sum_rows_kernel, (cdiv(width, 64), 1), x, num_warps=4,
-            P=partial, Out=dw, Second=None, rows=programs, H=width, BLOCK_R=32, BLOCK=64,
+            P=partial, Out=dw, Second=dw, rows=programs, H=width, BLOCK_R=32, BLOCK=64,
         )  # fmt: skip
     return dx, dgate, dw

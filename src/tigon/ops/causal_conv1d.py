@@ -267,7 +267,7 @@ def causal_conv1d_oracle(
 
 
 def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """A case's shape is (B, T, D). Its options: taps, bias, state, and documents: their sizes, the last one up to the end."""
+    """A case's shape is (B, T, D). documents: their sizes; the last one goes up to the end."""
     options = dict(case.options)
     (B, T, D), W = case.shape, options.pop("taps", MAX_TAPS)
     weight_dtype = options.pop("weight_dtype", dtype)

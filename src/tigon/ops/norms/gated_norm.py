@@ -22,7 +22,7 @@ from tigon.ops.dispatch import Context, Differentiable, Primitive, check_dtype, 
 from tigon.ops.norms.norm import check_parameter, check_scalars
 
 KERNELS = "tigon.kernels.gated_norm"
-MAX_WIDTH = 16384
+MAX_WIDTH = 8192
 GateActivation = Literal["silu", "sigmoid"]
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -173,7 +173,7 @@ def gated_rms_norm(
 
     Raises:
         ShapeError: x is 0-dim; gate has another shape or device; weight is not (H,) or is on another device; groups
-            does not divide H; or a group is wider than 16384.
+            does not divide H; or a group is wider than 8192.
         DtypeError: a dtype is not fp16, bf16, fp32 or fp64, or some are fp64 and others are not.
         OptionError: activation is unknown, eps is not finite or negative, or groups is not positive.
         DoubleBackwardError: in backward, with create_graph=True.
@@ -203,8 +203,8 @@ def _check(x: Tensor, gate: Tensor, weight: Tensor, groups: int) -> None:
         raise OptionError(f"groups={groups} must be at least 1.")
     if x.shape[-1] % groups or x.shape[-1] // groups > MAX_WIDTH:
         raise ShapeError(
-            f"x is {tuple(x.shape)} and groups={groups}; the groups must divide the width, and have at most {MAX_WIDTH} "
-            "columns."
+            f"x is {tuple(x.shape)} and groups={groups}; the groups must divide the width and have at most "
+            f"{MAX_WIDTH} columns."
         )
 
 
