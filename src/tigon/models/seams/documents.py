@@ -82,7 +82,7 @@ def documents_of(seq_idx: Tensor) -> Documents:
 def _convolution(
     original: Callable[..., Tensor], x_BDT: Tensor, weight: Tensor, *rest: Any, seq_idx: Tensor, **more: Any
 ) -> Tensor:
-    """transformers' `causal_conv1d_fn` for one row of documents. If a filter is too long for the op, zeros lie between."""
+    """transformers' `causal_conv1d_fn` for one row of documents. Around a filter too long for the op are zeros."""
     if (width := weight.shape[1] - 1) < convolution.MAX_TAPS:
         return convolution.fused(original)(x_BDT, weight, *rest, seq_idx=seq_idx, **more)
     sizes = documents_of(seq_idx).sizes
