@@ -34,6 +34,7 @@ from tigon.ops import (
     rms_norm,
     rope,
     swiglu,
+    topk_sigmoid,
     topk_softmax,
 )
 
@@ -78,6 +79,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_sigmoid",
     "topk_softmax",
 ]
 

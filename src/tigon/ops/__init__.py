@@ -30,6 +30,7 @@ from tigon.ops.norms.gated_norm import gated_rms_norm
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.topk_sigmoid import topk_sigmoid
 from tigon.ops.topk_softmax import topk_softmax
 from tigon.ops.vocab_parallel import VocabParallelOptions
 
@@ -79,5 +80,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_sigmoid",
     "topk_softmax",
 ]
