@@ -202,18 +202,6 @@ def text_part_warning(model: ModelConfig, config: PreTrainedConfig) -> tuple[str
     )
 
 
-def fp8_warning(model: ModelConfig, config: PreTrainedConfig) -> tuple[str, ...]:
-    """A warning if a checkpoint stores its weights in FP8, because the run takes twice their bytes or more."""
-    from tigon.techniques.lora import mxfp4_experts  # loads transformers
-
-    if mxfp4_experts.stored_method(config) != "fp8":
-        return ()
-    return (
-        f"model.name: {model.name} stores its weights in FP8; they are read in the dtype of a 16-bit checkpoint's, and "
-        "the plan counts them so",
-    )
-
-
 def stored_dtypes(model: ModelConfig, config: PreTrainedConfig) -> dict[str, torch.dtype]:
     """Name -> dtype of each floating-point tensor in a checkpoint's files; {} for a preset.
 

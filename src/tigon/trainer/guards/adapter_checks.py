@@ -95,6 +95,18 @@ def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> 
         )
 
 
+def fp8_warning(name: str, config: PreTrainedConfig) -> tuple[str, ...]:
+    """A warning if a checkpoint stores its weights in FP8, because the run takes twice their bytes or more."""
+    from tigon.techniques.lora import mxfp4_experts  # loads transformers
+
+    if mxfp4_experts.stored_method(config) != FP8:
+        return ()
+    return (
+        f"model.name: {name} stores its weights in FP8; they are read in the dtype of a 16-bit checkpoint's, and the "
+        "plan counts them so",
+    )
+
+
 def check_fused_experts(built: PreTrainedModel, settings: Settings) -> None:
     """Refuse adapters of 4-bit experts that tigon's op does not compute.
 
