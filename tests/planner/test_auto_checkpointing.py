@@ -181,6 +181,7 @@ def test_layers_become_graphs_only_where_nothing_forbids_them() -> None:
     assert graphs(request) and not graphs(request, beside=Beside())
     assert not graphs(request, gpu=replace(gpu, host_s=0.0)), "the GPU is slower than the CPU"
     assert graphs(asked(precision="bf16", lora_rank=2))
+    assert graphs(asked(precision="bf16", lora_rank=2, lora_quantize=True))
     assert not graphs(asked(precision="bf16", lora_rank=2, lora_dora=True)), "DoRA was not tried"
     off = replace(request, settings=request.settings.having({"train.cuda_graphs": False}))
     assert not graphs(off)
