@@ -377,6 +377,11 @@ class Objective:
         return None
 
     @property
+    def added(self) -> AddedModules | None:
+        """The modules that `attach` adds, for the trainer; None if it adds none."""
+        return None
+
+    @property
     def labels_part(self) -> LabelsPart | None:
         """How labels are trained in place of the next token; None for any other objective."""
         return None
