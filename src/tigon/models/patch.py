@@ -36,11 +36,12 @@ from tigon.models.seams.norm import mark_finds_amax
 from tigon.models.spec import (
     ADAPTER_FLAGS,
     ADAPTER_SEAMS,
+    CONVOLUTION_FLAG,
     EXPERT_FLAGS,
-    EXPERT_SEAMS,
     LAYER_FLAGS,
     LOSS_FLAGS,
     OPTIONAL_FLAGS,
+    OPTIONAL_SEAMS,
     SINKS_FLAG,
     PatchSpec,
 )
@@ -86,6 +87,7 @@ def patch(
     lora: bool | None = None,
     experts: bool | None = None,
     router: bool | None = None,
+    convolution: bool | None = None,
     attention_sinks: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
@@ -107,6 +109,7 @@ def patch(
         experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
             adapters before `patch`, or call `patch` again.
         router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
+        convolution: the short convolution of layers with a state, which PyTorch would run.
         attention_sinks: eager attention with sinks, as in GPT-OSS, without its (heads, T, T) scores.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
@@ -134,6 +137,7 @@ def patch(
         "lora": lora,
         "experts": experts,
         "router": router,
+        "convolution": convolution,
         "attention_sinks": attention_sinks,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
@@ -155,7 +159,7 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         ),
     )
     # Experts first, so that the seam of their activation leaves these modules to them.
-    for flag in (*EXPERT_FLAGS, *LAYER_FLAGS, *ADAPTER_FLAGS):
+    for flag in (*EXPERT_FLAGS, CONVOLUTION_FLAG, *LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
     # After rope, whose seam may be below on the same attention.
     if flags[SINKS_FLAG] is not False:
@@ -243,7 +247,7 @@ def spec_of(model: nn.Module) -> PatchSpec:
 
 
 def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None, decision: _Decision) -> None:
-    seams = ADAPTER_SEAMS.get(flag) or EXPERT_SEAMS.get(flag) or spec.seams.get(flag, ())
+    seams = ADAPTER_SEAMS.get(flag) or OPTIONAL_SEAMS.get(flag) or spec.seams.get(flag, ())
     before = [m for m in model.modules() if isinstance(m, PatchedModule)]
     patched = any(seam.flag == flag for m in before for seam in seams_of(m))
     if on is False:

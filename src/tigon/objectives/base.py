@@ -111,6 +111,10 @@ class Generation:
     """Most tokens of a prompt."""
     new_tokens: int
     """Most tokens of a completion."""
+    per_prompt: int
+    """Completions of a prompt."""
+    generator: str
+    """What writes them, as `post_training.generator` says."""
 
 
 @dataclass(frozen=True)

@@ -301,6 +301,13 @@ class PostTrainingConfig(Section):
     """grpo, distill: most tokens of a completion that the model writes."""
     temperature: float = key(1.0, above=0)
     """grpo, distill: temperature of the model's completions."""
+    generator: str = key("auto", choices=("auto", "tigon", "transformers"))
+    """grpo, distill: what writes the completions. `tigon`: the trained model in CUDA graphs, with each prompt computed
+    once; `transformers`: its `generate`, or what `generation` chooses; `auto`: tigon with `model.kernels: tigon` on a
+    GPU, if it can decode the model, and otherwise transformers."""
+    generation: Mapping[str, Any] | None = key(None)
+    """grpo, distill: how completions are written, by TRL's names, e.g. `{top_p: 0.9}`, `{use_vllm: true, vllm_mode:
+    server}`, or for grpo `{use_transformers_continuous_batching: true}`."""
     teacher: str | None = key(None)
     """distill: model folder or hub id of the teacher, with the model's vocabulary."""
     base_steps: int = key(0, minimum=0, maximum=MAX_COUNT)

@@ -130,6 +130,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """What a checkpoint between two records stores beside the gate."""
         self.fused = ""
         """What of a trainer of TRL runs on tigon's head and what does not, for the report."""
+        self.generator: object = ""
+        """What writes the completions of a trainer of TRL; its text is for the report."""
         self.evaluation_error: str | None = None
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
         self.saves, self.args.save_total_limit = AtomicSave(self, self.args.save_total_limit), None

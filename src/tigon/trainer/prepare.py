@@ -24,7 +24,7 @@ from tigon.models.hybrid_layers import LayerPath, paths_of, slow_layers
 from tigon.models.loading import hub
 from tigon.objectives.choose import config_for, objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import TECHNIQUES
+from tigon.techniques import TECHNIQUES, model_kernels
 from tigon.techniques.lora import lora
 from tigon.techniques.optimizers import muon
 from tigon.trainer import model, run_data
@@ -194,7 +194,7 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
     config = config_for(recipe, model.load_config(recipe.model))
     preflight.check_lengths(recipe, config)
     built = model.without_data(config)
-    shapes, layer_paths = model.shapes_of(built), paths_of(built)
+    shapes, layer_paths = model.shapes_of(built), paths_of(built, fused=recipe.model.kernels in model_kernels.OF_TIGON)
     if recipe.train.optimizer == "muon":
         muon.check_model(built)
     del built

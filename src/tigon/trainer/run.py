@@ -249,7 +249,9 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         "unigram_entropy": prepared.data.get("unigram_entropy"),
         "skipped_steps": trainer.gate.skipped,
         "evaluation_error": trainer.evaluation_error,
-        "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), trainer.fused])),
+        "patch": "\n".join(
+            filter(None, ["unpatched" if patched is None else str(patched), trainer.fused, str(trainer.generator)])
+        ),
         "decoded": decoded,
         "sample": sample.as_mapping(),
     }
