@@ -126,7 +126,7 @@ def test_adapters_of_an_encoder_hold_the_whole_new_head_so_that_the_merge_is_the
     texts = ["It was good 3.", "bad"]
     torch.testing.assert_close(logits_of(merged, fast, texts), logits_of(adapted, fast, texts), rtol=1e-4, atol=1e-5)
     done = tigon("export", run, here / "out", "--merge")
-    assert done.code == 0 and "labels of tokens" in done.out, done.err
+    assert done.code == 0 and "labels of tokens on the run's data" in done.out, done.err
     done = tigon("export", run / "checkpoints" / "checkpoint-3", here / "of-checkpoint", "--merge")
     assert done.code == 0, done.err
     exported = AutoModelForSequenceClassification.from_pretrained(here / "of-checkpoint", dtype=torch.float32)
