@@ -224,3 +224,17 @@ def test_micro_batches_of_different_size_have_the_loss_and_gradient_of_the_whole
     model = torch.nn.Linear(1, 1)
     assert set(objective.metrics(model, lambda counts: counts)) == {"accuracy", "macro_f1"}
     assert objective.metrics(model, lambda counts: counts) == {}
+
+
+def test_a_reward_model_is_not_trained_from_a_classifier_of_several_labels():
+    from transformers import AutoConfig
+
+    from tigon.models.loading.classifier import SEQUENCE, as_classifier
+    from tigon.objectives.reward import Reward
+
+    objective = Reward(ModelConfig(), recipe=Recipe())
+    several = SimpleNamespace(config=as_classifier(AutoConfig.for_model("llama"), SEQUENCE, LABELS))
+    with pytest.raises(RecipeError, match="a classifier of 3 labels"):
+        objective.with_head(several)
+    one = SimpleNamespace(config=as_classifier(AutoConfig.for_model("llama"), SEQUENCE, ("score",)))
+    assert objective.with_head(one) is one
