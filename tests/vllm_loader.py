@@ -1,6 +1,7 @@
 """vLLM's steps from a folder of adapters to the changes of weights, written anew from what its sources do.
 
-vllm/lora/peft_helper.py, lora_weights.py, lora_model.py, utils.py and model_manager.py of 0.33.0: `validate_legal`, `parse_fine_tuned_lora_name`, `optimize` and `_stack_moe_lora_weights`.
+vllm/lora/peft_helper.py, lora_weights.py, lora_model.py, utils.py and model_manager.py of 0.33.0: `validate_legal`,
+`get_rank_and_scaling`, `parse_fine_tuned_lora_name`, `optimize` and `_stack_moe_lora_weights`.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_loss_sees_the_rounded_merged_weights_and_adapters_get_their_gradient(na
     seen = {}
     layer.register_forward_hook(
         lambda _, x, y: (seen.update(x=x[0]), y.register_hook(lambda g: seen.update(g=g)))[1] and None
-    )  # noqa: E501
+    )
     wrapped(input_ids=IDS).logits.logsumexp(-1).sum().backward()
     x = seen["x"].flatten(0, 1).double()
     x = qat.rounded_input(x) if FORMATS[name].rounds_inputs else x
