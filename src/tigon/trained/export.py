@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tigon.errors import OptionError, TigonError, UsageError
+from tigon.models.loading.classifier import set_pad_id, task_of
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import one_line
 from tigon.objectives.recipe_checks import loads_saved
@@ -202,6 +203,9 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[
     model = load_weights(trained, dtype=torch.float32 if widens else "auto")
     if trained.adapter is not None:
         model = attached(model, trained.adapter)
+    if task_of(model.config) is not None:
+        pad_id = tokenizer.pad_token_id
+        set_pad_id(model.config, tokenizer.eos_token_id if pad_id is None else pad_id)
     if checked is not None:
         checked.see_trained(model)
     if trained.adapter is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon.errors import UsageError
+from tigon.models.loading.classifier import task_of
 from tigon.models.loading.weight_files import listed
 from tigon.techniques.qat.formats import FORMATS
 from tigon.techniques.qat.qat import round_layers
@@ -70,6 +71,8 @@ class Verification:
     """The format of the export, if the run computed with weights in this format (`train.qat`)."""
     prompts: list[list[int]] = field(init=False)
     trained: Behaviour = field(default_factory=Behaviour)
+    predicts: str = field(init=False, default="next tokens")
+    """What the model predicts for each token, in words."""
     effect: float | None = None
     """How much the adapters change the logits."""
     seen: Behaviour | None = None
@@ -80,6 +83,7 @@ class Verification:
 
     def see_trained(self, model: Any) -> None:
         """Keep what the trained model computes, with adapters that are not merged."""
+        self.predicts = "next tokens" if task_of(model.config) is None else "labels of tokens"
         self.trained = observe(model, self.prompts)
         if hasattr(model, "disable_adapter") and self.trained.hidden:
             with model.disable_adapter():
@@ -194,7 +198,7 @@ class Verification:
             if n_tokens:  # a reward model predicts none
                 reference = "the trained model" if self.trained_over is None else "the model with adapters"
                 reference += f" as its loss saw it, in {self.rounded_to}" if self.seen else ""
-                parts.append(f"{same} of {n_tokens} next tokens {self.probes.origin} are those of {reference}")
+                parts.append(f"{same} of {n_tokens} {self.predicts} {self.probes.origin} are those of {reference}")
             parts.append(f"{'logits' if n_tokens else 'scores'} differ by {size:.2%}")
             if self.effect is not None:
                 parts[-1] += f", and the adapters change them by {self.effect:.2%}"
