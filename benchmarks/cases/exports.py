@@ -61,7 +61,7 @@ def _export(source: str, wanted: export.Export) -> dict[str, Any]:
     return {"reader": reader, "same": int(same), "tokens": int(tokens), "logits_percent": float(size)}
 
 
-def _answer(target: Path, gguf_file: str | None, question: str) -> str:
+def _answer(target: Path, gguf_file: str | None, question: str, *, is_rounded: bool) -> str:
     """The likeliest answer of an exported model, as transformers reads it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,7 +71,9 @@ def _answer(target: Path, gguf_file: str | None, question: str) -> str:
         alone.mkdir()
         (target / gguf_file).rename(alone / gguf_file)
         target, named = alone, {"gguf_file": gguf_file}
-    model = AutoModelForCausalLM.from_pretrained(str(target), dtype=torch.float32, **named)
+    # compressed-tensors makes MXFP4 weights bf16, whatever dtype the other weights are read in.
+    dtype = "auto" if is_rounded else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(str(target), dtype=dtype, **named)
     tokenizer = AutoTokenizer.from_pretrained(str(target), **named)
     chat = [{"role": "user", "content": question}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -105,7 +107,7 @@ def _measure(bench: Bench) -> None:
             if "refused" not in line:
                 file = f"exported-{gguf}.gguf" if gguf else None
                 line["bytes"] = sum(path.stat().st_size for path in target.glob(file or "*.safetensors"))
-                line["answer"] = _answer(target, file, bench.given.question)
+                line["answer"] = _answer(target, file, bench.given.question, is_rounded=wanted.format is not None)
             bench.add("real", {"format": name, **line})
             shutil.rmtree(target, ignore_errors=True)
 
