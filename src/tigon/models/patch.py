@@ -99,7 +99,8 @@ def patch(
     error if it has none. False leaves these modules alone.
 
     Args:
-        model: a transformers model, or a PEFT or DistributedDataParallel wrapper of one. A family in
+        model: a transformers model with any head or none, or one inside a wrapper of PEFT, DistributedDataParallel or
+            sentence-transformers. A family in
             `tigon.models.MODELS` is patched by its row; any other family is matched by structure. Call `patch` before
             `torch.compile` and before FSDP or DeepSpeed wrap the model.
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
@@ -224,9 +225,11 @@ def flags_of(model: nn.Module) -> set[str]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The transformers model inside PEFT's, DistributedDataParallel's or torch.compile's wrapper."""
-    while not hasattr(getattr(model, "config", None), "model_type") or hasattr(model, "get_base_model"):
+    """The transformers model inside a wrapper: PEFT, sentence-transformers, DistributedDataParallel, torch.compile."""
+    wraps = ("get_base_model", "transformers_model")  # names of PEFT and of sentence-transformers
+    while not hasattr(getattr(model, "config", None), "model_type") or any(hasattr(model, name) for name in wraps):
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else None  # type: ignore[operator]
+        inner = inner or getattr(model, "transformers_model", None)
         inner = inner or getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             raise PatchError(
