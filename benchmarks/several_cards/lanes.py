@@ -17,6 +17,8 @@ from tigon.sweep import failures
 from tigon.sweep.processes import Workers
 
 WORKER = ("-m", "benchmarks.several_cards.worker")
+AHEAD = 6
+"""Processes per card that import at the same time, so that most rows wait for no import."""
 SLOW = 3
 """A row is ended after this many times the seconds it is expected to take."""
 
@@ -51,7 +53,7 @@ class Lane:
         }
         limit_s = SLOW * row.seconds if not self.tiny else 600
         with self.workers.carry_out(order, log, processes=row.cards) as group:
-            if ahead > self.workers.n_ready:
+            if self.workers.n_ready < min(ahead, len(self.cards)):
                 self.workers.prepare(ahead - self.workers.n_ready)
             code = group.wait(max(1.0, limit_s - (time.monotonic() - began_s)))
         outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(room.glob("result.*"))]
@@ -89,12 +91,12 @@ def run_stage(
                 if not queue:
                     return
                 row = queue.pop(0)
-                ahead = sum(one.cards for one in queue[: 2 * len(lanes)]) // len(lanes)
+                ahead = sum(one.cards for one in queue) // len(lanes)
             if left_s() < row.seconds:
                 with lock:
                     skipped.append(row)
                 continue
-            line = lane.run(row, min(ahead, 2 * len(lane.cards)))
+            line = lane.run(row, min(ahead, (1 if lane.tiny else AHEAD) * len(lane.cards)))
             with lock:
                 keep(row, line)
 
