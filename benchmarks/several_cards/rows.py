@@ -45,7 +45,7 @@ class Row:
 
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 _DENSE = {**_SMALL, "intermediate_size": 512, "vocab_size": 1024, "tie_word_embeddings": False}
-_EXPERTS = {**_DENSE, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32}
+_EXPERTS = {**_DENSE, "moe_intermediate_size": 128, "num_experts_per_tok": 2, "head_dim": 32}
 _EXACT: Keys = {
     "model.name": "tigon-demo",
     "model.config": _DENSE,
