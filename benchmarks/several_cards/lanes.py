@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -30,7 +31,9 @@ class Lane:
         self.cards, self.tiny = cards, tiny
         self.folder = folder / "-".join(map(str, cards))
         self.folder.mkdir(parents=True)
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))}
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        own = [names[card] if card < len(names) and names[card] else str(card) for card in cards]
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(own)}
         self.workers = Workers(self.folder, worker=WORKER, environment=visible)
 
     def run(self, row: Row, ahead: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from benchmarks.pages import (
     exports,
     front_page,
     head_accuracy,
+    several_cards,
     small_data,
     support,
 )
@@ -38,6 +39,7 @@ needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the 
         exports,
         front_page,
         head_accuracy,
+        several_cards,
         small_data,
         pytest.param(support, marks=needs_workflow),
     ],
