@@ -193,7 +193,7 @@ _TINY: Keys = {
     "model.name": "tigon-demo",
     "model.config": {**_DENSE, "num_attention_heads": 4, "num_key_value_heads": 4},
     "data.sequence_length": 64,
-    "train.batch_size": 2,
+    "train.batch_size": 8,
     "train.steps": 4,
 }
 
