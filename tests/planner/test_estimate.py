@@ -275,6 +275,22 @@ def test_estimate_matches_measured_runs(run: tuple[Any, ...]) -> None:
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.25)
 
 
+@pytest.mark.parametrize(("method", "gib", "step_s"), [("ulysses", 56.75, 2.238), ("ring", 56.72, 2.297)])
+def test_estimate_matches_measured_rows_that_two_gpus_share(method: str, gib: float, step_s: float) -> None:
+    """Llama-3.2-1B under FSDP2, one row of 78,336 tokens per step on two H100s.
+
+    The measurements are in benchmarks/results/nvidia-h100/several-gpus/several-cards.json.
+    """
+    keys = {"sharding.gpus": 2, "sharding.fsdp": True, "sharding.sequence": 2, "sharding.sequence_method": method}
+    settings = Settings.of({"train.precision": "amp-bf16", "train.checkpointing": "none", **keys})
+    request = Request(
+        model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=1, seq=78336, settings=settings
+    )  # fmt: skip
+    found = estimate(request, gpu=find_gpu("h100"))
+    assert found.peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
+    assert found.step_s == pytest.approx(step_s, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("batch", "kernels", "gib"),
     [
