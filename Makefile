@@ -93,6 +93,7 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.exports
 	$(BIN)/python -m benchmarks.pages.vllm
 	$(BIN)/python -m benchmarks.pages.engine_pairs
+	$(BIN)/python -m benchmarks.pages.several_cards
 	$(BIN)/python -m benchmarks.pages.techniques
 	$(BIN)/python -m benchmarks.pages.recipe_keys
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py

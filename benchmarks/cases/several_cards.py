@@ -85,7 +85,7 @@ class _Run:
     def __init__(self, bench: Bench, plans: Mapping[str, Any], earlier: list[dict[str, Any]]) -> None:
         self.bench, self.plans, self.skipped = bench, plans, list[Row]()
         self.lines = {one["name"]: one for one in earlier}
-        self.done = {name for name, one in self.lines.items() if one["status"] == OK}
+        self.done = {name for name, one in self.lines.items() if one["status"] == OK and one.get("equal", True)}
         self._end_s: float = time.monotonic() + bench.given.seconds
 
     def left_s(self) -> float:
@@ -95,15 +95,23 @@ class _Run:
         """Add a row's line to the record, with its plan and its difference from one process."""
         one = {**measured, "planned": self.plans.get(row.name), "recipe": table.sections(row, tiny=self.bench.tiny)}
         self.lines[row.name] = one
-        if row.equals and one["status"] == OK and (other := self.lines.get(row.equals, {})).get("losses"):
-            one["difference"] = table.worst_difference(one["losses"][:1], other["losses"])
-            one["difference_of_all"] = table.worst_difference(one["losses"], other["losses"])
-            one["equal"] = one["difference"] <= row.limit
+        self._compare(row)
         self.bench.fields["rows"] = [old for old in self.bench.fields.get("rows", []) if old["name"] != row.name]
         self.bench.add("rows", one, _words(one))
 
+    def _compare(self, row: Row) -> None:
+        one, other = self.lines.get(row.name, {}), self.lines.get(row.equals, {})
+        if one.get("losses") and other.get("losses"):
+            one["difference"] = table.worst_difference(one["losses"][:1], other["losses"])
+            one["difference_of_all"] = table.worst_difference(one["losses"], other["losses"])
+            one["equal"] = one["difference"] <= row.limit
+
     def finish(self, logs: Path) -> None:
         """Say what did not run, and write the last lines of the logs of what failed beside the record."""
+        for row in table.every():  # a row of one process may have ended after those that repeat its losses
+            self._compare(row)
+        self.bench.fields["rows"] = list(self.lines.values())
+        self.bench.save()
         for row in self.skipped:
             print(f"not started, too little time: {row.name}", flush=True)
         if self.bench.given.json is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -17,6 +18,8 @@ from tigon.sweep import failures
 from tigon.sweep.processes import Workers
 
 WORKER = ("-m", "benchmarks.several_cards.worker")
+AHEAD = 6
+"""Processes per card that import at the same time, so that most rows wait for no import."""
 SLOW = 3
 """A row is ended after this many times the seconds it is expected to take."""
 
@@ -28,7 +31,9 @@ class Lane:
         self.cards, self.tiny = cards, tiny
         self.folder = folder / "-".join(map(str, cards))
         self.folder.mkdir(parents=True)
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))}
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        own = [names[card] if card < len(names) and names[card] else str(card) for card in cards]
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(own)}
         self.workers = Workers(self.folder, worker=WORKER, environment=visible)
 
     def run(self, row: Row, ahead: int) -> dict[str, Any]:
@@ -51,7 +56,7 @@ class Lane:
         }
         limit_s = SLOW * row.seconds if not self.tiny else 600
         with self.workers.carry_out(order, log, processes=row.cards) as group:
-            if ahead > self.workers.n_ready:
+            if self.workers.n_ready < min(ahead, len(self.cards)):
                 self.workers.prepare(ahead - self.workers.n_ready)
             code = group.wait(max(1.0, limit_s - (time.monotonic() - began_s)))
         outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(room.glob("result.*"))]
@@ -89,12 +94,12 @@ def run_stage(
                 if not queue:
                     return
                 row = queue.pop(0)
-                ahead = sum(one.cards for one in queue[: 2 * len(lanes)]) // len(lanes)
+                ahead = sum(one.cards for one in queue) // len(lanes)
             if left_s() < row.seconds:
                 with lock:
                     skipped.append(row)
                 continue
-            line = lane.run(row, min(ahead, 2 * len(lane.cards)))
+            line = lane.run(row, min(ahead, (1 if lane.tiny else AHEAD) * len(lane.cards)))
             with lock:
                 keep(row, line)
 

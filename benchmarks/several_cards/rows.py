@@ -45,7 +45,7 @@ class Row:
 
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 _DENSE = {**_SMALL, "intermediate_size": 512, "vocab_size": 1024, "tie_word_embeddings": False}
-_EXPERTS = {**_DENSE, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32}
+_EXPERTS = {**_DENSE, "moe_intermediate_size": 128, "num_experts_per_tok": 2, "head_dim": 32}
 _EXACT: Keys = {
     "model.name": "tigon-demo",
     "model.config": _DENSE,
@@ -193,7 +193,7 @@ _TINY: Keys = {
     "model.name": "tigon-demo",
     "model.config": {**_DENSE, "num_attention_heads": 4, "num_key_value_heads": 4},
     "data.sequence_length": 64,
-    "train.batch_size": 2,
+    "train.batch_size": 8,
     "train.steps": 4,
 }
 
@@ -252,11 +252,11 @@ _FOUR_TIMES = (
     _timed("8B, 16 layers, four, FSDP2", 4, {**_HALF, **_FSDP}),
     _timed("8B, 16 layers, four, FSDP2 with two copies", 4, {**_HALF, **_FSDP, "sharding.replicas": 2}),
     _timed("8B, 16 layers, four, tensor groups of two", 4, {**_HALF, **_FSDP, "sharding.tensor": 2}),
-    _timed("1B, row of 156,672, four, Ulysses", 4, {**_LONG, "data.sequence_length": 156672, "sharding.sequence": 4}),
+    _timed("1B, row of 131,072, four, Ulysses", 4, {**_LONG, "data.sequence_length": 131072, "sharding.sequence": 4}),
     _timed(
-        "1B, row of 156,672, four, ring",
+        "1B, row of 131,072, four, ring",
         4,
-        {**_LONG, **_RING, "data.sequence_length": 156672, "sharding.sequence": 4},
+        {**_LONG, **_RING, "data.sequence_length": 131072, "sharding.sequence": 4},
     ),
     _timed("8B, four, FSDP2", 4, {**_8B, **_FSDP}, seconds=35),
     _timed("8B, 16 layers, four, ZeRO++, copies of two", 4, {**_HALF, **_ZERO_3, "sharding.zero_copy_ranks": 2}),

@@ -275,6 +275,22 @@ def test_estimate_matches_measured_runs(run: tuple[Any, ...]) -> None:
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.25)
 
 
+@pytest.mark.parametrize(("method", "gib", "step_s"), [("ulysses", 56.75, 2.238), ("ring", 56.72, 2.297)])
+def test_estimate_matches_measured_rows_that_two_gpus_share(method: str, gib: float, step_s: float) -> None:
+    """Llama-3.2-1B under FSDP2, one row of 78,336 tokens per step on two H100s.
+
+    The measurements are in benchmarks/results/nvidia-h100/several-gpus/several-cards.json.
+    """
+    keys = {"sharding.gpus": 2, "sharding.fsdp": True, "sharding.sequence": 2, "sharding.sequence_method": method}
+    settings = Settings.of({"train.precision": "amp-bf16", "train.checkpointing": "none", **keys})
+    request = Request(
+        model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=1, seq=78336, settings=settings
+    )  # fmt: skip
+    found = estimate(request, gpu=find_gpu("h100"))
+    assert found.peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
+    assert found.step_s == pytest.approx(step_s, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("batch", "kernels", "gib"),
     [
@@ -447,12 +463,8 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
         ({"seq": 513}, "max_position_embeddings 512"),
         ({"seq": 0}, "seq is 0"),
         ({"quantized": True}, r"lora\.rank: none"),
-        ({"gpus": 2, "sequence_shards": 2}, r"sharding\.sequence is 2, .*plan without"),
-        ({"gpus": 4, "fsdp": True, "tensor_shards": 2}, r"sharding\.tensor is 2, .*plan without"),
-        (
-            {"gpus": 4, "zero": 3, "zero_copy_ranks": 2},
-            r"sharding\.zero_copy_ranks is 2, which is not part of any plan",
-        ),
+        ({"gpus": 3, "sequence_shards": 3}, r"sharding\.sequence is 3, and the model has .* key heads"),
+        ({"gpus": 2, "fsdp": True, "tensor_shards": 2}, r"sharding\.tensor is 2, and FSDP2 needs at least two groups"),
     ],
     ids=str,
 )

@@ -202,14 +202,27 @@ def test_completions_of_the_whole_step_are_written_at_once():
     assert peaks[1] - peaks[0] >= 16 * cache > 0
 
 
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", [{}, {"fsdp": True}, {"zero": 2}, {"zero": 3}], ids=str)
+def test_reference_is_divided_as_the_model_is_or_held_whole(engine):
+    """The reference adds its weights to what a process holds between steps, or an engine's share of them."""
+    shape = {"hidden_size": 256, "intermediate_size": 1024}
+    found, alone = (
+        estimated(objective, shape=shape, precision="bf16", gpus=2, **engine) for objective in ("dpo", "orpo")
+    )
+    (whole,) = (model_weights(one).weight_bytes for one in asked("dpo", shape=shape, precision="bf16").frozen())
+    parts = 2 if engine.get("fsdp") or engine.get("zero") == 3 else 1
+    assert found.phases["save"] - alone.phases["save"] == pytest.approx(whole / parts, rel=0.06)
+
+
 # --- refusals and the search ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("objective", "settings", "words"),
     [
-        ("dpo", {"gpus": 2}, "one process"), ("kto", {"zero": 2}, "one process"),
-        ("orpo", {"fsdp": True}, "one process"),
         ("dpo", {"kernels": "liger"}, "model.kernels: liger"),
         ("grpo", {"kernels": "none"}, "cannot predict post-training with these kernels"),
     ],

@@ -100,10 +100,10 @@ def newest(run: Path) -> int:
     return checkpoint.step_of(found.path)
 
 
-def further(run: Path, here: Path, path: Path) -> tuple[subprocess.Popen[str], int]:
+def further(run: Path, here: Path, path: Path, gpus: int = 2) -> tuple[subprocess.Popen[str], int]:
     """The run, resumed and some steps on, and the step of the checkpoint that it went on from."""
     step, logged = newest(run), records(run, "train")[-1]["step"]
-    process = start(here, path, "--resume")
+    process = start(here, path, "--resume", gpus=gpus)
     reached(run, logged + 4, process)
     return process, step
 
@@ -112,17 +112,23 @@ def of_two(engine: str, recipe) -> Path:
     """A run of two processes that saves often."""
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
-    train = {"steps": 100_000, "batch_size": 1, "save_steps": 3, "device": "cuda"}
+    train = {"steps": 100_000, "batch_size": 2, "save_steps": 3, "device": "cuda"}
     return recipe(train=train, sharding={"gpus": 2, **ENGINES[engine]})
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+OTHER_GPUS = [(engine, gpus) for engine in ("ddp", "fsdp2") for gpus in (1, 4)]
+"""DeepSpeed reads checkpoints of as many processes only."""
+
+
 @two_gpus
-@pytest.mark.parametrize("engine", ENGINES)
-def test_kill_of_one_process_on_gpus_ends_both_and_the_run_resumes(engine, recipe, here):
-    """SIGKILL to rank 1; then, resumed, SIGTERM to the launcher."""
+@pytest.mark.parametrize(("engine", "gpus"), [*((engine, 2) for engine in ENGINES), *OTHER_GPUS])
+def test_kill_of_one_process_on_gpus_ends_both_and_the_run_resumes(engine, gpus, recipe, here):
+    """SIGKILL to rank 1; then, resumed with as many processes or others, SIGTERM to the launcher."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
     path, run = of_two(engine, recipe), here / "runs" / "r"
     process = start(here, path)
     reached(run, 5, process)
@@ -130,11 +136,13 @@ def test_kill_of_one_process_on_gpus_ends_both_and_the_run_resumes(engine, recip
     _, said = process.communicate(timeout=90)
     assert process.returncode == 2 and "process 1 of 2 was killed (SIGKILL)" in said, said
 
-    process, step = further(run, here, path)
+    process, step = further(run, here, path, gpus)
     process.send_signal(signal.SIGTERM)
     out, said = process.communicate(timeout=90)
     assert process.returncode == 143 and f"from checkpoint-{step}" in out, said
     assert f"stopped by SIGTERM after step {newest(run)}; checkpoint-{newest(run)} is complete" in said
+    warned = any(f"processes: 2 before, {gpus} now" in text for text in records(run, "resume")[-1]["warnings"])
+    assert warned == (gpus != 2)
 
 
 @two_gpus

@@ -163,14 +163,22 @@ def test_cpu_run_gets_no_prediction(recipe_of):
     assert said == (None, []) and prediction.compared(None, torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("key", ["sharding.gpus=2", "sharding.fsdp=true", "model.kernels=none"])
-def test_run_that_the_planner_cannot_predict_starts_with_the_reason(key, recipe_of, monkeypatch):
+def test_run_that_the_planner_cannot_predict_starts_with_the_reason(recipe_of, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.setattr(prediction, "gpu_here", lambda device, settings: small_gpu(8000))
-    recipe = recipe_of("objective: dpo", overrides=["data.source=toy-answers", key])
+    recipe = recipe_of("objective: dpo", overrides=["data.source=toy-answers", "model.kernels=none"])
     found, lines = prediction.announce(setup_of(recipe, "cuda"), "", evaluated=True)
     (line,) = lines
     assert found is None and line.startswith("plan     no prediction: the planner ") and "; set " in line
+
+
+@pytest.mark.parametrize("keys", [("sharding.gpus=2",), ("sharding.fsdp=true",), ("sharding.zero=3",)])
+def test_post_training_in_several_processes_starts_with_its_plan(keys, recipe_of, monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.setattr(prediction, "gpu_here", lambda device, settings: small_gpu(8000))
+    recipe = recipe_of("objective: dpo", overrides=["data.source=toy-answers", *keys])
+    found, lines = prediction.announce(setup_of(recipe, "cuda"), "", evaluated=True)
+    assert found is not None and lines[0].startswith("plan     peak per GPU ")
 
 
 def test_comparison_shows_the_error_relative_to_the_measurement(recipe_of):

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,6 +148,24 @@ def test_the_trainer_counts_a_shared_row_as_its_version_says():
     source = inspect.getsource(Trainer._get_num_items_in_batch)
     counted = {"self.get_cp_size()", "self.get_tp_size()"} <= set(re.findall(r"self\.get_\wp_size\(\)", source))
     assert counted != guarded.COUNTS_SHARED_ROWS_AGAIN
+
+
+def test_the_trainer_multiplies_a_loss_by_the_processes_that_its_version_says():
+    assert ("tp_size" in inspect.getsource(Trainer.compute_loss)) != guarded.LOSS_COUNTS_TENSOR_GROUPS
+
+
+@pytest.mark.parametrize(("counts", "factor"), [(False, 1), (True, 2)])
+def test_learned_tokens_have_the_factor_of_tensor_groups_only_if_the_loss_has_it(counts, factor, tmp_path, monkeypatch):
+    """Versions from 5.10 on multiply the loss by the groups, as they count the tokens."""
+    trainer = trainer_of(tmp_path, config())
+    batch = next(iter(trainer.get_train_dataloader()))
+    once = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)[1]
+    monkeypatch.setattr(guarded, "COUNTS_SHARED_ROWS_AGAIN", True)
+    monkeypatch.setattr(guarded, "LOSS_COUNTS_TENSOR_GROUPS", counts)
+    groups = SimpleNamespace(non_data_parallel_size=2)
+    monkeypatch.setattr(type(trainer.accelerator), "parallelism_config", groups)
+    monkeypatch.setattr(Trainer, "_get_num_items_in_batch", lambda *_: once)
+    assert trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)[1] == factor * once
 
 
 def test_learned_tokens_of_shared_rows_are_counted_once_also_by_older_trainers(tmp_path, monkeypatch):

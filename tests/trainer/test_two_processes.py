@@ -63,10 +63,10 @@ def test_gradient_not_finite_in_one_process_is_skipped_in_both(tmp_path):
     assert first["skipped"] == 2 and first["moved"] == [True, True, False, False, True]
 
 
-def start(here: Path, *words: object) -> subprocess.Popen[str]:
+def start(here: Path, *words: object, gpus: int = 2) -> subprocess.Popen[str]:
     path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tigon", "train", *map(str, words), "--gpus", "2"]
+    command = [sys.executable, "-m", "tigon", "train", *map(str, words), "--gpus", str(gpus)]
     return subprocess.Popen(
         command, env=environment, cwd=here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tigon.models.hybrid_layers import PYTORCH, TIGON, paths_of_counts, slow_layers
+from tigon.planner.engines import model_parallel
 from tigon.planner.engines.base import Engine
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.engines.deepspeed_host_memory import pinned
@@ -79,14 +80,15 @@ def estimate(request: Request, *, gpu: Gpu, evaluation: bool = True) -> Estimate
         UsageError: `check` rejects the request, or the model cannot be traced.
     """
     check(request)
+    model_parallel.check(request)
     return _from_trace(request, gpu, evaluation or request.evaluated)
 
 
 def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     engine = engine_of(request.settings)
-    computed = dataclasses.replace(request, settings=engine.traced_settings())
-    model = model_weights(computed)
-    tapes = step_tapes(computed, gpu, evaluating=evaluating)
+    computed = model_parallel.of_process(dataclasses.replace(request, settings=engine.traced_settings()))
+    model = model_parallel.divided_head(model_weights(computed), request)
+    tapes = step_tapes(model_parallel.with_part_of_head(computed), gpu, evaluating=evaluating)
     offloaded_bytes = 0
     if request.settings.train.checkpointing == "offload":
         tapes, offloaded_bytes = _offload_checkpoints(tapes)
@@ -95,7 +97,8 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     graphs = None
     if request.settings.train.cuda_graphs:
         tapes, graphs = _in_graphs(tapes, request.settings)
-    placement = engine.placement(request, model)
+    frozen = tuple(model_weights(one) for one in computed.frozen())
+    placement = engine.with_frozen(engine.placement(request, model), frozen)
     memory = SimulatedRun(
         request=computed,
         gpu=gpu,
@@ -103,12 +106,13 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
         model=model,
         placement=placement,
         tapes=tapes,
-        frozen=tuple(model_weights(one) for one in computed.frozen()),
+        frozen=frozen,
         graphs=graphs,
     ).memory()
     overlapped_bytes = placement.managed + offloaded_bytes
     step_s = step_seconds(request, gpu, model, placement, tapes.micro_batches[-1], overlapped_bytes=overlapped_bytes)
-    tokens = request.tokens * request.settings.train.gradient_accumulation * request.settings.sharding.gpus
+    groups = request.settings.sharding.gpus // model_parallel.sharers(request.settings)
+    tokens = request.tokens * request.settings.train.gradient_accumulation * groups
     return Estimate(
         peak_allocated_bytes=memory.peak_bytes,
         peak_reserved_bytes=memory.reserved_bytes,

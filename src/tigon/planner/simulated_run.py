@@ -80,7 +80,7 @@ class SimulatedRun:
         placement = self.placement
         self.engine.load(Loading(ledger=ledger, request=self.request, model=self.model, placement=placement))
         for request, weights in zip(self.request.frozen(), self.frozen, strict=True):
-            Loading(ledger=ledger, request=request, model=weights, placement=placement).load_whole()
+            self.engine.load_frozen(Loading(ledger=ledger, request=request, model=weights, placement=placement))
         ledger.alloc(placement.buffers, "workspace")
         if placement.gradients.allocated == "at the start":
             ledger.alloc(placement.gradients.nbytes, "gradients")
@@ -145,7 +145,7 @@ class SimulatedRun:
                     update_bytes=update_bytes,
                 ),
                 gathered=gathered,
-                backward_bytes=gathered_plan.backward,
+                layer_bytes=(gathered_plan.layers, gathered_plan.backward),
             )
         if gathered is not None:
             gathered.close()

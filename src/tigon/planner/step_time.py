@@ -39,6 +39,7 @@ def step_seconds(
         micro_s = max(micro_s, 2 * overlapped_bytes / gpu.link_bytes_s)
     if settings.train.checkpointing == KEPT_ON_HOST:
         micro_s += tape.fetched_late_bytes(LARGE_BYTES) / gpu.link_bytes_s
+    micro_s += traffic.waited / gpu.peer_bytes_s
     # The embeddings' gradient comes last, so no computation hides its traffic.
     hidden_s = _HIDING_SHARE * micro_s
     peers_s = max(traffic.peers_last / gpu.peer_bytes_s, traffic.peers / gpu.peer_bytes_s - hidden_s)

@@ -20,14 +20,7 @@ from tigon.techniques.technique import PACKAGE_EXTRAS
 
 def untraceable(settings: Settings) -> tuple[str, ...]:
     """Returns why the planner cannot predict a run with these settings, one sentence per reason."""
-    keys = [one.chosen[-1].key for one in TECHNIQUES.values() if not one.planned and one.used_by(settings)]
-    return (
-        *(_sentence(row, settings) for row in EXCLUSIONS if row.untraceable and row.applies(settings)),
-        *(
-            f"{key} is {yaml_word(settings.value(key))}, which is not part of any plan; plan without {key}"
-            for key in keys
-        ),
-    )
+    return tuple(_sentence(row, settings) for row in EXCLUSIONS if row.untraceable and row.applies(settings))
 
 
 def refusals(settings: Settings) -> tuple[str, ...]:

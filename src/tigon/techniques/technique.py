@@ -113,8 +113,6 @@ class Technique:
     """Changes the planner's model, which has no data. Called for every trace, whose `Spans` leave out equal tiles. It
     reads only keys that say `traced`."""
 
-    planned: bool = True
-    """Whether the planner can predict a run with it."""
     rough_time: bool = False
     """The planner models its time only roughly, so it counts as one more rank."""
     last_resort: bool = False

@@ -240,7 +240,6 @@ DECLARATION = Declaration(
     techniques=(
         Technique(
             name="tensor-parallel",
-            planned=False,
             devices=("cuda",),
             recipe={"sharding.gpus": 4, "sharding.fsdp": True, KEY: 2},
             chosen=(_DIVIDED,),

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
 COUNTS_SHARED_ROWS_AGAIN = Version(transformers.__version__) < Version("5.19.dev0")
 """Whether the Trainer divides its count of tokens by Accelerate's sizes instead of `get_cp_size` (up to 5.18)."""
+LOSS_COUNTS_TENSOR_GROUPS = Version(transformers.__version__) < Version("5.10.dev0")
+"""Whether the Trainer multiplies a loss by all processes, also by those that divide matrices (up to 5.9)."""
 WORKER_TIMEOUT_S = 600  # for one batch from a data loader process, which takes milliseconds to prepare it
 
 
@@ -259,12 +261,13 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """A step's micro-batches, and their learned tokens in all processes, by which the losses are divided.
 
         Before transformers 5.19 the Trainer counts a row once for each process that shares it, and divides the count by
-        the sizes that Accelerate knows: those of tensor groups, whose factor its loss has again for all processes.
+        the sizes that Accelerate knows: those of tensor groups.
         """
         batches, n_learned = super().get_batch_samples(*args, **kwargs)
         if n_learned is not None and COUNTS_SHARED_ROWS_AGAIN:
-            divided_by = getattr(self.accelerator.parallelism_config, "non_data_parallel_size", 1)
-            n_learned = n_learned * divided_by / self.get_cp_size()
+            n_learned = n_learned / self.get_cp_size()
+        if n_learned is not None and LOSS_COUNTS_TENSOR_GROUPS:
+            n_learned = n_learned * getattr(self.accelerator.parallelism_config, "non_data_parallel_size", 1)
         return batches, n_learned
 
     def get_cp_size(self) -> int:

@@ -119,11 +119,6 @@ _SETTINGS_RULES = (
 """Techniques that do not go with post-training. Recipe and planner use the same rules."""
 _PLANNED_RULES = (
     Rule(
-        lambda r: is_post_training(r) and (r.sharding.gpus > 1 or r.sharding.divides_states),
-        "the planner predicts post-training in one process only; set sharding.gpus: 1 (--gpus 1), sharding.zero: 0 and "
-        "sharding.fsdp: false",
-    ),
-    Rule(
         (
             _POST_TRAINING,
             Condition("train.objective", "is not", "reward"),

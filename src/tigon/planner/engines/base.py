@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -49,6 +49,8 @@ class GatheredSizes:
     """Weights that are gathered and freed layer by layer."""
     both_passes: int = 0
     """Bytes that are held through both passes."""
+    layers: int = 0
+    """Bytes in addition to `both_passes` until the last layer's backward pass is done."""
     backward: int = 0
     """Bytes in addition to `both_passes` during the layers' backward pass."""
     before_copy: int = 0
@@ -71,6 +73,8 @@ class Traffic:
     """Bytes of device memory that a micro-batch's collectives read and write to fill and empty their buckets."""
     host_calls: int = 0
     """Host time in a micro-batch and its step, as a number of operators."""
+    waited: int = 0
+    """Bytes to and from other GPUs in a micro-batch, during which nothing is computed."""
     each_pass: int = 0
     """Bytes that the forward pass, and again the backward pass, copies from the host while it computes."""
 
@@ -167,6 +171,14 @@ class Engine(ABC):
     def placement(self, request: Request, model: ModelWeights) -> Placement:
         """The memory of one rank. `model` counts floats in the dtype that layers compute in."""
 
+    def with_frozen(self, placement: Placement, frozen: Sequence[ModelWeights]) -> Placement:
+        """The placement of a run that holds these models too, which are not trained. Each rank holds them whole."""
+        return placement
+
+    def load_frozen(self, loading: Loading) -> None:
+        """Simulate how the weights of a model that is not trained reach the GPU."""
+        loading.load_whole()
+
     def load(self, loading: Loading) -> None:
         """Simulate how the weights reach the GPU. By default they are loaded whole and stay."""
         loading.load_whole()
@@ -198,6 +210,20 @@ def computed_in_16_bits(settings: Settings) -> Settings:
 def share(nbytes: int, gpus: int) -> int:
     """One rank's part of bytes that are divided by the GPUs, rounded up."""
     return -(-nbytes // gpus)
+
+
+def gathering_too(placement: Placement, frozen: Sequence[ModelWeights]) -> Placement:
+    """The placement of an engine that gathers the weights of these models once per micro-batch too."""
+    peers = placement.traffic.peers + sum(model.packed_bytes for model in frozen)
+    return replace(placement, traffic=replace(placement.traffic, peers=peers)) if frozen else placement
+
+
+def load_divided(loading: Loading, gpus: int) -> None:
+    """Load a model whole, then keep one rank's part. It is gathered layer by layer when it computes."""
+    whole = loading.load_whole()
+    loading.ledger.alloc(share(loading.widening * loading.model.weight_bytes, gpus), "weights")
+    for tensors in whole:
+        loading.ledger.free_all(tensors)
 
 
 def layers_of(model: ModelWeights) -> list[list[Weight]]:

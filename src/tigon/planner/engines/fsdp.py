@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from tigon.models.loading.presets import PRESETS
 from tigon.planner.engines.base import (
     Engine,
@@ -13,10 +16,13 @@ from tigon.planner.engines.base import (
     computed_in_16_bits,
     drawn_whole,
     embedding_grad_bytes,
+    gathering_too,
     largest_layer_bytes,
+    load_divided,
     sharded_update,
     share,
 )
+from tigon.planner.engines.model_parallel import summed_bytes
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
 from tigon.planner.simulate.model_states import ModelWeights, Weight, managed_bytes, state_tensor_bytes
@@ -79,7 +85,7 @@ class Fsdp(Engine):
                 whole_until_last_micro_batch=settings.train.gradient_accumulation > 1,
             ),
             gathered=self._gathered(model),
-            traffic=self._traffic(model, link),
+            traffic=replace(self._traffic(model, link), waited=summed_bytes(request)),
             loaded_itemsize=loaded,
             managed=managed_bytes(request, model.weights),
             host=host,
@@ -97,7 +103,8 @@ class Fsdp(Engine):
         tail = sum(weight.packed_bytes for weight in outside if not (untied and weight.embedding))
         reshard = self.settings.sharding.reshard
         return GatheredSizes(
-            both_passes=min(tail + layer if reshard else model.packed_bytes, model.packed_bytes),
+            both_passes=tail if reshard else model.packed_bytes,
+            layers=min(layer, model.packed_bytes - tail) if reshard else 0,
             backward=2 * layer if reshard else layer,
             before_copy=tail + layer if shard_ranks(self.settings) > 1 else 0,
         )
@@ -137,7 +144,7 @@ class Fsdp(Engine):
         ledger, placement, model = loading.ledger, loading.placement, loading.model
         if not (placement.loaded_itemsize and loading.fits_whole()):
             # Upper bound: one unit comes from the host to be sharded.
-            ledger.alloc_briefly(placement.gathered.both_passes, component="weights")
+            ledger.alloc_briefly(placement.gathered.both_passes + placement.gathered.layers, component="weights")
             ledger.alloc(placement.weights, "weights")
             return
         whole = loading.load_whole()
@@ -146,6 +153,12 @@ class Fsdp(Engine):
             ledger.alloc(share(loading.widening * weight.nbytes, shard_ranks(self.settings)), "weights")
         for tensors in whole:
             ledger.free_all(tensors)
+
+    def with_frozen(self, placement: Placement, frozen: Sequence[ModelWeights]) -> Placement:
+        return gathering_too(placement, frozen)
+
+    def load_frozen(self, loading: Loading) -> None:
+        load_divided(loading, shard_ranks(self.settings))
 
     def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
         notes = super().notes(request, model)

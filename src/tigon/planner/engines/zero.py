@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tigon.planner.engines import deepspeed_host_memory
@@ -16,10 +17,12 @@ from tigon.planner.engines.base import (
     computed_in_16_bits,
     drawn_whole,
     embedding_grad_bytes,
+    gathering_too,
     grad_bytes,
     is_drawn,
     largest_layer_bytes,
     layers_of,
+    load_divided,
     sharded_update,
     share,
 )
@@ -253,8 +256,19 @@ class Zero3(_Zero):
         nbytes = super()._bucket_bytes(model)
         return max(nbytes, largest_layer_bytes(model)) if self._gathers_layers(model) else nbytes
 
+    def with_frozen(self, placement: Placement, frozen: Sequence[ModelWeights]) -> Placement:
+        return gathering_too(placement, frozen)
+
+    def load_frozen(self, loading: Loading) -> None:
+        load_divided(loading, self.settings.sharding.gpus)
+
     def _weights_bytes(self, model: ModelWeights) -> int:
-        return 0 if self._offloads else share(model.weight_bytes, self.settings.sharding.gpus)
+        if self._offloads:
+            return 0
+        sharding = self.settings.sharding
+        # hpZ: a second copy, divided over fewer processes
+        copy = share(model.weight_bytes, sharding.zero_copy_ranks) if sharding.zero_copy_ranks > 1 else 0
+        return share(model.weight_bytes, sharding.gpus) + copy
 
     def _gradients(self, model: ModelWeights) -> Gradients:
         if self._offloads:
@@ -314,7 +328,10 @@ class Zero3(_Zero):
         return super()._link_bytes(model) + 3 * share(model.weight_bytes, self.settings.sharding.gpus)
 
     def _peer_bytes(self, model: ModelWeights) -> int:
-        return 3 * grad_bytes(model)
+        """Two gathers and a reduction. qwZ halves a gather. qgZ sends a quarter twice: within and between machines."""
+        sharding, nbytes = self.settings.sharding, grad_bytes(model)
+        gathers = nbytes if sharding.zero_int8_weights else 2 * nbytes
+        return gathers + (nbytes // 2 if sharding.zero_int4_gradients else nbytes)
 
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model

@@ -19,6 +19,7 @@ from tigon.planner.trace.cache.key import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.keys.sharding import ULYSSES
 from tigon.techniques.optimizers import muon
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
@@ -118,6 +119,8 @@ def model_weights(request: Request) -> ModelWeights:
             "model.attention_sinks": False,
             "train.gradient_accumulation_fusion": False,
             "train.loss_memory_mib": 0,
+            "sharding.sequence": 1,
+            "sharding.sequence_method": ULYSSES,
         }
     )
     return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, settings=settings)))

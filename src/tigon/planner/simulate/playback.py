@@ -37,22 +37,29 @@ def replay(
     rules: GradientRules,
     *,
     gathered: GatheredWeights | None = None,
-    backward_bytes: int = 0,
+    layer_bytes: tuple[int, int] = (0, 0),
 ) -> list[Allocation | None]:
     """Simulates one micro-batch and returns the gradients that it leaves.
 
-    gathered: weights that are gathered and freed layer by layer. backward_bytes: further weights that the GPU holds
-    while the layers' backward pass runs.
+    gathered: weights that are gathered and freed layer by layer. layer_bytes: further weights that the GPU holds until
+    the layers' backward pass is done, and those that it holds only during that pass.
     """
     left: list[Allocation | None] = []
     live: dict[int, Allocation | None] = {}
-    weights: Allocation | None = None
+    passed_layers = False
+    in_layers, in_backward = layer_bytes
+    weights = [ledger.alloc(in_layers, "weights")]
     for segment in tape.segments:
-        ledger.enter(_PHASES[segment.where.phase])
+        phase = segment.where.phase
+        ledger.enter(_PHASES[phase])
         if gathered is not None:
             gathered.enter(segment.where)
-        if segment.where.phase == "backward" and weights is None:
-            weights = ledger.alloc(backward_bytes, "weights")
+        if phase == "backward" and len(weights) == 1:
+            weights.append(ledger.alloc(in_backward, "weights"))
+        elif passed_layers and segment.where.layer is None:
+            ledger.free_all(weights)
+            weights = [None, None]
+        passed_layers = passed_layers or (phase == "backward" and segment.where.layer is not None)
         gradients = _play_segment(ledger, tape, segment, live)
         waits = rules.tied and segment.where.phase == "loss"
         for block in gradients:
@@ -63,7 +70,7 @@ def replay(
                 _reduce_and_free(ledger, live.pop(block), rules.reduced)
     for block, allocation in live.items():
         _reduce_and_free(ledger, allocation, rules.reduced if tape.components[block] == "gradients" else None)
-    ledger.free(weights)
+    ledger.free_all(weights)
     return left
 
 

@@ -6,6 +6,7 @@ known_values.py         computes integers, for models that read the values of th
 tape.py                 the recording, and its unrolling from a few layers to the model's depth
 attention_offload.py    traces `train.checkpointing: offload-attention`
 layer_pattern.py        which layers repeat
+shared_rows.py          attention of processes that share rows
 cache/                  the traces and operators of this process, and of earlier ones
 attention.py, cuda_autocast.py, cuda_scratch.py    what CUDA does that fake CPU tensors do not show
 adapters.py, liger.py   LoRA and 4-bit weights; Liger Kernel's allocations

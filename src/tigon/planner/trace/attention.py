@@ -27,7 +27,7 @@ EFFICIENT_ROWS = 32
 # sdp_utils.cpp, use_flash_attention.
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 # The backward computes five products and the forward two. With a causal mask, half of each counts.
-_BACKWARD_PRODUCTS, _FORWARD_PRODUCTS = 5, 2
+BACKWARD_PRODUCTS, FORWARD_PRODUCTS = 5, 2
 
 # The forward is a separate operator, so that a policy of selective checkpointing can keep its outputs.
 _LIBRARY = torch.library.Library("tigon_memory", "DEF")
@@ -65,7 +65,7 @@ def product_share(head_width: int, arch: tuple[int, int]) -> float:
     return next((share for width, share in _SHARES.items() if head_width <= width), 1.0)
 
 
-def _products(recorder: TraceRecorder, q: Tensor, count: int, causal: bool, share: float = 1.0) -> None:
+def products(recorder: TraceRecorder, q: Tensor, count: int, causal: bool, share: float = 1.0) -> None:
     """Count `count` products of attention. share: their rate as a share of the rate of a model's other products."""
     B, h, T, D = q.shape
     recorder.count(flops=2.0 * count * B * h * T * T * D * (0.5 if causal else 1.0) / share, dtype=q.dtype)
@@ -79,7 +79,7 @@ class _Flash(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: TraceRecorder, groups: int, share: float, causal: bool
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor]:
-            _products(recorder, q, _FORWARD_PRODUCTS, causal=causal, share=share)
+            products(recorder, q, FORWARD_PRODUCTS, causal=causal, share=share)
             return torch.ops.tigon_memory.attention(q, v.shape[-1], q.shape[2])  # type: ignore[no-any-return]
 
         out_BThD, lse = recomputation.compute_once(compute)
@@ -103,7 +103,7 @@ class _Flash(torch.autograd.Function):
         ]
         if k.shape[1] != q.shape[1] and h > 1:  # dK and dV are computed per query head, then summed over the group
             scratch += [k.new_empty((B, T, h, D)), v.new_empty((B, T, h, D))]
-        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=ctx.causal, share=ctx.share)
+        products(ctx.recorder, q, BACKWARD_PRODUCTS, causal=ctx.causal, share=ctx.share)
         del scratch
         return dq, dk, dv, None, None, None, None
 
@@ -119,7 +119,7 @@ class _Efficient(torch.autograd.Function):
         out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], _round_up(q.shape[2], EFFICIENT_ROWS))
         ctx.save_for_backward(q, k, v, mask, out_BThD, lse)
         ctx.recorder, ctx.causal = recorder, mask is None
-        _products(recorder, q, _FORWARD_PRODUCTS, causal=ctx.causal)
+        products(recorder, q, FORWARD_PRODUCTS, causal=ctx.causal)
         return out_BThD  # type: ignore[no-any-return]
 
     @staticmethod
@@ -132,7 +132,7 @@ class _Efficient(torch.autograd.Function):
             q.new_empty((B, h, _round_up(T, EFFICIENT_ROWS)), dtype=torch.float32),
             q.new_empty((B, h, T, D), dtype=torch.float32),
         ]
-        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=ctx.causal)
+        products(ctx.recorder, q, BACKWARD_PRODUCTS, causal=ctx.causal)
         del scratch
         return dq, dk, dv, None, None
 
@@ -195,12 +195,13 @@ def _repeated(x_BkTD: Tensor, groups: int) -> Tensor:
     return x_BkTD[:, :, None].expand(B, k, groups, T, D).reshape(B, k * groups, T, D)
 
 
-def mask_maker(*, masked: bool, dense: bool) -> Callable[..., Tensor | None]:
+def mask_maker(*, masked: bool, dense: bool, shards: int = 1) -> Callable[..., Tensor | None]:
     """The mask function. It returns a (B, 1, T, T) bool mask if a mask is needed, else None.
 
     Between the parts of an image there is none. For text, a mask is needed if samples hold several documents (`masked`)
     or a window is narrower than the sample.
-    dense: whether the attention accepts masks; the variable-length flash kernels do not.
+    dense: whether the attention accepts masks; the variable-length flash kernels do not. shards: the mask is of rows
+    with this many times the tokens.
     """
 
     def make(
@@ -217,6 +218,6 @@ def mask_maker(*, masked: bool, dense: bool) -> Callable[..., Tensor | None]:
         windowed = local_size is not None and local_size < kv_length
         if not dense or not (masked or windowed):
             return None
-        return torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool)
+        return torch.empty((batch_size, 1, shards * q_length, shards * kv_length), dtype=torch.bool)
 
     return make

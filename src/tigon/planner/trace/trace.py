@@ -36,7 +36,7 @@ from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner.collector import collector_off
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
-from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger, state_layers
+from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger, shared_rows, state_layers
 from tigon.planner.trace.attention_offload import TracedLayers
 from tigon.planner.trace.cache.key import TraceKey
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
@@ -190,8 +190,12 @@ def recorded(
         stack.enter_context(fake)
         run.fill()
         if settings.model.attention != "eager":
-            mask = attention.mask_maker(masked=request.masked, dense=settings.model.attention == "sdpa")
+            shards = settings.sharding.sequence
+            dense = settings.model.attention == "sdpa"
+            mask = attention.mask_maker(masked=request.masked, dense=dense, shards=shards)
             attend = attention.attention(recorder, gpu.arch, settings.train.attention_groups)
+            if shards > 1:
+                attend = shared_rows.of_shards(attend, settings.sharding, recorder, gpu)
             for each in (model, *(one.model for one in frozen)):
                 stack.enter_context(attention_replaced(each, attend, mask))
         ignored = request.objective.ignored_labels(request.batch)

@@ -16,9 +16,9 @@ class ShardingConfig(Section):
 
     gpus: int = key(1, minimum=1, maximum=64)
     """Processes, one per GPU; also `--gpus`. Without a GPU they run on the CPU."""
-    sequence: int = key(1, minimum=1, maximum=64)
+    sequence: int = key(1, minimum=1, maximum=64, traced=True)
     """Processes that share the tokens of each row; must divide `gpus` and, with Ulysses, the model's key heads."""
-    sequence_method: str = key(ULYSSES, choices=METHODS)
+    sequence_method: str = key(ULYSSES, choices=METHODS, traced=True)
     """How attention sees whole rows: `ulysses` exchanges tokens for heads; `ring` passes keys and values on from
     process to process."""
     tensor: int = key(1, minimum=1, maximum=64)

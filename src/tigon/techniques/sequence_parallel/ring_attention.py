@@ -18,13 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from tigon.errors import RecipeError
 
 # B rows, h heads, t tokens of a shard, D head width, N processes of a group.
 
-CUDNN_FROM = (9, 0)
-"""The compute capability from which PyTorch prefers cuDNN's attention to its own flash attention."""
 CHUNKS = 2
 """A process has this many chunks of a row, one early and one late, so that all compute as many causal products."""
 
@@ -80,11 +79,10 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, scale: float | None
     ) -> Tensor:
-        operators = _operators(query.device)
-        forward = partial(_attend, operators.forward, **operators.options)
+        attend = partial(_attend, _operators(query, key, value))
         with _in_turns() as loops:
             out, lse, *rest = loops._templated_ring_attention(
-                group, 2, forward, query=query, key=key, value=value, is_causal=True, dropout_p=0.0, scale=scale
+                group, 2, attend, query=query, key=key, value=value, is_causal=True, dropout_p=0.0, scale=scale
             )
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.group, ctx.scale, ctx.rest = group, scale, rest
@@ -94,8 +92,7 @@ class _Ring(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        operators = _operators(query.device)
-        options: dict[str, Any] = {"dropout_p": 0.0, "scale": ctx.scale, **operators.backward_options}
+        options: dict[str, Any] = {"dropout_p": 0.0, "scale": ctx.scale}
         if query.device.type == "cuda":  # as the forward returned them
             names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
             options |= dict(zip(names, ctx.rest, strict=False))
@@ -103,7 +100,7 @@ class _Ring(torch.autograd.Function):
             dq, dk, dv, *_ = loops._templated_ring_attention_backward(
                 ctx.group,
                 2,
-                partial(_attend_backward, operators.backward),
+                partial(_attend_backward, _operators(query, key, value)),
                 grad_out=dout.contiguous(),
                 grad_out_name="grad_out",
                 query=query,
@@ -123,42 +120,49 @@ class _Operators:
 
     forward: Any
     backward: Any
+    shares_key_heads: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     backward_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _operators(device: torch.device) -> _Operators:
-    """The attention of a device. On a GPU it is the one that `scaled_dot_product_attention` prefers there."""
+def _operators(query: Tensor, key: Tensor, value: Tensor) -> _Operators:
+    """The attention for these tensors. On a GPU it is cuDNN's if PyTorch prefers that, else flash attention."""
     aten = torch.ops.aten
-    if device.type == "cpu":
+    if query.device.type == "cpu":
         return _Operators(
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            shares_key_heads=False,
         )
-    if torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= CUDNN_FROM:
+    shared = query.shape[1] != key.shape[1]
+    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=shared)
+    if SDPBackend(choice) == SDPBackend.CUDNN_ATTENTION:
         return _Operators(
             aten._scaled_dot_product_cudnn_attention.default,
             aten._scaled_dot_product_cudnn_attention_backward.default,
-            {"attn_bias": None, "compute_log_sumexp": True},
-            {"attn_bias": None},
+            options={"attn_bias": None, "compute_log_sumexp": True},
+            backward_options={"attn_bias": None},
         )
     return _Operators(
         aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default
     )
 
 
-def _attend(operator: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """An operator's attention for keys of fewer heads than the queries. They are repeated after they have travelled."""
-    repeats = query.shape[1] // key.shape[1]
-    return operator(query, *(x.repeat_interleave(repeats, dim=1) for x in (key, value)), **options)
+def _attend(operators: _Operators, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """Attention whose keys may have fewer heads than the queries. They are repeated here, after they have travelled."""
+    repeats = 1 if operators.shares_key_heads else query.shape[1] // key.shape[1]
+    repeated = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+    return operators.forward(query, *repeated, **options, **operators.options)
 
 
-def _attend_backward(operator: Any, *, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """The gradients of `_attend`; those of a key are sums over the heads that share it."""
-    n_heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    dq, dk, dv = operator(query=query, key=key, value=value, **options)
-    return dq, *(x.unflatten(1, (n_heads, repeats)).sum(2) for x in (dk, dv))
+def _attend_backward(
+    operators: _Operators, *, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of `_attend`; those of a repeated key are sums over the heads that share it."""
+    repeats = 1 if operators.shares_key_heads else query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+    dq, *dkv = operators.backward(query=query, key=key, value=value, **options, **operators.backward_options)
+    return dq, *(x.unflatten(1, (-1, repeats)).sum(2) if repeats > 1 else x for x in dkv)
 
 
 @contextlib.contextmanager

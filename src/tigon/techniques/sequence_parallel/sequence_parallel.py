@@ -18,7 +18,7 @@ DeepSpeed's engine, and drops the mask that separates packed documents.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -231,9 +231,10 @@ def _of_whole_rows(attend: Attend) -> Attend:
         shard.layers.add(id(module))
         if "position_ids" in options:
             options["position_ids"] = shard.positions_BT
-        qkv = whole_rows((query, key, value), shard.group)
+        exchange, size = _exchange(shard.group), dist.get_world_size(shard.group)
+        qkv = whole_rows((query, key, value), size, exchange)
         out_BThD, _ = attend(module, *qkv, shard.mask, **options)
-        return own_tokens(out_BThD, shard.group), None
+        return own_tokens(out_BThD, size, exchange), None
 
     return attend_whole_rows
 
@@ -283,23 +284,27 @@ class _AllToAll(torch.autograd.Function):
         return dx, None
 
 
-def whole_rows(shards: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tensor]:
+Exchange = Callable[[Tensor], Tensor]
+"""(N, ...) -> (N, ...), with a row of each process."""
+
+
+def _exchange(group: dist.ProcessGroup) -> Exchange:
+    return lambda x: _AllToAll.apply(x, group)
+
+
+def whole_rows(shards: tuple[Tensor, ...], size: int, exchange: Exchange) -> list[Tensor]:
     """Each (B, heads, t, D), with all heads -> (B, heads / N, T, D), with all tokens. They share one all-to-all."""
-    size = dist.get_world_size(group)
     parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in shards]  # (N, B, heads / N, t, D)
     sent = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
-    received: Tensor = _AllToAll.apply(sent, group)
-    split = received.split([part[0].numel() for part in parts], dim=1)
+    split = exchange(sent).split([part[0].numel() for part in parts], dim=1)
     whole = (x.view(part.shape) for x, part in zip(split, parts, strict=True))
     return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in whole]
 
 
-def own_tokens(out_BThD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def own_tokens(out_BThD: Tensor, size: int, exchange: Exchange) -> Tensor:
     """(B, T, h / N, D), with all tokens -> (B, t, h, D), with all heads."""
-    size = dist.get_world_size(group)
     sent = out_BThD.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # (N, B, t, h / N, D)
-    received: Tensor = _AllToAll.apply(sent, group)
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return exchange(sent).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 # --- checks and records ----------------------------------------------------------------------------------------------
@@ -371,7 +376,6 @@ DECLARATION = Declaration(
     techniques=(
         Technique(
             name="sequence-parallel",
-            planned=False,
             recipe={"sharding.gpus": 2, KEY: 2},
             chosen=(_SHARDED,),
             model=_share,

@@ -67,8 +67,11 @@ def are_read_in_parts(settings: Settings, *, reads_whole_weights: bool) -> bool:
 
 
 def shard_ranks(settings: Settings) -> int:
-    """Returns the number of processes that hold one whole copy of the states between them, under FSDP2."""
-    return settings.sharding.gpus // settings.sharding.replicas
+    """Returns the number of processes over which FSDP2 divides each tensor.
+
+    They hold one copy of the states between them, or of a part of each matrix with tensor parallelism.
+    """
+    return settings.sharding.gpus // (settings.sharding.replicas * settings.sharding.tensor)
 
 
 def _check_machine(settings: Settings, device: torch.device) -> None:
@@ -182,14 +185,12 @@ _TECHNIQUES = (
     *map(_stage, (1, 2, 3)),
     Technique(
         name="zero-3-hpz",
-        planned=False,
         needs=("deepspeed",),
         recipe={"sharding.gpus": 4, "sharding.zero": 3, "sharding.zero_copy_ranks": 2},
         chosen=(Condition("sharding.zero", "is", 3), Condition("sharding.zero_copy_ranks", "is at least", 2)),
     ),
     Technique(
         name="zero-3-int8-weights",
-        planned=False,
         effect_on_result="Gathered weights have about 8 bits of precision. No GPU has run it with tigon yet.",
         needs=("deepspeed",),
         devices=("cuda",),
@@ -199,7 +200,6 @@ _TECHNIQUES = (
     ),
     Technique(
         name="zero-3-int4-gradients",
-        planned=False,
         effect_on_result="Gradients are rounded to 4 bits twice. No GPU has run it with tigon yet.",
         needs=("deepspeed",),
         devices=("cuda",),
