@@ -209,7 +209,7 @@ def test_generator_holds_the_prompt_of_a_group_once():
         peaks[generator] = estimated("grpo", keys=keys, shape=shape, accumulate=8, **more).phases["forward"]
     per_token = 2 * sum(map(sum, kv_widths(config_of("llama", **shape), 1)))
     assert peaks["auto"] == peaks["tigon"]
-    assert peaks["transformers"] - peaks["tigon"] > 0.9 * (64 - 8) * 2048 * per_token
+    assert peaks["transformers"] - peaks["tigon"] > 0.8 * (64 - 8) * 2048 * per_token
     assert peaks["tigon"] > 8 * 2048 * per_token
 
 
