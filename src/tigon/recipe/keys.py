@@ -159,9 +159,9 @@ class TrainConfig(TrainKeys):
     epochs: float | None = key(None, above=0, maximum=1_000_000)
     """Passes over the samples; give this or `steps`."""
     objective: str = key("auto")
-    """The loss to minimise: `causal_lm`, `medusa`, `dpo`, `kto`, `orpo`, `grpo`, `distill`, `reward`, or the name of
-    your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`, `vision_language` with `data.images`, else
-    `causal_lm`."""
+    """The loss to minimise: `causal_lm`, `medusa`, `dpo`, `kto`, `orpo`, `grpo`, `distill`, `reward`, `classify`,
+    `classify_tokens`, or the name of your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`,
+    `vision_language` with `data.images`, else `causal_lm`."""
     batch_size: int = key(8, minimum=1, maximum=MAX_COUNT)
     """Samples per micro-batch, in each process."""
     learning_rate: float = key(3e-4, above=0)

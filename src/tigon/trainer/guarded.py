@@ -35,7 +35,7 @@ from tigon.recipe.keys import TrainConfig
 from tigon.techniques import tensor_parallel
 from tigon.techniques.sequence_parallel.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_swap, resume_rules
-from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against, declare_head
 from tigon.trainer.checkpoint.atomic_save import SCHEDULER, AtomicSave
 from tigon.trainer.distributed.deepspeed_fixes import (
     allow_deepspeed_globals,
@@ -360,8 +360,10 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         elif self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             distributed_checkpoint.save_configs(self.model, folder)
-        if self.added is not None and self.args.should_save:
-            self.added.save_beside(self.model, folder)
+        if self.args.should_save:
+            declare_head(self.model, folder)
+            if self.added is not None:
+                self.added.save_beside(self.model, folder)
 
     def _save_weights(self, folder: Path, _internal_call: bool) -> None:
         if self.added is None or self.added.saved_prefix is None:

@@ -98,7 +98,6 @@ class PostTraining(Objective):
             takes_reference=self.takes_reference,
             teacher=self.teacher if self.has_teacher else None,
             rewards=self.own.rewards,
-            writes_text=self.writes_text,
         )
 
     def _options(self) -> dict[str, Any]:
