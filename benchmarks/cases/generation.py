@@ -111,20 +111,20 @@ def measure_all(bench: Bench) -> None:
     )
     bench.add("differences", {"mean_nats": errors.mean().item(), "largest_nats": errors.max().item()})
     undo.undo()
-    config = transformers.GenerationConfig(max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, **SAMPLED)
+    config = transformers.GenerationConfig(max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, **SAMPLED)
     inner = model.get_base_model()
+    ids = torch.tensor(asked, device=bench.device)
+    by_transformers = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": config}
+    model.generate(input_ids=ids[:2, :8], attention_mask=torch.ones_like(ids[:2, :8]), max_new_tokens=2)
+    written(bench, "transformers", count, lambda: model.generate(**by_transformers), warm_ups=0)
     if bench.gpu:
+        config.eos_token_id = -1
         share = transformers.ContinuousBatchingConfig(max_memory_percent=0.5)
         batched = {"generation_config": config, "continuous_batching_config": share, "progress_bar": False}
         try:
             written(bench, "continuous batching", count, lambda: inner.generate_batch(asked, **batched))
         except Exception as error:  # versions differ in what it needs
             bench.add("failed", {"writes": "continuous batching", "error": f"{type(error).__name__}: {error}"[:300]})
-    ids = torch.tensor(asked, device=bench.device)
-    config.eos_token_id = None
-    by_transformers = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": config}
-    model.generate(input_ids=ids[:2, :8], attention_mask=torch.ones_like(ids[:2, :8]), max_new_tokens=2)
-    written(bench, "transformers", count, lambda: model.generate(**by_transformers), warm_ups=0)
 
 
 CASE = Case(measure=measure_all, packages=("peft",))
