@@ -212,7 +212,7 @@ def one_line(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]
 def planned_gib(trainer: str, kind: str) -> float:
     """The planner's peak of such a step on an H200. GRPO's sequences are half prompt and half completion."""
     batch, seq, keys = (PAIRS, SEQ, []) if trainer == "dpo" else (
-        COMPLETIONS, SEQ // 2, [f"post_training.completion_length={SEQ // 2}"]
+        COMPLETIONS, SEQ // 2, [f"post_training.completion_length={SEQ // 2}", "post_training.generator=transformers"]
     )  # fmt: skip
     # Frozen weights in bf16 under autocast for LoRA; bf16 weights and states otherwise, as in `policy` and AdamW.
     settings = Settings.of({

@@ -168,6 +168,12 @@ _ALL_KNOWN = (
         {"HAS_SOFTCAP": True},
         since=(3, 9),
     ),
+    Known(
+        spills,
+        "decode_attention_kernel",
+        "hip",
+        "a few scalar registers: begin and end per row beside the addresses of keys and values",
+    ),
     Known(has_narrow_loads, "rope_kernel", "hip", _TILE),
     Known(has_narrow_loads, "glu_bwd_kernel", "hip", _TILE),
     Known(has_narrow_loads, "scale_rows_kernel", "hip", _TILE),

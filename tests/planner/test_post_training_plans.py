@@ -194,12 +194,23 @@ def test_completions_of_the_whole_step_are_written_at_once():
     """With adapters and checkpointing, the cache of long completions is the most that a step holds."""
     more = {"lora_rank": 4, "checkpointing": "full", "precision": "bf16", "seq": 16, "batch": 2}
     shape = {"max_position_embeddings": 4096, "num_hidden_layers": 40}
-    peaks = [
-        estimated("grpo", keys={"completion_length": 480}, shape=shape, accumulate=n, **more).phases["forward"]
-        for n in (16, 32)
-    ]
+    keys = {"completion_length": 480, "generator": "transformers"}
+    peaks = [estimated("grpo", keys=keys, shape=shape, accumulate=n, **more).phases["forward"] for n in (16, 32)]
     cache = 2 * sum(map(sum, kv_widths(config_of("llama", **shape), 496))) * 2
     assert peaks[1] - peaks[0] >= 16 * cache > 0
+
+
+def test_generator_holds_the_prompt_of_a_group_once():
+    more = {"lora_rank": 4, "checkpointing": "full", "precision": "bf16", "seq": 2048, "batch": 8}
+    shape = {"max_position_embeddings": 4096, "num_hidden_layers": 40}
+    peaks = {}
+    for generator in ("tigon", "auto", "transformers"):
+        keys = {"completion_length": 16, "generations": 8, "generator": generator}
+        peaks[generator] = estimated("grpo", keys=keys, shape=shape, accumulate=8, **more).phases["forward"]
+    per_token = 2 * sum(map(sum, kv_widths(config_of("llama", **shape), 1)))
+    assert peaks["auto"] == peaks["tigon"]
+    assert peaks["transformers"] - peaks["tigon"] > 0.8 * (64 - 8) * 2048 * per_token
+    assert peaks["tigon"] > 8 * 2048 * per_token
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

@@ -313,6 +313,37 @@ def test_tokens_of_completions_are_counted_once_in_all_processes():
 REFUSED = {
     "key of another objective": ("dpo", {"post_training": {"teacher": "x"}}, r"post_training\.teacher needs .*distill"),
     "unknown loss": ("dpo", {"post_training": {"loss_type": "kto"}}, r"losses of train\.objective: dpo are sigmoid"),
+    "unknown option of generation": (
+        "grpo", {"post_training": {**OWN["grpo"], "generation": {"num_beams": 2}}}, r"takes TRL's options top_p",
+    ),
+    "vLLM and continuous batching": (
+        "grpo",
+        {"post_training": {**OWN["grpo"], "generation": {
+            "use_vllm": True, "use_transformers_continuous_batching": True,
+        }}},
+        r"exclude each other",
+    ),
+    "vLLM's options alone": (
+        "grpo", {"post_training": {**OWN["grpo"], "generation": {"vllm_mode": "server"}}}, r"add use_vllm: true",
+    ),
+    "vLLM that is not installed": (
+        "grpo", {"post_training": {**OWN["grpo"], "generation": {"use_vllm": True}}}, r"pip install 'trl\[vllm\]'",
+    ),
+    "continuous batching in distill": (
+        "distill",
+        {"post_training": {**OWN["distill"], "generation": {"use_transformers_continuous_batching": True}}},
+        r"DistillationTrainer has no use_transformers_continuous_batching",
+    ),
+    "generator with options that it does not know": (
+        "grpo",
+        {"post_training": {**OWN["grpo"], "generator": "tigon", "generation": {"repetition_penalty": 1.1}}},
+        r"knows only top_p, top_k and min_p",
+    ),
+    "generator with layers on the host": (
+        "grpo",
+        {"post_training": {**OWN["grpo"], "generator": "tigon"}, "lora": {"rank": 4, "base_offload": True}},
+        r"needs the frozen layers on the GPU",
+    ),
     "smoothing without effect": (
         "dpo", {"post_training": {"loss_type": "sigmoid", "label_smoothing": 0.1}}, r"label_smoothing has no effect",
     ),
@@ -356,6 +387,19 @@ def test_recipe_is_refused_with_one_line_and_nothing_is_written(case, recipe, ti
     outcome = tigon("train", recipe(**sections(objective, **more)))
     assert outcome.code == 2 and re.search(says, outcome.err), outcome.err
     assert len(outcome.err.strip().splitlines()) == 1 and not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("objective", ["grpo", "distill"])
+def test_generator_writes_the_completions_and_the_report_says_how_far_it_differs(objective, recipe, tigon, here):
+    more = {"post_training": {**OWN[objective], "generator": "tigon", "generation": {"top_p": 0.9}}}
+    outcome = tigon("train", recipe(**sections(objective, train={"steps": 2, "eval_steps": 2}, **more)))
+    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
+    text = (here / "runs" / "r" / "report.md").read_text(encoding="utf-8")
+    assert "TRL's generate: tigon's generator" in text
+    train = records(here / "runs" / "r", "train")
+    if objective == "grpo":  # TRL's distillation computes no log-probabilities of the sampled tokens
+        assert all(0 <= record["sampling/sampling_logp_difference/max"] < 1e-4 for record in train)
+        assert "importance ratio" in text
 
 
 ROWS = {

@@ -190,7 +190,7 @@ def decode_attention(q, k, v, bounds, sinks, scale, softcap, prefix_tokens, own_
             SCALE=float(scale),
             SOFTCAP=float(softcap),
             **{name: values[name] for name in names},
-            num_warps=4,
+            num_warps=8 if k.dtype == torch.float32 else 4,  # without tensor cores a product takes more registers
         )
     launch(
         join_kernel,

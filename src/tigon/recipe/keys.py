@@ -304,7 +304,7 @@ class PostTrainingConfig(Section):
     generator: str = key("auto", choices=("auto", "tigon", "transformers"))
     """grpo, distill: what writes the completions. `tigon`: the trained model in CUDA graphs, with each prompt computed
     once; `transformers`: its `generate`, or what `generation` chooses; `auto`: tigon with `model.kernels: tigon` on a
-    GPU, if it can decode the model, and otherwise transformers."""
+    GPU without autocast, if it can decode the model, and otherwise transformers."""
     generation: Mapping[str, Any] | None = key(None)
     """grpo, distill: how completions are written, by TRL's names, e.g. `{top_p: 0.9}`, `{use_vllm: true, vllm_mode:
     server}`, or for grpo `{use_transformers_continuous_batching: true}`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from tigon.models.decoding import generator
 from tigon.models.decoding.generator import generate, waves_of
+from tigon.models.decoding.pool import PoolLayer
 from tigon.models.decoding.rows import Limits, tiles_of
 from tigon.models.decoding.sampling import Sampling
 from tigon.models.decoding.self_check import refusal
@@ -168,6 +171,23 @@ def test_tokens_are_drawn_with_their_probabilities(options: dict[str, Any], monk
     chi2 = ((counts - expected) ** 2 / expected.clamp(min=1e-9))[checked].sum().item()
     degrees = int(checked.sum()) - 1
     assert chi2 < degrees + 4 * (2 * degrees) ** 0.5 + 4, (chi2, degrees)
+
+
+def test_keys_and_values_are_freed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[weakref.ref[torch.Tensor]] = []
+    make = PoolLayer.lazy_initialization
+
+    def noted(self: PoolLayer, *states: torch.Tensor) -> None:
+        make(self, *states)
+        stored.extend(map(weakref.ref, (self.keys, self.values)))
+
+    monkeypatch.setattr(PoolLayer, "lazy_initialization", noted)
+    gc.disable()
+    try:
+        generate(model_of("qwen3"), prompts(), Limits(new_tokens=4), GREEDY)
+        assert len(stored) == 4 and not any(one() is not None for one in stored)
+    finally:
+        gc.enable()
 
 
 def test_a_seed_repeats_the_completions() -> None:

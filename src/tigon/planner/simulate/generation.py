@@ -62,4 +62,5 @@ def _uses_generator(request: Request, generation: Generation) -> bool:
         return generation.generator == "tigon"
     kinds = getattr(request.config.get_text_config(), "layer_types", None) or ()
     settings = request.settings
-    return settings.model.kernels == "tigon" and not settings.lora.base_offload and set(kinds) <= DECODED_KINDS
+    usable = settings.model.kernels == "tigon" and not settings.lora.base_offload
+    return usable and format_of(settings).autocast is None and set(kinds) <= DECODED_KINDS

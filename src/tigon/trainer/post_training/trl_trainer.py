@@ -20,6 +20,7 @@ from tigon.integrations.trl import GraphGeneration, UnfusedWarning, decode_in_gr
 from tigon.integrations.trl.layers import SameLayers
 from tigon.objectives.base import TrlTraining
 from tigon.objectives.post_training.rules import writes_by_generate
+from tigon.techniques.precision import format_of
 from tigon.trainer import engine
 from tigon.trainer.arguments import arguments, learning_rates, make_optimizer, without_data_parallel
 from tigon.trainer.guarded import GuardedTrainer, Safeguards
@@ -105,6 +106,7 @@ def _generator(trainer: GuardedTrainer, setup: Setup) -> GraphGeneration | str:
     recipe = setup.recipe
     chosen = recipe.post_training.generator
     fits = writes_by_generate(recipe) and not recipe.lora.base_offload
+    fits = fits and format_of(setup.settings).autocast is None  # no GPU has run graphs under autocast yet
     if chosen == "auto" and not (fits and trainer.args.device.type == "cuda" and recipe.model.kernels == "tigon"):
         return ""
     if chosen == "transformers":
