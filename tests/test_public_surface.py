@@ -15,6 +15,8 @@ PUBLIC = [
     "ExpertUnit",
     "LoraLayer",
     "PatchReport",
+    "PrefixGroup",
+    "PrefixRow",
     "VocabParallelOptions",
     "__version__",
     "add_rms_norm",
@@ -42,6 +44,7 @@ PUBLIC = [
     "prepare_targets",
     "rms_norm",
     "rope",
+    "shared_prefix_attention",
     "swiglu",
     "topk_softmax",
 ]

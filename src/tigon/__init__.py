@@ -12,6 +12,8 @@ from tigon.models import AutoModelForCausalLM, PatchReport, patch, patch_fp8
 from tigon.ops import (
     ExpertUnit,
     LoraLayer,
+    PrefixGroup,
+    PrefixRow,
     VocabParallelOptions,
     add_rms_norm,
     attention_with_sinks,
@@ -31,6 +33,7 @@ from tigon.ops import (
     prepare_targets,
     rms_norm,
     rope,
+    shared_prefix_attention,
     swiglu,
     topk_softmax,
 )
@@ -46,6 +49,8 @@ __all__ = [
     "ExpertUnit",
     "LoraLayer",
     "PatchReport",
+    "PrefixGroup",
+    "PrefixRow",
     "VocabParallelOptions",
     "__version__",
     "add_rms_norm",
@@ -73,6 +78,7 @@ __all__ = [
     "prepare_targets",
     "rms_norm",
     "rope",
+    "shared_prefix_attention",
     "swiglu",
     "topk_softmax",
 ]

@@ -81,6 +81,8 @@ class TrlTraining:
     """Reward functions as `module:function`."""
     writes_text: bool = True
     """Whether the trained model continues text, so that the run can show a sample."""
+    shared_prefix: bool = False
+    """Whether sequences that begin alike go through the model with one copy of the beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from tigon.objectives.post_training.planned import (
     PlannedWithReference,
     logprobs_of,
 )
+from tigon.ops import PrefixGroup, PrefixRow
 from tigon.techniques.keys.settings import Settings
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class PlannedGRPO(PlannedWithCompletions, PlannedWithReference):
 
     generations: int = 8
     has_reference: bool = False
+    shared_prefix: bool = False
 
     @property
     def least_batch(self) -> int:
@@ -52,12 +54,18 @@ class PlannedGRPO(PlannedWithCompletions, PlannedWithReference):
     def notes(self) -> tuple[str, ...]:
         return (COMPARED, TIME_WITHOUT_WRITING)
 
+    def _row(self, batch: int, prompt: int) -> PrefixRow:
+        """The prompts once, without their last token, with which each completion begins."""
+        branches = (1 + self.completion_tokens,) * self.generations
+        return PrefixRow((PrefixGroup(prompt - 1, branches),) * (batch // self.generations))
+
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
         ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         kept = self.completion_tokens
+        row = self._row(*inputs["prompt_ids"].shape) if self.shared_prefix else None
         if self.has_reference:
-            self.reference_logprobs(models, ids_BT, ids_BT, kept)
-        (logprobs_BT, *logged) = logprobs_of(models, models.trained, ids_BT, ids_BT, GRPO_OUTPUTS, kept=kept)
+            self.reference_logprobs(models, ids_BT, ids_BT, kept, row)
+        (logprobs_BT, *logged) = logprobs_of(models, models.trained, ids_BT, ids_BT, GRPO_OUTPUTS, kept, row)
         ratio_BT = torch.exp(logprobs_BT - logprobs_BT.detach())
         del logged
         return -torch.min(ratio_BT, ratio_BT.clamp(0.8, 1.2)).mean()
@@ -85,6 +93,7 @@ class GRPO(PostTraining):
             generations=self.own.generations,
             completion_tokens=self.own.completion_length,
             has_reference=bool(self.own.beta),
+            shared_prefix=self.own.shared_prefix,
         )
 
 
