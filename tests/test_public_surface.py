@@ -21,11 +21,13 @@ PUBLIC = [
     "__version__",
     "add_rms_norm",
     "attention_with_sinks",
+    "causal_conv1d",
     "checkpoint",
     "cross_entropy",
     "errors",
     "experts",
     "fp8_linear",
+    "gated_rms_norm",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
@@ -46,6 +48,7 @@ PUBLIC = [
     "rope",
     "shared_prefix_attention",
     "swiglu",
+    "topk_sigmoid",
     "topk_softmax",
 ]
 

@@ -191,6 +191,7 @@ TOKENS = {
     "attention_with_sinks": 2,
     "shared_prefix_attention": 2,
     "rope": 2,
+    "topk_sigmoid": 0,
     "topk_softmax": 0,
     "load_balancing_loss": 0,
 }

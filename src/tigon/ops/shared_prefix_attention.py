@@ -7,8 +7,8 @@ prefix. With o_i and lse_i of the two,
     L = logaddexp(lse_1, lse_2)      out = o_1 · exp(lse_1 - L) + o_2 · exp(lse_2 - L)
 
 The backward of attention computes P = exp(S - L) and dS = P · (dP - Σ_D dout · out) from the output and the log-sum-exp
-that it gets. With `out` and L it gives each call's exact share of the gradient, and the shares add up. docs/math.md
-derives both.
+that it gets. With `out` and L it gives each call's exact share of the gradient, and the shares add up.
+docs/math-logprobs.md derives it.
 
 A window hides a part of the prefix that is another one for each query. The branches then get copies of the keys that
 they may see, and one call computes them.
@@ -319,7 +319,8 @@ class SharedPrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call], scale: float) -> Tensor:
         x = Tokens(q, k, v)
-        out, lse = made = varlen_attention_fwd(_taken(x, calls[0]), calls[0].segments, scale)
+        made: Attended = varlen_attention_fwd(_taken(x, calls[0]), calls[0].segments, scale)
+        out, lse = made
         if len(out) < len(q):  # other queries follow
             out, lse = _empty(x)
             _put(Attended(out, lse), calls[0], made)

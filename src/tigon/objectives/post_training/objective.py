@@ -7,6 +7,7 @@ weights are random.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _OPTIONS: Mapping[str, str] = {"generations": "num_generations", "completion_length": "max_completion_length"}
 """Keys of `post_training` that TRL calls otherwise."""
-_NO_OPTIONS = ("base_steps", "rewards", "shared_prefix", "teacher")
+_NO_OPTIONS = ("base_steps", "rewards", "shared_prefix", "teacher", "generator", "generation")
 TRL_VERSIONS = ((1, 16), (1, 17))
 """The first version of TRL with these trainers, and the first one that tigon has not been tried with."""
 
@@ -57,6 +58,10 @@ class PostTraining(Objective):
         if recipe.train.objective != cls.file_name():
             return None
         _check_trl(cls.file_name())
+        if rules.generation_of(recipe).get(rules.VLLM) and importlib.util.find_spec("vllm") is None:
+            raise RecipeError(
+                f"post_training.generation: {rules.VLLM} needs vLLM, which is not installed: pip install 'trl[vllm]'"
+            )
         if recipe.post_training.base_steps and recipe.model.name not in PRESETS:
             raise RecipeError(
                 f"post_training.base_steps is {recipe.post_training.base_steps}, but {recipe.model.name} has trained "
@@ -93,7 +98,6 @@ class PostTraining(Objective):
             takes_reference=self.takes_reference,
             teacher=self.teacher if self.has_teacher else None,
             rewards=self.own.rewards,
-            writes_text=self.writes_text,
             shared_prefix=self.own.shared_prefix,
         )
 
@@ -102,7 +106,8 @@ class PostTraining(Objective):
         takes = rules.TAKES[self.name]
         values = {_OPTIONS.get(name, name): getattr(self.own, name) for name in takes if name not in _NO_OPTIONS}
         length = {} if "completion_length" in takes else {"max_length": self.recipe.data.sequence_length}
-        return length | {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name, value in values.items() if value is not None}
+        return length | given | dict(self.own.generation or {})
 
     @property
     def name(self) -> str:
@@ -110,6 +115,10 @@ class PostTraining(Objective):
 
     def planned(self) -> PlannedObjective:
         return self.planned_class(self.name, self.planned_keys())
+
+    def generator(self) -> str:
+        """What writes completions: `post_training.generator`, unless TRL's options leave transformers alone."""
+        return self.own.generator if rules.writes_by_generate(self.recipe) else "transformers"
 
     def planned_keys(self) -> tuple[tuple[str, Any], ...]:
         """The keys of `post_training` that the recipe sets, with their values."""

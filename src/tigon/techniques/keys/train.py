@@ -31,6 +31,9 @@ class TrainKeys(Section):
     and slower."""
     fp8_bf16_layers: int = key(1, minimum=0, maximum=1000, traced=True)
     """With `train.precision: fp8`: how many decoder layers at each end keep their matmuls in bf16."""
+    qat: str = key("none", choices=("none", "fp8", "int4", "mxfp4"), traced=True)
+    """Quantisation-aware training: compute the forward pass with the decoder layers' weights rounded to this format, as
+    `tigon export --format` writes them; with adapters, the merged weights."""
     optimizer: str = key("adamw", choices=tuple(OPTIMIZERS))
     """Optimizer; docs/techniques/optimizers.md compares them."""
     galore_rank: int = key(128, minimum=1, maximum=MAX_COUNT)
@@ -63,5 +66,7 @@ class TrainKeys(Section):
     loss_memory_mib: int = key(0, minimum=0, maximum=MAX_COUNT, traced=True)
     """MiB that the fused loss may hold for logits and for the gradient of the head; 0: no limit. Without a limit a head
     of 128,256 x 2,048 takes up to 2,004 MiB."""
-    cuda_graphs: bool = key(False)
-    """Launch each decoder layer as a CUDA graph. Needs one GPU, and `train.checkpointing` `full` or `none`."""
+    cuda_graphs: bool | None = key(None)
+    """Launch each decoder layer as a CUDA graph. Needs one GPU, and `train.checkpointing` `full` or `none`. `null`:
+    only with `train.checkpointing: auto`, if all batches have one shape and the planner finds it faster. If a layer
+    cannot be captured, the run goes on without graphs, and a warning says why."""
