@@ -17,6 +17,7 @@ from tigon.objectives.post_training.objective import PostTraining
 from tigon.objectives.post_training.planned import (
     COMPARED,
     TIME_WITHOUT_WRITING,
+    UNCOMPARED,
     PlannedWithCompletions,
     PlannedWithReference,
     logprobs_of,
@@ -56,7 +57,7 @@ class PlannedGRPO(PlannedWithCompletions, PlannedWithReference):
         return super().frozen_models(trained, settings) if self.has_reference else ()
 
     def notes(self) -> tuple[str, ...]:
-        return (COMPARED, TIME_WITHOUT_WRITING)
+        return (UNCOMPARED if self.shared_prefix else COMPARED, TIME_WITHOUT_WRITING)
 
     def _row(self, batch: int, prompt: int) -> PrefixRow:
         """The prompts once, without their last token, with which each completion begins."""
