@@ -50,23 +50,23 @@ class PrefixLayout:
 
 
 def layout_of(ids_BT: Tensor, mask_BT: Tensor | None) -> PrefixLayout | None:
-    """The layout with the fewest tokens in groups of one level; None if no sequences share a beginning.
+    """The layout with the fewest tokens in groups of one level.
 
-    It waits for the device once, because the groups depend on the ids.
+    None: no sequences share a beginning, a sequence has no tokens, or padding stands between tokens of one.
+    The host waits for the device once, because the groups depend on the ids.
     """
     ids = ids_BT.cpu()
     mask = torch.ones_like(ids, dtype=torch.bool) if mask_BT is None else mask_BT.cpu() != 0
     lengths = mask.sum(1)
-    if not bool(lengths.all()):  # a sequence without tokens
+    first, places = mask.int().argmax(1), torch.arange(ids.shape[1])
+    whole = (places >= first[:, None]) & (places < (first + lengths)[:, None])
+    if not bool(lengths.all()) or not torch.equal(mask, whole):
         return None
-    columns = mask.int().argsort(dim=1, descending=True, stable=True)  # tokens first, in their order
-    columns = columns[:, : int(lengths.max())]
-    valid = torch.arange(columns.shape[1]) < lengths[:, None]
+    columns = (first[:, None] + places[: int(lengths.max())]).clamp(max=ids.shape[1] - 1)
+    valid = places[: columns.shape[1]] < lengths[:, None]
     tokens = ids.gather(1, columns).masked_fill(~valid, -1)
     order = sorted(range(len(ids)), key=tokens.tolist().__getitem__)
-    # Holes in a mask are distances between positions, and belong to what sequences share.
-    same = (tokens[order].diff(dim=0) == 0) & ((columns - columns[:, :1])[order].diff(dim=0) == 0) & valid[order][1:]
-    common = same.int().cumprod(1).sum(1).tolist()
+    common = ((tokens[order].diff(dim=0) == 0) & valid[order][1:]).int().cumprod(1).sum(1).tolist()
     members = [(order[i:j], shared) for i, j, shared in _best_groups(common)]
     members.sort(key=lambda each: each[1] > 0)
     if not any(shared for _, shared in members):

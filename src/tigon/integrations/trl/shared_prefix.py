@@ -5,8 +5,8 @@ row (`prefix_layout.py`), runs the same forward on the row, and puts the numbers
 mask is a stand-in by which tigon's attention function finds the layout. transformers hands a mask of four dimensions to
 every layer as it is. With any other mask the function calls the attention that it replaces.
 
-Each family is tried on a small model before. A family whose layers do not look at the mask in this way, carry a state,
-or count positions by themselves gives other hidden states there, and is refused.
+Each family is tried on a small model before. It is refused if it gives other hidden states there: layers may carry a
+state, count positions themselves, or read the mask.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class SharedPrefix:
         if others or inputs.get("input_ids") is None:
             reason = f"a batch has {', '.join(sorted(others)) or 'no input_ids'}"
         elif (layout := layout_of(inputs["input_ids"], inputs.get("attention_mask"))) is None:
-            reason = "no two sequences of a batch begin with the same tokens"
+            reason = "no two sequences of a batch begin with the same tokens, or padding stands between tokens"
         else:
             self.counts.given += layout.row.given
             self.counts.computed += layout.tokens
