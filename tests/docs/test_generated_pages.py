@@ -23,6 +23,7 @@ from benchmarks.pages import (
     head_accuracy,
     small_data,
     support,
+    vllm,
 )
 from tigon.kernels.chips import CHIPS
 
@@ -40,6 +41,7 @@ needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the 
         head_accuracy,
         small_data,
         pytest.param(support, marks=needs_workflow),
+        vllm,
     ],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
