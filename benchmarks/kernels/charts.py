@@ -43,6 +43,7 @@ DIMENSIONS = {
     "cross_entropy": ("tokens", "vocabulary"),
     "linear_cross_entropy": ("tokens", "hidden size", "vocabulary"),
     "attention_with_sinks": ("batch", "query heads", "tokens", "head width"),
+    "shared_prefix_attention": ("batch", "query heads", "tokens", "head width"),
     "experts": ("tokens", "experts per token", "experts", "hidden size"),
     "topk_sigmoid": ("tokens", "experts"),
     "topk_softmax": ("tokens", "experts"),

@@ -122,9 +122,8 @@ def test_op_computes_the_written_formula(block: Block) -> None:
     names = {id(value): name for name, value in ran.items() if isinstance(value, np.ndarray)}
     arguments = {name: tensor(value) for name, value in ran.items()}
     leaves = [arguments[names[id(variable)]].requires_grad_() for variable, _ in ran["backward"]]
-    outputs = eval(
-        ran["call"], {name: getattr(ops, name) for name in OPS} | {"list": list, "LoraLayer": ops.LoraLayer}, arguments
-    )
+    called = (*OPS, "LoraLayer", "PrefixGroup", "PrefixRow")
+    outputs = eval(ran["call"], {name: getattr(ops, name) for name in called} | {"list": list}, arguments)
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     stated, upstream = (
         [torch.as_tensor(tensor(v), dtype=torch.float64) for v in side] for side in zip(*ran["forward"], strict=True)

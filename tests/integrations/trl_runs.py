@@ -144,6 +144,7 @@ def examples(kind: str, count: int = 8) -> Any:
                 "chat": {"messages": turns},
                 "preference": {"prompt": prompt, "chosen": good, "rejected": bad},
                 "unpaired": {"prompt": prompt, "completion": good, "label": i % 3 > 0},
+                "unpaired of one prompt": {"prompt": "w7 w8 w9", "completion": good, "label": i % 3 > 0},
                 "prompt": {"prompt": prompt},
                 "plain": {"text": prompt + good},
             }[kind]
@@ -205,6 +206,8 @@ class Result:
     grads: list[dict[str, torch.Tensor]]
     fused: list[str]
     unfused: dict[str, str]
+    shared: Any = None
+    """The tokens that shared prefixes left out."""
 
 
 def build(
@@ -251,14 +254,16 @@ def watch_gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
     return taken
 
 
-def train(kind: str, *, fused: bool, before: Callable[[Any], None] | None = None, **options: Any) -> Result:
+def train(
+    kind: str, *, fused: bool, before: Callable[[Any], None] | None = None, shared_prefix: bool = False, **options: Any
+) -> Result:
     """Build, fuse if asked, train two steps, evaluate if asked."""
     evaluate = options.get("evaluate", False)
     torch.manual_seed(7)
     trainer = build(kind, **options)
     if before is not None:
         before(trainer)
-    report = integration.fuse(trainer) if fused else None
+    report = integration.fuse(trainer, shared_prefix=shared_prefix) if fused else None
     grads = watch_gradients(trainer)
     torch.manual_seed(11)
     trainer.train()
@@ -269,7 +274,8 @@ def train(kind: str, *, fused: bool, before: Callable[[Any], None] | None = None
         for entry in trainer.state.log_history
     ]
     assert grads, "no optimizer step ran"
-    return Result(logs, grads, report.fused if report else [], report.unfused if report else {})
+    shared = report.shared_prompts.counts if report and report.shared_prompts else None
+    return Result(logs, grads, report.fused if report else [], report.unfused if report else {}, shared)
 
 
 def compare(got: Result, want: Result, tolerance: float) -> None:

@@ -131,6 +131,9 @@ DRAWN = {
     "attention_with_sinks": _same_options(
         "attention_with_sinks", st.tuples(_integers(1, 2), st.just(8), _integers(3, 40), _integers(2, 20))
     ),
+    "shared_prefix_attention": _same_options(
+        "shared_prefix_attention", st.tuples(st.just(1), st.just(8), _integers(3, 60), _integers(2, 20))
+    ),
     "swiglu": _same_options("swiglu", st.tuples(_integers(1, 40), _integers(1, 150).map(lambda n: 2 * n))),
     "geglu": _same_options("geglu", st.tuples(_integers(1, 40), _integers(1, 150).map(lambda n: 2 * n))),
     "cross_entropy": _same_options("cross_entropy", _ROWS),

@@ -140,6 +140,37 @@ def test_adapters_in_bf16_halve_their_states():
     assert sizes[0] == 2 * sizes[1] > 0
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_shared_prefix_keeps_and_computes_the_tokens_of_the_row(checkpointing):
+    """Eight completions of two prompts: 2 x (255 + 4 x 33) tokens instead of 8 x 288. Padded attention needs a mask."""
+    keys, more = {"generations": 4}, {"batch": 8, "seq": 256, "precision": "bf16", "checkpointing": checkpointing}
+    padded, row = (
+        trace(asked("grpo", keys={**keys, "shared_prefix": shared}, **more), H200, evaluating=False).tape
+        for shared in (False, True)
+    )
+    share = 2 * (255 + 4 * 33) / (8 * 288)
+    name = "checkpoints" if checkpointing == "full" else "activations"
+    assert 0.7 * share < peak_bytes(row, name) / peak_bytes(padded, name) < 1.05 * share
+    flops = [sum(segment.cost.flops for segment in tape.segments) for tape in (row, padded)]
+    assert flops[0] / flops[1] < 1.3 * share
+    assert live_peak(row) < 0.6 * live_peak(padded)
+
+
+def test_largest_group_that_fits_grows_with_a_shared_prefix():
+    more = {"batch": 16, "seq": 448, "precision": "bf16"}
+    padded, shared = (
+        estimated("grpo", keys={"generations": 16, "shared_prefix": shared}, **more) for shared in (False, True)
+    )
+    larger = estimated("grpo", keys={"generations": 48, "shared_prefix": True}, **{**more, "batch": 48})
+    assert shared.peak_allocated_bytes < larger.peak_allocated_bytes < padded.peak_allocated_bytes
+
+
+def test_shared_prefix_of_pairs_is_planned_as_an_upper_bound_and_a_note_says_so():
+    plain, shared = (estimated("dpo", keys={"shared_prefix": shared}) for shared in (False, True))
+    assert shared.peak_allocated_bytes == plain.peak_allocated_bytes
+    assert any("upper bounds" in note for note in shared.notes) and shared.notes != plain.notes
+
+
 @pytest.mark.parametrize(("objective", "share"), [("dpo", 1.0), ("orpo", 1.0), ("reward", 0.99)])
 def test_pairs_keep_the_activations_of_twice_the_samples(objective, share):
     """A reward model has no labels, whose ids are 8 bytes per token."""

@@ -139,10 +139,12 @@ def assert_lines_show(metrics: dict[str, str], printed: str, last: dict[str, Any
         assert f"  {title} " in evaluated, (title, evaluated)
 
 
-def test_model_and_reference_of_dpo_run_on_tigons_head(recipe, tigon, here):
-    assert tigon("train", recipe(**sections("dpo"))).code == 0
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_model_and_reference_of_dpo_run_on_tigons_head(shared_prefix, recipe, tigon, here):
+    assert tigon("train", recipe(**sections("dpo", post_training={"shared_prefix": shared_prefix}))).code == 0
     patch = json.loads((here / "runs" / "r" / "summary.json").read_text())["patch"]
     assert "TRL's model: tigon's head\nTRL's ref_model: tigon's head" in patch
+    assert ("beginnings that sequences share are computed once" in patch) == shared_prefix
     first = records(here / "runs" / "r", "train")[0]
     assert first["rewards/margins"] == 0 and first["loss"] == pytest.approx(0.6931, abs=1e-4)
 
@@ -369,6 +371,16 @@ REFUSED = {
     "shards of rows": ("dpo", {"sharding": {"gpus": 2, "sequence": 2}}, r"set sharding\.sequence: 1"),
     "bf16 states beside a reference": (
         "dpo", {"train": {"precision": "bf16"}, "sharding": {"zero": 2}}, r"refuses bf16 states; set sharding",
+    ),
+    "shared prefix of other kernels": (
+        "dpo", {"model": {"kernels": "none"}, "post_training": {"shared_prefix": True}},
+        r"post_training\.shared_prefix needs model\.kernels: tigon and model\.attention: sdpa",
+    ),
+    "shared prefix in groups of heads": (
+        "dpo", {"train": {"attention_groups": 2}, "post_training": {"shared_prefix": True}}, r"set attention_groups: 1",
+    ),
+    "shared prefix of distillation": (
+        "distill", {"post_training": {"shared_prefix": True}}, r"shared_prefix needs train\.objective: dpo or kto",
     ),
     "comparison": ("dpo", {"comparison": {"steps": 3}}, r"set comparison\.steps: 0"),
     "adapter on the head": ("dpo", {"lora": {"rank": 2, "targets": ["head"]}}, r"leave head out of lora\.targets"),

@@ -86,6 +86,7 @@ _SIZES: Mapping[str, Sizes] = {
     "linear_kl": Sizes((64, 32, 1000), (8192, 4096, 128256), {"kind": "jsd"}, graph=False),
     "multi_head_linear_cross_entropy": Sizes((2, 16, 32, 500), (2, 2048, 2048, 32000), _HEADS, graph=False),
     "attention_with_sinks": Sizes((1, 4, 32, 16), (1, 64, 4096, 64), {"groups": 8}, {"groups": 2}),
+    "shared_prefix_attention": Sizes((1, 4, 37, 16), (1, 32, 3072, 128), {"groups": 4, "branches": 8}, {"groups": 2}),
     "experts": Sizes((16, 2, 4, 32), (8192, 8, 128, 2048), {"inner": 768}, {"inner": 24}, graph=False),
     "topk_sigmoid": Sizes((64, 16), (16384, 256), {"top_k": 8, "groups": 8, "top_groups": 4}, {"top_k": 2}),
     "topk_softmax": Sizes((64, 16), (16384, 128), {"top_k": 8, "normalised": True}, {"top_k": 2}),

@@ -80,6 +80,8 @@ class TrlTraining:
     """Called with the run folder; returns the model to learn from."""
     rewards: tuple[str, ...] = ()
     """Reward functions as `module:function`."""
+    shared_prefix: bool = False
+    """Whether sequences that begin alike go through the model with one copy of the beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)

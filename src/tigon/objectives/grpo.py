@@ -17,10 +17,12 @@ from tigon.objectives.post_training.objective import PostTraining
 from tigon.objectives.post_training.planned import (
     COMPARED,
     TIME_WITHOUT_WRITING,
+    UNCOMPARED,
     PlannedWithCompletions,
     PlannedWithReference,
     logprobs_of,
 )
+from tigon.ops import PrefixGroup, PrefixRow
 from tigon.techniques.keys.settings import Settings
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class PlannedGRPO(PlannedWithCompletions, PlannedWithReference):
 
     generations: int = 8
     has_reference: bool = False
+    shared_prefix: bool = False
 
     @property
     def least_batch(self) -> int:
@@ -54,14 +57,20 @@ class PlannedGRPO(PlannedWithCompletions, PlannedWithReference):
         return super().frozen_models(trained, settings) if self.has_reference else ()
 
     def notes(self) -> tuple[str, ...]:
-        return (COMPARED, TIME_WITHOUT_WRITING)
+        return (UNCOMPARED if self.shared_prefix else COMPARED, TIME_WITHOUT_WRITING)
+
+    def _row(self, batch: int, prompt: int) -> PrefixRow:
+        """The prompts once, without their last token, with which each completion begins."""
+        branches = (1 + self.completion_tokens,) * self.generations
+        return PrefixRow((PrefixGroup(prompt - 1, branches),) * (batch // self.generations))
 
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
         ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         kept = self.completion_tokens
+        row = self._row(*inputs["prompt_ids"].shape) if self.shared_prefix else None
         if self.has_reference:
-            self.reference_logprobs(models, ids_BT, ids_BT, kept)
-        (logprobs_BT, *logged) = logprobs_of(models, models.trained, ids_BT, ids_BT, GRPO_OUTPUTS, kept=kept)
+            self.reference_logprobs(models, ids_BT, ids_BT, kept, row)
+        (logprobs_BT, *logged) = logprobs_of(models, models.trained, ids_BT, ids_BT, GRPO_OUTPUTS, kept, row)
         ratio_BT = torch.exp(logprobs_BT - logprobs_BT.detach())
         del logged
         return -torch.min(ratio_BT, ratio_BT.clamp(0.8, 1.2)).mean()
@@ -90,6 +99,7 @@ class GRPO(PostTraining):
             completion_tokens=self.own.completion_length,
             generator=self.generator(),
             has_reference=bool(self.own.beta),
+            shared_prefix=self.own.shared_prefix,
         )
 
 

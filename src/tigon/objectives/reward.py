@@ -14,7 +14,7 @@ from tigon.models.loading.classifier import labels_of, task_of
 from tigon.models.loading.reward_model import with_score
 from tigon.objectives.base import TracedModels
 from tigon.objectives.post_training.objective import PostTraining
-from tigon.objectives.post_training.planned import UNCOMPARED, PlannedPostTraining, padded
+from tigon.objectives.post_training.planned import PADDED, UNCOMPARED, PlannedPostTraining, padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +40,7 @@ class PlannedReward(PlannedPostTraining):
         return padded(2 * batch, seq, "input_ids", "attention_mask")
 
     def notes(self) -> tuple[str, ...]:
-        return (UNCOMPARED,)
+        return (*((PADDED,) if dict(self.keys).get("shared_prefix") else ()), UNCOMPARED)
 
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
         outputs = models.call(lambda: models.trained(input_ids=inputs["input_ids"], use_cache=False))

@@ -30,6 +30,7 @@ from tigon.ops.norms.gated_norm import gated_rms_norm
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.shared_prefix_attention import PrefixGroup, PrefixRow, shared_prefix_attention
 from tigon.ops.topk_sigmoid import topk_sigmoid
 from tigon.ops.topk_softmax import topk_softmax
 from tigon.ops.vocab_parallel import VocabParallelOptions
@@ -58,6 +59,8 @@ __all__ = [
     "Logprobs",
     "LoraLayer",
     "Op",
+    "PrefixGroup",
+    "PrefixRow",
     "VocabParallelOptions",
     "add_rms_norm",
     "attention_with_sinks",
@@ -79,6 +82,7 @@ __all__ = [
     "prepare_targets",
     "rms_norm",
     "rope",
+    "shared_prefix_attention",
     "swiglu",
     "topk_sigmoid",
     "topk_softmax",

@@ -432,11 +432,8 @@ def attention_with_sinks(
         DoubleBackwardError: in backward, with create_graph=True.
     """
     T = _checked(q, k, v, sinks, cu_seqlens)
-    for name, value in (("window", window), ("max_length", max_length)):
-        if value is not None:
-            check_whole(name, value)
-            if value < 1:
-                raise OptionError(f"{name}={value} must be at least 1; leave it out for no limit.")
+    check_at_least_one("window", window)
+    check_at_least_one("max_length", max_length)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
     # A window that reaches every token is none. A compiled graph serves all lengths, so it keeps the window.
     wide = window is None or (not torch.compiler.is_compiling() and window >= T)
@@ -450,9 +447,9 @@ def attention_with_sinks(
     return apply(Heads(q, k, v), sinks, how)
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None) -> int:
-    """T. Raises the errors of `attention_with_sinks`."""
-    check_dtype(q, k, v, sinks)
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ShapeError or DtypeError unless the three are (B, h, T, D), (B, k, T, D) and (B, k, T, E) of one dtype."""
+    check_dtype(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise DtypeError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; they must have one dtype.")
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
@@ -464,13 +461,31 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor 
             f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; they must be (B, h, T, D), "
             "(B, k, T, D) and (B, k, T, E), and k must divide h."
         )
+    for name, other in (("k", k), ("v", v)):
+        if other.device != q.device:
+            raise ShapeError(f"{name} is on {other.device} and q on {q.device}; they must be on one device.")
+
+
+def check_at_least_one(name: str, value: int | None) -> None:
+    """Raise OptionError unless the value is None or a whole number from 1 on."""
+    if value is not None:
+        check_whole(name, value)
+        if value < 1:
+            raise OptionError(f"{name}={value} must be at least 1; leave it out for no limit.")
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None) -> int:
+    """T. Raises the errors of `attention_with_sinks`."""
+    check_dtype(sinks)
+    check_heads(q, k, v)
+    h, T = q.shape[1:3]
     if sinks.shape != (h,):
         raise ShapeError(f"sinks is {tuple(sinks.shape)}; it must be ({h},), one for each query head.")
     if cu_seqlens is not None and (cu_seqlens.ndim != 1 or len(cu_seqlens) < 2):
         raise ShapeError(f"cu_seqlens is {tuple(cu_seqlens.shape)}; it must be (documents + 1,).")
     if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
         raise DtypeError(f"cu_seqlens is {cu_seqlens.dtype}; it must be int32.")
-    for name, other in (("k", k), ("v", v), ("sinks", sinks), ("cu_seqlens", cu_seqlens)):
+    for name, other in (("sinks", sinks), ("cu_seqlens", cu_seqlens)):
         if other is not None and other.device != q.device:
             raise ShapeError(f"{name} is on {other.device} and q on {q.device}; they must be on one device.")
     return T

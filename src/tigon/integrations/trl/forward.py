@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tigon.errors import PatchError
 from tigon.integrations.trl.head import FusedHead, LogitForm, Request, TokenStatistics, bound_arguments
+from tigon.integrations.trl.shared_prefix import SharedPrefix, fused_outputs
 from tigon.models.seams.rebind import owner_of, rebind
 
 if TYPE_CHECKING:
@@ -66,9 +67,12 @@ class FusedForward:
         """Makes what the next calls compute instead of TRL's fields; its first answer stands in `log_probs`."""
         self.keep_mask: Tensor | None = None
         """False for the tokens whose log-probabilities the next calls leave out."""
+        self.shared: SharedPrefix | None = None
+        """Runs batches whose sequences share prefixes; set by `share_prefix`."""
         function: Any = getattr(model.forward, "__func__", None)
         owner = owner_of(function, TRL_FUNCTION)
         globals_: dict[str, Any]
+        self._scores_rows = owner is not None and "shift_labels" in owner.__code__.co_varnames
         if owner is not None:
             self._parameters = list(inspect.signature(owner.__globals__[TRL_FUNCTION].forward).parameters)[1:]
             if set(self._parameters) != PARAMETERS:
@@ -92,6 +96,8 @@ class FusedForward:
         """`fused` while active, and TRL's forward after `restore`, for wrappers that still hold the new forward."""
 
         def forward(model: PreTrainedModel, *args: object, **kwargs: object) -> Any:
+            if self.shared is not None and kwargs.get("fused_lm_head"):
+                return self._with_shared_prefix(self.shared, functools.partial(fused, model), args, kwargs)
             return (fused if self.active else trl_forward)(model, *args, **kwargs)
 
         functools.update_wrapper(forward, trl_forward)
@@ -99,6 +105,34 @@ class FusedForward:
         vars(forward).pop("__wrapped__")
         vars(forward).update(vars(trl_forward))
         return forward
+
+    def share_prefix(self, shared: SharedPrefix) -> None:
+        """Let calls with the fused head compute prefixes that sequences share once.
+
+        Raises:
+            PatchError: TRL's forward takes no labels for a row of several sequences.
+        """
+        if not self._scores_rows:
+            raise PatchError("it needs TRL 1.15, whose forward takes shift_labels")
+        self.shared = shared
+
+    def _with_shared_prefix(
+        self, shared: SharedPrefix, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of `run`, the fused forward, for a padded batch."""
+        inputs = {"input_ids": args[0], **kwargs} if args else kwargs
+        if len(args) > 1 or (layout := shared.layout(inputs)) is None:
+            return run(*args, **kwargs)
+        keep_mask = self.keep_mask
+
+        def run_row(row: dict[str, Any], keep_1N: Tensor | None) -> Any:
+            self.keep_mask = keep_1N
+            return run(**row)
+
+        try:
+            return fused_outputs(layout, run_row, inputs, keep_mask)
+        finally:
+            self.keep_mask = keep_mask
 
     def apply(self, *args: object, **kwargs: object) -> tuple[Tensor | None, ...]:
         """In place of TRL's autograd function; the weight among the arguments is not used."""
@@ -143,7 +177,7 @@ class FusedForward:
 
     def restore(self) -> None:
         """Give the model TRL's forward back, and the head its own."""
-        self.active = False
+        self.active, self.shared = False, None
         if vars(self.model).get("forward") is self._forward:
             restore_forward(self.model, self._before)
         self.head.restore()
@@ -174,6 +208,12 @@ class FusedInsideAutocast:
     def restore(self) -> None:
         self.fused.restore()
         vars(self.model).update(self._before)
+
+
+def forwards_of(part: object) -> list[FusedForward]:
+    """The fused forwards in a part of a fused trainer."""
+    held = (part, *(getattr(part, name, None) for name in ("fused", "forward")))
+    return [each for each in held if isinstance(each, FusedForward)]
 
 
 PREPARED = "_is_accelerate_prepared"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,13 @@ from tigon.integrations.trl.forward import (
     WITHOUT_AUTOCAST,
     FusedForward,
     FusedInsideAutocast,
+    forwards_of,
     has_trl_forward,
     restore_forward,
 )
 from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.orpo_cpo import FusedPreference
+from tigon.integrations.trl.shared_prompts import SharedPrompts, SharedScores
 from tigon.integrations.trl.unread_logits import UnreadLogitsTrainer
 from tigon.models.patch import flags_of, unwrap
 from tigon.models.report import PatchReport
@@ -53,6 +55,8 @@ class FusedTrainer:
     """What TRL computes itself, with the reason."""
     layers: dict[str, PatchReport] = field(default_factory=dict)
     """`ref_model` or `teacher_model` -> the report of its patch, if it got the layers of a patched policy."""
+    shared_prompts: SharedPrompts | SharedScores | None = None
+    """What computes prompts once, and how many tokens it left out; None if that is off."""
     _parts: list[Any] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
@@ -62,6 +66,8 @@ class FusedTrainer:
             lines.append(f"layers of {name}, as in the policy: {len(report.replaced)} kinds replaced")
         if not self.layers:
             lines.append("layers: none patched here; tigon.patch(model) replaces the policy's")
+        if self.shared_prompts is not None:
+            lines.append(f"shared prefix: {self.shared_prompts.counts}")
         policy = unwrap(self.trainer.model)
         if flags_of(policy) & {*LAYER_FLAGS} and (count := unfused_layers(policy)):
             lines.append(
@@ -100,13 +106,16 @@ class FusedTrainer:
         return part
 
 
-def fuse(trainer: Trainer) -> FusedTrainer:
+def fuse(trainer: Trainer, *, shared_prefix: bool = False) -> FusedTrainer:
     """Let a TRL trainer compute its log-probabilities with tigon's fused head, without logits.
 
     If `tigon.patch` has replaced layers of the policy, the trainer's reference and teacher get the same layers.
 
     Args:
         trainer: a trainer of TRL 1.8 to 1.16, before `trainer.train()`. Only this instance and its models change.
+        shared_prefix: whether sequences of a batch that begin alike go through the models with one copy of the
+            beginning: the prompt of a group in GRPO and RLOO, and of a pair in DPO, ORPO, CPO and reward models. It
+            takes TRL 1.15 or later. If it cannot hold, `unfused["shared_prefix"]` gives the reason.
 
     Returns:
         A `FusedTrainer`: what was replaced, what was not and why, and `restore()`. TRL's own code runs the
@@ -122,6 +131,9 @@ def fuse(trainer: Trainer) -> FusedTrainer:
         )
     if isinstance(before := vars(trainer).get(MARK), FusedTrainer):
         before._match()  # the policy may have been patched since
+        if shared_prefix and before.shared_prompts is None:
+            _share_prefix(before)
+            _warn(before, before.unfused.keys() & {"shared_prefix"})
         return before
     result = FusedTrainer(trainer)
     name = _trl_class(trainer).__name__
@@ -135,11 +147,42 @@ def fuse(trainer: Trainer) -> FusedTrainer:
         _fuse_models(result)
     _note_options(result)
     _match_layers(result)
+    if shared_prefix:
+        _share_prefix(result)
     setattr(trainer, MARK, result)
-    if result.unfused:
-        listed = "; ".join(f"{what}: {reason}" for what, reason in result.unfused.items())
-        warnings.warn(f"tigon leaves parts of {type(trainer).__name__} to TRL. {listed}.", UnfusedWarning, stacklevel=2)
+    _warn(result, result.unfused)
     return result
+
+
+def _warn(result: FusedTrainer, parts: Iterable[str]) -> None:
+    """Warn, at the line that called `fuse`, of parts that are left to TRL."""
+    if listed := "; ".join(f"{part}: {result.unfused[part]}" for part in parts):
+        name = type(result.trainer).__name__
+        warnings.warn(f"tigon leaves parts of {name} to TRL. {listed}.", UnfusedWarning, stacklevel=3)
+
+
+def _share_prefix(result: FusedTrainer) -> None:
+    """Let the trainer's models compute prompts once that several sequences share."""
+    trainer, name = result.trainer, _trl_class(result.trainer).__name__
+
+    def make() -> SharedPrompts | SharedScores:
+        if name == "RewardTrainer":
+            return SharedScores(unwrap(trainer.model))
+        if name in ("DistillationTrainer", "GKDTrainer", "SFTTrainer"):
+            raise PatchError(f"the sequences of {name} have prompts of their own")
+        if reason := next((result.unfused[part] for part in ("model", "ref_model") if part in result.unfused), None):
+            raise PatchError(f"TRL computes the log-probabilities ({reason})")
+        forwards = [forward for part in result._parts for forward in forwards_of(part)]
+        if not forwards:
+            raise PatchError("it needs TRL 1.15, whose forward takes shift_labels")
+        return SharedPrompts(trainer, forwards)
+
+    try:
+        result.shared_prompts = make()
+    except PatchError as objection:
+        result.unfused["shared_prefix"] = str(objection)
+    else:
+        result._parts.append(result.shared_prompts)
 
 
 def _check_version() -> None:

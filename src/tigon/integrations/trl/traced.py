@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from tigon.integrations.trl.head import Divergence, FusedHead, LogitForm, Request, TokenStatistics
+from tigon.integrations.trl.shared_prefix import mask_of
 from tigon.models.patch import unwrap
+from tigon.ops import PrefixRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,6 +82,22 @@ def token_logprobs(
     answers = model.compute(selected(hidden_BTH, tokens), request)
     # The number of values that `masked_scatter` takes in its backward is unknown in a trace; `index_put` takes as many.
     return tuple(answer.new_zeros(mask_BT.shape).index_put(tokens, answer) for answer in answers)
+
+
+def token_logprobs_of_row(
+    model: TracedModel, row: PrefixRow, kept: int, outputs: Sequence[str] = ()
+) -> tuple[Tensor, ...]:
+    """The same of sequences that share prefixes, computed by one row: (B, `kept`). All B sequences are branches."""
+    ids_1N = torch.empty((1, row.tokens), dtype=torch.int64)
+    inputs = {"input_ids": ids_1N, "attention_mask": mask_of(row, ids_1N.device), "position_ids": ids_1N}
+    hidden_1NH = model.causal.base_model(**inputs, use_cache=False).last_hidden_state
+    shape = (sum(len(group.branches) for group in row.groups), kept)
+    tokens = _positions(torch.empty(shape), kept)
+    request = TokenStatistics(selected(ids_1N, tokens), model.form, tuple(outputs))
+    answers = model.compute(selected(hidden_1NH, tokens), request)
+    places_N = torch.empty(shape, dtype=torch.int64).flatten()
+    rows_1N = (answer.new_zeros(ids_1N.shape).index_put(tokens, answer) for answer in answers)
+    return tuple(row_1N[0].index_select(0, places_N).view(shape) for row_1N in rows_1N)
 
 
 def preference_logprobs(model: TracedModel, ids_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:

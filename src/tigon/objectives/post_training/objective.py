@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _OPTIONS: Mapping[str, str] = {"generations": "num_generations", "completion_length": "max_completion_length"}
 """Keys of `post_training` that TRL calls otherwise."""
-_NO_OPTIONS = ("base_steps", "rewards", "teacher", "generator", "generation")
+_NO_OPTIONS = ("base_steps", "rewards", "shared_prefix", "teacher", "generator", "generation")
 TRL_VERSIONS = ((1, 16), (1, 17))
 """The first version of TRL with these trainers, and the first one that tigon has not been tried with."""
 
@@ -98,6 +98,7 @@ class PostTraining(Objective):
             takes_reference=self.takes_reference,
             teacher=self.teacher if self.has_teacher else None,
             rewards=self.own.rewards,
+            shared_prefix=self.own.shared_prefix,
         )
 
     def _options(self) -> dict[str, Any]:

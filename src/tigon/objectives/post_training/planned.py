@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from tigon.integrations.trl.traced import TracedModel, adapters_off, token_logprobs
+from tigon.integrations.trl.traced import TracedModel, adapters_off, token_logprobs, token_logprobs_of_row
 from tigon.objectives.base import FrozenModel, Generation, PlannedObjective, TracedModels
 from tigon.objectives.post_training import rules
+from tigon.ops import PrefixRow
 from tigon.techniques.keys.settings import Settings
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 UNCOMPARED = "No GPU run of this objective has been compared with its plan yet."
 COMPARED = "On a GPU this plan was compared with steps in TRL, full fine-tuning and LoRA (docs/planner-method.md)."
+PADDED = (
+    "The plan does not know how many tokens sequences share and computes the prompt of each, so with shared_prefix "
+    "memory and time are upper bounds."
+)
 TIME_WITHOUT_WRITING = "The step time is that of training; the time in which completions are written is left out."
 
 
@@ -52,7 +57,9 @@ class PlannedPostTraining(PlannedObjective):
         return {"train.objective": self.objective, **{f"post_training.{name}": value for name, value in given.items()}}
 
     def notes(self) -> tuple[str, ...]:
+        shares = dict(self.keys).get("shared_prefix", False)
         return (
+            *((PADDED,) if shares else ()),
             COMPARED if self.objective == "dpo" else UNCOMPARED,
             "Every token after the first counts as an answer's, so the head's memory is an upper bound.",
         )
@@ -72,13 +79,18 @@ class PlannedWithReference(PlannedPostTraining):
         return () if settings.lora.rank is not None else (trained,)
 
     def reference_logprobs(
-        self, models: TracedModels, ids_BT: Tensor, labels_BT: Tensor, kept: int | None = None
+        self,
+        models: TracedModels,
+        ids_BT: Tensor,
+        labels_BT: Tensor,
+        kept: int | None = None,
+        row: PrefixRow | None = None,
     ) -> Tensor:
-        """The reference's log-probabilities (B, T - 1), without gradients. kept: see `token_logprobs`."""
+        """The reference's log-probabilities (B, T - 1), without gradients. kept, row: see `logprobs_of`."""
         model = models.frozen[0] if models.frozen else models.trained
         adapters = nullcontext() if models.frozen else adapters_off(model)
         with torch.no_grad(), adapters:
-            (logprobs_BT,) = logprobs_of(models, model, ids_BT, labels_BT, kept=kept)
+            (logprobs_BT,) = logprobs_of(models, model, ids_BT, labels_BT, kept=kept, row=row)
         return logprobs_BT
 
 
@@ -117,10 +129,21 @@ def logprobs_of(
     labels_BT: Tensor,
     outputs: tuple[str, ...] = (),
     kept: int | None = None,
+    row: PrefixRow | None = None,
 ) -> tuple[Tensor, ...]:
-    """One forward pass of `model`: the labels' log-probabilities (B, T - 1), and each of `outputs`."""
+    """One forward pass of `model`: the labels' log-probabilities (B, T - 1), and each of `outputs`.
+
+    kept: how many labels of each sequence count; None: all.
+    row: the sequences with shared prefixes, computed by one row; the results are (B, `kept`).
+    """
     traced = TracedModel.of(model)
-    results: tuple[Tensor, ...] = models.call(lambda: token_logprobs(traced, ids_BT, labels_BT, outputs, kept))
+
+    def run() -> tuple[Tensor, ...]:
+        if row is None or kept is None:
+            return token_logprobs(traced, ids_BT, labels_BT, outputs, kept)
+        return token_logprobs_of_row(traced, row, kept, outputs)
+
+    results: tuple[Tensor, ...] = models.call(run)
     return results
 
 

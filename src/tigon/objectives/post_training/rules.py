@@ -14,23 +14,16 @@ from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
 
 TAKES: Mapping[str, tuple[str, ...]] = {
-    "dpo": ("beta", "loss_type", "label_smoothing", "base_steps"),
-    "kto": ("beta", "loss_type", "desirable_weight", "undesirable_weight", "base_steps"),
-    "orpo": ("beta", "base_steps"),
+    "dpo": ("beta", "loss_type", "label_smoothing", "shared_prefix", "base_steps"),
+    "kto": ("beta", "loss_type", "desirable_weight", "undesirable_weight", "shared_prefix", "base_steps"),
+    "orpo": ("beta", "shared_prefix", "base_steps"),
     "grpo": (
-        "beta",
-        "loss_type",
-        "rewards",
-        "generations",
-        "completion_length",
-        "temperature",
-        "generator",
-        "generation",
-        "base_steps",
+        "beta", "loss_type", "rewards", "generations", "completion_length", "temperature", "generator", "generation",
+        "shared_prefix", "base_steps",
     ),
     "distill": ("beta", "completion_length", "temperature", "generator", "generation", "teacher", "base_steps"),
-    "reward": ("base_steps",),
-}
+    "reward": ("shared_prefix", "base_steps"),
+}  # fmt: skip
 """Objective -> the keys of `post_training` that it takes."""
 LOSS_TYPES: Mapping[str, tuple[str, ...]] = {
     "dpo": (
@@ -208,6 +201,15 @@ KEY_RULES = (
         ),
         "post_training.label_smoothing has no effect with this loss_type in TRL; set post_training.loss_type: robust, "
         "or leave label_smoothing out",
+    ),
+    Rule(
+        lambda r: r.post_training.shared_prefix and (r.model.kernels != "tigon" or r.model.attention != "sdpa"),
+        "post_training.shared_prefix needs model.kernels: tigon and model.attention: sdpa; set them, or shared_prefix: "
+        "false",
+    ),
+    Rule(
+        lambda r: r.post_training.shared_prefix and r.train.attention_groups > 1,
+        "post_training.shared_prefix and train.attention_groups both replace attention; set attention_groups: 1",
     ),
     Rule(
         lambda r: r.train.objective == "distill" and (r.post_training.beta or 0) > 1,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tigon.integrations.trl.shared_prefix import attend_row, row_behind
 from tigon.ops import recomputation
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.techniques.head_groups import one_by_one
@@ -144,8 +145,10 @@ def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -
     """
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: object
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
+        if (row := row_behind(attention_mask)) is not None:
+            return attend_row(row, (query, key, value), options["scaling"], options.get("sliding_window")), None
         if attention_mask is not None:  # transformers repeats them for every kernel that gets a mask
             shared_by = query.shape[1] // key.shape[1]
             key, value = (_repeated(x, shared_by) for x in (key, value))

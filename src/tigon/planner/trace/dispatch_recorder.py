@@ -364,6 +364,16 @@ def _attention_with_sinks(products: int) -> Callable[[Mapping[str, Any]], float]
     return flops
 
 
+def _varlen_attention(products: int) -> Callable[[Mapping[str, Any]], float]:
+    """The same of attention with variable lengths, which is given the number of pairs of a query and a key."""
+
+    def flops(args: Mapping[str, Any]) -> float:
+        width = args["q"].shape[-1] + args["v"].shape[-1]
+        return float(products * args["pairs"] * args["q"].shape[1] * width / _FLASH_2_SHARE)
+
+    return flops
+
+
 def _multi_head(args: Mapping[str, Any]) -> float:
     """FLOPs of each head's residual blocks and logits, and of their requested gradients."""
     tokens, flops = args["target"].numel(), 0.0
@@ -396,4 +406,6 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "tigon::linear_kl_fwd": _divergence,
     "tigon::linear_kl_bwd": _divergence_gradients,
     "tigon::multi_head_linear_cross_entropy_chunks": _multi_head,
+    "tigon::varlen_attention_bwd": _varlen_attention(5),
+    "tigon::varlen_attention_fwd": _varlen_attention(2),
 }

@@ -39,6 +39,7 @@ KEPT_OPS = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "tigon::attention_with_sinks_fwd",
+    "tigon::varlen_attention_fwd",
 )
 
 

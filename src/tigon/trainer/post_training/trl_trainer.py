@@ -93,7 +93,7 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
     trainer.guard(setup.objective, safeguards, make_optimizer(setup), learning_rates(setup))
     trainer.counters.append(TrlCounters(trainer))
     if recipe.model.kernels == "tigon":
-        trainer.fused = _fused(trainer)
+        trainer.fused = _fused(trainer, spec.shared_prefix)
     else:
         trainer.add_callback(SameLayers(trainer))  # GRPO's reference, which TRL loads
     if hasattr(trainer, "generation_config"):
@@ -140,10 +140,11 @@ def _frozen(setup: Setup, run: Path) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def _fused(trainer: GuardedTrainer) -> str:
+def _fused(trainer: GuardedTrainer, shared_prefix: bool) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnfusedWarning)  # the report says it
-        result = fuse(trainer)
+        result = fuse(trainer, shared_prefix=shared_prefix)
     lines = [f"TRL's {name}: tigon's head" for name in result.fused]
     lines += [f"TRL's {name}: the layers of the trained model" for name in result.layers]
+    lines += ["TRL's batches: beginnings that sequences share are computed once"] if result.shared_prompts else []
     return "\n".join([*lines, *(f"TRL's {name}: not fused, {why}" for name, why in result.unfused.items())])
