@@ -20,6 +20,7 @@ from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.preferences import RowFormat
 from tigon.data.tokenizer import Encoded
 from tigon.models.seams.head.loss import without_logits
+from tigon.objectives.post_training.reward_entries import RewardEntry
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe, TrainConfig
 from tigon.techniques.keys.settings import Settings
 
@@ -77,10 +78,19 @@ class TrlTraining:
     """Whether it takes the model before training as `ref_model`, unless adapters are trained."""
     teacher: Callable[[Path], ModelConfig] | None = None
     """Called with the run folder; returns the model to learn from."""
-    rewards: tuple[str, ...] = ()
-    """Reward functions as `module:function`."""
+    rewards: tuple[RewardEntry, ...] = ()
+    """The reward functions."""
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call, as `module:function`."""
+    environment: str | None = None
+    """The class of TRL's environments, as `module:Class`."""
     writes_text: bool = True
     """Whether the trained model continues text, so that the run can show a sample."""
+
+    @property
+    def scores(self) -> bool:
+        """Whether the trainer has completions scored, so that a sample is a completion."""
+        return bool(self.rewards) or self.environment is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from tigon.models.loading.presets import PRESETS
 from tigon.objectives.base import BaseTraining, Objective, PlannedObjective, Rows, TrlTraining
 from tigon.objectives.post_training import rules
 from tigon.objectives.post_training.planned import PlannedPostTraining
+from tigon.objectives.post_training.reward_entries import entries_of
 from tigon.recipe.keys import DataConfig, ModelConfig, PostTrainingConfig, Recipe
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 _OPTIONS: Mapping[str, str] = {"generations": "num_generations", "completion_length": "max_completion_length"}
 """Keys of `post_training` that TRL calls otherwise."""
-_NO_OPTIONS = ("base_steps", "rewards", "teacher")
+_NO_OPTIONS = (
+    "base_steps", "rewards", "teacher", "tools", "environment", "log_completions", "stop_reward_drop",
+    "stop_clipped_share", "stop_patience",
+)  # fmt: skip
 TRL_VERSIONS = ((1, 16), (1, 17))
 """The first version of TRL with these trainers, and the first one that tigon has not been tried with."""
 
@@ -92,16 +96,20 @@ class PostTraining(Objective):
             options=self._options(),
             takes_reference=self.takes_reference,
             teacher=self.teacher if self.has_teacher else None,
-            rewards=self.own.rewards,
+            rewards=entries_of(self.own.rewards),
+            tools=self.own.tools,
+            environment=self.own.environment,
             writes_text=self.writes_text,
         )
 
     def _options(self) -> dict[str, Any]:
         """The arguments of TRL's config that the recipe gives besides those of its `train` section."""
         takes = rules.TAKES[self.name]
+        weights = [entry.weight for entry in entries_of(self.own.rewards)]
         values = {_OPTIONS.get(name, name): getattr(self.own, name) for name in takes if name not in _NO_OPTIONS}
         length = {} if "completion_length" in takes else {"max_length": self.recipe.data.sequence_length}
-        return length | {name: value for name, value in values.items() if value is not None}
+        weighted = {"reward_weights": weights} if any(weight != 1 for weight in weights) else {}
+        return length | weighted | {name: value for name, value in values.items() if value is not None}
 
     @property
     def name(self) -> str:

@@ -35,7 +35,7 @@ class PlannedPostTraining(PlannedObjective):
     pads: ClassVar[bool] = True
     objective: str
     """The value of `train.objective`."""
-    keys: tuple[tuple[str, Any], ...] = ()
+    keys: tuple[tuple[str, Any], ...] = field(default=(), hash=False)  # rewards may be mappings
     """The keys of `post_training` that the recipe gives, with their values."""
 
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:

@@ -16,10 +16,14 @@ TAKES: Mapping[str, tuple[str, ...]] = {
     "dpo": ("beta", "loss_type", "label_smoothing", "base_steps"),
     "kto": ("beta", "loss_type", "desirable_weight", "undesirable_weight", "base_steps"),
     "orpo": ("beta", "base_steps"),
-    "grpo": ("beta", "loss_type", "rewards", "generations", "completion_length", "temperature", "base_steps"),
+    "grpo": (
+        "beta", "loss_type", "rewards", "tools", "environment", "max_tool_calling_iterations", "generations",
+        "completion_length", "temperature", "log_completions", "stop_reward_drop", "stop_clipped_share",
+        "stop_patience", "base_steps",
+    ),
     "distill": ("beta", "completion_length", "temperature", "teacher", "base_steps"),
     "reward": ("base_steps",),
-}
+}  # fmt: skip
 """Objective -> the keys of `post_training` that it takes."""
 LOSS_TYPES: Mapping[str, tuple[str, ...]] = {
     "dpo": (
@@ -206,8 +210,16 @@ RULES = Rules(
             "more",
         ),
         Rule(
-            lambda r: r.train.objective == "grpo" and not r.post_training.rewards,
+            lambda r: r.train.objective == "grpo" and not (r.post_training.rewards or r.post_training.environment),
             "train.objective: grpo needs a reward function; set post_training.rewards: module:function",
+        ),
+        Rule(
+            lambda r: bool(
+                r.post_training.max_tool_calling_iterations
+                and not (r.post_training.tools or r.post_training.environment)
+            ),
+            "post_training.max_tool_calling_iterations has no effect without tools; set post_training.tools or "
+            "environment, or leave it out",
         ),
         Rule(
             lambda r: r.train.objective == "grpo" and r.train.batch_size % r.post_training.generations != 0,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 SHOWN_ROWS = 12
+INDENT = " " * 9
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -36,6 +38,12 @@ def _format_metric(logs: Mapping[str, Any], name: str, *, is_share: bool) -> str
     if value is None or not math.isfinite(value):
         return ""
     return f"{value:.1%}" if is_share else f"{value:.4f}"
+
+
+def _shown(metrics: Sequence[tuple[str, str, bool]], logs: Mapping[str, Any]) -> str:
+    """Metrics of a log in a line of text. TRL logs None or NaN for a metric that has no value yet."""
+    values = ((title, _format_metric(logs, name, is_share=is_share)) for title, name, is_share in metrics)
+    return "".join(f"  {title} {value}" for title, value in values if value)
 
 
 class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
@@ -78,6 +86,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         """Make the callback. section: the objective's own metrics, of which the first stand beside the loss."""
         self._console = console
         self._metrics = section.progress if section is not None else ()
+        self._details = section.details if section is not None else ()
         self._rows: deque[tuple[str, ...]] = deque(maxlen=SHOWN_ROWS)
         self._eval_loss: float | None = None
         self._live: Live | None = None
@@ -107,6 +116,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
                 line = f"step {state.global_step}/{state.max_steps}  eval loss {self._eval_loss:.4f}{self._own(logs)}"
                 perplexity = logs.get("eval_perplexity")
                 self._line(line if perplexity is None else f"{line}  perplexity {perplexity:,.2f}")
+            self._show_details(logs)
         if "loss" not in logs:
             return
         done = state.global_step - self._first_step
@@ -122,6 +132,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         else:
             line = f"step {state.global_step}/{state.max_steps}  loss {loss}{self._own(logs)}  {speed} tokens/s  "
             self._line(f"{line}memory {now} (peak {peak})  ETA {eta}")
+        self._show_details(logs)
 
     def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.close()
@@ -133,10 +144,14 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
             self._live.stop()
             self._live = None
 
+    def _show_details(self, logs: Mapping[str, Any]) -> None:
+        if text := _shown(self._details, logs):
+            for line in textwrap.wrap(text, self._console.width - len(INDENT)):
+                self._line(f"{INDENT}{line}")
+
     def _own(self, logs: Mapping[str, Any]) -> str:
-        """The objective's metrics in a line of text. TRL logs None or NaN for a metric that has no value yet."""
-        values = ((title, _format_metric(logs, name, is_share=is_share)) for title, name, is_share in self._metrics)
-        return "".join(f"  {title} {value}" for title, value in values if value)
+        """The objective's metrics in a line of text."""
+        return _shown(self._metrics, logs)
 
     def _line(self, text: str) -> None:
         self._console.out(text)
