@@ -24,7 +24,7 @@ RECIPES = Path(__file__).parents[2] / "recipes" / "sums"
 OBJECTIVES = ("grpo", "dpo", "kto")
 NOTHING = 1e-30
 """A learning rate that trains nothing."""
-SHORTEST = ("train.steps=2", "train.eval_steps=2", "train.batch_size=8", "on_gpu.train.batch_size=8")
+SHORTEST = ("train.steps=2", "train.eval_steps=2", "train.batch_size=8")
 
 
 def measured(objective: str, bench: Bench, folder: Path) -> dict[str, Any]:
