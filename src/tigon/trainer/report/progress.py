@@ -6,7 +6,7 @@ import math
 import textwrap
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 SHOWN_ROWS = 12
-INDENT = " " * 9
+INDENT, NO_BREAK = " " * 9, "\xa0"
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -38,12 +38,6 @@ def _format_metric(logs: Mapping[str, Any], name: str, *, is_share: bool) -> str
     if value is None or not math.isfinite(value):
         return ""
     return f"{value:.1%}" if is_share else f"{value:.4f}"
-
-
-def _shown(metrics: Sequence[tuple[str, str, bool]], logs: Mapping[str, Any]) -> str:
-    """Metrics of a log in a line of text. TRL logs None or NaN for a metric that has no value yet."""
-    values = ((title, _format_metric(logs, name, is_share=is_share)) for title, name, is_share in metrics)
-    return "".join(f"  {title} {value}" for title, value in values if value)
 
 
 class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
@@ -145,13 +139,16 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
             self._live = None
 
     def _show_details(self, logs: Mapping[str, Any]) -> None:
-        if text := _shown(self._details, logs):
-            for line in textwrap.wrap(text, self._console.width - len(INDENT)):
-                self._line(f"{INDENT}{line}")
+        # A metric and its value stay on one line: textwrap does not break at a non-breaking space.
+        parts = ((title, _format_metric(logs, name, is_share=is_share)) for title, name, is_share in self._details)
+        text = "  ".join(f"{title} {value}".replace(" ", NO_BREAK) for title, value in parts if value)
+        for line in textwrap.wrap(text, self._console.width - len(INDENT)):
+            self._line(f"{INDENT}{line.replace(NO_BREAK, ' ')}")
 
     def _own(self, logs: Mapping[str, Any]) -> str:
-        """The objective's metrics in a line of text."""
-        return _shown(self._metrics, logs)
+        """The objective's metrics in a line of text. TRL logs None or NaN for a metric that has no value yet."""
+        values = ((title, _format_metric(logs, name, is_share=is_share)) for title, name, is_share in self._metrics)
+        return "".join(f"  {title} {value}" for title, value in values if value)
 
     def _line(self, text: str) -> None:
         self._console.out(text)
