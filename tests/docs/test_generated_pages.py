@@ -22,6 +22,7 @@ from benchmarks.pages import (
     front_page,
     head_accuracy,
     small_data,
+    sums,
     support,
 )
 from tigon.kernels.chips import CHIPS
@@ -39,6 +40,7 @@ needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the 
         front_page,
         head_accuracy,
         small_data,
+        sums,
         pytest.param(support, marks=needs_workflow),
     ],
     ids=lambda module: module.__name__.rpartition(".")[2],
