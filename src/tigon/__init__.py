@@ -87,12 +87,13 @@ def plan(
     memory: str | int | None = None,
     precision: str | None = None,
     accumulate: int | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | None = None,
 ) -> CheckpointPlan:
     """Choose what each layer of a model recomputes in the backward pass, and the micro-batch, before any step runs.
 
-    The choice is the fastest whose predicted memory fits. It may keep tensors in host memory, and let micro-batches add
-    to the gradients in their products. Without a GPU it is made for the one that `memory` names.
+    The choice is the fastest whose predicted memory fits. It may keep tensors in host memory, let micro-batches add to
+    the gradients in their products, and launch layers as CUDA graphs. Without a GPU it is made for the one that
+    `memory` names.
 
     Args:
         model: a transformers model, or PEFT's LoRA around one; patched or not. Other frozen weights count as trained.
@@ -102,8 +103,9 @@ def plan(
         memory: GPU memory as a size ("24GiB") or in bytes, or the name of a GPU ("h200"). None: what this GPU has free.
         precision: "amp-bf16", "amp-fp16", "bf16" or "fp32". None: "bf16" if the weights are bf16, else "amp-bf16".
         accumulate: micro-batches per optimizer step. None: the plan chooses.
-        cuda_graphs: launch each layer as CUDA graphs, which need batches of one shape. Either all layers are then
-            recomputed or none. The first step captures them.
+        cuda_graphs: launch each layer as CUDA graphs. Either all layers are then recomputed or none. The first step
+            captures them for its shape; batches of other shapes run without. None: the plan chooses, which needs
+            batches of one shape to pay. False: never.
 
     Returns:
         A `CheckpointPlan`: `print` it. Use its `batch` and `accumulate`, and pass it to `tigon.checkpoint`.
@@ -144,8 +146,8 @@ def checkpoint(model: _typing.Any, plan: CheckpointPlan | str) -> Checkpointed:
         An object whose `undo()` restores the model; in a `with` statement the end of the block does.
 
     Raises:
-        UsageError: the plan is for another number of layers, its layers cannot be recomputed, activation checkpointing
-            is on already, or the plan has CUDA graphs and the model is not on a GPU.
+        UsageError: the plan is for another number of layers, its layers cannot be recomputed, or activation
+            checkpointing is on already.
     """
     from tigon.planner import model_checkpoint  # loads transformers
 

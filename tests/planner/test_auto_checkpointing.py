@@ -171,6 +171,20 @@ def test_micro_batches_add_up_gradients_in_their_products_where_it_pays(precisio
     assert not train.gradient_accumulation_fusion
 
 
+def test_layers_become_graphs_only_where_nothing_forbids_them() -> None:
+    gpu, beside = replace(small_gpu(4000), host_s=1e-4), Beside(graphs=True)
+
+    def graphs(request: Request, gpu: Gpu = gpu, beside: Beside = beside) -> bool:
+        return bool(choose(request, gpu, beside=beside).option.request.settings.train.cuda_graphs)
+
+    request = asked(precision="bf16")
+    assert graphs(request) and not graphs(request, beside=Beside())
+    assert not graphs(request, gpu=replace(gpu, host_s=0.0)), "the GPU is slower than the CPU"
+    assert not graphs(asked(precision="bf16", lora_rank=2)), "adapters were not tried"
+    off = replace(request, settings=request.settings.having({"train.cuda_graphs": False}))
+    assert not graphs(off)
+
+
 def test_auto_itself_has_no_estimate() -> None:
     with pytest.raises(UsageError, match=r"checkpointing is auto, which stands for a choice"):
         estimate(asked(checkpointing="auto"), gpu=small_gpu(100))

@@ -67,7 +67,8 @@ def test_micro_batches_add_to_the_gradients_that_the_graphs_hold() -> None:
 def test_fused_products_leave_the_graphs_memory_without_the_linear_layers_gradients(checkpointing: str) -> None:
     plain = request_of("llama", precision="bf16", checkpointing=checkpointing, cuda_graphs=True, accumulate=2)
     fused = replace(plain, settings=plain.settings.having({"train.gradient_accumulation_fusion": True}))
-    before, after = (estimate(request, gpu=BARE) for request in (plain, fused))
+    gpu = replace(BARE, host_s=0.0)  # products and copies, not the CPU's time, which is all of so small a step
+    before, after = (estimate(request, gpu=gpu) for request in (plain, fused))
     assert after.components["gradients"] == before.components["gradients"]
     assert after.peak_allocated_bytes <= before.peak_allocated_bytes
     assert after.peak_reserved_bytes <= before.peak_reserved_bytes

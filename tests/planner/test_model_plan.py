@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import tigon
 from tigon.errors import UsageError
 from tigon.planner import model_plan
+from tigon.planner.gpus import find_gpu
 from tigon.planner.search.option import estimate_option
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 256}
@@ -39,10 +40,10 @@ def on_small_gpu(monkeypatch):
 def test_plan_fits_less_memory_by_recomputing_and_names_what_it_compared(on_small_gpu) -> None:
     model = model_of()
     on_small_gpu(400)
-    roomy = tigon.plan(model, batch=32, seq=256, memory="1GiB")
+    roomy = tigon.plan(model, batch=32, seq=256, memory="1GiB", cuda_graphs=False)
     assert (roomy.checkpointing, roomy.batch, roomy.accumulate, roomy.fits) == ("none", 32, 1, True)
     on_small_gpu(0.9 * roomy.device_bytes / 2**20)
-    tight = tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1)
+    tight = tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1, cuda_graphs=False)
     assert tight.fits and ":" in tight.checkpointing and tight.device_bytes < roomy.device_bytes
     assert tight.step_s > roomy.step_s
     text = str(tight)
@@ -64,7 +65,7 @@ def test_plan_of_long_samples_keeps_attention_on_the_host_and_says_so(on_small_g
     assert "layers 0 to 5: recompute all but attention; its results" in text and "GiB in host memory" in text
 
 
-def test_plan_with_graphs_recomputes_all_layers_or_none_and_needs_a_gpu(on_small_gpu) -> None:
+def test_plan_with_graphs_recomputes_all_layers_or_none_and_a_model_on_a_cpu_runs_without(on_small_gpu) -> None:
     model = model_of()
     on_small_gpu(400)
     roomy = tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1, cuda_graphs=True)
@@ -72,9 +73,24 @@ def test_plan_with_graphs_recomputes_all_layers_or_none_and_needs_a_gpu(on_small
     on_small_gpu(0.8 * roomy.device_bytes / 2**20)
     tight = tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1, cuda_graphs=True)
     assert (tight.checkpointing, tight.cuda_graphs) == ("full", True)
-    assert not tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1).cuda_graphs
-    with pytest.raises(UsageError, match="plan has CUDA graphs, and the model is on cpu; move it to a GPU first"):
-        tigon.checkpoint(model, tight)
+    with pytest.warns(UserWarning, match="plan has CUDA graphs, and the model is on cpu: its layers run without"):
+        applied = tigon.checkpoint(model, tight)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    applied.undo()
+
+
+def test_plan_chooses_graphs_where_the_cpu_would_be_slower_than_the_gpu(monkeypatch) -> None:
+    model = model_of()
+
+    def chosen(host_s: float, **how: Any) -> model_plan.CheckpointPlan:
+        row = replace(find_gpu("h100"), host_s=host_s)
+        monkeypatch.setattr(model_plan, "find_gpu", lambda name: replace(row, memory_bytes=2**30))
+        return tigon.plan(model, batch=8, seq=256, memory="1GiB", **how)
+
+    slow, fast, never = chosen(1e-4), chosen(0.0), chosen(1e-4, cuda_graphs=False)
+    assert (slow.cuda_graphs, fast.cuda_graphs, never.cuda_graphs) == (True, False, False)
+    assert slow.step_s < never.step_s / 2 and slow.device_bytes > 0
+    assert "layers: launched as CUDA graphs, in micro-batches of this shape" in str(slow)
 
 
 def test_plan_with_graphs_of_adapters_is_refused() -> None:

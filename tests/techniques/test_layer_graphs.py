@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ import tigon
 from eager_capture import eager_capture
 from tigon.errors import RecipeError
 from tigon.techniques.cuda_graphs import cuda_graphs
-from tigon.techniques.cuda_graphs.layer_graphs import MOST_SHAPES, Capture, CudaCapture, _Held
+from tigon.techniques.cuda_graphs.layer_graphs import (
+    MOST_SHAPES,
+    USES_BEFORE_CAPTURE,
+    Capture,
+    CudaCapture,
+    LayerGraphs,
+    _Held,
+)
 
 
 @on_each_device
@@ -254,11 +262,29 @@ def test_hook_after_accumulation_sees_each_micro_batchs_sum(device: str) -> None
     assert len(seen[0]) == 3 and all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
-def test_hook_before_the_capture_is_refused() -> None:
-    model, _ = graphed()
-    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: 2 * grad)
-    with pytest.raises(RecipeError, match="a weight of LlamaDecoderLayer has a hook"):
-        model(input_ids=ids_of(2, 16, 0, "cpu"))
+def trains_without_graphs(model: Any, graphs: LayerGraphs, reason: str, **inputs: Any) -> None:
+    """Asserts that the model says once why it runs without graphs, and has the gradients of a model without."""
+    plain = model_of()
+    for one in (plain, model):
+        for name, weight in model.named_parameters():
+            if weight._backward_hooks and one is plain:
+                plain.get_parameter(name).register_hook(lambda grad: 2 * grad)
+    ids = ids_of(2, 16, 0, "cpu")
+    plain(input_ids=ids, labels=ids).loss.backward()
+    with pytest.warns(UserWarning, match=rf"train.cuda_graphs: {reason}; the layers run without CUDA graphs"):
+        model(input_ids=ids, labels=ids, **inputs).loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(input_ids=ids, labels=ids, **inputs).loss.backward()
+    assert not graphs.buffers and not any(layer.passes for layer in graphs.layers)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_layers_whose_weight_has_a_hook_before_the_capture_run_without_graphs(place: int) -> None:
+    model, graphs = graphed()
+    model.model.layers[place].mlp.up_proj.weight.register_hook(lambda grad: 2 * grad)
+    trains_without_graphs(model, graphs, "a weight of LlamaDecoderLayer has a hook, which the graph would contain")
 
 
 @on_each_device
@@ -320,14 +346,29 @@ def test_frozen_weights_get_no_gradient_and_evaluation_uses_no_graph(device: str
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
-def test_more_shapes_than_the_limit_run_without_graphs() -> None:
+def test_further_shapes_are_captured_when_they_come_again_up_to_the_limit() -> None:
     model, graphs = graphed()
-    for number in range(MOST_SHAPES + 2):
-        ids = ids_of(1, 8 + number, number, "cpu")
+
+    def shapes() -> set[int]:
+        return {len(layer.passes) for layer in graphs.layers}
+
+    def step(tokens: int) -> None:
+        ids = ids_of(1, tokens, tokens, "cpu")
         loss = model(input_ids=ids, labels=ids).loss
         assert torch.equal(loss, model_of()(input_ids=ids, labels=ids).loss)
         loss.backward()
-    assert {len(layer.passes) for layer in graphs.layers} == {MOST_SHAPES}
+
+    step(8)
+    assert shapes() == {1}
+    for _ in range(USES_BEFORE_CAPTURE):
+        step(9)
+    assert shapes() == {1}, "a shape that comes once an epoch is not captured"
+    step(9)
+    assert shapes() == {2}
+    for tokens in range(10, 10 + MOST_SHAPES):
+        for _ in range(USES_BEFORE_CAPTURE + 1):
+            step(tokens)
+    assert shapes() == {MOST_SHAPES}
 
 
 @on_each_device
@@ -336,22 +377,29 @@ def test_autocast_steps_equal_those_without_graphs(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_argument_that_a_graph_cannot_read_is_refused() -> None:
-    model, _ = graphed()
-    with pytest.raises(RecipeError, match=r"train.cuda_graphs: LlamaDecoderLayer takes a object, which a CUDA graph"):
-        model(input_ids=ids_of(2, 16, 0, "cpu"), something=object())
+def test_layers_with_an_argument_that_a_graph_cannot_read_run_without_graphs() -> None:
+    model, graphs = graphed()
+    reason = "LlamaDecoderLayer takes a object, which a CUDA graph cannot read anew"
+    trains_without_graphs(model, graphs, reason, something=object())
 
 
-def test_failed_capture_names_the_key() -> None:
+@pytest.mark.parametrize("captured", [0, 3], ids=["at the first layer", "at a later layer"])
+def test_layers_that_cannot_be_captured_run_without_graphs(captured: int) -> None:
+    """captured: the passes that are captured before one fails; a layer has three."""
+    count = itertools.count()
+
     def refuses(work: Any, prepare: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        if next(count) >= captured:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return eager_capture(work, prepare)
 
     model = model_of()
-    cuda_graphs.graph(model, recomputes=True, new_capture=lambda: refuses)
-    with pytest.raises(RecipeError, match=r"operation not permitted when stream is capturing\); set train.cuda_graphs"):
-        model(input_ids=ids_of(2, 16, 0, "cpu"))
+    graphs = cuda_graphs.graph(model, recomputes=True, new_capture=lambda: refuses)
+    reason = r"LlamaDecoderLayer cannot be captured \(operation not permitted when stream is capturing\)"
+    trains_without_graphs(model, graphs, reason)
 
 
-def test_model_without_checkpointed_layers_is_refused() -> None:
-    with pytest.raises(RecipeError, match="are not transformers' checkpointed layers"):
-        cuda_graphs.graph(nn.Sequential(nn.Linear(2, 2)), recomputes=True)
+def test_model_without_checkpointed_layers_runs_without_graphs() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="Sequential are not transformers' checkpointed layers"):
+        assert cuda_graphs.graph(model, recomputes=True).gave_up

@@ -233,7 +233,38 @@ def refused(rank: int, mesh: Any) -> float:
     return 1.0
 
 
-INPUTS: Scenarios = {"cut": cut, "cut for a ring": cut_for_a_ring, "uncut": uncut, "refused": refused}
+def few_key_heads(rank: int, mesh: Any) -> float:
+    """1.0 if a ring keeps and sends keys with their own two heads, and has the gradients of the whole row."""
+    if not has_ring():
+        return 1.0
+    draw = torch.Generator().manual_seed(3)
+    whole = [torch.randn(2, heads, 16, 8, generator=draw, dtype=torch.float64).float() for heads in (6, 2, 2)]
+    places = torch.cat([torch.arange(16)[own] for own in ring_attention.own_tokens(rank, RANKS, 16)])
+    own = [x[:, :, places].requires_grad_() for x in whole]
+    kept: list[torch.Size] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x.shape)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = ring_attention.ring_attention(*own, dist.group.WORLD)
+    assert [shape[1] for shape in kept[:3]] == [6, 2, 2]
+    out.square().sum().backward()
+    for x in whole:
+        x.requires_grad_()
+    want = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    want.square().sum().backward()
+    assert torch.allclose(out, want[:, :, places], atol=1e-5)
+    for got, of_row in zip(own, whole, strict=True):
+        assert of_row.grad is not None and got.grad is not None
+        assert torch.allclose(got.grad, of_row.grad[:, :, places], atol=1e-4)
+    return 1.0
+
+
+INPUTS: Scenarios = {
+    "cut": cut, "cut for a ring": cut_for_a_ring, "uncut": uncut, "refused": refused, "few key heads": few_key_heads
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("scenario", INPUTS)

@@ -210,6 +210,7 @@ def _of_model(flags: Flags) -> SearchProblem:
         effective_batch=flags.effective_batch,
         auto=chooses,
         auto_divides="train.gradient_accumulation" in free and not post_training_rules.is_post_training(recipe),
+        one_shape=recipe_checks.has_one_shape(recipe),
     )
 
 
@@ -282,7 +283,7 @@ def _of_recipe(flags: Flags) -> SearchProblem:
     free = prediction.free_in(recipe) - set(flags.given)
     if recipe.train.checkpointing == AUTO:
         recipe, _ = auto_checkpointing.chosen_for(recipe, request, flags.gpu)
-        chosen = ("train.checkpointing", "train.gradient_accumulation")
+        chosen = ("train.checkpointing", "train.gradient_accumulation", "train.cuda_graphs")
         settings = settings.having({key: recipe.value(key) for key in chosen})
         request = prediction.request_of(recipe, config, settings, evaluated=evaluated)
     if checkpoint := recipe_checks.checkpoint_instead(recipe):

@@ -42,6 +42,11 @@ def auto_divides_batch(recipe: Recipe) -> bool:
     return undivided and not post_training_rules.is_post_training(recipe)
 
 
+def has_one_shape(recipe: Recipe) -> bool:
+    """Whether all batches have one shape, so that `train.checkpointing: auto` may choose CUDA graphs."""
+    return recipe.data.packs and not post_training_rules.is_post_training(recipe)
+
+
 def require_heads(path: Path, recipe: Recipe) -> None:
     """Refuse a recipe without heads; `tigon medusa` calls it.
 

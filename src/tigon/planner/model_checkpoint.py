@@ -94,7 +94,12 @@ def checkpoint(model: nn.Module, plan: CheckpointPlan | str) -> Checkpointed:
         raise UsageError(f"plan is {value!r}, and {type(inner).__name__} has no activation checkpointing; use 'none'.")
     in_graphs = not isinstance(plan, str) and plan.cuda_graphs
     if in_graphs and inner.device.type != "cuda":
-        raise UsageError(f"plan has CUDA graphs, and the model is on {inner.device.type}; move it to a GPU first.")
+        in_graphs = False
+        warnings.warn(
+            f"plan has CUDA graphs, and the model is on {inner.device.type}: its layers run without. Move the model to "
+            "a GPU before tigon.checkpoint.",
+            stacklevel=3,
+        )
     try:
         undo_layers = (_graphed if in_graphs else recompute_layers)(inner, value)
     except RecipeError as error:

@@ -96,7 +96,7 @@ class CheckpointPlan:
             f"{self.model}, {batches}: train.checkpointing {self.checkpointing}",
             *(f"  {words}" for words in self._layer_lines()),
             *(["  gradients: added up in the products (accumulation fusion)"] if self.accumulation_fusion else []),
-            *(["  layers: launched as CUDA graphs; give every micro-batch one shape"] if self.cuda_graphs else []),
+            *(["  layers: launched as CUDA graphs, in micro-batches of this shape"] if self.cuda_graphs else []),
             f"predicted: peak {_gib(self.peak_allocated_bytes)} allocated, {_gib(self.device_bytes)} on the GPU of "
             f"{_gib(self.memory_bytes)} ({verdict}){on_host}; {self.step_s:.3g} s per step, "
             f"{self.tokens_per_s:,.0f} tokens/s",
@@ -130,7 +130,7 @@ def plan(
     memory: str | int | None,
     precision: str | None,
     accumulate: int | None,
-    cuda_graphs: bool,
+    cuda_graphs: bool | None,
 ) -> CheckpointPlan:
     """See `tigon.plan`."""
     inner = transformers_model(model, "tigon.plan")
@@ -173,7 +173,7 @@ def plan(
         model=request.model,
         layers=len(decoder_layers(inner)),
         checkpointing=chosen.settings.train.checkpointing,
-        cuda_graphs=cuda_graphs,
+        cuda_graphs=bool(chosen.settings.train.cuda_graphs),
         batch=chosen.batch,
         accumulate=chosen.settings.train.gradient_accumulation,
         accumulation_fusion=accumulation.fuses(chosen.settings),
@@ -220,7 +220,7 @@ def _gpu(memory: str | int | None) -> Gpu:
 def _beside() -> Beside:
     """What a loop may use beside recomputation: with a GPU, the host memory that is free here."""
     known = torch.cuda.is_available() and find_spec("psutil") is not None  # accelerate installs it
-    return Beside(host=True, host_bytes=host_free_bytes() if known else None, fusion=True)
+    return Beside(host=True, host_bytes=host_free_bytes() if known else None, fusion=True, graphs=True)
 
 
 def _precision(model: PreTrainedModel, precision: str | None) -> str:

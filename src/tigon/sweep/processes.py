@@ -73,8 +73,12 @@ class Workers:
     Each process ends when its standard input closes, so that a killed sweep leaves no process behind.
     """
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(
+        self, logs: Path, *, worker: Sequence[str] = WORKER, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """worker: Python's arguments for a process. environment: its variables besides those of this process."""
+        self._logs, self._worker = logs, worker
+        self._environment = {**os.environ, **(environment or {})}
         self._ready: list[Member] = []
         self._number = 0
 
@@ -93,7 +97,7 @@ class Workers:
         """told: the file descriptor on which the process says that it has imported what it needs."""
         self._number += 1
         log = self._logs / f".worker-{os.getpid()}-{self._number}.log"
-        command = [sys.executable, *WORKER, str(told)]
+        command = [sys.executable, *self._worker, str(told)]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -102,6 +106,7 @@ class Workers:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=(told,),
+                env=self._environment,
             )
         return process, log
 

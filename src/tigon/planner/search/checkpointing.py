@@ -7,6 +7,7 @@ estimate of that choice then confirms or corrects the number.
 
 Beside recomputation, the layers' inputs may go to the host if nothing else fits (`offload`), and attention's results
 if that is faster (`offload-attention`). Micro-batches may add to the gradients in their products (accumulation fusion).
+Small micro-batches wait for the CPU, so layers may be launched as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from tigon.errors import RecipeError
 from tigon.planner.gpus import Gpu
-from tigon.planner.request import Request, refusals, text_config
+from tigon.planner.request import Request, has_experts, refusals, text_config
 from tigon.planner.search.option import Option, estimate_option
 from tigon.techniques.accumulation import accumulation
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
@@ -29,6 +30,8 @@ MAX_LOOKS = 6
 MAX_PAIRS = 2
 LONG_TOKENS = 4096
 """Tokens of a sample from which `offload-attention` is tried. Below, attention takes little of a layer's time."""
+GRAPHS_PAY = 1.02
+"""How many times as fast a step with CUDA graphs has to be. They need batches of one shape, and time to capture."""
 Needs = Callable[[Option], int]
 """An option -> the bytes that have to fit."""
 
@@ -43,6 +46,8 @@ class Beside:
     """The host memory that it may use; None: any amount."""
     fusion: bool = False
     """Switch gradient accumulation fusion on where it pays."""
+    graphs: bool = False
+    """Launch layers as CUDA graphs where that pays. All batches of the run have one shape."""
 
 
 @dataclass
@@ -83,7 +88,7 @@ def choose(
     seen: dict[tuple[int, str], Option] = {}
 
     def layers_of(split: tuple[int, int]) -> _Layers:
-        return _Layers(request_of(request, *split), gpu, seen, needs, beside.fusion)
+        return _Layers(request_of(request, *split), gpu, seen, needs, beside)
 
     largest = layers_of(splits[0])
     whole = largest.option("none")
@@ -134,7 +139,7 @@ def request_of(request: Request, batch: int, accumulate: int) -> Request:
 
 def fastest(request: Request, gpu: Gpu) -> Option:
     """The request with the fastest recomputation that fits; if none fits, with the one that needs least memory."""
-    return _Layers(request, gpu, {}, device_bytes, fusion=False).fastest()
+    return _Layers(request, gpu, {}, device_bytes, Beside()).fastest()
 
 
 def _speed(option: Option) -> float:
@@ -162,7 +167,7 @@ class _Layers:
     gpu: Gpu
     seen: dict[tuple[int, str], Option]
     needs: Needs
-    fusion: bool
+    beside: Beside
 
     def fits(self, option: Option) -> bool:
         return self.needs(option) <= self.gpu.memory_bytes
@@ -185,13 +190,25 @@ class _Layers:
             if refusals(self.request, settings):
                 return None
             fused = settings.having({"train.gradient_accumulation_fusion": True})
-            if self.fusion and accumulation.pays(settings) and not refusals(self.request, fused):
+            if self.beside.fusion and accumulation.pays(settings) and not refusals(self.request, fused):
                 settings = fused
             try:
-                self.seen[key] = estimate_option(replace(self.request, settings=settings), self.gpu)
+                plain = estimate_option(replace(self.request, settings=settings), self.gpu)
             except RecipeError:  # the model lacks layers or MLPs that can be recomputed alone
                 return None
+            self.seen[key] = self._in_graphs(plain) if self.beside.graphs else plain
         return self.seen[key]
+
+    def _in_graphs(self, option: Option) -> Option:
+        """The option with its layers as CUDA graphs, if that is allowed, fits and pays; else the option."""
+        request = option.request
+        settings = request.settings.having({"train.cuda_graphs": True})
+        one_shape = not request.objective.pads and request.objective.own_parameters is None
+        captured = one_shape and not has_experts(request.config)  # which read their loads on the host
+        if request.settings.train.cuda_graphs is not None or not captured or refusals(request, settings):
+            return option
+        graphed = estimate_option(replace(request, settings=settings), self.gpu)
+        return graphed if self.fits(graphed) and _speed(graphed) > GRAPHS_PAY * _speed(option) else option
 
     def mixed(self, first: str, second: str, count: int) -> Option | None:
         """The option in which the last `count` layers have the state `second`, and the others `first`."""

@@ -108,7 +108,7 @@ def _with_auto(problem: SearchProblem) -> Request:
     """The requested run with what `train.checkpointing: auto` chooses for the GPU, as `tigon train` would choose."""
     splits = space.splits(problem) if problem.auto_divides else ()
     gpu = space.with_headroom(problem.gpu)
-    beside = Beside(host=True, host_bytes=problem.host_bytes, fusion=problem.auto_divides)
+    beside = Beside(host=True, host_bytes=problem.host_bytes, fusion=problem.auto_divides, graphs=problem.one_shape)
     return choose(problem.request, gpu, splits, beside=beside).option.request
 
 

@@ -80,6 +80,8 @@ class SearchProblem:
     """Whether the run has `train.checkpointing: auto`, so that the planner chooses what `request` recomputes."""
     auto_divides: bool = False
     """Whether `auto` also divides the batch into micro-batches."""
+    one_shape: bool = False
+    """Whether all batches of the run have one shape, so that `auto` may choose CUDA graphs."""
     command: tuple[str, ...] = ()
     """The words of the `tigon train` command that runs the request, if it is a recipe's."""
 

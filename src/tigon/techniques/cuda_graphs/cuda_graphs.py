@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tigon._trunk import decoder_layers
-from tigon.errors import RecipeError
 from tigon.techniques.checkpointing import layer_function
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.cuda_graphs.layer_graphs import KEY, Capture, CudaCapture, LayerGraphs
@@ -20,16 +19,14 @@ if TYPE_CHECKING:
 def graph(model: PreTrainedModel, *, recomputes: bool, new_capture: Callable[[], Capture] = CudaCapture) -> LayerGraphs:
     """Run each decoder layer as CUDA graphs, recomputed in the backward pass or not.
 
-    Raises:
-        RecipeError: A decoder layer has no checkpointing function of transformers.
+    A model whose layers have no checkpointing function of transformers runs without, and a warning says so.
     """
     graphs, layers = LayerGraphs(recomputes=recomputes, new_capture=new_capture), decoder_layers(model)
     if layers and hasattr(model, "gradient_checkpointing_enable"):
         layer_function.enable(model)  # transformers then calls a function of ours in place of each layer
     if not layers or not all("_gradient_checkpointing_func" in vars(layer) for layer in layers):
-        raise RecipeError(
-            f"{KEY}: the layers of {type(model).__name__} are not transformers' checkpointed layers; set {KEY}: false"
-        )
+        graphs.give_up(f"the layers of {type(model).__name__} are not transformers' checkpointed layers")
+        return graphs
     for layer in layers:
         vars(layer)["_gradient_checkpointing_func"] = graphs.of(layer)
     return graphs

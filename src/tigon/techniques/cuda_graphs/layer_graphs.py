@@ -24,12 +24,16 @@ forward pass before the backward pass runs without graphs. A backward pass whose
 the second one of `retain_graph`, is refused.
 
 The layers' own forward is captured, so results equal those without graphs if the kernels are deterministic.
+
+If a layer cannot be captured, all layers run without graphs, and a warning says why.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -45,11 +49,17 @@ from tigon.techniques.checkpointing.recompute import recomputed, recomputed_in_a
 KEY = "train.cuda_graphs"
 MOST_SHAPES = 4
 """Batches with further shapes run without graphs, because each shape holds a set of gradients."""
+USES_BEFORE_CAPTURE = 2
+"""Batches of a further shape that run without graphs before it is captured. The last batch of an epoch comes once."""
 WARM_UPS = (False, False, True)
 """Passes before a capture, so that every kernel is compiled and every library has its handles: whether each adds to the
 gradients. The first one makes the gradients' buffers."""
 _NOT_READ = ("num_items_in_batch",)
 """Arguments that transformers passes through the layers to the loss."""
+
+
+class _NotCaptured(Exception):
+    """Why a layer cannot be captured, as the end of a sentence."""
 
 
 class Capture(Protocol):
@@ -93,6 +103,8 @@ class LayerGraphs:
         self.layers: list[_GraphedLayer] = []
         self.latest: _Passes | None = None
         """The layer and shape whose forward graph ran last, unless the layers are recomputed."""
+        self.gave_up = False
+        """Whether a layer could not be captured."""
 
     def of(self, layer: torch.nn.Module) -> Callable[..., Any]:
         """A checkpointing function that runs `layer` as graphs."""
@@ -107,16 +119,25 @@ class LayerGraphs:
             self.latest.output.forget()
         self.latest = passes
 
+    def give_up(self, reason: str) -> None:
+        """Run all layers without graphs from now on. Backward passes that wait keep their own graphs."""
+        warnings.warn(f"{KEY}: {reason}; the layers run without CUDA graphs, with the same results.", stacklevel=4)
+        self.gave_up = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self.buffers.clear()
+        self.latest = None
+        for layer in self.layers:
+            layer.passes.clear()
+
     def release(self) -> None:
         """Free all graphs, and cuBLAS's workspaces. The next step captures again.
 
         Each stream of a capture has workspaces of 32 MiB. Other CUDA graphs may use a workspace: do not call it while
         they are in use.
         """
-        self.buffers.clear()
-        self.latest = None
-        for layer in self.layers:
-            layer.passes.clear()
+        self._forget()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch._C._cuda_clearCublasWorkspaces()
@@ -369,13 +390,15 @@ class _GraphedLayer:
         self._layer = weakref.ref(layer)
         self._graphs = graphs
         self.passes: dict[Any, _Passes] = {}
+        self._uses: collections.Counter[Any] = collections.Counter()
+        """Batches of shapes without graphs."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs:
             function = functools.partial(function, **kwargs)
         if not torch.is_grad_enabled():
             return function(*args)
-        if _records_outputs():
+        if self._graphs.gave_up or _records_outputs():
             return self._without_graphs(function, args, {})
         function, keywords = _without_keywords(function)
         leaves, form = pytree.tree_flatten((args, keywords))
@@ -383,16 +406,27 @@ class _GraphedLayer:
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         layer = self._layer()
         assert layer is not None
-        _check(layer, args, leaves)
-        key = _key(form, tensors, constants)
-        if key not in self.passes:
-            if len(self.passes) >= MOST_SHAPES:
-                return self._without_graphs(function, args, keywords)
-            self.passes[key] = self._recorded(key, function, leaves, form, layer)
+        try:
+            _check(layer, args, leaves)
+            key = _key(form, tensors, constants)
+            if key not in self.passes:
+                if not self._captures(key):
+                    return self._without_graphs(function, args, keywords)
+                self.passes[key] = self._recorded(key, function, leaves, form, layer)
+        except _NotCaptured as error:
+            self._graphs.give_up(str(error))
+            return self._without_graphs(function, args, keywords)
         passes = self.passes[key]
         if not self._graphs.recomputes and not passes.is_free():
             return self._without_graphs(function, args, keywords)
         return _Replay.apply(passes, self._graphs, len(tensors), *tensors, *passes.parameters)
+
+    def _captures(self, key: Any) -> bool:
+        """Whether to capture a shape that has no graphs: the first at once, others when they come again."""
+        if not self.passes:
+            return True
+        self._uses[key] += 1
+        return len(self.passes) < MOST_SHAPES and self._uses[key] > USES_BEFORE_CAPTURE
 
     def _without_graphs(self, function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if self._graphs.recomputes:
@@ -414,10 +448,7 @@ class _GraphedLayer:
         passes = _Passes(buffers, [p for p in layer.parameters() if p.requires_grad], input)
         passes.fill(tensors)
         if any(parameter._backward_hooks for parameter in passes.parameters):
-            raise RecipeError(
-                f"{KEY}: a weight of {type(layer).__name__} has a hook, which the graph would contain; set {KEY}: "
-                "false, or add the hook after the first step"
-            )
+            raise _NotCaptured(f"a weight of {type(layer).__name__} has a hook, which the graph would contain")
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         kind = tensors[0].device.type
         # Autocast's cache would keep casts that only the graph computes.
@@ -433,18 +464,14 @@ class _GraphedLayer:
             with autocast():
                 result = function(*args, **keywords)
             if not isinstance(result, Tensor) or result.shape != static[0].shape or result.dtype != static[0].dtype:
-                raise RecipeError(
-                    f"{KEY}: {type(layer).__name__} does not return one tensor like its input; set {KEY}: false"
-                )
+                raise _NotCaptured(f"{type(layer).__name__} does not return one tensor like its input")
             return result
 
         try:
             passes.record(call, self._capture(buffers, passes), recomputes=recomputes)
         except RuntimeError as error:
-            raise RecipeError(
-                f"{KEY}: {type(layer).__name__} cannot be captured as a CUDA graph "
-                f"({str(error).partition(chr(10))[0]}); set {KEY}: false"
-            ) from error
+            first_line = str(error).partition("\n")[0]
+            raise _NotCaptured(f"{type(layer).__name__} cannot be captured ({first_line})") from error
         if before is not None:
             before.is_followed = True
             if passes not in before.later:
@@ -489,18 +516,16 @@ def _without_keywords(function: Callable[..., Any]) -> tuple[Callable[..., Any],
 
 
 def _check(layer: torch.nn.Module, args: tuple[Any, ...], leaves: list[Any]) -> None:
-    """Raise RecipeError for arguments that a graph cannot read."""
+    """Raise _NotCaptured for arguments that a graph cannot read."""
     name = type(layer).__name__
     if not args or not isinstance(args[0], Tensor):
-        raise RecipeError(f"{KEY}: {name} does not take its input first; set {KEY}: false")
+        raise _NotCaptured(f"{name} does not take its input first")
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf is not args[0] and leaf.requires_grad:
-                raise RecipeError(f"{KEY}: {name} takes a second trained tensor; set {KEY}: false")
+                raise _NotCaptured(f"{name} takes a second trained tensor")
         elif leaf is not None and not isinstance(leaf, (bool, int, float, str, torch.dtype)):
-            raise RecipeError(
-                f"{KEY}: {name} takes a {type(leaf).__name__}, which a CUDA graph cannot read anew; set {KEY}: false"
-            )
+            raise _NotCaptured(f"{name} takes a {type(leaf).__name__}, which a CUDA graph cannot read anew")
 
 
 def _key(form: Any, tensors: list[Tensor], constants: list[Any]) -> Any:

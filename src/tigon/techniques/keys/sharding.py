@@ -20,7 +20,7 @@ class ShardingConfig(Section):
     """Processes that share the tokens of each row; must divide `gpus` and, with Ulysses, the model's key heads."""
     sequence_method: str = key(ULYSSES, choices=METHODS)
     """How attention sees whole rows: `ulysses` exchanges tokens for heads; `ring` passes keys and values on from
-    process to process, and no GPU has run it yet."""
+    process to process."""
     tensor: int = key(1, minimum=1, maximum=64)
     """FSDP2: consecutive processes that divide each matrix of the layers, and the head by vocabulary (tensor
     parallelism); must divide `gpus` and the model's key heads."""

@@ -63,5 +63,7 @@ class TrainKeys(Section):
     loss_memory_mib: int = key(0, minimum=0, maximum=MAX_COUNT, traced=True)
     """MiB that the fused loss may hold for logits and for the gradient of the head; 0: no limit. Without a limit a head
     of 128,256 x 2,048 takes up to 2,004 MiB."""
-    cuda_graphs: bool = key(False)
-    """Launch each decoder layer as a CUDA graph. Needs one GPU, and `train.checkpointing` `full` or `none`."""
+    cuda_graphs: bool | None = key(None)
+    """Launch each decoder layer as a CUDA graph. Needs one GPU, and `train.checkpointing` `full` or `none`. `null`:
+    only with `train.checkpointing: auto`, if all batches have one shape and the planner finds it faster. If a layer
+    cannot be captured, the run goes on without graphs, and a warning says why."""

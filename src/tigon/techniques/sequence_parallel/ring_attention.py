@@ -3,13 +3,16 @@
 `torch.distributed.tensor.experimental.context_parallel` passes keys and values around, and merges the parts of the
 softmax. It finds attention as an operator on DTensors, and has none for the CPU: torch 2.13 raises
 `aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered`. Its loops take
-any attention operator, so they are called here with the flash operators of CPU and CUDA. The loops are private.
+any attention operator, so they are called here with the flash operators of CPU and CUDA, and with cuDNN's on a GPU
+whose ordinary attention is cuDNN's. The loops are private.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from tigon.errors import RecipeError
 
 # B rows, h heads, t tokens of a shard, D head width, N processes of a group.
 
+CUDNN_FROM = (9, 0)
+"""The compute capability from which PyTorch prefers cuDNN's attention to its own flash attention."""
 CHUNKS = 2
 """A process has this many chunks of a row, one early and one late, so that all compute as many causal products."""
 
@@ -42,7 +47,7 @@ def ring_attention(
 
     Args:
         query: (B, h, t, D).
-        key: (B, k, t, D); k divides h. It travels with the heads of `query`.
+        key: (B, k, t, D); k divides h. It travels with its own heads.
         value: as `key`.
         group: The processes that share the rows.
         scale: Of the products; None: 1 / sqrt(D).
@@ -59,9 +64,6 @@ def ring_attention(
             f"sharding.sequence_method: ring needs 16-bit attention on a GPU, and this run's is {query.dtype}; set "
             "train.precision: amp-bf16, or sharding.sequence_method: ulysses"
         )
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     return _Ring.apply(query, key, value, group, scale)  # type: ignore[no-any-return]
 
 
@@ -78,7 +80,8 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, scale: float | None
     ) -> Tensor:
-        forward, _ = _operators(query.device)
+        operators = _operators(query.device)
+        forward = partial(_attend, operators.forward, **operators.options)
         with _in_turns() as loops:
             out, lse, *rest = loops._templated_ring_attention(
                 group, 2, forward, query=query, key=key, value=value, is_causal=True, dropout_p=0.0, scale=scale
@@ -91,8 +94,8 @@ class _Ring(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        _, backward = _operators(query.device)
-        options: dict[str, Any] = {"dropout_p": 0.0, "scale": ctx.scale}
+        operators = _operators(query.device)
+        options: dict[str, Any] = {"dropout_p": 0.0, "scale": ctx.scale, **operators.backward_options}
         if query.device.type == "cuda":  # as the forward returned them
             names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
             options |= dict(zip(names, ctx.rest, strict=False))
@@ -100,7 +103,7 @@ class _Ring(torch.autograd.Function):
             dq, dk, dv, *_ = loops._templated_ring_attention_backward(
                 ctx.group,
                 2,
-                backward,
+                partial(_attend_backward, operators.backward),
                 grad_out=dout.contiguous(),
                 grad_out_name="grad_out",
                 query=query,
@@ -114,15 +117,48 @@ class _Ring(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _operators(device: torch.device) -> tuple[Any, Any]:
-    """The attention of a device and its backward."""
+@dataclass(frozen=True)
+class _Operators:
+    """An attention of a device, its backward, and their arguments besides those that all attentions have."""
+
+    forward: Any
+    backward: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    backward_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _operators(device: torch.device) -> _Operators:
+    """The attention of a device. On a GPU it is the one that `scaled_dot_product_attention` prefers there."""
     aten = torch.ops.aten
-    if device.type == "cuda":
-        return aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward.default
-    return (
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    if device.type == "cpu":
+        return _Operators(
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        )
+    if torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= CUDNN_FROM:
+        return _Operators(
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._scaled_dot_product_cudnn_attention_backward.default,
+            {"attn_bias": None, "compute_log_sumexp": True},
+            {"attn_bias": None},
+        )
+    return _Operators(
+        aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default
     )
+
+
+def _attend(operator: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """An operator's attention for keys of fewer heads than the queries. They are repeated after they have travelled."""
+    repeats = query.shape[1] // key.shape[1]
+    return operator(query, *(x.repeat_interleave(repeats, dim=1) for x in (key, value)), **options)
+
+
+def _attend_backward(operator: Any, *, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """The gradients of `_attend`; those of a key are sums over the heads that share it."""
+    n_heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    dq, dk, dv = operator(query=query, key=key, value=value, **options)
+    return dq, *(x.unflatten(1, (n_heads, repeats)).sum(2) for x in (dk, dv))
 
 
 @contextlib.contextmanager

@@ -364,6 +364,8 @@ def newest(output: OutputConfig) -> Path | None:
 def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
     if now.data.packing is None:  # the run's recipe has the choice that null stood for
         now = replace(now, data=replace(now.data, packing=before.data.packing))
+    if now.train.cuda_graphs is None:
+        now = replace(now, train=replace(now.train, cuda_graphs=before.train.cuda_graphs))
     if now.train.checkpointing == AUTO:
         # The run's recipe has the choice that `auto` stood for.
         was, train = before.train, replace(now.train, checkpointing=before.train.checkpointing)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tigon.errors import TigonError
-from tigon.objectives.recipe_checks import auto_divides_batch
+from tigon.objectives.recipe_checks import auto_divides_batch, has_one_shape
 from tigon.planner.gpus import Gpu
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request
@@ -64,18 +64,22 @@ def chosen_for(recipe: Recipe, request: Request, gpu: Gpu) -> tuple[Recipe, str]
         TigonError: The planner cannot trace the model.
     """
     gpu = space.with_headroom(gpu)
-    beside = Beside(host=True, host_bytes=host_free_bytes(), fusion=auto_divides_batch(recipe))
+    beside = Beside(
+        host=True, host_bytes=host_free_bytes(), fusion=auto_divides_batch(recipe), graphs=has_one_shape(recipe)
+    )
     option = choose(request, gpu, _splits(recipe, request), beside=beside).option
     settings, estimate = option.request.settings, option.estimate
     chosen = _with(recipe, settings.train.checkpointing, option.request.batch, settings.train.gradient_accumulation)
-    fused = settings.train.gradient_accumulation_fusion
-    chosen = replace(chosen, train=replace(chosen.train, gradient_accumulation_fusion=fused))
+    fused, graphs = settings.train.gradient_accumulation_fusion, settings.train.cuda_graphs
+    chosen = replace(chosen, train=replace(chosen.train, gradient_accumulation_fusion=fused, cuda_graphs=graphs))
     words = f"train.checkpointing={settings.train.checkpointing}"
     if option.request.batch != recipe.train.batch_size:
         words += f", train.batch_size={option.request.batch}"
         words += f", train.gradient_accumulation={settings.train.gradient_accumulation}"
     if fused and not recipe.train.gradient_accumulation_fusion:
         words += ", train.gradient_accumulation_fusion=true"
+    if graphs and not recipe.train.cuda_graphs:
+        words += ", train.cuda_graphs=true"
     words += f"; {gib(estimate.device_bytes)} of {gib(gpu.memory_bytes)}, {seconds(estimate.step_s)} per step"
     return chosen, words if option.fits(gpu) else f"{words}: no recomputation of layers makes it fit"
 

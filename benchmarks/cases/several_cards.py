@@ -1,0 +1,179 @@
+"""Measure `tigon train` on several cards of one host: losses beside one process, times and peaks beside the plan.
+
+    python -m benchmarks several-cards --plan --predictions PLAN           # writes the plan of each row; needs no GPU
+    python -m benchmarks several-cards --predictions PLAN --json RECORD    # on four cards: about 12 minutes
+    python -m benchmarks several-cards --seconds 500 ...                   # starts no row that would end later
+    python -m benchmarks several-cards --rows FSDP2 ...                    # rows with this in their name
+    python -m benchmarks several-cards --tiny                              # small models on a CPU, which refuses FSDP2
+
+On four cards, rows of one or two cards run two at a time, each on its own pair of cards. Rows of four run alone. With
+two cards, rows of four are left out. A call goes on with the record at `--json` and runs what it lacks. Each row has
+new processes, which have imported their packages while the row before ran. A row that takes three times as long as
+expected is ended.
+
+`losses` rows train a small model in fp32 and must repeat the losses of one process. The others train random tokens with
+the widths of the real model. `profile` in a line has the kernels of one step of the main process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.harness import Bench, Case
+from benchmarks.several_cards import rows as table
+from benchmarks.several_cards.lanes import Lane, run_stage
+from benchmarks.several_cards.rows import Row
+from tigon.bench.record import save
+from tigon.errors import TigonError
+from tigon.objectives import recipe_checks
+from tigon.planner.gpus import GIB
+from tigon.sweep.failures import OK, line
+from tigon.sweep.one_point import predict
+
+CARD, CARD_BYTES = "NVIDIA H100 80GB HBM3", 85_017_493_504
+"""The card of the plans, as its driver names it."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plan", action="store_true", help="predict the rows, write --predictions, and measure nothing"
+    )
+    parser.add_argument("--predictions", type=Path, metavar="PLAN", help="the plans of the rows")
+    parser.add_argument("--seconds", type=float, default=3600, help="start no row that would end later")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows with this text in their name")
+
+
+def measure(bench: Bench) -> None:
+    given = bench.given
+    if given.plan:
+        _plan(bench)
+        return
+    plans = json.loads(given.predictions.read_text(encoding="utf-8"))["rows"] if given.predictions else {}
+    run = _Run(bench, plans, bench.resume("rows"))
+    cards = torch.cuda.device_count() if bench.gpu else 4
+    halves = [(0, 1), (2, 3)] if cards >= 4 and not bench.tiny else [(0, 1)]
+    with tempfile.TemporaryDirectory(prefix="several-cards-") as scratch:
+        lanes = [Lane(half, Path(scratch), tiny=bench.tiny) for half in halves]
+        whole = Lane(tuple(range(4)), Path(scratch), tiny=bench.tiny)
+        try:
+            if cards >= 4:  # they import while rows of two cards run
+                threading.Thread(target=whole.workers.prepare, args=(4,), daemon=True).start()
+            for stage in table.chosen(given.rows):
+                todo = [row for row in stage if row.name not in run.done and row.cards <= cards]
+                four = [row for row in todo if row.cards > 2]
+                run.skipped += run_stage([row for row in todo if row.cards <= 2], lanes, run.left_s, run.keep)
+                run.skipped += run_stage(four, [whole], run.left_s, run.keep)
+        finally:
+            for lane in (*lanes, whole):
+                lane.close()
+            run.finish(Path(scratch))
+
+
+class _Run:
+    """The record of a call, and what it has left to do."""
+
+    def __init__(self, bench: Bench, plans: Mapping[str, Any], earlier: list[dict[str, Any]]) -> None:
+        self.bench, self.plans, self.skipped = bench, plans, list[Row]()
+        self.lines = {one["name"]: one for one in earlier}
+        self.done = {name for name, one in self.lines.items() if one["status"] == OK}
+        self._end_s: float = time.monotonic() + bench.given.seconds
+
+    def left_s(self) -> float:
+        return self._end_s - time.monotonic()
+
+    def keep(self, row: Row, measured: Mapping[str, Any]) -> None:
+        """Add a row's line to the record, with its plan and its difference from one process."""
+        one = {**measured, "planned": self.plans.get(row.name), "recipe": table.sections(row, tiny=self.bench.tiny)}
+        self.lines[row.name] = one
+        if row.equals and one["status"] == OK and (other := self.lines.get(row.equals, {})).get("losses"):
+            one["difference"] = table.worst_difference(one["losses"][:1], other["losses"])
+            one["difference_of_all"] = table.worst_difference(one["losses"], other["losses"])
+            one["equal"] = one["difference"] <= row.limit
+        self.bench.fields["rows"] = [old for old in self.bench.fields.get("rows", []) if old["name"] != row.name]
+        self.bench.add("rows", one, _words(one))
+
+    def finish(self, logs: Path) -> None:
+        """Say what did not run, and write the last lines of the logs of what failed beside the record."""
+        for row in self.skipped:
+            print(f"not started, too little time: {row.name}", flush=True)
+        if self.bench.given.json is not None:
+            failed = [one["name"] for one in self.lines.values() if one["status"] not in (OK, "refused")]
+            texts = [_tail(log, name) for name in failed for log in logs.rglob("*.log") if log.stem == _stem(name)]
+            if texts:
+                self.bench.given.json.with_suffix(".log").write_text("\n".join(texts), encoding="utf-8")
+
+
+def _stem(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name)
+
+
+def _tail(log: Path, name: str) -> str:
+    return f"=== {name}\n{log.read_text(encoding='utf-8', errors='replace')[-6000:]}"
+
+
+def _words(one: Mapping[str, Any]) -> str:
+    """A row in one line."""
+    text = f"{one['seconds']:5.0f} s  {one['name']}: "
+    if one["status"] != OK:
+        return text + f"{one['status']}. {one['detail']}"
+    if "difference" in one:
+        right = "equal" if one["equal"] else "NOT EQUAL"
+        return text + f"{right}, first loss {one['difference']:.1e}, all {one['difference_of_all']:.1e}"
+    plan = one["planned"] or {}
+    parts = [f"{one['ms']:,.0f} ms{_beside(one['ms'], plan.get('ms'))}"]
+    if one.get("peak_bytes"):
+        peak = one["peak_bytes"] / GIB
+        parts.append(f"peak {peak:.2f} GiB{_beside(one['peak_bytes'], plan.get('peak_bytes'))}")
+    if one["losses"]:
+        parts.append(f"first loss {one['losses'][0]:.6f}")
+    if found := one.get("profile"):
+        parts.append(
+            f"compute {found['compute_ms']:.0f} ms, collectives alone {found['exposed_collectives_ms']:.0f} ms"
+        )
+    return text + ", ".join(parts)
+
+
+def _beside(measured: float, planned: float | None) -> str:
+    return "" if planned is None else f" (planned {planned / measured - 1:+.1%})"
+
+
+def _plan(bench: Bench) -> None:
+    """Write the plan of every row that is timed on a GPU, or why it has none."""
+    path: Path | None = bench.given.predictions
+    if path is None:
+        bench.refuse("--plan writes the file that --predictions names")
+    plans: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for stage in table.chosen(bench.given.rows):
+            for row in (one for one in stage if not one.name.startswith("losses")):
+                file = Path(scratch, "recipe.yaml")
+                file.write_text(yaml.safe_dump(table.sections(row, tiny=False)), encoding="utf-8")
+                plans[row.name] = _predicted(file)
+                print(row.name, json.dumps(plans[row.name]), flush=True)
+                save({"environment": bench.environment(), "card": CARD, "rows": plans}, path)
+
+
+def _predicted(recipe: Path) -> dict[str, Any]:
+    try:
+        found = predict(recipe_checks.load(recipe, gpu_present=lambda: True), CARD, CARD_BYTES)
+    except TigonError as error:
+        return {"detail": line(error)}
+    return {"ms": 1e3 * found["step_s"], "peak_bytes": found["peak_allocated_bytes"], "phase": found["peak_phase"]}
+
+
+CASE = Case(
+    measure=measure,
+    options=options,
+    packages=("accelerate", "peft", "deepspeed", "bitsandbytes", "trl"),
+    needs_gpu=False,
+)

@@ -1,0 +1,106 @@
+"""Lanes of cards: each runs its rows one after the other, in processes that see only its cards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.several_cards.rows import Row, sections
+from tigon.sweep import failures
+from tigon.sweep.processes import Workers
+
+WORKER = ("-m", "benchmarks.several_cards.worker")
+SLOW = 3
+"""A row is ended after this many times the seconds it is expected to take."""
+
+
+class Lane:
+    """A set of cards. Processes for the next row import while a row runs."""
+
+    def __init__(self, cards: tuple[int, ...], folder: Path, *, tiny: bool) -> None:
+        self.cards, self.tiny = cards, tiny
+        self.folder = folder / "-".join(map(str, cards))
+        self.folder.mkdir(parents=True)
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))}
+        self.workers = Workers(self.folder, worker=WORKER, environment=visible)
+
+    def run(self, row: Row, ahead: int) -> dict[str, Any]:
+        """Run a row. ahead: how many processes to start for the rows after it. Returns the row's line of the record."""
+        began_s = time.monotonic()
+        log = self.folder / f"{''.join(c if c.isalnum() else '-' for c in row.name)}.log"
+        room = self.folder / "room"
+        shutil.rmtree(room, ignore_errors=True)
+        (room / "files").mkdir(parents=True)
+        recipe = room / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump(sections(row, tiny=self.tiny)), encoding="utf-8")
+        order = {
+            "recipe": str(recipe),
+            "folder": str(room / "files"),
+            "result": str(room / "result"),
+            "post_training": row.post_training,
+            "profiled": row.profiled,
+            "without_cudnn": row.without_cudnn,
+            "threads": 1 if self.tiny else None,
+        }
+        limit_s = SLOW * row.seconds if not self.tiny else 600
+        with self.workers.carry_out(order, log, processes=row.cards) as group:
+            if ahead > self.workers.n_ready:
+                self.workers.prepare(ahead - self.workers.n_ready)
+            code = group.wait(max(1.0, limit_s - (time.monotonic() - began_s)))
+        outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(room.glob("result.*"))]
+        ended = None
+        if len(outputs) < row.cards:
+            ended = failures.status_of_processes(outputs, code, log, None, limit_s)
+        status, detail = failures.worst(outputs, ended)
+        seconds = round(time.monotonic() - began_s, 1)
+        line = {"name": row.name, "cards": list(self.cards[: row.cards]), "status": status, "detail": detail}
+        return {**line, "seconds": seconds, **(_combined(outputs) if status == failures.OK else {})}
+
+    def close(self) -> None:
+        self.workers.close()
+
+
+def _combined(outputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of the main process, with the highest peak of all."""
+    first = {name: value for name, value in outputs[0].items() if name not in ("status", "detail")}
+    peaks = [one["peak_bytes"] for one in outputs if one.get("peak_bytes") is not None]
+    return first | {"peak_bytes": max(peaks, default=None)}
+
+
+def run_stage(
+    rows: Iterable[Row],
+    lanes: list[Lane],
+    left_s: Callable[[], float],
+    keep: Callable[[Row, Mapping[str, Any]], None],
+) -> list[Row]:
+    """Run rows in their order, each in the next free lane. Returns those that time was too short for."""
+    queue, skipped, lock = list(rows), list[Row](), threading.Lock()
+
+    def work(lane: Lane) -> None:
+        while True:
+            with lock:
+                if not queue:
+                    return
+                row = queue.pop(0)
+                ahead = sum(one.cards for one in queue[: 2 * len(lanes)]) // len(lanes)
+            if left_s() < row.seconds:
+                with lock:
+                    skipped.append(row)
+                continue
+            line = lane.run(row, min(ahead, 2 * len(lane.cards)))
+            with lock:
+                keep(row, line)
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return skipped
