@@ -4,8 +4,6 @@
 """
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,16 +11,17 @@ from pathlib import Path
 
 RECIPE = """
 model: {name: MODEL}
-data: {source: rows.jsonl, sequence_length: 16, eval_fraction: 0}
+data: {source: FOLDER/rows.jsonl, sequence_length: 16, eval_fraction: 0}
 train: {objective: grpo, steps: 20, batch_size: 16, learning_rate: 1.0e-2, weight_decay: 0, log_steps: 1}
 post_training:
   rewards:
-    - own_reward:even_share
+    - examples.own_reward:even_share
     - {function: tigon.rewards:length, weight: 0.2, arguments: {most: 6}}
   generations: 8
   completion_length: 8
-output: {name: even, sample_tokens: 0, save_model: false}
+output: {folder: FOLDER/runs, name: even, sample_tokens: 0, save_model: false}
 """
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def even_share(completions: list[str], **columns: object) -> list[float]:
@@ -38,12 +37,10 @@ if __name__ == "__main__":
         folder = Path(name)
         prompts = [json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows()]
         (folder / "rows.jsonl").write_text("".join(prompts), encoding="utf-8")
-        (folder / "recipe.yaml").write_text(RECIPE.replace("MODEL", checkpoint()), encoding="utf-8")
-        shutil.copy(__file__, folder)  # the recipe finds modules of the current folder
-        paths = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-m", "tigon", "train", "recipe.yaml"]
-        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        recipe = RECIPE.replace("MODEL", checkpoint()).replace("FOLDER", name)
+        (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        command = [sys.executable, "-m", "tigon", "train", str(folder / "recipe.yaml")]
+        subprocess.run(command, cwd=CHECKOUT, check=True, stdout=subprocess.DEVNULL)  # its modules are those of here
         lines = (folder / "runs" / "even" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
 
     records = [record for record in map(json.loads, lines) if record["event"] == "train"]

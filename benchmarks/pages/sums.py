@@ -1,4 +1,4 @@
-"""What a small chat model learns from rewards and pairs: tables and charts of docs/own-reward.md.
+"""Writes tables and charts of docs/own-reward.md: what a small chat model learns from rewards and pairs.
 
     python -m benchmarks.pages.sums
 

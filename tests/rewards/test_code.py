@@ -57,6 +57,6 @@ def test_rewards_keep_the_order_of_the_completions() -> None:
 
 
 def test_nothing_runs_unless_it_is_allowed(tmp_path) -> None:
-    with pytest.raises(RecipeError, match=r"no sandbox; to allow it, set arguments: \{allow: true\}"):
+    with pytest.raises(RecipeError, match=r"use the network; to allow it, set arguments: \{allow: true\}"):
         passes_tests([f"open({str(tmp_path / 'ran')!r}, 'w')"], [TESTS])
     assert not (tmp_path / "ran").exists()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tigon.errors import RecipeError
+from tigon.objectives.grpo import PlannedGRPO
 from tigon.objectives.post_training.reward_entries import entries_of
 from tigon.trainer.post_training.rewards import load_rewards
 
@@ -139,3 +140,11 @@ def test_arguments_reach_the_function_and_its_title_names_the_metrics() -> None:
     assert function.__name__ == "short"
     rewards = function(prompts=["p"] * 2, completions=["a", "b"], completion_ids=[[0, 0], [0, 0, 0, 0]])
     assert rewards == [1, 0]
+
+
+def test_plans_of_rewards_with_arguments_are_compared() -> None:
+    rewards = ({"function": "a:b", "arguments": {"most": 3}},)
+    one, other = (PlannedGRPO("grpo", (("rewards", given),)) for given in (rewards, ("a:b",)))
+    again = PlannedGRPO("grpo", (("rewards", ({"function": "a:b", "arguments": {"most": 3}},)),))
+    assert one == again != other and hash(one) == hash(again)
+    assert one.recipe_keys()["post_training.rewards"] == list(rewards)

@@ -1,7 +1,7 @@
 """A reward for Python code that passes the tests of its row. It runs the code in a limited process.
 
-The limits stop endless loops, large memory and large files. They are no sandbox: the code can read files and use the
-network with the rights of the run. Train in a container without secrets.
+The limits stop endless loops, large memory and large files. The code can still read files and use the network with the
+rights of the run, so train in a container without secrets.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def passes_tests(
     """
     if not allow:
         raise RecipeError(
-            "it runs code that the model writes, and its limits are no sandbox; to allow it, set arguments: {allow: "
-            "true} beside the function, and train in a container without secrets"
+            "it runs code that the model writes, which can read files and use the network; to allow it, set arguments: "
+            "{allow: true} beside the function, and train in a container without secrets"
         )
     texts = [text_of(completion) for completion in completions]
     with ThreadPoolExecutor(AT_ONCE) as pool:
