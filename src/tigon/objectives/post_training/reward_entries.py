@@ -24,7 +24,7 @@ class RewardEntry:
     """Its name in metrics and charts."""
     weight: float = 1.0
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the function gets by name, besides completions and columns."""
+    """Arguments that the function gets by name, besides completions and columns."""
 
 
 def entries_of(given: Sequence[str | Mapping[str, Any]]) -> tuple[RewardEntry, ...]:
