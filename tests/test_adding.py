@@ -91,7 +91,7 @@ import torch
 from tigon.ops import OPS, dispatch
 
 op = OPS["squared_relu"]
-assert list(OPS)[-2:] == ["squared_relu", "topk_softmax"]  # in alphabetical order
+assert list(OPS)[-3:] == ["squared_relu", "topk_sigmoid", "topk_softmax"]  # in alphabetical order
 for dtype, most in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
     for case in (op.case,):
         x = op.make(case, dtype, torch.device("cpu"))["x"].requires_grad_()

@@ -19,11 +19,13 @@ PUBLIC = [
     "__version__",
     "add_rms_norm",
     "attention_with_sinks",
+    "causal_conv1d",
     "checkpoint",
     "cross_entropy",
     "errors",
     "experts",
     "fp8_linear",
+    "gated_rms_norm",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
@@ -43,6 +45,7 @@ PUBLIC = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_sigmoid",
     "topk_softmax",
 ]
 

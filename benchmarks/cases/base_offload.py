@@ -3,6 +3,7 @@
     python -m benchmarks base-offload --json RECORD                # on a GPU with 80 GB: about 3 minutes
     python -m benchmarks base-offload --row llama-3.1-70b-full     # one row; the host needs 64 GiB for it
     python -m benchmarks base-offload --row qwen3-32b-full         # a row that runs only if it is named
+    python -m benchmarks base-offload --row 8gb-28672 --row 24gb-98304    # long samples, beside docs/long-context.md
     python -m benchmarks base-offload --tiny                       # small models, also without a GPU
 
 Weights and tokens are random. Adapters have rank 16 and fp32 weights, under bf16 autocast, with fused AdamW. The device
@@ -13,8 +14,8 @@ between a model on the device and the same one with its layers on the host. The 
 NaN from the start of its copy, so that a use that does not wait gives NaN. Two runs on the device alone show how much
 a GPU's own sums differ. On a CPU nothing differs.
 
-The other rows are QLoRA steps of one sample of 4,096 tokens. The allocator gets what the limit leaves beside the CUDA
-context and the kernels. If the row says so, the same model is then measured without the limit and with all layers on
+The other rows are QLoRA steps of one sample, of 4,096 tokens if the name does not say another length. The allocator gets
+what the limit leaves beside the CUDA context and the kernels. If the row says so, the same model is then measured without the limit and with all layers on
 the device. The line `link` is the rate of a copy from pinned host memory.
 """
 
@@ -24,7 +25,8 @@ import argparse
 import dataclasses
 import importlib
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,9 +43,11 @@ from tigon.models.loading.presets import PRESETS
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB
 from tigon.planner.request import Request
+from tigon.techniques import TECHNIQUES
 from tigon.techniques.base_offload.base_offload import KEY
 from tigon.techniques.base_offload.streamed_layers import StreamedLayers
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.technique import RunInfo
 
 # Its types are incomplete, and mypy checks this file.
 transformers = importlib.import_module("transformers")
@@ -52,8 +56,6 @@ EQUALITY = "equality"
 LATE_CYCLES = 5_000_000
 """GPU cycles that a late copy waits: about 3 ms."""
 MICRO_BATCHES = 3
-QWEN3_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
-SHAPES = {**PRESETS, "qwen3-32b": {**PRESETS["qwen3-8b"], **QWEN3_32B}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +64,30 @@ class Row:
 
     model: str
     checkpointing: str
-    limit_gib: int
+    limit_gib: float
     steps: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """More recipe keys."""
     resident: bool = False
     """Whether the same model is also measured with all layers on the device."""
     seq: int = 4096
 
 
 _8B = Row(model="llama-3.1-8b", checkpointing="full", limit_gib=8, steps=5, resident=True)
+_LONG = Row(
+    model="llama-3.1-8b",
+    checkpointing="offload",
+    limit_gib=24,
+    steps=1,
+    changes={"lora.rank": 32, "train.mlp_tile_tokens": 4096, "train.attention_groups": 8},
+)
 ROWS = {
     "llama-3.1-8b-full": _8B,
     "llama-3.1-8b-offload": dataclasses.replace(_8B, checkpointing="offload"),
     "llama-3.1-70b-full": Row(model="llama-3.1-70b", checkpointing="full", limit_gib=24, steps=2),
     "qwen3-32b-full": Row(model="qwen3-32b", checkpointing="full", limit_gib=16, steps=3),
+    "8gb-28672": dataclasses.replace(_LONG, limit_gib=7.45, steps=2, seq=28672),
+    "24gb-98304": dataclasses.replace(_LONG, limit_gib=23.5, steps=1, seq=98304),
 }
 DEFAULT = (EQUALITY, "llama-3.1-8b-full", "llama-3.1-8b-offload", "llama-3.1-70b-full")
 
@@ -84,7 +97,7 @@ DEFAULT = (EQUALITY, "llama-3.1-8b-full", "llama-3.1-8b-offload", "llama-3.1-70b
 
 def config_of(model: str, tiny: bool) -> Any:
     small = TINY | {"num_hidden_layers": 5}  # odd, so that the first and the last layer share a buffer
-    config = transformers.AutoConfig.for_model(**{**SHAPES[model], **(small if tiny else {})})
+    config = transformers.AutoConfig.for_model(**{**PRESETS[model], **(small if tiny else {})})
     config.use_cache = False
     return config
 
@@ -119,6 +132,9 @@ def trained_on_host(config: Any, settings: Settings, shape: tuple[int, int], dev
     ids_BT = torch.randint(0, config.vocab_size, shape, device=device)
     trained = Trained(model, settings, ids_BT)
     tigon.patch(model)
+    for technique in (TECHNIQUES["tiled-mlp"], TECHNIQUES["grouped-attention"]):
+        if technique.used_by(settings):
+            technique.model(model, settings, RunInfo())
     return trained
 
 
@@ -223,12 +239,12 @@ def measured(bench: Bench, name: str) -> dict[str, Any]:
     """One line: steps with the layers on the host and, if the row says so, on the device, beside their plans."""
     row = ROWS[name]
     config, shape = config_of(row.model, bench.tiny), (1, 64 if bench.tiny else row.seq)
-    settings = USUAL.having({"lora.quantize": True, "train.checkpointing": row.checkpointing})
+    settings = USUAL.having({"lora.quantize": True, "train.checkpointing": row.checkpointing, **row.changes})
     trained = trained_on_host(config, settings, shape, bench.device)
-    line: dict[str, Any] = {"row": name, "batch": shape[0], "seq": shape[1], "limit_bytes": row.limit_gib * GIB}
+    line: dict[str, Any] = {"row": name, "batch": shape[0], "seq": shape[1], "limit_bytes": int(row.limit_gib * GIB)}
     bench.free()
     if bench.gpu:
-        line["allocator_limit_bytes"] = limit_allocator(row.limit_gib * GIB)
+        line["allocator_limit_bytes"] = limit_allocator(line["limit_bytes"])
     begin_s = time.perf_counter()
     streamed = StreamedLayers(trained.model, decoder_layers(trained.model), bench.device)
     line["to_host_s"] = time.perf_counter() - begin_s

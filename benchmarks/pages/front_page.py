@@ -156,7 +156,7 @@ def _published() -> list[str]:
     """The longest sequence that Unsloth publishes. tigon's is the planner's: it was not run."""
     card = "24 GB"
     planned = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))["tokens"]["8B, QLoRA"][card]
-    theirs, unpatched = published.UNSLOTH_QLORA_8B[card], published.UNSLOTH_HUGGING_FACE_8B
+    theirs, unpatched = published.UNSLOTH_QLORA["8B"][card], published.UNSLOTH_HUGGING_FACE_8B
     figures = (f"{unpatched:,} (published)", "", f"{theirs:,} (published)", f"{planned:,} (planned)")
     return [f"*Unsloth's test*: 8B, QLoRA, longest in {card}", *figures]
 
@@ -170,9 +170,11 @@ def _peak_and_speed(point: Point) -> str:
 def fits() -> str:
     """The planner's table, with the figures that Unsloth publishes for the same rank and batch size."""
     record = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))
-    cells = (f"{tokens:,}" for tokens in published.UNSLOTH_QLORA_8B.values())
-    theirs = [f"[Unsloth publishes]({published.UNSLOTH_PAGE}): 8B, QLoRA", *cells, ""]
-    return what_fits.table(record, [theirs])
+    theirs = []
+    for model, tokens in published.UNSLOTH_QLORA.items():
+        cells = (f"{tokens[card]:,}" if card in tokens else "" for card in what_fits.CARDS)
+        theirs.append([f"[Unsloth publishes]({published.UNSLOTH_PAGE}): {model}, QLoRA", *cells, ""])
+    return what_fits.table(record, theirs)
 
 
 def gains() -> str:

@@ -6,8 +6,8 @@
 
 A recipe is named by the smallest class of GPU memory that it fits. A GPU of the planner's table with little usable
 memory stands for each class. A larger class gets another recipe if its memory allows one that changes the numbers less,
-or that recomputes no layer. A step has 16 rows of 2,048 tokens, one at a time. No recipe uses memory of the host,
-because its size is not known.
+that recomputes no layer, or that keeps no layer on the host. A step has 16 rows of 2,048 tokens, one at a time. QLoRA
+keeps frozen layers in memory of the host if nothing else fits. No other recipe uses memory of the host.
 """
 
 from __future__ import annotations
@@ -26,19 +26,32 @@ from tigon.planner.search import space
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.space import SearchProblem
 from tigon.report.table import markdown_table
+from tigon.techniques.base_offload import base_offload
 
 FOLDER, PAGE = Path("recipes/models"), Path("docs/model-recipes.md")
 BEGIN, END = "<!-- model recipes -->", "<!-- /model recipes -->"
-CLASSES: Mapping[int, str] = {12: "rtx-4070", 16: "rtx-5080", 24: "a10", 48: "l40s", 80: "a100-80gb"}
+CLASSES: Mapping[int, str] = {
+    8: "rtx-4060-ti-8gb",
+    12: "rtx-4070",
+    16: "rtx-5080",
+    24: "a10",
+    48: "l40s",
+    80: "a100-80gb",
+}
 """GB that the maker names -> the GPU of the planner's table that stands for the class."""
 SEQUENCE, EFFECTIVE_BATCH = 2048, 16
-KINDS = ("none", "full")
 SETTINGS: tuple[Mapping[str, str], ...] = (
     {"train.precision": "amp-bf16", "train.optimizer": "adamw"},
     {"train.precision": "bf16", "train.optimizer": "adamw"},
     {"train.precision": "bf16", "train.optimizer": "adamw-8bit"},
 )
 """Smallest change of the numbers first. With adapters only the first is tried, because their states are small."""
+KINDS: tuple[Mapping[str, object], ...] = ({"train.checkpointing": "none"}, {"train.checkpointing": "full"})
+ON_HOST: tuple[Mapping[str, object], ...] = (
+    {"train.checkpointing": "full", base_offload.KEY: True},
+    {"train.checkpointing": "offload", base_offload.KEY: True},
+)
+"""The last kinds of QLoRA."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,8 @@ class Model:
     methods: tuple[str, ...] = ("full", "lora", "qlora")
     attention: str = "sdpa"
     """The value of `model.attention`."""
+    least_gb: int = 12
+    """The smallest class that is tried."""
 
 
 MODELS = (
@@ -65,8 +80,10 @@ MODELS = (
     Model("qwen3-4b", "Qwen/Qwen3-4B"),
     Model("gemma-3-4b", "google/gemma-3-4b-it"),
     Model("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3"),
-    Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
+    Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", least_gb=8),
     Model("qwen3-8b", "Qwen/Qwen3-8B"),
+    Model("qwen3-32b", "Qwen/Qwen3-32B", ("qlora",), least_gb=8),
+    Model("llama-3.1-70b", "meta-llama/Llama-3.1-70B-Instruct", ("qlora",), least_gb=8),
     # transformers' sdpa cannot compute its attention sinks.
     Model("gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", ("lora", "qlora", "qlora-experts"), attention="eager"),
     Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", ("lora", "lora-experts", "qlora", "qlora-experts")),
@@ -99,6 +116,8 @@ class Row:
 
 def asked(model: Model, method: str, gb: int, given: Mapping[str, object]) -> SearchProblem:
     """The question for the run of a model and method on a GPU of this class, with these settings."""
+    on_host = base_offload.KEY in given
+    given = {key: value for key, value in given.items() if key != base_offload.KEY}
     found = problem_of(
         Flags(
             target=model.hub_id, gpu=find_gpu(CLASSES[gb]), method=method.removesuffix(WITH_EXPERTS),
@@ -108,9 +127,9 @@ def asked(model: Model, method: str, gb: int, given: Mapping[str, object]) -> Se
             },
         )
     )  # fmt: skip
-    request = found.request
-    if method.endswith(WITH_EXPERTS):
-        request = replace(request, settings=request.settings.having({"lora.targets": ("all-linear", "experts")}))
+    targets = ("all-linear", "experts") if method.endswith(WITH_EXPERTS) else found.request.settings.lora.targets
+    more = {"lora.targets": targets, base_offload.KEY: on_host}  # `tigon plan` has no options for them
+    request = replace(found.request, settings=found.request.settings.having(more))
     return replace(found, request=request, gpu=space.with_headroom(found.gpu))
 
 
@@ -120,18 +139,19 @@ def chosen(model: Model, method: str) -> list[Row]:
     A class whose recipe is that of the smaller class has none.
     """
     rows: list[Row] = []
-    combinations = [(s, kind) for s in (SETTINGS if method == "full" else SETTINGS[:1]) for kind in KINDS]
+    kinds = (*KINDS, *ON_HOST) if method == "qlora" else KINDS
+    combinations = [{**kind, **s} for s in (SETTINGS if method == "full" else SETTINGS[:1]) for kind in kinds]
     largest: list[Option] = []
-    for settings, kind in combinations:
-        problem = asked(model, method, max(CLASSES), {"train.checkpointing": kind, **settings})
+    for given in combinations:
+        problem = asked(model, method, max(CLASSES), given)
         largest.append(estimate_option(problem.request, problem.gpu))
     best = len(combinations)
-    for gb, name in CLASSES.items():
+    for gb, name in ((gb, name) for gb, name in CLASSES.items() if gb >= model.least_gb):
         room = space.with_headroom(find_gpu(name)).memory_bytes
-        for place, (settings, kind) in enumerate(combinations[:best]):
+        for place, given in enumerate(combinations[:best]):
             if largest[place].estimate.device_bytes > room:
                 continue
-            problem = asked(model, method, gb, {"train.checkpointing": kind, **settings})
+            problem = asked(model, method, gb, given)
             option = estimate_option(problem.request, problem.gpu)
             if option.fits(problem.gpu):
                 rows.append(Row(model, method, gb, option))
@@ -174,14 +194,14 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
         targets = "[all-linear, experts]" if method.endswith(WITH_EXPERTS) else "all-linear"
         lines += ["lora:", "  rank: 16", f"  targets: {targets}"]
     if method.startswith("qlora"):
-        lines.append("  quantize: true")
+        lines += ["  quantize: true", *["  base_offload: true"] * settings.lora.base_offload]
     lines += ["output:", f"  name: {model.name}-{method}", "  if_exists: number"]
     return "\n".join(lines) + "\n"
 
 
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
-    titles = ("recipe", "GPU of the plan", "needs (GiB)", "of (GiB)", "micro-batch", "tokens/s", "changes")
+    titles = ("recipe", "GPU of the plan", "needs (GiB)", "of (GiB)", "host (GiB)", "micro-batch", "tokens/s", "changes")
     shown = []
     for row in rows:
         gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate
@@ -191,8 +211,9 @@ def table(rows: list[Row]) -> str:
             f"{request.batch} x {request.settings.train.gradient_accumulation}, {request.settings.train.checkpointing}"
         )
         sizes = [f"{nbytes / GIB:.1f}" for nbytes in (result.device_bytes, gpu.memory_bytes)]
-        shown.append([link, gpu.name, *sizes, split, f"{result.tokens_per_s:,.0f}", changes])
-    return markdown_table(titles, shown, texts=(0, 1, 4, 6))
+        host = f"{result.host_bytes / GIB:.1f}" if result.host_bytes else "–"
+        shown.append([link, gpu.name, *sizes, host, split, f"{result.tokens_per_s:,.0f}", changes])
+    return markdown_table(titles, shown, texts=(0, 1, 5, 7))
 
 
 def recipe_files() -> Iterator[tuple[Model, str, Path]]:

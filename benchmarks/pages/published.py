@@ -61,8 +61,11 @@ AMD_GAINS: Mapping[str, Gain] = {
 }
 
 UNSLOTH_PAGE = "https://unsloth.ai/docs/basics/unsloth-benchmarks"
-UNSLOTH_QLORA_8B: Mapping[str, int] = {"8 GB": 2972, "16 GB": 40724, "24 GB": 78475, "48 GB": 191728, "80 GB": 342733}
-"""Longest sequence of one sample by size of card: Llama 3.1 8B Instruct, QLoRA of rank 32 on all linear layers.
-Source: `UNSLOTH_PAGE`, read on 2026-11-24."""
+UNSLOTH_QLORA: Mapping[str, Mapping[str, int]] = {
+    "8B": {"8 GB": 2972, "12 GB": 21848, "16 GB": 40724, "24 GB": 78475, "48 GB": 191728, "80 GB": 342733},
+    "70B": {"48 GB": 12106, "80 GB": 89389},
+}
+"""Longest sequence of one sample by size of card: Llama 3.1 8B and 3.3 70B Instruct, QLoRA of rank 32 on all linear
+layers. Source: `UNSLOTH_PAGE`, read on 2026-11-24 and 2026-11-28."""
 UNSLOTH_HUGGING_FACE_8B = 5789
 """The same in 24 GB with Hugging Face and FlashAttention 2, as Unsloth measured it. The same source."""

@@ -3,7 +3,8 @@
     python -m benchmarks.pages.what_fits        # plans again and writes the record; takes a minute
 
 `python -m benchmarks.pages.front_page` writes the table from the record. Each cell is what `tigon plan` prints for
-`recipes/what-fits.yaml`. No cell is measured; the last column has the nearest run that was.
+`recipes/what-fits.yaml`, with more positions than the models have. No cell is measured; the last column has the
+nearest run that was.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ RECORD = ROOT / "benchmarks" / "results" / "planned" / "what-fits.json"
 MEASURED = ROOT / "benchmarks" / "results" / "nvidia-h200"
 CARDS: Mapping[str, str] = {
     "8 GB": "8GB",
+    "12 GB": "rtx-4070",
     "16 GB": "rtx-4080",
     "24 GB": "rtx-4090",
     "48 GB": "rtx-6000-ada",
@@ -49,13 +51,18 @@ class Row:
 
 FULL = ("lora.rank=null", "lora.quantize=false", "train.precision=bf16")
 LORA = ("lora.quantize=false",)
+POSITIONS = "model.config={max_position_embeddings: 2097152}"
+"""Lets every model read longer rows than its checkpoint declares, as the measured row of 524,288 tokens did."""
 SMALL, LARGE = "model.name=llama-3.2-1b", "model.name=llama-3.1-70b"
 ON_HOST = "lora.base_offload=true"
+TILED = ("train.mlp_tile_tokens=4096", "train.attention_groups=8")
 ROWS: Mapping[str, Row] = {
     "1B, full fine-tuning in bf16": Row(changes=(SMALL, *FULL), nearest="llama-3.2-1b b16 s2048 ckpt-offload"),
     "1B, LoRA": Row(changes=(SMALL, *LORA)),
     "8B, QLoRA": Row(),
     "8B, QLoRA, layers on the host": Row(changes=(ON_HOST,), nearest="llama-3.1-8b-offload"),
+    "8B, QLoRA, layers on the host, tiles": Row(changes=(ON_HOST, *TILED)),
+    "32B, QLoRA, layers on the host": Row(changes=("model.name=qwen3-32b", ON_HOST)),
     "70B, QLoRA, layers on the host": Row(changes=(LARGE, ON_HOST), nearest="llama-3.1-70b-full"),
     "8B, LoRA": Row(changes=LORA, nearest="llama-3.1-8b b4 s4096 bf16 ckpt-full lora16"),
     "8B, full fine-tuning in bf16": Row(changes=FULL, nearest="llama-3.1-8b b2 s8192 bf16 ckpt-offload"),
@@ -64,7 +71,7 @@ ROWS: Mapping[str, Row] = {
 
 def planned(row: str, card: str) -> int:
     """Tokens of one sample that fit, or 0: the longest sequence "as asked" of `tigon plan`."""
-    flags = Flags(target=str(RECIPE), gpu=find_gpu(CARDS[card]), assignments=ROWS[row].changes)
+    flags = Flags(target=str(RECIPE), gpu=find_gpu(CARDS[card]), assignments=(POSITIONS, *ROWS[row].changes))
     return longest_sequence(problem_of(flags).request, with_headroom(flags.gpu))
 
 

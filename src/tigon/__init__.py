@@ -15,9 +15,11 @@ from tigon.ops import (
     VocabParallelOptions,
     add_rms_norm,
     attention_with_sinks,
+    causal_conv1d,
     cross_entropy,
     experts,
     fp8_linear,
+    gated_rms_norm,
     geglu,
     layer_norm,
     linear_cross_entropy,
@@ -32,6 +34,7 @@ from tigon.ops import (
     rms_norm,
     rope,
     swiglu,
+    topk_sigmoid,
     topk_softmax,
 )
 
@@ -50,11 +53,13 @@ __all__ = [
     "__version__",
     "add_rms_norm",
     "attention_with_sinks",
+    "causal_conv1d",
     "checkpoint",
     "cross_entropy",
     "errors",
     "experts",
     "fp8_linear",
+    "gated_rms_norm",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
@@ -74,6 +79,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_sigmoid",
     "topk_softmax",
 ]
 

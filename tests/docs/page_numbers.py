@@ -75,7 +75,7 @@ def hybrid_packing() -> str:
         library = next((kind.library for kind in kinds if kind.bounds), None)
         way = "one by one" if library is None else f"in one call beside {library}, otherwise one by one"
         if kinds == [CONVOLUTION]:
-            way = f"in one call in PyTorch, one by one beside {CONVOLUTION.library}"
+            way = f"in one call, one by one beside {CONVOLUTION.library}"
         rows.append((f"`{family}`", ", ".join(kind.name for kind in kinds), way))
     return markdown_table(("family", "layers", "packed documents"), rows)
 

@@ -58,7 +58,14 @@ def test_planned_record_has_every_cell_of_the_table() -> None:
     assert record["tokens"].keys() == what_fits.ROWS.keys()
     assert all(row.keys() == what_fits.CARDS.keys() for row in record["tokens"].values())
     assert all(row["8 GB"] <= row["24 GB"] <= row["80 GB"] for row in record["tokens"].values())
-    assert published.UNSLOTH_QLORA_8B.keys() == what_fits.CARDS.keys()
+    assert published.UNSLOTH_QLORA["8B"].keys() == what_fits.CARDS.keys()
+
+
+@pytest.mark.parametrize("model", published.UNSLOTH_QLORA)
+def test_qlora_is_planned_longer_than_published_on_every_card(model: str) -> None:
+    record = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))["tokens"]
+    for card, published_tokens in published.UNSLOTH_QLORA[model].items():
+        assert max(record[row][card] for row in record if row.startswith(f"{model}, QLoRA")) > published_tokens
 
 
 @pytest.mark.parametrize(

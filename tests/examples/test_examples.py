@@ -29,7 +29,9 @@ MOST_LINES = 60
 MOST_SECONDS = 300
 PRINTED = {
     "accelerate_loop.py": r"loss 3\.\d+ -> [01]\.\d+ in 30 steps",
+    "classify.py": r"accuracy (9\d|100)% of 128 texts",
     "custom_model.py": r"the gradients agree with F\.cross_entropy\nloss 3\.\d+ -> 0\.\d+",
+    "embed.py": r"difference of a gradient is \de-0[5-9]\nloss \d\.\d+ -> \d\.\d+ in 20 steps",
     "fsdp2.py": r"holds 10320 of 20640 weights\nloss 3\.4\d+ \(one process: 3\.4\d+\) -> [01]\.",
     "hf_trainer.py": r"loss 3\.\d+ -> [12]\.\d+; largest difference from the unpatched run ",
     "keep_what_fits.py": r"equal bit for bit\nloss 3\.\d+ -> [01]\.\d+ in 10 steps (.*\n)+mean loss [01]\.",
@@ -38,6 +40,7 @@ PRINTED = {
     "own_loop.py": r"loss 3\.\d+ -> [01]\.\d+ in 30 steps",
     "patch_a_model.py": r"the gradients agree\nundone: every module has its own class again",
     "profile_a_recipe.py": r"the peak is \d+ MiB in loss\nthe largest part of it is logits with \d+ MiB",
+    "rerank.py": r"the larger score in (9\d|100)% of 64 pairs",
     "trl_dpo.py": r"fused \['model', 'ref_model'\], not fused \{\}\nreward margin 0\.000 -> 0\.[1-9]",
     "trl_grpo.py": r"fused \['model'\], not fused \{\}\nmean reward of 5 steps 0\.\d+ -> [01]\.\d+",
     "trl_kto.py": r"fused \['model', 'ref_model'\], not fused \{\}\nreward of good answers .*, of bad answers -0",
@@ -45,6 +48,9 @@ PRINTED = {
     "vision_language.py": r"loss 5\.\d+ -> [0-2]\.\d+ in 40 steps",
 }
 """Script -> what its last lines say when its own checks held."""
+NEEDED = {name: "trl" for name in SCRIPTS if name.startswith("trl_")}
+NEEDED |= dict.fromkeys(("embed.py", "rerank.py"), "sentence_transformers")
+"""Script -> the package without which it is skipped."""
 RUN_ALONE = [name for name in SCRIPTS if name != LAUNCHED]
 TESTED_ELSEWHERE = ("trl_dpo.py", "trl_grpo.py", "trl_kto.py", "vision_language.py")
 RUN_ALL = """
@@ -71,9 +77,9 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]:
     """Script of this session's tests -> (its error, what it printed). They share one process."""
-    has_trl = importlib.util.find_spec("trl") is not None
+    missing = {name for name, package in NEEDED.items() if importlib.util.find_spec(package) is None}
     tested = {item.name.partition("[")[2].removesuffix("]") for item in request.session.items}
-    scripts = [name for name in RUN_ALONE if name in tested and (has_trl or not name.startswith("trl_"))]
+    scripts = [name for name in RUN_ALONE if name in tested and name not in missing]
     # `python FILE` puts the file's folder on the path. This copy of the process puts its working folder there.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -93,7 +99,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]:
 )
 def test_example_runs_and_its_checks_hold(script: str, results: dict[str, tuple[str, str]]) -> None:
     if script not in results:
-        pytest.skip("trl is not installed (pip install -e '.[trl]')")
+        pytest.skip(f"{NEEDED[script]} is not installed (pip install {NEEDED[script].replace('_', '-')})")
     error, printed = results[script]
     assert not error, error
     assert re.search(PRINTED[script], printed), printed[-1000:]

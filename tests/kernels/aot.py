@@ -59,6 +59,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # a script finds only the mo
 from tests.ops.cases import cases_of
 from tigon.kernels import chips
 from tigon.ops import OPS, Case, Op, VocabParallelOptions, dispatch, gradient_sums, known_amax, products
+from tigon.ops.decode_attention import decode_attention
 
 ALL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -330,8 +331,21 @@ def record_accumulation(dtype: str, targets: list[str]) -> Iterator[Launch]:
                 yield Launch(ACCUMULATION, f"hidden-{width}", dtype, aligned=width > 20, whole=True, **launch)
 
 
-ACCUMULATION = "accumulation fusion"
-"""The name under which its launches appear; it is no op."""
+def record_decoding(dtype: str, targets: list[str]) -> Iterator[Launch]:
+    """The launches of a decoding step's attention: heads of 128, and narrow ones with a softcap and sinks."""
+    own: torch.dtype = getattr(torch, dtype)
+    bounds = torch.zeros(4, 6, dtype=torch.int32)
+    for width, softcap, sinks in ((128, 0.0, None), (20, 30.0, torch.zeros(4, dtype=own))):
+        found: list[dict[str, Any]] = []
+        with recording(targets, found):
+            q, k = torch.zeros(4, 4, width, dtype=own), torch.zeros(2, 64, width, dtype=own)
+            decode_attention(q, k, k, bounds, sinks, 0.1, softcap, 1024, 256, 4)
+        for launch in found:
+            yield Launch(DECODING, f"head-{width}", dtype, aligned=width > 20, whole=True, **launch)
+
+
+ACCUMULATION, DECODING = "accumulation fusion", "decoding"
+"""The names under which launches appear that belong to no op of the registry."""
 
 
 def is_aligned(case: Case) -> bool:
@@ -419,7 +433,7 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
                 if thorough or not case.small
             )
             of_ops = (x for op, case in cases for x in record(op, case, dtype, chosen))
-            launches = distinct((*of_ops, *record_accumulation(dtype, chosen)))
+            launches = distinct((*of_ops, *record_accumulation(dtype, chosen), *record_decoding(dtype, chosen)))
             for name in chosen:
                 here = [launch for launch in launches if launch.target == name and (thorough or launch.whole)]
                 if every:

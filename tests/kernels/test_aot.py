@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels on this platform")
 
 import triton
-from aot import ACCUMULATION, ALL_TARGETS, EACH_KERNEL_ONCE, IN_BF16, Binary, amd_loads, read_ptx
+from aot import ACCUMULATION, ALL_TARGETS, DECODING, EACH_KERNEL_ONCE, IN_BF16, Binary, amd_loads, read_ptx
 from filelock import FileLock  # torch depends on it
 
 import tigon
@@ -198,7 +198,7 @@ EXPONENTIALS = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @each_target
-@pytest.mark.parametrize("op", [*(name for name, op in OPS.items() if op.has_kernel), ACCUMULATION])
+@pytest.mark.parametrize("op", [*(name for name, op in OPS.items() if op.has_kernel), ACCUMULATION, DECODING])
 def test_kernel_compiles_without_unexplained_faults(
     report_of: Callable[[str], Report], op: str, target: str, fault: Callable[[Binary], bool]
 ) -> None:
@@ -224,7 +224,7 @@ def test_no_tile_is_transposed_byte_by_byte(report_of: Callable[[str], Report]) 
 def test_op_without_kernels_launches_none(report_of: Callable[[str], Report]) -> None:
     launching = {name for b in report_of(FIRST[0]).binaries for name, _ in b.used_by}
     # The products of lora_linears are the vendor's; reading NF4 weights is a kernel.
-    assert launching - {"lora_linears", ACCUMULATION} == {name for name, op in OPS.items() if op.has_kernel}
+    assert launching - {"lora_linears", ACCUMULATION, DECODING} == {name for name, op in OPS.items() if op.has_kernel}
 
 
 @each_target

@@ -16,7 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tigon import patch
 from tigon.models import hybrid_layers
-from tigon.models.hybrid_layers import PYTORCH, counts_of, install_command, paths_of, paths_of_counts, slow_layers
+from tigon.models.hybrid_layers import (
+    PYTORCH,
+    TIGON,
+    counts_of,
+    install_command,
+    paths_of,
+    paths_of_counts,
+    slow_layers,
+)
 
 DELTA, KIMI, MAMBA, MAMBA2, CONV = (kind.name for kind in hybrid_layers.KINDS)
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
@@ -101,13 +109,13 @@ def test_kernels_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.runs for path in paths_of(model)] == [hybrid_layers.HUB] and not install_command(paths_of(model))
 
 
-def test_report_of_patch_names_the_layers_without_an_op_and_what_runs_them() -> None:
+def test_report_of_patch_names_the_layers_with_a_state_and_what_runs_them() -> None:
     report = patch(model_of("qwen3_5_text"))
-    assert [path.kind for path in report.layer_paths] == [DELTA, CONV]
+    assert [(path.kind, path.runs) for path in report.layer_paths] == [(DELTA, PYTORCH), (CONV, TIGON)]
     text = str(report)
-    assert "without an op of tigon\n       3  gated delta rule       PyTorch\n" in text
-    assert text.count("install kernels: pip install flash-linear-attention && pip install causal-conv1d") == 1
+    assert "layers with a state\n       3  gated delta rule       PyTorch\n" in text
+    assert text.count("install kernels: pip install flash-linear-attention") == 1
     assert report.to_dict()["layer_paths"][0] == {
         "kind": DELTA, "layers": 3, "runs": PYTORCH, "library": "flash-linear-attention",
     }  # fmt: skip
-    assert "without an op" not in str(patch(model_of("llama")))
+    assert "layers with a state" not in str(patch(model_of("llama")))

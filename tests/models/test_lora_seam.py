@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -181,11 +181,78 @@ def test_dropout_reaches_the_adapter_alone_and_only_in_training(monkeypatch: pyt
         assert seen and all(kwargs["adapter_x"] is None for kwargs in seen)
 
 
-def test_dora_is_left_to_peft_and_named() -> None:
-    model = adapted(use_dora=True)
-    report = tigon.patch(model)
-    assert not any(entry.op == "lora_linear" for entry in report.replaced)
-    assert any("variant of LoRA (Dora)" in entry.reason for entry in report.left_alone)
+def moved(model: Any) -> Any:
+    """A model whose trained lengths of rows are not the initial ones."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(torch.linspace(0.5, 1.5, parameter.numel()))
+    return model
+
+
+@contextmanager
+def calls_of_dora(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    seen: list[Any] = []
+    real = lora.dora_linear
+    with monkeypatch.context() as patched:
+        patched.setattr(lora, "dora_linear", lambda *a, **k: seen.append(k) or real(*a, **k))
+        yield seen
+
+
+def test_dora_equals_pefts_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"use_dora": True, "bias": "lora_only"}
+    model, plain = (moved(adapted(**options).double()) for _ in range(2))
+    only_lora(model)
+    with calls_of_dora(monkeypatch) as seen:
+        got = step(model, autocast=False)
+    expected = step(plain, autocast=False)
+    assert len(seen) == 7 and got[0] == pytest.approx(expected[0], abs=1e-12)
+    assert sum("magnitude" in name for name in expected[1]) == 7 and got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(got[1][name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_dora_is_no_farther_from_fp32_than_pefts() -> None:
+    fused, unfused = 0.0, 0.0
+    for seed in range(3):
+
+        def dora(seed: int = seed) -> Any:
+            model = moved(adapted(use_dora=True))
+            torch.manual_seed(seed)
+            for name, parameter in model.named_parameters():
+                if "lora_A" in name or "lora_B" in name:
+                    nn.init.normal_(parameter, std=0.2)
+            return model
+
+        truth, peft_step, model = step(dora().float(), autocast=False), step(dora()), dora()
+        only_lora(model)
+        got = step(model)
+        assert abs(got[0] - truth[0]) <= 2**-8 * truth[0]
+        fused, unfused = fused + distance(got[1], truth[1]), unfused + distance(peft_step[1], truth[1])
+    assert fused <= 1.5 * unfused
+
+
+def test_new_dora_adapters_change_nothing_and_disabled_ones_are_left_out() -> None:
+    model, plain = adapted(use_dora=True, init_lora_weights=True), adapted(use_dora=True, init_lora_weights=True)
+    only_lora(model)
+    base = logits_of(plain.unload())
+    for context in (nullcontext, model.disable_adapter):
+        with context():
+            assert (logits_of(model) - base).abs().max() <= 2**-6 * base.abs().max()
+    moved(model)
+    assert (logits_of(model) - base).abs().max() > 2**-4 * base.abs().max()
+    with model.disable_adapter():
+        assert (logits_of(model) - base).abs().max() <= 2**-6 * base.abs().max()
+
+
+def test_dora_with_dropout_runs_pefts_forward_in_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(use_dora=True, lora_dropout=0.5)
+    only_lora(model)
+    with calls_of_dora(monkeypatch) as seen:
+        step(model.train())
+        assert not seen
+        step(model.eval())
+        assert len(seen) == 7
 
 
 def test_model_without_adapters_is_refused_if_they_are_asked_for() -> None:

@@ -121,6 +121,11 @@ DRAWN = {
     "rms_norm": _same_options("rms_norm", _ROWS),
     "add_rms_norm": _same_options("add_rms_norm", _ROWS),
     "layer_norm": _same_options("layer_norm", _ROWS),
+    # A case has three groups.
+    "gated_rms_norm": _same_options(
+        "gated_rms_norm", st.tuples(_integers(1, 40), _integers(2, 100).map(lambda n: 3 * n))
+    ),
+    "causal_conv1d": _same_options("causal_conv1d", st.tuples(_integers(1, 3), _integers(1, 70), _integers(1, 150))),
     "rope": _rope_cases(),
     # Eight heads, because a case shares each key head among eight.
     "attention_with_sinks": _same_options(
@@ -144,6 +149,8 @@ DRAWN = {
         st.sampled_from([case.options for case in cases_of(OPS["lora_linears"]) if "nf4" not in case.options]),
     ),
     "load_balancing_loss": _same_options("load_balancing_loss", st.tuples(_integers(3, 40), _integers(6, 300))),
+    # Twelve experts per group: a case has three groups, another one four.
+    "topk_sigmoid": _same_options("topk_sigmoid", st.tuples(_integers(1, 40), _integers(1, 20).map(lambda n: 12 * n))),
     # Six experts at least, because a case chooses six.
     "topk_softmax": _same_options("topk_softmax", st.tuples(_integers(1, 40), _integers(6, 300))),
     "multi_head_linear_cross_entropy": _same_options(

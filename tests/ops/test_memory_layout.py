@@ -187,7 +187,7 @@ def test_offsets_beyond_int32_are_addressed_right(name: str, backend: Any) -> No
 
 
 # The dimension of a case's shape that counts tokens, for the first case of each op.
-TOKENS = {"attention_with_sinks": 2, "rope": 2, "topk_softmax": 0, "load_balancing_loss": 0}
+TOKENS = {"attention_with_sinks": 2, "rope": 2, "topk_sigmoid": 0, "topk_softmax": 0, "load_balancing_loss": 0}
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])

@@ -135,7 +135,14 @@ def _distinct(calls: list[tuple[Any, ...]], limit: int = 6) -> list[tuple[Any, .
 
 def _more_tokens(op: Op, case: Case, tokens: int) -> Case:
     shape = list(case.shape)
-    place = {"attention_with_sinks": 2, "rope": 2, "experts": 0, "topk_softmax": 0, "load_balancing_loss": 0}
+    place = {
+        "attention_with_sinks": 2,
+        "rope": 2,
+        "experts": 0,
+        "topk_sigmoid": 0,
+        "topk_softmax": 0,
+        "load_balancing_loss": 0,
+    }
     shape[place.get(op.name, 1)] = tokens
     return dataclasses.replace(case, shape=tuple(shape))
 

@@ -180,7 +180,8 @@ def test_layers_become_graphs_only_where_nothing_forbids_them() -> None:
     request = asked(precision="bf16")
     assert graphs(request) and not graphs(request, beside=Beside())
     assert not graphs(request, gpu=replace(gpu, host_s=0.0)), "the GPU is slower than the CPU"
-    assert not graphs(asked(precision="bf16", lora_rank=2)), "adapters were not tried"
+    assert graphs(asked(precision="bf16", lora_rank=2))
+    assert not graphs(asked(precision="bf16", lora_rank=2, lora_dora=True)), "DoRA was not tried"
     off = replace(request, settings=request.settings.having({"train.cuda_graphs": False}))
     assert not graphs(off)
 

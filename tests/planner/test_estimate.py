@@ -144,6 +144,26 @@ def test_settings_of_adapters_change_the_planned_memory(more: dict[str, Any]) ->
     assert other < plain if "lora_targets" in more else other > plain
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_dora_is_planned_with_its_magnitudes_and_without_a_dense_update(quantized: bool) -> None:
+    """PEFT's layers hold the dense update and its sum with the weight in each forward pass."""
+    ours, pefts, lora = (
+        estimate(request_of(precision="amp-bf16", lora_rank=4, quantized=quantized, **more), gpu=H200)
+        for more in (
+            {"lora_dora": True, "kernels": "tigon"},
+            {"lora_dora": not quantized, "kernels": "none"},
+            {"kernels": "tigon"},
+        )
+    )
+    assert lora.components["optimizer"] < ours.components["optimizer"]
+    assert quantized or ours.peak_allocated_bytes < pefts.peak_allocated_bytes
+
+
+def test_dora_over_4_bits_is_planned_for_tigons_layers_only() -> None:
+    with pytest.raises(UsageError, match=r"lora\.dora with lora\.quantize is planned for tigon's layers only"):
+        estimate(request_of(precision="amp-bf16", lora_rank=4, quantized=True, lora_dora=True, kernels="none"), gpu=H200)
+
+
 def test_8_bit_weights_are_not_planned() -> None:
     with pytest.raises(UsageError, match=r"lora\.quantize_to: int8 cannot be planned"):
         estimate(request_of(precision="amp-bf16", lora_rank=4, quantized=True, quantize_to="int8"), gpu=H200)

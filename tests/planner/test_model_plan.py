@@ -93,11 +93,17 @@ def test_plan_chooses_graphs_where_the_cpu_would_be_slower_than_the_gpu(monkeypa
     assert "layers: launched as CUDA graphs, in micro-batches of this shape" in str(slow)
 
 
-def test_plan_with_graphs_of_adapters_is_refused() -> None:
+def test_plan_puts_adapters_into_graphs_unless_they_drop_values() -> None:
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model_of(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    def planned(**options: Any) -> model_plan.CheckpointPlan:
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options)
+        adapted = peft.get_peft_model(model_of(), lora)
+        return tigon.plan(adapted, batch=2, seq=64, memory="4GiB", cuda_graphs=True)
+
+    assert planned().cuda_graphs
     with pytest.raises(UsageError, match="CUDA graphs have not been tried with it"):
-        tigon.plan(adapted, batch=2, seq=64, memory="4GiB", cuda_graphs=True)
+        planned(lora_dropout=0.1)
 
 
 def test_plan_is_the_estimate_of_the_same_run(on_small_gpu) -> None:
@@ -143,7 +149,7 @@ def test_plan_describes_adapters_that_were_added_after_the_patch_and_says_how_to
         return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["up_proj", "down_proj"]))
 
     def plan_of(model: Any) -> model_plan.CheckpointPlan:
-        return tigon.plan(model, batch=4, seq=256, memory="4GiB", accumulate=1)
+        return tigon.plan(model, batch=4, seq=256, memory="4GiB", accumulate=1, cuda_graphs=False)
 
     model = with_adapters(model_of(torch.float32))
     before = plan_of(model)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from graphed_layers import graphed, ids_of, model_of, on_each_device, recomputed_or_not, train
+from graphed_layers import graphed, graphs_of, ids_of, model_of, on_each_device, recomputed_or_not, train
 from torch import Tensor, nn
 
 import tigon
@@ -321,6 +323,21 @@ def test_released_graphs_are_captured_again(device: str) -> None:
 
 
 @on_each_device
+@recomputed_or_not
+def test_release_frees_the_memory_of_the_graphs_at_once(device: str, recomputes: bool) -> None:
+    model, graphs = graphed(device, recomputes=recomputes)
+    train(model, device, steps=1)
+    passes = [weakref.ref(one) for layer in graphs.layers for one in layer.passes.values()]
+    assert len(passes) == 3 and all(one() is not None for one in passes)
+    gc.disable()
+    try:
+        graphs.release()
+        assert not any(one() for one in passes)
+    finally:
+        gc.enable()
+
+
+@on_each_device
 def test_a_mask_is_read_anew_by_each_batch(device: str) -> None:
     results = []
     for model in (model_of(device), graphed(device)[0]):
@@ -344,6 +361,26 @@ def test_frozen_weights_get_no_gradient_and_evaluation_uses_no_graph(device: str
     assert not graphs.buffers
     model.train()(input_ids=ids, labels=ids).loss.backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+@on_each_device
+@recomputed_or_not
+def test_adapters_in_graphs_train_as_without_bit_for_bit(device: str, recomputes: bool) -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    results = []
+    for in_graphs in (False, True):
+        model = model_of(device, recomputes)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        tigon.patch(adapted)
+        if in_graphs:
+            graphs_of(model, recomputes)
+        trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+        generator = torch.Generator().manual_seed(1)
+        for weight in trained.values():
+            weight.data.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+        results.append([*train(model, device), *(weight.detach() for weight in trained.values())])
+    assert len(results[0]) > 42 and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_further_shapes_are_captured_when_they_come_again_up_to_the_limit() -> None:

@@ -3,6 +3,7 @@
 Shapes are those of the op's `make`:
 
 - norms: rows x H
+- short convolution: batch x tokens x channels
 - rope: (B, heads, T, D)
 - gated units: rows x F
 - cross entropy: N x V
@@ -73,6 +74,8 @@ _SIZES: Mapping[str, Sizes] = {
     "rms_norm": Sizes((64, 128), (16384, 4096)),
     "add_rms_norm": Sizes((64, 128), (16384, 4096)),
     "layer_norm": Sizes((64, 128), (16384, 4096)),
+    "gated_rms_norm": Sizes((64, 128), (262144, 128)),
+    "causal_conv1d": Sizes((1, 64, 128), (1, 8192, 8192), {"activation": "silu"}),
     "rope": Sizes((1, 4, 32, 32), (4, 32, 4096, 128), {"kv_heads": 8}, {"kv_heads": 2}),
     "swiglu": Sizes((64, 256), (16384, 14336)),
     "geglu": Sizes((64, 256), (16384, 14336)),
@@ -84,6 +87,7 @@ _SIZES: Mapping[str, Sizes] = {
     "multi_head_linear_cross_entropy": Sizes((2, 16, 32, 500), (2, 2048, 2048, 32000), _HEADS, graph=False),
     "attention_with_sinks": Sizes((1, 4, 32, 16), (1, 64, 4096, 64), {"groups": 8}, {"groups": 2}),
     "experts": Sizes((16, 2, 4, 32), (8192, 8, 128, 2048), {"inner": 768}, {"inner": 24}, graph=False),
+    "topk_sigmoid": Sizes((64, 16), (16384, 256), {"top_k": 8, "groups": 8, "top_groups": 4}, {"top_k": 2}),
     "topk_softmax": Sizes((64, 16), (16384, 128), {"top_k": 8, "normalised": True}, {"top_k": 2}),
     "load_balancing_loss": Sizes((64, 16), (16384, 128), {"top_k": 8}, {"top_k": 2}),
     "fp8_linear": Sizes((64, 32, 48), (8192, 4096, 14336)),

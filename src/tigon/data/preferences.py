@@ -87,7 +87,7 @@ class RowFormat:
         return f"this objective takes rows with {' and '.join(names)}"
 
     def toy_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, toy in enumerate(_toy_rows(), start=1):
+        for number, toy in enumerate(toy_rows(), start=1):
             row = {name: toy[name] for name in (*self.required, *self.optional)}
             if self.has_label:
                 row["label"] = toy["label"]
@@ -270,7 +270,7 @@ _BLUNT = (
 )
 
 
-def _toy_rows() -> Iterator[Mapping[str, Any]]:
+def toy_rows() -> Iterator[Mapping[str, Any]]:
     """800 questions, each with a polite and a blunt answer, in a fixed random order. `completion` is either of them."""
     generator = random.Random(0)
     questions = [(action, thing) for action in _ACTIONS for thing in _THINGS]

@@ -64,13 +64,13 @@ def check_model(name: str) -> ModelCheck:
             )
         )
     findings += _weights(name, config, type(model))
-    if slow := hybrid_layers.slow_layers(hybrid_layers.paths_of(model)):
+    if slow := hybrid_layers.slow_layers(hybrid_layers.paths_of(model, fused=True)):
         findings.append(
             Finding(
                 level="warning" if torch.cuda.is_available() else "note",
                 id="slow-layers",
                 what=slow.partition(";")[0],
-                fix=hybrid_layers.install_command(hybrid_layers.paths_of(model)),
+                fix=hybrid_layers.install_command(hybrid_layers.paths_of(model, fused=True)),
                 source="tigon.models.hybrid_layers",
             )
         )

@@ -1,7 +1,7 @@
 """Layers with a state instead of attention: which code runs them, and what to install for fused kernels.
 
-tigon has no op for these layers. transformers runs them by another library's kernels if it finds that library, and by
-its own PyTorch code otherwise, without a word in most versions. Since 5.16 a decorator in
+tigon has an op for the short convolution. transformers runs the rest by another library's kernels if it finds that
+library, and by its own PyTorch code otherwise, without a word in most versions. Since 5.16 a decorator in
 transformers/integrations/hub_kernels.py chooses. Earlier versions bind the library's function, or None, in the file of
 the model.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 
 PYTORCH = "PyTorch"
+TIGON = "tigon"
 HUB = "kernels of the hub"
 
 
@@ -90,7 +91,7 @@ BUILT_BY_PIP = frozenset({"mamba-ssm", "causal-conv1d"})
 
 @dataclass(frozen=True)
 class LayerPath:
-    """The layers of one kind, and the code that runs them: the name of a library, `PYTORCH` or `HUB`."""
+    """The layers of one kind, and the code that runs them: the name of a library, `PYTORCH`, `TIGON` or `HUB`."""
 
     kind: str
     layers: int
@@ -111,13 +112,23 @@ def counts_of(model: nn.Module) -> dict[str, int]:
     return {kind.name: len(classes) for kind, classes in _layers(model).items()}
 
 
-def paths_of(model: nn.Module) -> tuple[LayerPath, ...]:
-    """Which code runs the layers of each kind in this model. It may be on the meta device, and patched."""
+def paths_of(model: nn.Module, *, fused: bool = False) -> tuple[LayerPath, ...]:
+    """Which code runs the layers of each kind in this model. It may be on the meta device, and patched.
+
+    fused: The model will be patched.
+    """
     in_hub = bool(getattr(model, "use_kernels", False))
     return tuple(
-        LayerPath(kind.name, len(classes), HUB if in_hub else _runs(kind, classes[0]), kind.library)
+        LayerPath(
+            kind.name, len(classes), HUB if in_hub else _fused(kind, runs_in(kind, classes[0]), fused), kind.library
+        )
         for kind, classes in _layers(model).items()
     )
+
+
+def _fused(kind: LayerKind, runs: str, fused: bool) -> str:
+    """What runs layers of a kind. The op of a patched model takes the place of PyTorch's convolution."""
+    return TIGON if fused and kind is CONVOLUTION and runs == PYTORCH else runs
 
 
 def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]]]:
@@ -127,18 +138,18 @@ def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]
         cls = type(module)
         if kinds := [kind for kind in KINDS if kind.calls & _calls(cls)]:
             in_hub = getattr(model, "use_kernels", False)
-            found.append((path, module, {kind: HUB if in_hub else _runs(kind, cls) for kind in kinds}))
+            found.append((path, module, {kind: HUB if in_hub else runs_in(kind, cls) for kind in kinds}))
     return found
 
 
 def takes_documents(runs: Mapping[str, str]) -> bool:
     """Whether layers of these kinds take all documents of a packed sample in one call.
 
-    runs: name of each kind -> what runs it. PyTorch's convolution is replaced by one that does.
+    runs: name of each kind -> what runs it. tigon's op takes the place of PyTorch's convolution for them.
     """
     scans = [kind for kind in KINDS if kind.name in runs and kind is not CONVOLUTION]
     if not scans:
-        return runs.get(CONVOLUTION.name) == PYTORCH
+        return runs.get(CONVOLUTION.name) in (PYTORCH, TIGON)
     return all(kind.bounds and runs[kind.name] == kind.library for kind in scans)
 
 
@@ -149,10 +160,12 @@ def found_libraries() -> tuple[str, ...]:
     return tuple(library for library, package in packages.items() if importlib.util.find_spec(package) is not None)
 
 
-def paths_of_counts(counts: Mapping[str, int]) -> tuple[LayerPath, ...]:
+def paths_of_counts(counts: Mapping[str, int], *, fused: bool = False) -> tuple[LayerPath, ...]:
     """`paths_of` a model that need not be built, by the libraries that are installed."""
     return tuple(
-        LayerPath(kind.name, counts[kind.name], _installed(kind), kind.library) for kind in KINDS if kind.name in counts
+        LayerPath(kind.name, counts[kind.name], _fused(kind, _installed(kind), fused), kind.library)
+        for kind in KINDS
+        if kind.name in counts
     )
 
 
@@ -196,8 +209,12 @@ def _calls(cls: type[nn.Module]) -> frozenset[str]:
     return frozenset(name for value in values for name in inspect.unwrap(value).__code__.co_names)
 
 
-def _runs(kind: LayerKind, layer: type[nn.Module]) -> str:
-    """What transformers runs in a layer of this class."""
+def runs_in(kind: LayerKind, layer: type[nn.Module]) -> str:
+    """What runs this kind's part of a layer of this class."""
+    if kind is CONVOLUTION and any(
+        getattr(vars(part).get("_tigon_seam"), "flag", "") == "convolution" for part in layer.__mro__
+    ):
+        return TIGON
     for part in layer.__mro__:
         bound = getattr(sys.modules.get(part.__module__), kind.function, part)
         if bound is None:

@@ -36,11 +36,12 @@ from tigon.models.seams.norm import mark_finds_amax
 from tigon.models.spec import (
     ADAPTER_FLAGS,
     ADAPTER_SEAMS,
+    CONVOLUTION_FLAG,
     EXPERT_FLAGS,
-    EXPERT_SEAMS,
     LAYER_FLAGS,
     LOSS_FLAGS,
     OPTIONAL_FLAGS,
+    OPTIONAL_SEAMS,
     SINKS_FLAG,
     PatchSpec,
 )
@@ -86,6 +87,7 @@ def patch(
     lora: bool | None = None,
     experts: bool | None = None,
     router: bool | None = None,
+    convolution: bool | None = None,
     attention_sinks: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
@@ -97,7 +99,8 @@ def patch(
     error if it has none. False leaves these modules alone.
 
     Args:
-        model: a transformers model, or a PEFT or DistributedDataParallel wrapper of one. A family in
+        model: a transformers model with any head or none, or one inside a wrapper of PEFT, DistributedDataParallel or
+            sentence-transformers. A family in
             `tigon.models.MODELS` is patched by its row; any other family is matched by structure. Call `patch` before
             `torch.compile` and before FSDP or DeepSpeed wrap the model.
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
@@ -106,6 +109,7 @@ def patch(
         experts: the experts of a mixture as one op, with PEFT's adapters on their weights if there are any. Add the
             adapters before `patch`, or call `patch` again.
         router: the router of a mixture and the model's load-balancing loss, each in one kernel per pass.
+        convolution: the short convolution of layers with a state, which PyTorch would run.
         attention_sinks: eager attention with sinks, as in GPT-OSS, without its (heads, T, T) scores.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
@@ -133,6 +137,7 @@ def patch(
         "lora": lora,
         "experts": experts,
         "router": router,
+        "convolution": convolution,
         "attention_sinks": attention_sinks,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
@@ -154,7 +159,7 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         ),
     )
     # Experts first, so that the seam of their activation leaves these modules to them.
-    for flag in (*EXPERT_FLAGS, *LAYER_FLAGS, *ADAPTER_FLAGS):
+    for flag in (*EXPERT_FLAGS, CONVOLUTION_FLAG, *LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
     # After rope, whose seam may be below on the same attention.
     if flags[SINKS_FLAG] is not False:
@@ -220,9 +225,11 @@ def flags_of(model: nn.Module) -> set[str]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The transformers model inside PEFT's, DistributedDataParallel's or torch.compile's wrapper."""
-    while not hasattr(getattr(model, "config", None), "model_type") or hasattr(model, "get_base_model"):
+    """The transformers model inside a wrapper: PEFT, sentence-transformers, DistributedDataParallel, torch.compile."""
+    wraps = ("get_base_model", "transformers_model")  # names of PEFT and of sentence-transformers
+    while not hasattr(getattr(model, "config", None), "model_type") or any(hasattr(model, name) for name in wraps):
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else None  # type: ignore[operator]
+        inner = inner or getattr(model, "transformers_model", None)
         inner = inner or getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             raise PatchError(
@@ -240,7 +247,7 @@ def spec_of(model: nn.Module) -> PatchSpec:
 
 
 def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None, decision: _Decision) -> None:
-    seams = ADAPTER_SEAMS.get(flag) or EXPERT_SEAMS.get(flag) or spec.seams.get(flag, ())
+    seams = ADAPTER_SEAMS.get(flag) or OPTIONAL_SEAMS.get(flag) or spec.seams.get(flag, ())
     before = [m for m in model.modules() if isinstance(m, PatchedModule)]
     patched = any(seam.flag == flag for m in before for seam in seams_of(m))
     if on is False:

@@ -47,7 +47,7 @@ class PatchReport:
     left_alone: list[LeftAlone] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     layer_paths: tuple[LayerPath, ...] = ()
-    """Layers with a state instead of attention, which have no op of tigon, and the code that runs them."""
+    """Layers with a state instead of attention, and the code that runs them."""
     _changes: list[Change] = field(default_factory=list, repr=False)
     _finding_amax: list[nn.Module] = field(default_factory=list, repr=False)
     """Norms that find the largest magnitudes of their results for FP8 layers."""
@@ -114,7 +114,7 @@ class PatchReport:
                 lines.append(f"    {len(row.paths):4d}  {row.op:22s} {row.cls:20s} {', '.join(_stars(row.paths))}")
                 if isinstance(row, LeftAlone):
                     lines.append(f"          because {row.reason}")
-        lines += ["  without an op of tigon"] if self.layer_paths else []
+        lines += ["  layers with a state"] if self.layer_paths else []
         lines += [f"    {path.layers:4d}  {path.kind:22s} {path.runs}" for path in self.layer_paths]
         if command := install_command(self.layer_paths):
             lines.append(f"          PyTorch is slow here; install kernels: {command}")

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tigon.models.seams.base import Seam
+from tigon.models.seams.convolution import ConvolutionSeam
 from tigon.models.seams.experts import ExpertsOpSeam
 from tigon.models.seams.experts_lora import ExpertsLoraSeam
 from tigon.models.seams.head.logits import LogitAttributes
@@ -18,15 +19,16 @@ from tigon.models.seams.router import ROUTERS
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
 EXPERT_FLAGS = ("experts", "router")
+CONVOLUTION_FLAG = "convolution"
 SINKS_FLAG = "attention_sinks"
 # Models need no module for them.
-OPTIONAL_FLAGS = (*EXPERT_FLAGS, SINKS_FLAG)
+OPTIONAL_FLAGS = (*EXPERT_FLAGS, CONVOLUTION_FLAG, SINKS_FLAG)
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.
 ADAPTER_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"lora": (LoraSeam(),)})
-EXPERT_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType(
-    {"experts": (ExpertsOpSeam(), ExpertsLoraSeam()), "router": ROUTERS}
+OPTIONAL_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType(
+    {"experts": (ExpertsOpSeam(), ExpertsLoraSeam()), "router": ROUTERS, CONVOLUTION_FLAG: (ConvolutionSeam(),)}
 )
 
 

@@ -17,7 +17,7 @@ _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _CASTINGS: tuple[tuple[Casting, float], ...] = (("llama", 0.0), ("fp32", 0.0), ("gemma", 1.0))
 
 RMS_NORMS = tuple(NormSeam(eps=_EPS, casting=casting, offset=offset) for casting, offset in _CASTINGS)
-GATED_NORMS = (GatedNormSeam(eps=_EPS),)
+GATED_NORMS = tuple(GatedNormSeam(eps=_EPS, gate_first=first) for first in (False, True))
 # The last one is for norms that hard-code eps instead of reading an attribute.
 LAYER_NORMS = (LayerNormSeam(eps=_EPS), LayerNormSeam(eps=_EPS, offset=1.0), LayerNormSeam(eps=1e-5))
 GATED_MLPS = (

@@ -108,7 +108,7 @@ _ROWS = (
         model_type="deepseek_v3", norm=LLAMA, mlp=GATED + EXPERTS, rope=DEEPSEEK, tiny={"num_key_value_heads": 4},
     ),
     PatchSpec(
-        model_type="falcon_h1", norm=LLAMA, mlp=MULTIPLIED, rope=HALF,
+        model_type="falcon_h1", norm=LLAMA + GATED_NORM, mlp=MULTIPLIED, rope=HALF,
         logits=LogitAttributes(multiply="lm_head_multiplier"),
         tiny={"lm_head_multiplier": 0.7, "mlp_multipliers": [0.8, 0.6], "key_multiplier": 0.9},
     ),

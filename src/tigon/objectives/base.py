@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from tigon.data.documents import RowReader
+from tigon.data.document_table import Documents
+from tigon.data.documents import BadRows, RowReader
 from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.preferences import RowFormat
 from tigon.data.tokenizer import Encoded
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all processes; all of them call it."""
+OutputsLoss = Callable[..., torch.Tensor]
+"""Called with the model's outputs, the labels, and `num_items_in_batch`, by which the sum of the losses is divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +87,6 @@ class TrlTraining:
     """Functions that the model may call, as `module:function`."""
     environment: str | None = None
     """The class of TRL's environments, as `module:Class`."""
-    writes_text: bool = True
-    """Whether the trained model continues text, so that the run can show a sample."""
 
     @property
     def scores(self) -> bool:
@@ -122,6 +123,10 @@ class Generation:
     """Most tokens of a prompt."""
     new_tokens: int
     """Most tokens of a completion."""
+    per_prompt: int
+    """Completions of a prompt."""
+    generator: str
+    """What writes them, as `post_training.generator` says."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +241,17 @@ class Rows:
     whether a batch is one long packed row, as flash attention takes it."""
     load_processor: Callable[[], Any] = lambda: None
     """Loads the processor of a model that reads more than text; None: its tokenizer suffices."""
+    encoder: Callable[[Any, Documents, int, BadRows], RowEncoder] | None = None
+    """Makes what turns rows into tokens, of the tokenizer, the rows to train on, the model's vocabulary and the policy
+    for rows that cannot be used; None: rows are text or chats to continue."""
+
+
+class RowEncoder(Protocol):
+    """Turns rows of an objective's own layout into tokens."""
+
+    def encode(self, documents: Documents) -> Sequence[Encoded]:
+        """The rows as tokens. Raises DataError if a row cannot be used and the policy does not skip it."""
+        ...
 
 
 class AddedModules(Protocol):
@@ -291,8 +307,21 @@ class Objective:
     The defaults are those of an ordinary run: the model's own loss, and nothing added to model, records or files.
     """
 
+    packs: ClassVar[bool] = True
+    """Whether a sample may hold several documents."""
+    writes_text: ClassVar[bool] = True
+    """Whether the trained model continues text, so that the run can show a sample."""
     config: ModelConfig = field(default_factory=ModelConfig)
     """The recipe's model."""
+
+    @classmethod
+    def config_for(cls, config: PreTrainedConfig) -> Any:
+        """The config of the model that is trained, before the rows are read. config: that of the recipe's model.
+
+        Raises:
+            RecipeError: The objective does not fit the model.
+        """
+        return config
 
     @classmethod
     def of_recipe(
@@ -330,6 +359,29 @@ class Objective:
     @property
     def base(self) -> BaseTraining | None:
         """The ordinary training of a preset before the run, or None."""
+        return None
+
+    @property
+    def outputs_loss(self) -> OutputsLoss | None:
+        """The loss of the model's outputs, as the Trainer's `compute_loss_func`; None: the model computes its own."""
+        return None
+
+    def begin_evaluation(self) -> None:
+        """Forget what an earlier evaluation has counted that ended without metrics."""
+
+    def evaluated(self, outputs: Any, labels: torch.Tensor) -> None:
+        """Count a batch of an evaluation whose loss `outputs_loss` has computed."""
+
+    def labelled(self, config: PreTrainedConfig, pad_id: int) -> Any:
+        """The config of the model that is trained, after the rows are read. pad_id: the token that fills samples."""
+        return config
+
+    def rows_line(self, encoded: Sequence[Encoded]) -> tuple[str, ...]:
+        """A line for the console about the rows to train on; (): one that names their formats."""
+        return ()
+
+    def table(self) -> dict[str, Any] | None:
+        """What the report shows of the last evaluation besides its metrics, as JSON; None: nothing."""
         return None
 
     @property

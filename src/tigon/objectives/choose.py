@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tigon import objectives
 from tigon.errors import RecipeError, UsageError
+from tigon.models.loading.classifier import task_of
 from tigon.objectives.base import Objective, PlannedObjective
 from tigon.objectives.post_training import rules as post_training_rules
 from tigon.objectives.post_training.objective import PostTraining
@@ -55,6 +56,22 @@ def objective_of(
             f"{', '.join(OBJECTIVES)} together with its keys"
         )
     return chosen
+
+
+def config_for(recipe: Recipe, config: PreTrainedConfig) -> Any:
+    """The config of the model that a recipe's objective trains. config: that of the recipe's model.
+
+    Raises:
+        RecipeError: The objective does not fit the model.
+    """
+    chosen = OBJECTIVES.get(recipe.train.objective, Objective)
+    classified = chosen.config_for(config)
+    if chosen.writes_text and task_of(classified) is not None:
+        raise RecipeError(
+            f"model.name: {recipe.model.name} is a classifier ({classified.architectures[0]}), which predicts no next "
+            "token; set train.objective: classify or classify_tokens, or name the model from before its classification"
+        )
+    return classified
 
 
 def planned_objective(recipe: Recipe) -> PlannedObjective:

@@ -41,6 +41,10 @@ class PlannedGRPO(PlannedWithCompletions, PlannedWithReference):
     def least_batch(self) -> int:
         return self.generations
 
+    @property
+    def per_prompt(self) -> int:
+        return self.generations
+
     def batch_refusal(self, batch: int) -> str | None:
         if batch % self.generations == 0:
             return None
@@ -84,6 +88,7 @@ class GRPO(PostTraining):
             self.planned_keys(),
             generations=self.own.generations,
             completion_tokens=self.own.completion_length,
+            generator=self.generator(),
             has_reference=bool(self.own.beta),
         )
 

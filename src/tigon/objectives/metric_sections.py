@@ -151,6 +151,17 @@ SECTIONS = {
         ("loss", column("divergence", "divergence (nats)")),
         ("entropy", column("entropy", "entropy (nats)")),
     ),
+    **dict.fromkeys(
+        ("classify", "classify_tokens"),
+        section(
+            "Labels",
+            "accuracy, macro F1 and loss over steps",
+            "Macro F1 is the mean of the labels' F1, so rare labels count as much as frequent ones.",
+            ("accuracy", column("accuracy", "accuracy (%)", is_share=True)),
+            ("macro_f1", column("macro F1", "macro F1 (%)", is_share=True)),
+            ("loss", column("loss")),
+        ),
+    ),
     "reward": section(
         "Scores",
         "margin, accuracy and loss over steps",
@@ -161,7 +172,7 @@ SECTIONS = {
         ("loss", column("loss")),
     ),
 }
-"""The section of each post-training objective, by its name."""
+"""The section of each objective of TRL's trainers and of classification, by its name."""
 
 
 def section_of(objective: Objective) -> MetricSection | None:

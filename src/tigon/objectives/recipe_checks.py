@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tigon.errors import RecipeError
 from tigon.models.loading.presets import PRESETS, checkpoint_of
+from tigon.objectives import classify_rules
 from tigon.objectives.post_training import rules as post_training_rules
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
@@ -179,7 +180,7 @@ def heads_refusals(stage: int, kind: str, settings: Settings) -> Iterator[str]:
     return (rule.reason for rule in _HEADS if rule.breaks(recipe))
 
 
-RULES = post_training_rules.RULES + Rules(
+_OF_HEADS = Rules(
     (
         *_HEADS,
         Rule(
@@ -206,6 +207,7 @@ RULES = post_training_rules.RULES + Rules(
         Switch(("heads.ramp",), "heads.schedule", lambda r: r.heads.schedule != "constant", "heads.schedule: linear"),
     ),
 )
+RULES = post_training_rules.RULES + classify_rules.RULES + _OF_HEADS
 """The rules of all objectives' sections."""
 
 load = partial(recipe_file.load, objective_rules=RULES)

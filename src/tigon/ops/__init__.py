@@ -10,6 +10,7 @@ import pkgutil
 
 from tigon.ops._op import Case, Cost, Op
 from tigon.ops.attention_with_sinks import attention_with_sinks
+from tigon.ops.causal_conv1d import causal_conv1d
 from tigon.ops.expert_operators import ExpertUnit
 from tigon.ops.experts import experts
 from tigon.ops.glu import geglu, swiglu
@@ -25,9 +26,11 @@ from tigon.ops.losses.cross_entropy import cross_entropy
 from tigon.ops.losses.logprobs import logprobs
 from tigon.ops.losses.prepared_targets import prepare_targets
 from tigon.ops.losses.results import Logprobs
+from tigon.ops.norms.gated_norm import gated_rms_norm
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.topk_sigmoid import topk_sigmoid
 from tigon.ops.topk_softmax import topk_softmax
 from tigon.ops.vocab_parallel import VocabParallelOptions
 
@@ -58,9 +61,11 @@ __all__ = [
     "VocabParallelOptions",
     "add_rms_norm",
     "attention_with_sinks",
+    "causal_conv1d",
     "cross_entropy",
     "experts",
     "fp8_linear",
+    "gated_rms_norm",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
@@ -75,5 +80,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "topk_sigmoid",
     "topk_softmax",
 ]

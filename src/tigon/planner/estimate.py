@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tigon.models.hybrid_layers import PYTORCH, paths_of_counts, slow_layers
+from tigon.models.hybrid_layers import PYTORCH, TIGON, paths_of_counts, slow_layers
 from tigon.planner.engines.base import Engine
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.engines.deepspeed_host_memory import pinned
@@ -30,6 +30,7 @@ from tigon.planner.simulated_run import SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache.step_tapes import StepTapes, step_tapes
 from tigon.planner.trace.tape import FORWARD
+from tigon.techniques import model_kernels
 from tigon.techniques.accumulation.accumulation import fuses
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
 from tigon.techniques.checkpointing.host_offload import MAX_LEAVING
@@ -152,9 +153,9 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     notes = []
     if settings.model.kernels == "liger":
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
-    if paths := paths_of_counts(model.hybrid_layers):
+    if paths := paths_of_counts(model.hybrid_layers, fused=settings.model.kernels in model_kernels.OF_TIGON):
         notes.append(f"With what is installed here, {slow_layers(paths) or '; '.join(map(str, paths))}.")
-        if libraries := sorted({path.runs for path in paths} - {PYTORCH}):
+        if libraries := sorted({path.runs for path in paths} - {PYTORCH, TIGON}):
             notes.append(
                 f"The plan counts the memory of {' and '.join(libraries)}; no GPU has measured their times here."
             )

@@ -159,9 +159,9 @@ class TrainConfig(TrainKeys):
     epochs: float | None = key(None, above=0, maximum=1_000_000)
     """Passes over the samples; give this or `steps`."""
     objective: str = key("auto")
-    """The loss to minimise: `causal_lm`, `medusa`, `dpo`, `kto`, `orpo`, `grpo`, `distill`, `reward`, or the name of
-    your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`, `vision_language` with `data.images`, else
-    `causal_lm`."""
+    """The loss to minimise: `causal_lm`, `medusa`, `dpo`, `kto`, `orpo`, `grpo`, `distill`, `reward`, `classify`,
+    `classify_tokens`, or the name of your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`,
+    `vision_language` with `data.images`, else `causal_lm`."""
     batch_size: int = key(8, minimum=1, maximum=MAX_COUNT)
     """Samples per micro-batch, in each process."""
     learning_rate: float = key(3e-4, above=0)
@@ -321,6 +321,13 @@ class PostTrainingConfig(Section):
     records in a row; null: never."""
     stop_patience: int = key(3, minimum=1, maximum=MAX_COUNT)
     """grpo: records in a row after which `stop_reward_drop` and `stop_clipped_share` end training."""
+    generator: str = key("auto", choices=("auto", "tigon", "transformers"))
+    """grpo, distill: what writes the completions. `tigon`: the trained model in CUDA graphs, with each prompt computed
+    once; `transformers`: its `generate`, or what `generation` chooses; `auto`: tigon with `model.kernels: tigon` on a
+    GPU, if it can decode the model, and otherwise transformers."""
+    generation: Mapping[str, Any] | None = key(None)
+    """grpo, distill: how completions are written, by TRL's names, e.g. `{top_p: 0.9}`, `{use_vllm: true, vllm_mode:
+    server}`, or for grpo `{use_transformers_continuous_batching: true}`."""
     teacher: str | None = key(None)
     """distill: model folder or hub id of the teacher, with the model's vocabulary."""
     base_steps: int = key(0, minimum=0, maximum=MAX_COUNT)

@@ -56,7 +56,11 @@ def _states(model: Any, prompts: Sequence[Sequence[int]]) -> list[tuple[Tensor, 
     mask_BT = torch.tensor([[1] * len(prompt) + [0] * (length - len(prompt)) for prompt in prompts], device=device)
     out = model(input_ids=ids_BT, attention_mask=mask_BT, output_hidden_states=True, use_cache=False)
     # One score per prompt may be near 0, where a relative difference says nothing. The scores of all tokens are not.
-    logits = out.logits if out.logits.ndim == 3 else model.score(out.hidden_states[-1])
+    logits = out.logits
+    if logits.ndim == 2:
+        logits = (
+            model.score(out.hidden_states[-1]) if hasattr(model, "score") else logits[:, None].expand(-1, length, -1)
+        )
     states = (*out.hidden_states, logits)
     return [tuple(state[i, : len(prompt)].cpu() for state in states) for i, prompt in enumerate(prompts)]
 

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tigon.errors import OptionError, TigonError, UsageError
+from tigon.models.loading.classifier import set_pad_id, task_of
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import one_line
 from tigon.objectives.recipe_checks import loads_saved
-from tigon.trained import gguf_export, readers
+from tigon.techniques.qat.qat import NONE
+from tigon.trained import gguf_export, quantized_export, readers
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights, refuse_nonfinite, whole
 from tigon.trained.part_folder import part_folder
@@ -53,6 +55,8 @@ class Export:
     """Whether adapters are added to the weights. Without it a model with adapters is exported as its adapters."""
     gguf: str | None = None
     """One of `gguf_export.TYPES`, to write a GGUF file beside the weights."""
+    format: str | None = None
+    """One of `quantized_export.FORMATS`, to write the weights in 4 or 8 bits instead."""
     verify: bool | None = None
     """Whether the written files are read back and compared. None: unless adapters are copied as they are."""
 
@@ -64,16 +68,27 @@ class Export:
         """
         if self.dtype is not None and self.dtype not in DTYPES:
             raise OptionError(f"--dtype {self.dtype} is not known; choose one of {', '.join(DTYPES)}.")
+        if self.format is not None:
+            quantized_export.check_format(self.format)
         if self.gguf is not None:
             gguf_export.check_type(self.gguf)
         self._check_target(trained)
         if trained.adapter is None and self.merge:
             raise OptionError(f"--merge: {trained.weights} has no adapters to merge; leave --merge out.")
-        if trained.adapter is not None and not self.merge and (self.dtype or self.gguf):
-            given = "--dtype" if self.dtype else "--gguf"
+        if trained.adapter is not None and not self.merge and (self.dtype or self.gguf or self.format):
+            given = "--dtype" if self.dtype else "--gguf" if self.gguf else "--format"
             raise OptionError(f"{given} changes whole weights, and this run trained adapters; add --merge.")
         if self.gguf is not None:
             gguf_export.check(trained, self.gguf)
+        if self.format is not None:
+            self._check_format(trained, self.format)
+
+    def _check_format(self, trained: TrainedModel, name: str) -> None:
+        if self.gguf is not None:
+            raise OptionError(f"--gguf {self.gguf} has its own formats, so --format {name} has no effect; give one.")
+        if self.dtype not in (None, "bf16"):
+            raise OptionError(f"--dtype {self.dtype}: --format {name} has scales in bf16; leave --dtype out.")
+        quantized_export.check(trained, name, verified=self.verify is not False)
 
     def _check_target(self, trained: TrainedModel) -> None:
         """Refuse a target that cannot be a new folder, or that lies within what is read.
@@ -121,6 +136,11 @@ def export(trained: TrainedModel, wanted: Export) -> Written:
             lines = _verify_adapters(trained, folder) if wanted.verify else [_UNVERIFIED_COPY]
         else:
             lines = _write_weights(trained, wanted, folder)
+        if wanted.format != (chosen := _qat_of(trained)) and chosen is not None:
+            lines.append(
+                f"note       the run computed with weights in {chosen} (train.qat), which these files do not hold; "
+                f"--format {chosen} writes them"
+            )
     return Written(sorted(path for path in wanted.target.rglob("*") if path.is_file()), lines)
 
 
@@ -128,7 +148,7 @@ def _verify_adapters(trained: TrainedModel, folder: Path) -> list[str]:
     """Have PEFT load the copied adapters. Returns a line for the user."""
     assert trained.adapter is not None
     tokenizer = load_tokenizer_of(trained)
-    checked = _verification(trained, tokenizer)
+    checked = _verification(trained, tokenizer, None)
     model = attached(load_weights(trained), trained.adapter)
     checked.see_trained(model)
     expected = checked.expect(model, changed=False)
@@ -136,11 +156,21 @@ def _verify_adapters(trained: TrainedModel, folder: Path) -> list[str]:
     return [checked.check(readers.of_peft(trained, folder), expected)]
 
 
-def _verification(trained: TrainedModel, tokenizer: Any) -> Verification:
-    """The comparison with the trained model, whose frozen weights are not rounded as they were in a QLoRA run."""
+def _verification(trained: TrainedModel, tokenizer: Any, name: str | None) -> Verification:
+    """The comparison with the trained model, whose frozen weights are not rounded as they were in a QLoRA run.
+
+    name: The format of the export.
+    """
     lora = loads_saved(trained.run / RECIPE).lora if trained.run is not None and trained.adapter is not None else None
     trained_over = lora.quantize_to.upper() if lora is not None and lora.quantize else None
-    return Verification(tokenizer, probes_of(trained.run, tokenizer), trained_over)
+    rounded_to = name if name is not None and name == _qat_of(trained) else None
+    return Verification(tokenizer, probes_of(trained.run, tokenizer), trained_over, rounded_to)
+
+
+def _qat_of(trained: TrainedModel) -> str | None:
+    """The format of the weights that the run's loss saw, if it rounded them."""
+    chosen = loads_saved(trained.run / RECIPE).train.qat if trained.run is not None else NONE
+    return None if chosen == NONE else chosen
 
 
 def _copy_adapters(adapters: Path, folder: Path) -> None:
@@ -166,23 +196,31 @@ def _copy_adapters(adapters: Path, folder: Path) -> None:
 def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[str]:
     """Write whole weights. Returns the lines about their verification."""
     tokenizer = load_tokenizer_of(trained)
-    checked = _verification(trained, tokenizer) if wanted.verify is not False else None
+    checked = _verification(trained, tokenizer, wanted.format) if wanted.verify is not False else None
+    dtype = "bf16" if wanted.format is not None else wanted.dtype
     # A merged weight is rounded once, to the dtype that is written, even if the base model's files are in bf16.
-    widens = trained.adapter is not None and wanted.dtype in ("fp32", "fp16")
+    widens = trained.adapter is not None and dtype in ("fp32", "fp16")
     model = load_weights(trained, dtype=torch.float32 if widens else "auto")
     if trained.adapter is not None:
         model = attached(model, trained.adapter)
+    if task_of(model.config) is not None:
+        pad_id = tokenizer.pad_token_id
+        set_pad_id(model.config, tokenizer.eos_token_id if pad_id is None else pad_id)
     if checked is not None:
         checked.see_trained(model)
     if trained.adapter is not None:
         model = merged(model)
     refuse_nonfinite(model, str(trained.adapter or trained.weights))
-    if wanted.dtype is not None:
-        if (overflow := first_overflow(model.named_parameters(), DTYPES[wanted.dtype])) is not None:
-            raise OptionError(f"--dtype {wanted.dtype}: {overflow}; use --dtype bf16 or fp32.")
-        _cast(model, DTYPES[wanted.dtype])
-    changed = trained.adapter is not None or wanted.dtype is not None
+    if dtype is not None:
+        if (overflow := first_overflow(model.named_parameters(), DTYPES[dtype])) is not None:
+            raise OptionError(f"--dtype {dtype}: {overflow}; use --dtype bf16 or fp32.")
+        _cast(model, DTYPES[dtype])
+    changed = trained.adapter is not None or dtype is not None
     expected = checked.expect(model, changed=changed) if checked is not None else None
+    if wanted.format is not None:
+        rounded = quantized_export.round_weights(model, wanted.format)
+        _save(model, tokenizer, trained, folder, rounded.state)
+        return quantized_export.finish(rounded, folder, wanted.target, checked)
     _save(model, tokenizer, trained, folder)
     lines = [_UNVERIFIED]
     if checked is not None and expected is not None:
@@ -201,10 +239,15 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(dtype)
 
 
-def _save(model: Any, tokenizer: Any, trained: TrainedModel, folder: Path) -> None:
-    """Save weights, config, tokenizer, model card and the files of a processor."""
+def _save(
+    model: Any, tokenizer: Any, trained: TrainedModel, folder: Path, state: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Save weights, config, tokenizer, model card and the files of a processor.
+
+    state: The tensors to save; None: those of the model.
+    """
     try:
-        model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+        model.save_pretrained(folder, max_shard_size=SHARD_BYTES, state_dict=state)
     # A generation config that it refuses, or weights in a format that it only reads.
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
         raise UsageError(f"{trained.weights}: transformers cannot save it: {one_line(error)}") from None

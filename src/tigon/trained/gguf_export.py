@@ -14,9 +14,8 @@ from typing import Any
 from tigon.errors import OptionError, UsageError
 from tigon.trained import gguf_file, gguf_tokenizer, ollama, readers
 from tigon.trained.find import TrainedModel
-from tigon.trained.load import load_config_of, load_tokenizer_of
+from tigon.trained.load import classifies, load_config_of, load_tokenizer_of
 from tigon.trained.verify import Verification
-from tigon.trainer.checkpoint.adapter_files import has_score
 
 CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"
 AUTO = "auto"
@@ -51,10 +50,12 @@ def check(trained: TrainedModel, kind: str) -> None:
 
     Raises:
         OptionError: A package or a converter is missing, the converter does not know the type, or the adapters are
-            those of a reward model.
+            those of a reward model or classifier.
     """
-    if trained.adapter is not None and has_score(trained.adapter):
-        raise OptionError(f"--gguf {kind}: tigon writes no GGUF file of a reward model; leave --gguf out.")
+    if classifies(trained):
+        raise OptionError(
+            f"--gguf {kind}: tigon writes no GGUF file of a reward model or classifier; leave --gguf out."
+        )
     config = load_config_of(trained)
     reason = _uncovered(config, load_tokenizer_of(trained))
     if reason is None:

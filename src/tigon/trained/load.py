@@ -17,11 +17,12 @@ from tigon import medusa
 from tigon.data.tokenizer import load_tokenizer
 from tigon.errors import OptionError, PatchError, RecipeError, RunFolderError, UsageError
 from tigon.models.loading import weight_files
+from tigon.models.loading.classifier import beside_adapters, task_of
 from tigon.recipe.keys import ModelConfig
 from tigon.trained.find import TrainedModel
 from tigon.trained.part_folder import part_folder
 from tigon.trainer import model as models
-from tigon.trainer.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, attached, name_in_file
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, attached, has_score, name_in_file
 from tigon.trainer.checkpoint.checkpoint import no_pickles
 from tigon.trainer.checkpoint.distributed_checkpoint import whole_weights
 from tigon.trainer.guards.nan_guard import first_nonfinite
@@ -148,7 +149,7 @@ def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") ->
     """
     named = _named(trained)
     try:
-        config = models.load_config(named)
+        config = _config(trained)
         unused = models.check_weights(named, config)
         built = models.read(named, config, dtype=dtype)
     except RecipeError as error:
@@ -165,9 +166,20 @@ def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") ->
 def load_config_of(trained: TrainedModel) -> Any:
     """The config of the whole model. Raises UsageError if it cannot be loaded."""
     try:
-        return models.load_config(_named(trained))
+        return _config(trained)
     except RecipeError as error:
         raise UsageError(_with_way_to_trust(str(error).removeprefix("model.name: "), trained)) from None
+
+
+def _config(trained: TrainedModel) -> Any:
+    config = models.load_config(_named(trained))
+    return config if trained.adapter is None else beside_adapters(config, trained.adapter)
+
+
+def classifies(trained: TrainedModel) -> bool:
+    """Whether the model has labels or a score in place of the next token, so that it writes no text."""
+    has_head = task_of(load_config_of(trained)) is not None
+    return has_head or (trained.adapter is not None and has_score(trained.adapter))
 
 
 def _named(trained: TrainedModel) -> ModelConfig:

@@ -38,6 +38,20 @@ def of_transformers(model_class: Any, folder: Path) -> Reader:
     return Reader(_named("transformers"), model, tokenizer)
 
 
+def of_compressed(model_class: Any, folder: Path) -> Reader:
+    """A folder in compressed-tensors' format as transformers loads it, with its weights decompressed.
+
+    Raises:
+        UsageError: transformers cannot load it.
+    """
+    from compressed_tensors.compressors import ModelCompressor
+
+    with redirect_stderr(io.StringIO()):  # its progress bars have no switch
+        reader = of_transformers(model_class, folder)
+        ModelCompressor.from_compression_config(reader.model.config.quantization_config).decompress_model(reader.model)
+    return replace(reader, name=f"{reader.name} with {_named('compressed-tensors')}")
+
+
 def of_peft(trained: TrainedModel, folder: Path) -> Reader:
     """The adapters in a folder as PEFT loads them into the base model, and the folder's tokenizer if it has one.
 

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from tigon.errors import UsageError
+from tigon.models.loading.classifier import task_of
 from tigon.models.loading.weight_files import listed
+from tigon.techniques.qat.formats import FORMATS
+from tigon.techniques.qat.qat import round_layers
 from tigon.trained.behaviour import Behaviour, checksums, observe
 from tigon.trained.probes import CHATS, N_TOKENS, Probes, rendered
 from tigon.trainer.evaluation.generate import end_tokens
@@ -64,20 +67,31 @@ class Verification:
     probes: Probes
     trained_over: str | None = None
     """The format to which the run rounded the frozen weights, such as NF4, if it did. Here they are not rounded."""
+    rounded_to: str | None = None
+    """The format of the export, if the run computed with weights in this format (`train.qat`)."""
     prompts: list[list[int]] = field(init=False)
     trained: Behaviour = field(default_factory=Behaviour)
+    predicts: str = field(init=False, default="next tokens")
+    """What the model predicts for each token, in words."""
     effect: float | None = None
     """How much the adapters change the logits."""
+    seen: Behaviour | None = None
+    """What the run's loss saw: the trained model with weights in the format `rounded_to`."""
 
     def __post_init__(self) -> None:
         self.prompts = [ids for probe in self.probes.texts if (ids := probe.ids(self.tokenizer)[:N_TOKENS])]
 
     def see_trained(self, model: Any) -> None:
         """Keep what the trained model computes, with adapters that are not merged."""
+        self.predicts = "next tokens" if task_of(model.config) is None else "labels of tokens"
         self.trained = observe(model, self.prompts)
         if hasattr(model, "disable_adapter") and self.trained.hidden:
             with model.disable_adapter():
                 self.effect = _largest(self.trained, observe(model, self.prompts))[-1]
+        if self.rounded_to is not None:
+            undo = round_layers(model, FORMATS[self.rounded_to])
+            self.seen = observe(model, self.prompts)
+            undo()
 
     def expect(self, model: Any, *, changed: bool) -> Expected:
         """Keep what the model in memory computes, which has the weights that are written.
@@ -178,11 +192,13 @@ class Verification:
         elif not reader.splits_text:
             parts = ["weights, chat template and stop tokens agree"]
         if self.trained.hidden and loaded.hidden:
-            same, n_tokens = same_next_tokens(self.trained, loaded)
-            size = _largest(self.trained, loaded)[-1]
+            trained = self.seen or self.trained
+            same, n_tokens = same_next_tokens(trained, loaded)
+            size = _largest(trained, loaded)[-1]
             if n_tokens:  # a reward model predicts none
                 reference = "the trained model" if self.trained_over is None else "the model with adapters"
-                parts.append(f"{same} of {n_tokens} next tokens {self.probes.origin} are those of {reference}")
+                reference += f" as its loss saw it, in {self.rounded_to}" if self.seen else ""
+                parts.append(f"{same} of {n_tokens} {self.predicts} {self.probes.origin} are those of {reference}")
             parts.append(f"{'logits' if n_tokens else 'scores'} differ by {size:.2%}")
             if self.effect is not None:
                 parts[-1] += f", and the adapters change them by {self.effect:.2%}"

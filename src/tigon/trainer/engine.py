@@ -61,10 +61,6 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
             setup = setup.with_model(saved_preset(setup, base))
     model = setup.recipe.model
     built = _loaded(setup, loading)
-    if not model.attention.startswith("flash") and settings.sharding.sequence == 1:
-        packed_documents.keep_apart(built)
-    elif settings.sharding.sequence == 1:  # flash attention reads the documents itself
-        packed_documents.states_apart(built)
     if settings.sharding.fsdp:
         name_present_layers(built)
     saves_adapters = saves_adapters and settings.lora.rank is not None
@@ -72,6 +68,10 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
         adapter_files.keep_base(built, setup.config, base)
     flags = {SINKS_FLAG: model_kernels.sinks_flag(settings), **self_test.without(setup.wrong_ops)}
     report = models.patch(built, model.kernels, **flags)
+    if not model.attention.startswith("flash") and settings.sharding.sequence == 1:
+        packed_documents.keep_apart(built)
+    elif settings.sharding.sequence == 1:  # flash attention reads the documents itself
+        packed_documents.states_apart(built)
     built = setup.objective.with_head(built)
     for technique in used:
         built = technique.model(built, settings, run_info)

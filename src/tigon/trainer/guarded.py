@@ -35,7 +35,7 @@ from tigon.recipe.keys import TrainConfig
 from tigon.techniques import tensor_parallel
 from tigon.techniques.sequence_parallel.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_swap, resume_rules
-from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against
+from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against, declare_head
 from tigon.trainer.checkpoint.atomic_save import SCHEDULER, AtomicSave
 from tigon.trainer.distributed.deepspeed_fixes import (
     allow_deepspeed_globals,
@@ -135,6 +135,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """What of a trainer of TRL runs on tigon's head and what does not, for the report."""
         self.reward_stop: RewardStop | None = None
         self.completions: CompletionLog | None = None
+        self.generator: object = ""
+        """What writes the completions of a trainer of TRL; its text is for the report."""
         self.evaluation_error: str | None = None
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
         self.saves, self.args.save_total_limit = AtomicSave(self, self.args.save_total_limit), None
@@ -365,8 +367,10 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         elif self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             distributed_checkpoint.save_configs(self.model, folder)
-        if self.added is not None and self.args.should_save:
-            self.added.save_beside(self.model, folder)
+        if self.args.should_save:
+            declare_head(self.model, folder)
+            if self.added is not None:
+                self.added.save_beside(self.model, folder)
 
     def _save_weights(self, folder: Path, _internal_call: bool) -> None:
         if self.added is None or self.added.saved_prefix is None:

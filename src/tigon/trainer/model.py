@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from tigon.models import patch_fp8 as to_fp8
 from tigon.models.kv_cache import without_cache
 from tigon.models.loading import weight_files
 from tigon.models.loading.auto_class import auto_class, text_part
+from tigon.models.loading.classifier import of_layers, task_of
 from tigon.models.loading.config import check_counts, check_folder, checked, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import one_line
@@ -173,8 +175,21 @@ def check_weights(model: ModelConfig, config: PreTrainedConfig) -> tuple[str, ..
                 "model.attention: eager"
             ) from None
         raise RecipeError(f"model.name: {error}") from None
+    if gets_head(model, config):
+        report = _without_head(config, report)
     _refuse(model, report)
     return report.unexpected
+
+
+def gets_head(model: ModelConfig, config: PreTrainedConfig) -> bool:
+    """Whether the model gets a new classification head, which the checkpoint lacks."""
+    return task_of(config) is not None and (is_preset(model.name) or task_of(load_config(model)) is None)
+
+
+def _without_head(config: PreTrainedConfig, report: weight_files.LoadReport) -> weight_files.LoadReport:
+    """The report about the layers alone: the new head is missing on purpose, and the old one stays unused."""
+    missing, unexpected = (of_layers(config, names) for names in (report.missing, report.unexpected))
+    return replace(report, missing=missing, unexpected=unexpected)
 
 
 def text_part_warning(model: ModelConfig, config: PreTrainedConfig) -> tuple[str, ...]:
@@ -426,6 +441,8 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
         loading |= (
             mxfp4_experts.dense_reading() if kept is None else {"config": mxfp4_experts.with_config(config, kept)}
         )
+    if task_of(config) is not None:  # it has the labels, which the checkpoint's own config may lack
+        loading.setdefault("config", copy.deepcopy(config))
     try:
         built, info = auto_class(config).from_pretrained(
             model.name,
@@ -444,7 +461,8 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
         raise RecipeError(
             f"model.name: {model.name} holds adapters instead of a whole model; merge them into their base model first"
         )
-    _refuse(model, weight_files.report_of(info))
+    report = weight_files.report_of(info)
+    _refuse(model, _without_head(config, report) if gets_head(model, config) else report)
     mxfp4_experts.forget_stored_names(built)
     return built
 

@@ -22,9 +22,9 @@ from tigon.data.packing import Collator, SampleDataset
 from tigon.errors import RecipeError, TigonError
 from tigon.models.hybrid_layers import LayerPath, paths_of, slow_layers
 from tigon.models.loading import hub
-from tigon.objectives.choose import objective_of
+from tigon.objectives.choose import config_for, objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import TECHNIQUES
+from tigon.techniques import TECHNIQUES, model_kernels
 from tigon.techniques.lora import lora
 from tigon.techniques.optimizers import muon
 from tigon.trainer import model, run_data
@@ -192,10 +192,10 @@ class _Checked:
 def _check(recipe: Recipe, device: torch.device) -> _Checked:
     """Check the recipe against model and machine, before any row is read."""
     harness.check(recipe.eval.lm_eval)
-    config = model.load_config(recipe.model)
+    config = config_for(recipe, model.load_config(recipe.model))
     preflight.check_lengths(recipe, config)
     built = model.without_data(config)
-    shapes, layer_paths = model.shapes_of(built), paths_of(built)
+    shapes, layer_paths = model.shapes_of(built), paths_of(built, fused=recipe.model.kernels in model_kernels.OF_TIGON)
     if recipe.train.optimizer == "muon":
         muon.check_model(built)
     del built
@@ -247,11 +247,14 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     recipe = data.recipe  # `data.packing: auto` is decided
     tok, processor = tokens.tokenizer, tokens.processor
     prompt = sample_prompt(data, config)
-    preflight.check_sample(recipe, config, len(prompt))
+    if objective.writes_text:
+        preflight.check_sample(recipe, config, len(prompt))
     prompts = prompts_of(recipe, tok, config, as_chat=as_chat(data))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = recipe.data.packs and recipe.model.attention.startswith("flash")
     collator = objective.rows(recipe.data).collator(pad_id, flatten)
+    config = objective.labelled(config, pad_id)
+    shapes = checked.shapes if config is checked.config else model.parameter_shapes(config)
     prompt_inputs: Mapping[str, Any] = {}
     if processor is not None:
         processor.chat_template = tok.chat_template
@@ -263,7 +266,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         device=device,
         settings=checked.settings,
         config=config,
-        shapes=checked.shapes,
+        shapes=shapes,
         objective=objective,
         wrong_ops=self_test.wrong_ops(recipe, checked.settings, device),
         tokenizer=tok,
@@ -275,10 +278,11 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         prompt=prompt,
         prompt_inputs=prompt_inputs,
         prompts=prompts,
-        data=data.summary(n_parameters=sum(math.prod(shape) for shape in checked.shapes.values())),
+        data=data.summary(n_parameters=sum(math.prod(shape) for shape in shapes.values())),
         bad_rows=tuple(source.bad.problems[:3]),
         shown=tuple(data.encoded[0][: recipe.data.show]),
-        rows_line=preview.rows_line(source.read, tok, tokens.rendering)
+        rows_line=objective.rows_line(tokens.train)
+        or preview.rows_line(source.read, tok, tokens.rendering)
         + packing_line
         + data.packing_line
         + tokens.cache_line(),

@@ -21,6 +21,7 @@ from tigon.data.source import reading, sources
 from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
+from tigon.objectives.classify_rules import classifies
 from tigon.objectives.post_training.rules import is_post_training
 from tigon.recipe.keys import Recipe
 from tigon.techniques.lora import lora
@@ -121,8 +122,12 @@ def _check_data(recipe: Recipe) -> None:
     data = recipe.data
     sources.check(data.sources())
     sources.check(data.eval_sources(), "data.eval_source")
-    # Rows for post-training are read by the objective, which needs the model's config.
-    if data.bad_rows == "error" and not launch.started_by_launcher() and not is_post_training(recipe):
+    # Rows for post-training and classification are read by the objective, which needs the model's config.
+    if (
+        data.bad_rows == "error"
+        and not launch.started_by_launcher()
+        and not (is_post_training(recipe) or classifies(recipe))
+    ):
         reader = PicturedRows(data.images, data.format) if data.images else None
         reading.first_look((*data.sources(), *data.eval_sources()), reader=reader)
 
@@ -244,7 +249,9 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         "unigram_entropy": prepared.data.get("unigram_entropy"),
         "skipped_steps": trainer.gate.skipped,
         "evaluation_error": trainer.evaluation_error,
-        "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), trainer.fused])),
+        "patch": "\n".join(
+            filter(None, ["unpatched" if patched is None else str(patched), trainer.fused, str(trainer.generator)])
+        ),
         "decoded": decoded,
         "sample": sample.as_mapping(),
     }
@@ -320,6 +327,7 @@ def _train(
         _end_if_asked(prepared, trainer)
         watchers.write_texts(built, trainer.state.global_step, trainer.best_step)
         outcome |= {"eval_loss": eval_loss, "eval_perplexity": _perplexity(prepared, eval_loss)}
+        outcome["labels"] = None if eval_loss is None else _labels(trainer)
         if prepared.recipe.eval.lm_eval:  # may take hours, in which a killed run keeps what it has learned
             trainer.save_last()
         outcome["lm_eval"] = harness.run_tasks(run, built, prepared.tokenizer, prepared.recipe, console.out)
@@ -329,9 +337,22 @@ def _train(
 
 def _perplexity(prepared: Prepared, eval_loss: float | None) -> float | None:
     """exp of the eval loss; None if it is not the loss per token of one head."""
-    if eval_loss is None or prepared.rows is not None or prepared.objective.added is not None:
+    objective = prepared.objective
+    if eval_loss is None or not objective.writes_text or prepared.rows is not None or objective.added is not None:
         return None
     return next(iter(perplexity(eval_loss)), None)
+
+
+def _labels(trainer: GuardedTrainer) -> dict[str, Any] | None:
+    """The table of a classification's labels for the saved weights; None for any other objective."""
+    objective = trainer.objective
+    if objective.outputs_loss is None:
+        return None
+    # The last evaluation was of other weights, or of the run before it was resumed.
+    if trainer.best_step is not None or objective.table() is None:
+        trainer.token_mean.metrics(trainer.eval_dataset, "eval")
+        objective.metrics(trainer.model, trainer.accelerator.reduce)
+    return objective.table()
 
 
 def _make_trainer(run: RunFolder, prepared: Prepared, built: nn.Module, stop: signals.StopRequest) -> GuardedTrainer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tigon.data.packing import Packed, Sample
     from tigon.data.tokenizer import Encoded
-    from tigon.objectives.base import Objective
+    from tigon.objectives.base import Objective, RowEncoder
     from tigon.techniques.keys.settings import Settings
 
     _Rows = tuple[datasets.Dataset, datasets.Dataset]
@@ -90,7 +90,8 @@ def tokenise(
 ) -> TokenisedDocuments:
     """Load or train the tokenizer, and tokenise the documents with it."""
     data = recipe.data
-    processor = objective.rows(data).load_processor()
+    rows = objective.rows(data)
+    processor = rows.load_processor()
     tok = _tokenizer(recipe, source.train) if processor is None else processor.tokenizer
     rendering = chat_template.choose(tok, data.template, data.learn, model.end_ids(recipe, config))
     preflight.check_vocabulary(recipe, config, len(tok))
@@ -100,8 +101,10 @@ def tokenise(
         warnings = tuple(filter(None, [preferences.without_template((source.train, source.evaluated), tok)]))
     n_ids = config.get_text_config().vocab_size
     encoder = Encoder(tok, n_ids, rendering, source.bad, _cache(recipe))
-    encodes: Encoder | images.Encoder = encoder
-    if processor is not None:
+    encodes: Encoder | images.Encoder | RowEncoder = encoder
+    if rows.encoder is not None:
+        encodes = rows.encoder(tok, source.train, n_ids, source.bad)
+    elif processor is not None:
         encodes = images.Encoder(processor, rendering, n_ids, data.image_size, source.bad)
     return TokenisedDocuments(
         source=source,
@@ -161,7 +164,11 @@ class RunData:
             "bad_rows": len(source.bad.problems),
             "tokenizer_size": len(self.tokens.tokenizer),
             "parameters": n_parameters,
-            **(_of_samples(train.samples, self.eval_samples, size) if self.rows is None else {}),
+            **(
+                _of_samples(train.samples, self.eval_samples, size)
+                if self.rows is None and self.objective.packs
+                else {}
+            ),
             "fingerprint": fingerprint(itertools.chain(train.samples, self.eval_samples)),
         }
         if self.tokens.processor is not None:
@@ -176,6 +183,8 @@ class RunData:
         known.
         """
         train, evaluated = (Tokens.of(part) for part in self.encoded)
+        if not self.objective.packs:  # a label stands beside the text
+            return ()
         is_trl = self.rows is not None
         without = {row_notes.MARK_IN_TEXT} if is_trl else ()
         warnings = row_notes.warnings_of([*train.noted(), *evaluated.noted()], without=without)
@@ -200,6 +209,8 @@ def samples_of(
     packing_line: tuple[str, ...] = ()
     if objective.trl is not None:
         rows, encoded, n_texts, n_dropped = _rows_of_trl(recipe, tokens)
+    if not objective.packs:
+        recipe = replace(recipe, data=replace(recipe.data, packing=False))
     if objective.trl is None and tokens.processor is None:
         recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, n_readers)
     else:
@@ -288,7 +299,7 @@ def _size(
         per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * n_readers
         n_samples *= recipe.post_training.generations
         n_samples -= n_samples % per_step
-    of_text = Tokens.of(encoded).are_text.any()
+    of_text = objective.packs and Tokens.of(encoded).are_text.any()
     n_rows = n_samples if objective.trl is not None else 0 if of_text else len(encoded)
     return RunSize(n_samples, n_eval, n_readers, n_rows=n_rows)
 

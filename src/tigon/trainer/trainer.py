@@ -41,6 +41,7 @@ def make(
         data_collator=data.collator,
         train_dataset=data.train,
         eval_dataset=data.eval,
+        compute_loss_func=setup.objective.outputs_loss,
     )
     trainer.guard(setup.objective, safeguards, make_optimizer(setup), learning_rates(setup))
     return trainer

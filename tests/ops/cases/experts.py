@@ -57,6 +57,19 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(id="qwen3-30b", shape=(4096, 128), options={"top_k": 8, "normalised": True}, small=False),
         Case(id="qwen3-next", shape=(4096, 512), options={"top_k": 10, "normalised": True}, small=False),
     ),
+    "topk_sigmoid": (
+        Case(id="one-group", shape=(19, 12), options={"top_k": 3, "eps": 1e-20}),
+        Case(id="scores", shape=(19, 12), options={"top_k": 3, "normalised": False, "biased": False}),
+        Case(id="one", shape=(5, 8), options={"top_k": 1, "spread": 4.0, "normalised": False}),
+        Case(id="three-groups", shape=(9, 15), options={"top_k": 5, "groups": 3, "top_groups": 1, "scale": 1.5}),
+        Case(
+            id="deepseek-v3",
+            shape=(2048, 256),
+            options={"top_k": 8, "groups": 8, "top_groups": 4, "scale": 2.5, "eps": 1e-20},
+            small=False,
+        ),
+        Case(id="glm-4.5-air", shape=(2048, 128), options={"top_k": 8}, small=False),
+    ),
     "load_balancing_loss": (
         Case(id="plain", shape=(37, 16), options={"top_k": 4}),
         Case(id="masked", shape=(19, 12), options={"top_k": 3, "masked": True}),

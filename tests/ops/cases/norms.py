@@ -37,4 +37,13 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(id="wide-65537", shape=(3, 65537), small=False),
         Case(id="gpt2-xl", shape=(4, 512, 1600), small=False),
     ),
+    "gated_rms_norm": (
+        Case(id="sigmoid", shape=(7, 33), options={"activation": "sigmoid"}),
+        Case(id="mamba-2-groups", shape=(2, 5, 96), options={"gate_first": True, "groups": 3}),
+        Case(id="fp32-weight", shape=(6, 128), options={"weight_dtype": torch.float32}),
+        Case(id="width-1", shape=(9, 1), options={"eps": 1e-3}),
+        Case(id="odd-wide", shape=(5, 4097), options={"gate_first": True}),
+        Case(id="qwen3.5-9b", shape=(1, 2048, 32, 128), small=False),
+        Case(id="granite-4-small", shape=(2048, 8192), options={"gate_first": True}, small=False),
+    ),
 }

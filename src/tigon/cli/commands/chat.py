@@ -12,6 +12,7 @@ import typer
 from tigon._quiet import quiet_loading, quiet_packages
 from tigon.cli.options import Trained, TrustRemoteCode
 from tigon.cli.shared import Command
+from tigon.errors import UsageError
 from tigon.models.loading.hub import set_offline_mode
 
 
@@ -37,6 +38,10 @@ def command(
         trained = dataclasses.replace(trained, heads=None)
     set_offline_mode([trained.weights, trained.tokenizer])
     quiet_loading()
+    if load.classifies(trained):
+        raise UsageError(
+            f"{name} gives labels or scores and writes no text; use transformers' pipeline('text-classification')"
+        )
     if isinstance(sys.stdout, io.TextIOWrapper):  # an answer may have characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     loaded = load.load(trained, device=load.device_of(device))

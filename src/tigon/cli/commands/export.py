@@ -27,6 +27,10 @@ def command(
         str | None,
         typer.Option(metavar="TYPE", help="Also write a GGUF file (f32, f16, bf16, q8_0, q4_0, auto) and a Modelfile."),
     ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="Weights in 8 or 4 bits for vLLM and transformers: fp8, int4 or mxfp4."),
+    ] = None,
     verify: Annotated[
         bool | None,
         typer.Option(
@@ -41,12 +45,12 @@ def command(
     yes: Annotated[bool, typer.Option("--yes", help="Upload without the question.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a trained model to a new folder: in another dtype, merged, as GGUF, and to the hub on request."""
+    """Write a trained model to a new folder: in another dtype or format, merged, as GGUF, and to the hub on request."""
     quiet_packages()
     from tigon.trained import export, find  # not for --help
 
     trained = find.find(name, trust_remote_code=trust_remote_code)
-    wanted = export.Export(target=target, dtype=dtype, merge=merge, gguf=gguf, verify=verify)
+    wanted = export.Export(target=target, dtype=dtype, merge=merge, gguf=gguf, format=format, verify=verify)
     wanted.check(trained)
     if push is not None:
         export.check_repository(push)

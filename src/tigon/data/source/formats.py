@@ -160,9 +160,9 @@ FORMATS: Mapping[str, Format] = {
     "prompt-completion": Format(("prompt", "completion"), ("tools",), _prompt_completion),
     "text": Format(("text",), (), _text),
 }
-PREFERENCE_COLUMNS = ("chosen", "rejected", "label")
-"""Columns of rows for post-training that `data.columns` may name too."""
-COLUMNS = (*dict.fromkeys(name for row_format in FORMATS.values() for name in row_format.columns), *PREFERENCE_COLUMNS)
+OBJECTIVE_COLUMNS = ("chosen", "rejected", "label", "tokens", "labels")
+"""Columns of rows for post-training and classification that `data.columns` may name too."""
+COLUMNS = (*dict.fromkeys(name for row_format in FORMATS.values() for name in row_format.columns), *OBJECTIVE_COLUMNS)
 
 
 def check_source(source: Source) -> None:
@@ -176,7 +176,7 @@ def check_source(source: Source) -> None:
             raise DataError(f"data.columns: no format has a column {name!r}; choose {', '.join(COLUMNS)}")
         if not isinstance(column, str) or not column:
             raise DataError(f"data.columns: {name} is {column!r}; name the column of your data that holds it, as text")
-    mapped = [name for name in source.columns if name not in PREFERENCE_COLUMNS]
+    mapped = [name for name in source.columns if name not in OBJECTIVE_COLUMNS]
     names = FORMATS if source.format == "auto" else (source.format,)
     if not any(all(column in FORMATS[name].columns for column in mapped) for name in names):
         known = "; ".join(f"{name}: {', '.join(FORMATS[name].columns)}" for name in names)

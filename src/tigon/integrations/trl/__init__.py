@@ -11,6 +11,7 @@ TRL computes its losses from log-probabilities per token. `fuse` gives these tra
 from __future__ import annotations
 
 from tigon.integrations.trl.fuse import FusedTrainer, fuse
+from tigon.integrations.trl.generation import GraphGeneration, decode_in_graphs
 from tigon.integrations.trl.head import UnfusedWarning
 
-__all__ = ["FusedTrainer", "UnfusedWarning", "fuse"]
+__all__ = ["FusedTrainer", "GraphGeneration", "UnfusedWarning", "decode_in_graphs", "fuse"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tigon.models.loading.classifier import auto_classifier, task_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -11,12 +13,16 @@ if TYPE_CHECKING:
 def auto_class(config: PreTrainedConfig) -> Any:
     """`AutoModelForCausalLM`, or `AutoModelForImageTextToText` for a model that only that class loads and reloads.
 
+    A config that declares a classification head has the class of that head.
+
     For some composite configs, such as Qwen3.5's and Llama 4's, `AutoModelForCausalLM` makes a model of the text part
     alone, which is saved with the config of that part. The part of Mllama and Emu3 has a config that
     `AutoModelForCausalLM` does not take, so what a run saved could not be loaded.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    if (task := task_of(config)) is not None:
+        return auto_classifier(task)
     of_text, of_images = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
     if type(config) not in of_images:
         return AutoModelForCausalLM

@@ -62,6 +62,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-1.7b": _shape("qwen3", 151936, 2048, 6144, 28, 16, 8, 40960, 1e-6, True, rope=1000000.0, head_dim=128),
     "qwen3-4b": _shape("qwen3", 151936, 2560, 9728, 36, 32, 8, 40960, 1e-6, True, rope=1000000.0, head_dim=128),
     "qwen3-8b": _shape("qwen3", 151936, 4096, 12288, 36, 32, 8, 40960, 1e-6, False, rope=1000000.0, head_dim=128),
+    "qwen3-32b": _shape("qwen3", 151936, 5120, 25600, 64, 64, 8, 40960, 1e-6, False, rope=1000000.0, head_dim=128),
     # 30.5 B parameters, of which 3.3 B compute each token
     "qwen3-30b-a3b": _shape("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 40960, 1e-6, False,
         rope=1000000.0, moe_intermediate_size=768, head_dim=128, num_experts=128, num_experts_per_tok=8,
@@ -102,6 +103,7 @@ HUB_SHAPES: Mapping[str, str] = {
     "Qwen/Qwen3-1.7B": "qwen3-1.7b",
     "Qwen/Qwen3-4B": "qwen3-4b",
     "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
     "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
     "allenai/OLMo-2-0425-1B": "olmo-2-1b",
     "google/gemma-2-2b-it": "gemma-2-2b",

@@ -9,6 +9,7 @@ from torch import nn
 
 from tigon.errors import UsageError
 from tigon.models.kv_cache import without_cache
+from tigon.models.loading.classifier import task_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,7 +19,7 @@ def with_score(built: PreTrainedModel) -> Any:
     """The model of transformers for sequence classification, with the layers of `built` and a new score layer.
 
     Args:
-        built: A causal language model; the result shares its layers.
+        built: A causal language model; the result shares its layers. A model with a classification head is returned.
 
     Returns:
         A model whose output `logits` are scores of shape (B, 1).
@@ -28,6 +29,8 @@ def with_score(built: PreTrainedModel) -> Any:
     """
     from transformers import AutoModelForSequenceClassification
 
+    if task_of(built.config) is not None:
+        return built
     config = type(built.config).from_dict({**built.config.to_dict(), "num_labels": 1})
     config._attn_implementation = built.config._attn_implementation
     try:

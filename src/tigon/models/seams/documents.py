@@ -4,8 +4,8 @@ No mask stops such a layer from carrying its state and its last tokens into the 
 transformers' name for the document of each token, and from 5.16 on it hands the argument down to these layers
 (`models/packed_documents.py`). A layer that gets it runs in one of two ways:
 
-- `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention take where documents begin, and so does the
-  convolution of this file, which replaces PyTorch's. A layer of these parts runs once.
+- `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention take where documents begin, and so does tigon's
+  short convolution, which replaces PyTorch's. A layer of these parts runs once.
 - Everything else runs each document by itself. This is exact with any implementation. The layer's products and kernels
   are then as many as the documents.
 
@@ -16,21 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tigon.models.kv_cache import cache_in
+from tigon.models.seams import convolution
 from tigon.models.seams.base import Seam, imitate
 from tigon.models.seams.rebind import Forward, rebind_each
 
 SEQ_IDX = "seq_idx"
 _OTHERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k")
 """Arguments for the kernels of attention, which say the same. Some layers would take them too."""
-_CONVOLUTION = "causal_conv1d_fn"
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,19 @@ def documents_of(seq_idx: Tensor) -> Documents:
     return documents
 
 
-def convolution(
-    x_BDT: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    seq_idx: Tensor,
-    **_: object,
+def _convolution(
+    original: Callable[..., Tensor], x_BDT: Tensor, weight: Tensor, *rest: Any, seq_idx: Tensor, **more: Any
 ) -> Tensor:
-    """transformers' `causal_conv1d_fn` for one row, whose documents get zeros before them as the row does."""
-    from transformers.activations import ACT2FN
-
-    width, sizes = weight.shape[1] - 1, documents_of(seq_idx).sizes
+    """transformers' `causal_conv1d_fn` for one row of documents. Around a filter too long for the op are zeros."""
+    if (width := weight.shape[1] - 1) < convolution.MAX_TAPS:
+        return convolution.fused(original)(x_BDT, weight, *rest, seq_idx=seq_idx, **more)
+    sizes = documents_of(seq_idx).sizes
     gap = x_BDT.new_zeros((*x_BDT.shape[:2], width))
-    apart = torch.cat([part for document in x_BDT.split(sizes, dim=2) for part in (gap, document)], dim=2)
-    y = F.conv1d(apart.to(weight.dtype), weight[:, None], bias, groups=len(weight))
-    with_gaps = [size for document in sizes for size in (document, width)][:-1]
-    y_BDT = torch.cat(y.split(with_gaps, dim=2)[::2], dim=2)
-    return (y_BDT if activation is None else ACT2FN[activation](y_BDT)).to(x_BDT.dtype)
+    y_BDT = original(
+        torch.cat([part for one in x_BDT.split(sizes, dim=2) for part in (one, gap)], dim=2), weight, *rest, **more
+    )
+    with_gaps = [size for document in sizes for size in (document, width)]
+    return torch.cat(y_BDT.split(with_gaps, dim=2)[::2], dim=2)
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ class DocumentsSeam(Seam):
     Args:
         once: Whether the layer runs once for all documents. Otherwise it runs once for each.
         bounds: The argument by which the layer's kernel takes where documents begin; "" if it has no such kernel.
-        convolves: Whether the convolution of this file replaces the layer's, which would mix documents.
+        convolves: Whether tigon's convolution replaces the layer's, which would mix documents.
     """
 
     once: bool = False
@@ -127,7 +121,9 @@ class DocumentsSeam(Seam):
         plain: Forward = base.forward
         run_once = plain
         if self.convolves:
-            run_once = rebind_each(plain, {_CONVOLUTION: convolution})
+            original = convolution.function_of(base)
+            assert original is not None  # a kind of layer that convolves
+            run_once = rebind_each(plain, {convolution.NAME: partial(_convolution, original)})
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             seq_idx = kwargs.pop(SEQ_IDX, None)

@@ -1,8 +1,8 @@
 """The seam for PEFT's LoRA layers: the layer and its adapter as one op, for dense and for 4-bit weights.
 
 PEFT's forward stays in charge of everything but the plain case: one active adapter of the usual form. Merged or
-disabled adapters, several adapters, DoRA and other variants, `adapter_names`, and layers with hooks of their own (such
-as those of DeepSpeed's ZeRO-3, which gather a weight) run as without tigon.
+disabled adapters, several adapters, variants other than DoRA, DoRA with dropout, `adapter_names`, and layers with hooks
+of their own (such as those of DeepSpeed's ZeRO-3, which gather a weight) run as without tigon.
 
 Layers that read the same input, such as q, k and v, are one op together. The model calls them one after another with
 the same tensor. The first call computes all of them, and the next calls return what it left. If a model calls one of
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tigon import ops
 from tigon.models.seams.base import PatchedModule, Seam, hooks_of, is_dtensor
 from tigon.models.seams.fp8 import fp8_scaling
+from tigon.ops.linear.dora import dora_linear
 from tigon.ops.linear.nf4 import dequantiser
 
 if TYPE_CHECKING:
@@ -51,10 +52,7 @@ class LoraSeam(Seam):
             return f"its layer is a {type(base).__name__}; only torch's Linear and bitsandbytes' Linear4bit are fused"
         if getattr(module, "fan_in_fan_out", False):
             return "its weight is stored as (in, out)"
-        variants: Any = module.lora_variant
-        if variants:
-            return f"its adapter is a variant of LoRA ({', '.join(map(_variant_name, variants.values()))})"
-        return None
+        return variant_objection(module, fused=(DORA,))
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain_forward: Callable[..., Tensor] = base.forward
@@ -63,7 +61,7 @@ class LoraSeam(Seam):
             adapter = None if args or kwargs else plain_adapter(self, x)
             if adapter is None:
                 return plain_forward(self, x, *args, **kwargs)
-            together = with_siblings(self, x, _weight)
+            together = None if adapter in self.lora_variant else with_siblings(self, x, _weight)
             if together is None:
                 together = adapted(self, x, adapter, _weight(self))
             return together.to(x.dtype) if _is_4bit(self.base_layer) else together  # as bitsandbytes does
@@ -86,6 +84,17 @@ def adapted(module: LoraLayer, x: Tensor, adapter: str, weight: Weight) -> Tenso
 
 def after_dropout(module: LoraLayer, x: Tensor, adapter: str, weight: Weight, adapter_x: Tensor | None) -> Tensor:
     """As `adapted`. adapter_x: the result of `dropped`."""
+    if adapter in module.lora_variant and not module.disable_adapters:
+        return dora_linear(
+            x,
+            weight,
+            module.lora_A[adapter].weight,
+            module.lora_B[adapter].weight,
+            module.lora_magnitude_vector[adapter].weight,
+            scaling=scaling_of(module, adapter),
+            bias=module.base_layer.bias,
+            fp8=fp8_scaling(module.base_layer),
+        )
     return ops.lora_linear(
         x,
         weight,
@@ -197,7 +206,7 @@ def _described(layer: LoraLayer, x: Tensor, weight: Callable[[LoraLayer], Weight
     adapter = None if layer is None else plain_adapter(layer, x)
     if adapter is None or fp8_scaling(layer.base_layer) is not None:
         return None
-    if _drops(layer, adapter):
+    if adapter in layer.lora_variant or _drops(layer, adapter):
         return None
     stored = weight(layer)
     if isinstance(stored, Tensor) and stored.requires_grad:
@@ -219,6 +228,15 @@ def _weight(module: LoraLayer) -> Weight:
 def is_plain_linear(layer: LoraLayer) -> bool:
     """Whether the layer is torch's Linear, or one whose loss tigon had fused before it got an adapter."""
     return type(layer) is nn.Linear or (isinstance(layer, PatchedModule) and layer._tigon_base is nn.Linear)
+
+
+DORA = "Dora"
+
+
+def variant_objection(module: LoraLayer, fused: Sequence[str] = ()) -> str | None:
+    """What stands against a layer whose adapter is a variant of LoRA. fused: the variants that an op computes."""
+    names = [name for variant in module.lora_variant.values() if (name := _variant_name(variant)) not in fused]
+    return f"its adapter is a variant of LoRA ({', '.join(names)})" if names else None
 
 
 def _variant_name(variant: object) -> str:
@@ -284,7 +302,7 @@ def plain_adapter(module: LoraLayer, x: Tensor) -> str | None:
     if module.disable_adapters and (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return None
     name: str = active[0]
-    if name in module.lora_variant:
+    if name in module.lora_variant and (_variant_name(module.lora_variant[name]) != DORA or _drops(module, name)):
         return None
     layer, a, b = module.base_layer, module.lora_A[name], module.lora_B[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None or b.bias is not None:

@@ -66,13 +66,19 @@ class _NormSeam(Seam):
             return "its weight is a buffer, which its forward may not use"
         present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
         shapes = dict.fromkeys(present, (probe.WIDTH,))
-        make = partial(probe.make_stand_in, module, shapes, attributes={"normalized_shape": (probe.WIDTH,)})
+        make = partial(
+            probe.make_stand_in, module, shapes, attributes={"normalized_shape": (probe.WIDTH,), **self._sizes()}
+        )
         fused, original = self.namespace(type(module))["forward"], type(module).forward
         return probe.disagreement(make, self._rows, fused, original) or self._rounds_elsewhere(make, fused, original)
 
     def _rows(self) -> tuple[Tensor, ...]:
         """Arguments of the module's forward, for the comparison."""
         return probe.rows()
+
+    def _sizes(self) -> dict[str, Any]:
+        """Attributes of the stand-in that follow from its width."""
+        return {}
 
     def _rounds_elsewhere(
         self, make: Callable[[], nn.Module], fused: Callable[..., Any], original: Callable[..., Any]
@@ -112,11 +118,7 @@ class NormSeam(_NormSeam):
     ) -> str | None:
         if dispatch.INTERPRET:  # Triton's interpreter truncates bf16; hardware rounds
             return None
-        return probe.rounding_disagreement(make, self._many_rows, fused, original)
-
-    def _many_rows(self) -> tuple[Tensor, ...]:
-        """The same in bf16, and more of it, for the place of rounding."""
-        return probe.many_rows()
+        return probe.rounding_disagreement(make, probe.many_rows, fused, original)
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         seam, casting, offset = self, self.casting, self.offset
@@ -133,30 +135,53 @@ class NormSeam(_NormSeam):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedNormSeam(NormSeam):
-    """RMSNorm, times silu(gate), as in linear attention: `rms_norm`, then `swiglu` of the gate and the result."""
+class GatedNormSeam(_NormSeam):
+    """RMSNorm and a gate, as after a gated delta rule or a Mamba 2 scan.
+
+    The module's `activation`, `group_size`, `n_groups` and `norm_before_gate` are read if it has them.
+    """
+
+    op: ClassVar[str] = "gated_rms_norm"
+    flag: ClassVar[str] = "rms_norm"
+
+    eps: str | tuple[str, ...] | float = "variance_epsilon"
+    gate_first: bool = False
+    """The gate is multiplied before the norm, if the module does not say so itself."""
 
     def candidate(self, module: nn.Module) -> bool:
-        return super().candidate(module) and list(inspect.signature(type(module).forward).parameters)[2:] == ["gate"]
+        named = bool(_norm_names(module)) and getattr(module, "weight", None) is not None
+        return named and list(inspect.signature(type(module).forward).parameters)[2:] == ["gate"]
 
     def _rows(self) -> tuple[Tensor, ...]:
         return *probe.rows(), probe.random(3, probe.WIDTH, seed=3).requires_grad_()
 
-    def _many_rows(self) -> tuple[Tensor, ...]:
-        return *probe.many_rows(), probe.random(128, probe.WIDTH, seed=8).to(torch.bfloat16)
+    def _sizes(self) -> dict[str, Any]:
+        return {"group_size": probe.WIDTH // 2, "n_groups": 2}
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
-        norm: Callable[[Any, Tensor], Tensor] = super().namespace(base)["forward"]
+        seam = self
         plain_forward: Callable[..., Tensor] = base.forward
 
-        def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-            if gate is None or any(is_dtensor(x) for x in (hidden_states, gate, getattr(self, "weight", None))):
+        def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+            if gate is None or any(is_dtensor(x) for x in (hidden_states, gate, self.weight)):
                 return plain_forward(self, hidden_states, gate)
-            normed = norm(self, hidden_states)
-            dtype = torch.promote_types(normed.dtype, gate.dtype)
-            return ops.swiglu(gate.to(dtype), normed.to(dtype)).to(hidden_states.dtype)
+            return ops.gated_rms_norm(
+                hidden_states,
+                gate.reshape(hidden_states.shape),
+                self.weight,
+                seam._eps_of(self),
+                activation=getattr(self, "activation", "silu"),
+                gate_first=not getattr(self, "norm_before_gate", not seam.gate_first),
+                groups=_groups(self),
+            )
 
         return {"forward": forward}
+
+
+def _groups(norm: Any) -> int:
+    """The number of groups that a gated norm normalises by themselves."""
+    width = norm.weight.numel()
+    return int(getattr(norm, "n_groups", None) or width // getattr(norm, "group_size", width))
 
 
 @dataclass(frozen=True, kw_only=True)

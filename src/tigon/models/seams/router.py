@@ -1,8 +1,8 @@
-"""Routers of mixtures whose weights are a softmax over the experts, its k largest values, and perhaps their quotients.
+"""Routers of mixtures: a softmax or sigmoids of the logits, the k best experts, and perhaps normalised weights.
 
 A router returns the logits, the weights and the experts of each token. Families differ in whether the weights are
-normalised, and in the dtype of weights and logits. Routers with sigmoids, groups or a correction of the scores are
-other formulas, and keep their own forward.
+normalised, and in the dtype of weights and logits. Routers with sigmoids choose by scores with a correction, and some
+among groups of experts (DeepSeek-V3, GLM, Kimi, MiniMax).
 
 The model's load-balancing loss, if its config asks for one, is also an op. The loss's seam puts it into the forward.
 """
@@ -10,6 +10,7 @@ The model's load-balancing loss, if its config asks for one, is also an op. The 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -79,15 +80,87 @@ class RouterSeam(Seam):
         return {"forward": forward}
 
 
+_CORRECTION = "e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class SigmoidRouterSeam(Seam):
+    """Computes the weights and the experts from sigmoids in one kernel after the product.
+
+    The correction of the scores is the module's `e_score_correction_bias`, or the second argument of its forward. The
+    groups, the normalisation and the factor are read from the module if it has them.
+    """
+
+    op: ClassVar[str] = "topk_sigmoid"
+    flag: ClassVar[str] = "router"
+
+    fp32_product: bool = True
+    """Hidden states and weight are cast to fp32 before the product."""
+    eps: float = 1e-20
+
+    def candidate(self, module: nn.Module) -> bool:
+        if not RouterSeam().candidate(module):
+            return False
+        parameters = list(inspect.signature(type(module).forward).parameters)[2:]
+        return parameters == [_CORRECTION] or (not parameters and hasattr(module, _CORRECTION))
+
+    def objection(self, module: nn.Module) -> str | None:
+        sizes = dict.fromkeys(("num_experts", "num_local_experts"), 8) | {"hidden_dim": probe.WIDTH, "top_k": 3}
+        correction = probe.random(8, seed=3) - 3  # negative scores show what takes the place of the other groups
+        attributes = sizes | {"num_group": 4, "topk_group": 2, _CORRECTION: correction}
+        make = partial(probe.make_stand_in, module, parameters={"weight": (8, probe.WIDTH)}, attributes=attributes)
+        given = () if hasattr(module, _CORRECTION) else (correction,)
+        fused = partial(_by_expert, self.namespace(type(module))["forward"], given)
+        forward = partial(_by_expert, type(module).forward, given)
+        return probe.disagreement(make, _inputs, fused, forward) or _dtype_objection(make, fused, forward)
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        plain_forward: Callable[..., tuple[Tensor, Tensor, Tensor]] = base.forward
+
+        def forward(
+            self_: Any, hidden_states: Tensor, e_score_correction_bias: Tensor | None = None
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            given = () if e_score_correction_bias is None else (e_score_correction_bias,)
+            if is_dtensor(hidden_states) or is_dtensor(self_.weight):
+                return plain_forward(self_, hidden_states, *given)
+            rows, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), self_.weight
+            if self.fp32_product:
+                rows, weight = rows.float(), weight.float()
+            logits = F.linear(rows.to(weight.dtype), weight)
+            groups = getattr(self_, "num_group", None) or 1
+            weights, index = ops.topk_sigmoid(
+                logits,
+                given[0] if given else getattr(self_, _CORRECTION),
+                self_.top_k,
+                groups=groups,
+                top_groups=self_.topk_group if groups > 1 else 1,
+                normalised=getattr(self_, "norm_topk_prob", True),
+                scale=getattr(self_, "routed_scaling_factor", getattr(self_, "router_scaling_factor", 1.0)),
+                eps=self.eps,
+            )
+            return logits, weights.to(logits.dtype if self.fp32_product else torch.float32), index
+
+        return {"forward": forward}
+
+
+def _by_expert(forward: Call, given: tuple[Tensor, ...], module: nn.Module, rows: Tensor) -> tuple[Tensor, ...]:
+    """The results of a router with the experts of each token in ascending order; their order has no meaning."""
+    logits, weights, index = forward(module, rows, *given)
+    order = index.argsort(-1)
+    return logits, weights.gather(-1, order), index.gather(-1, order)
+
+
 ROUTERS: tuple[Seam, ...] = (
     RouterSeam(),
     RouterSeam(normalised=False),
     RouterSeam(fp32_weights=True),
     RouterSeam(fp32_logits=True, index_first=True),
     RouterSeam(fp32_logits=True),
+    SigmoidRouterSeam(),
+    SigmoidRouterSeam(fp32_product=False, eps=0.0),
 )
 """The routers of transformers' families: Qwen3-MoE and GPT-OSS, OLMoE and Qwen2-MoE, Mixtral, Granite-MoE of
-transformers 5.17, and Granite-MoE of 5.23."""
+transformers 5.17, Granite-MoE of 5.23, DeepSeek-V3, GLM and Kimi, and MiniMax."""
 
 
 def _inputs() -> tuple[Tensor, ...]:

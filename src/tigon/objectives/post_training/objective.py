@@ -7,6 +7,7 @@ weights are random.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ _OPTIONS: Mapping[str, str] = {"generations": "num_generations", "completion_len
 """Keys of `post_training` that TRL calls otherwise."""
 _NO_OPTIONS = (
     "base_steps", "rewards", "teacher", "tools", "environment", "log_completions", "stop_reward_drop",
-    "stop_clipped_share", "stop_patience",
+    "stop_clipped_share", "stop_patience", "generator", "generation",
 )  # fmt: skip
 TRL_VERSIONS = ((1, 16), (1, 17))
 """The first version of TRL with these trainers, and the first one that tigon has not been tried with."""
@@ -61,6 +62,10 @@ class PostTraining(Objective):
         if recipe.train.objective != cls.file_name():
             return None
         _check_trl(cls.file_name())
+        if rules.generation_of(recipe).get(rules.VLLM) and importlib.util.find_spec("vllm") is None:
+            raise RecipeError(
+                f"post_training.generation: {rules.VLLM} needs vLLM, which is not installed: pip install 'trl[vllm]'"
+            )
         if recipe.post_training.base_steps and recipe.model.name not in PRESETS:
             raise RecipeError(
                 f"post_training.base_steps is {recipe.post_training.base_steps}, but {recipe.model.name} has trained "
@@ -99,7 +104,6 @@ class PostTraining(Objective):
             rewards=entries_of(self.own.rewards),
             tools=self.own.tools,
             environment=self.own.environment,
-            writes_text=self.writes_text,
         )
 
     def _options(self) -> dict[str, Any]:
@@ -109,7 +113,8 @@ class PostTraining(Objective):
         values = {_OPTIONS.get(name, name): getattr(self.own, name) for name in takes if name not in _NO_OPTIONS}
         length = {} if "completion_length" in takes else {"max_length": self.recipe.data.sequence_length}
         weighted = {"reward_weights": weights} if any(weight != 1 for weight in weights) else {}
-        return length | weighted | {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name, value in values.items() if value is not None}
+        return length | weighted | given | dict(self.own.generation or {})
 
     @property
     def name(self) -> str:
@@ -117,6 +122,10 @@ class PostTraining(Objective):
 
     def planned(self) -> PlannedObjective:
         return self.planned_class(self.name, self.planned_keys())
+
+    def generator(self) -> str:
+        """What writes completions: `post_training.generator`, unless TRL's options leave transformers alone."""
+        return self.own.generator if rules.writes_by_generate(self.recipe) else "transformers"
 
     def planned_keys(self) -> tuple[tuple[str, Any], ...]:
         """The keys of `post_training` that the recipe sets, with their values."""

@@ -35,7 +35,7 @@ class PlannedPostTraining(PlannedObjective):
     pads: ClassVar[bool] = True
     objective: str
     """The value of `train.objective`."""
-    keys: tuple[tuple[str, Any], ...] = field(default=(), hash=False)  # rewards may be mappings
+    keys: tuple[tuple[str, Any], ...] = field(default=(), hash=False)  # a value may be a mapping
     """The keys of `post_training` that the recipe gives, with their values."""
 
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
@@ -87,12 +87,23 @@ class PlannedWithCompletions(PlannedPostTraining):
     """An objective that trains on completions that the run writes."""
 
     completion_tokens: int = 64
+    generator: str = "auto"
+
+    @property
+    def per_prompt(self) -> int:
+        """Completions of a prompt."""
+        return 1
 
     def sequence_tokens(self, seq: int) -> int:
         return seq + self.completion_tokens
 
     def generation(self, seq: int) -> Generation:
-        return Generation(prompt_tokens=seq, new_tokens=self.completion_tokens)
+        return Generation(
+            prompt_tokens=seq,
+            new_tokens=self.completion_tokens,
+            per_prompt=self.per_prompt,
+            generator=self.generator,
+        )
 
     def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
         prompts = padded(batch, seq, "prompt_ids", "prompt_mask")

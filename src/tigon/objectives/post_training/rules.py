@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from tigon.errors import RecipeError
 from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe
@@ -19,9 +20,9 @@ TAKES: Mapping[str, tuple[str, ...]] = {
     "grpo": (
         "beta", "loss_type", "rewards", "tools", "environment", "max_tool_calling_iterations", "generations",
         "completion_length", "temperature", "log_completions", "stop_reward_drop", "stop_clipped_share",
-        "stop_patience", "base_steps",
+        "stop_patience", "generator", "generation", "base_steps",
     ),
-    "distill": ("beta", "completion_length", "temperature", "teacher", "base_steps"),
+    "distill": ("beta", "completion_length", "temperature", "generator", "generation", "teacher", "base_steps"),
     "reward": ("base_steps",),
 }  # fmt: skip
 """Objective -> the keys of `post_training` that it takes."""
@@ -33,6 +34,11 @@ LOSS_TYPES: Mapping[str, tuple[str, ...]] = {
     "kto": ("kto", "apo_zero_unpaired"),
     "grpo": ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo"),
 }  # fmt: skip
+VLLM, CONTINUOUS_BATCHING = "use_vllm", "use_transformers_continuous_batching"
+_FILTERS = ("top_p", "top_k", "min_p")
+_OF_TRANSFORMERS = ("repetition_penalty", "generation_kwargs", "cache_implementation")
+_GENERATION = (*_FILTERS, *_OF_TRANSFORMERS, CONTINUOUS_BATCHING, "transformers_continuous_batching_config", VLLM)
+"""TRL's options that `post_training.generation` passes on, besides those that begin with `vllm_`."""
 _DEFAULT = PostTrainingConfig()
 _OF_TEXT = ("format", "template", "learn", "packing", "cross_document_attention")
 """Keys of `data` that apply to documents of text, and not to rows."""
@@ -128,9 +134,63 @@ def refusals(objective: str, settings: Settings) -> Iterator[str]:
     return (rule.reason for rule in (*_SETTINGS_RULES, *_PLANNED_RULES) if rule.breaks(recipe))
 
 
+def generation_of(recipe: Recipe) -> Mapping[str, Any]:
+    """TRL's options of generation that the recipe gives."""
+    return recipe.post_training.generation or {}
+
+
+def writes_by_generate(recipe: Recipe) -> bool:
+    """Whether TRL calls the model's `generate` with options that tigon's generator knows."""
+    return not any(value for name, value in generation_of(recipe).items() if name not in _FILTERS)
+
+
+def _without_switch(recipe: Recipe, switch: str, prefix: str) -> bool:
+    given = generation_of(recipe)
+    return not given.get(switch) and any(name.startswith(prefix) for name in given)
+
+
+_GENERATION_RULES = (
+    Rule(
+        lambda r: any(name not in _GENERATION and not name.startswith("vllm_") for name in generation_of(r)),
+        f"post_training.generation takes TRL's options {', '.join(_GENERATION)} and vllm_*; leave the others out",
+    ),
+    Rule(
+        lambda r: bool(generation_of(r).get(VLLM) and generation_of(r).get(CONTINUOUS_BATCHING)),
+        f"post_training.generation: {VLLM} and {CONTINUOUS_BATCHING} exclude each other; leave one out",
+    ),
+    Rule(
+        lambda r: _without_switch(r, VLLM, "vllm_"),
+        f"post_training.generation: options vllm_* have no effect without {VLLM}; add {VLLM}: true",
+    ),
+    Rule(
+        lambda r: _without_switch(r, CONTINUOUS_BATCHING, "transformers_continuous"),
+        f"post_training.generation: transformers_continuous_batching_config has no effect without {CONTINUOUS_BATCHING}"
+        f"; add {CONTINUOUS_BATCHING}: true",
+    ),
+    Rule(
+        lambda r: r.train.objective == "distill" and CONTINUOUS_BATCHING in generation_of(r),
+        f"post_training.generation: TRL's DistillationTrainer has no {CONTINUOUS_BATCHING}; leave it out",
+    ),
+    Rule(
+        lambda r: r.post_training.generator == "tigon" and not writes_by_generate(r),
+        "post_training.generator: tigon knows only top_p, top_k and min_p of post_training.generation; set generator: "
+        "transformers, or leave the other options out",
+    ),
+    Rule(
+        lambda r: r.post_training.generator == "tigon" and r.sharding.divides_weights,
+        "post_training.generator: tigon needs whole weights in each process; set generator: transformers, or "
+        "sharding.fsdp: false and sharding.zero at most 2",
+    ),
+    Rule(
+        lambda r: r.post_training.generator == "tigon" and r.lora.base_offload,
+        "post_training.generator: tigon needs the frozen layers on the GPU; set generator: transformers, or "
+        "lora.base_offload: false",
+    ),
+)
 KEY_RULES = (
     *_misplaced(),
     *_wrong_loss(),
+    *_GENERATION_RULES,
     Rule(
         (
             Condition("train.objective", "is", "dpo"),

@@ -2,38 +2,64 @@
 
 from __future__ import annotations
 
+from tigon.models.decoding.rows import DECODED_KINDS, MOST_ROWS
 from tigon.models.kv_cache import kv_widths, queries_per_key
+from tigon.objectives.base import Generation
 from tigon.planner.request import Request
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights
 from tigon.techniques.precision import format_of
 
 HALF, FP32 = 2, 4
+SAMPLED_COPIES = 3
+"""fp32 copies of the logits that the generator holds at once: scaled, noise, and their sum."""
 
 
 def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
     """Simulate the moment at which completions are longest: the last token of all samples of the optimizer step.
 
     The forward pass of the prompts is not simulated, because a micro-batch's passes over prompts with completions need
-    more. Under autocast the pass holds 16-bit copies of the trained matrices.
+    more. tigon's generator holds a group's prompt once, and at most `MOST_ROWS` completions at a time. Under autocast
+    the pass holds 16-bit copies of the trained matrices.
     """
     generation = request.objective.generation(request.seq)
     if generation is None:
         return
     samples = request.batch * request.settings.train.gradient_accumulation
-    tokens = generation.prompt_tokens + generation.new_tokens
+    uses_generator = _uses_generator(request, generation)
+    samples = min(samples, MOST_ROWS) if uses_generator else samples
+    prompts = -(-samples // generation.per_prompt) if uses_generator else samples
     itemsize = format_of(request.settings).products.itemsize
-    cache = [samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths]
+    if uses_generator:  # its pool keeps all tokens of a layer with a window too
+        (widths, *_) = kv_widths(request.config, 1)
+        tokens = prompts * generation.prompt_tokens + samples * generation.new_tokens
+        n_layers = request.config.get_text_config().num_hidden_layers
+        cache = [tokens * width * itemsize for width in widths] * n_layers
+    else:
+        tokens = generation.prompt_tokens + generation.new_tokens
+        cache = [samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths]
     copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2]
     ledger.enter("forward")
     held = [ledger.alloc(nbytes, "activations") for nbytes in cache]
     if format_of(request.settings).autocast is not None:
         held += [ledger.alloc(nbytes, "activations") for nbytes in copies]
-    # A layer's cache grows by concatenation, so its old and new tensors exist together. With a mask, attention repeats
-    # keys and values for the queries that share them.
-    shared_by, largest = queries_per_key(request.config), sorted(cache)[-2:]
-    ledger.alloc_briefly(*largest, *(shared_by * nbytes for nbytes in largest), component="activations")
-    vocab = model.lm_head_shape[0]
-    # The last token's logits as the model returns them, in fp32, and their probabilities.
-    ledger.alloc_briefly(samples * vocab * itemsize, *[samples * vocab * FP32] * 2, component="logits")
+    if not uses_generator:
+        # A layer's cache grows by concatenation, so its old and new tensors exist together. With a mask, attention
+        # repeats keys and values for the queries that share them.
+        shared_by, largest = queries_per_key(request.config), sorted(cache)[-2:]
+        ledger.alloc_briefly(*largest, *(shared_by * nbytes for nbytes in largest), component="activations")
+    # The last token's logits as the model returns them, in fp32, and their probabilities. The generator adds noise to
+    # them instead, and captures these tensors in a graph, whose memory is its own.
+    logits = samples * model.lm_head_shape[0]
+    in_fp32 = SAMPLED_COPIES if uses_generator else 2
+    ledger.alloc_briefly(logits * itemsize, *[logits * FP32] * in_fp32, component="logits")
     ledger.free_all(held)
+
+
+def _uses_generator(request: Request, generation: Generation) -> bool:
+    """Whether tigon's generator writes the completions on a GPU."""
+    if generation.generator != "auto":
+        return generation.generator == "tigon"
+    kinds = getattr(request.config.get_text_config(), "layer_types", None) or ()
+    settings = request.settings
+    return settings.model.kernels == "tigon" and not settings.lora.base_offload and set(kinds) <= DECODED_KINDS

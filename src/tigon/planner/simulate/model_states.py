@@ -154,7 +154,9 @@ def _built_weights(key: TraceKey) -> ModelWeights:
     model = request.objective.attach(model)
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
     weights = _weights(model, settings, request.objective.own_parameters)
-    return ModelWeights(weights, buffer_bytes, (head.out_features, head.in_features), counts_of(model))
+    text = request.config.get_text_config()  # a classification head stands in place of lm_head
+    shape = (text.num_labels, text.hidden_size) if head is None else (head.out_features, head.in_features)
+    return ModelWeights(weights, buffer_bytes, shape, counts_of(model))
 
 
 def _weights(model: nn.Module, settings: Settings, own_parameters: str | None) -> tuple[Weight, ...]:

@@ -147,6 +147,11 @@ def _adapted(layer: LoraLayer, x: Tensor) -> Tensor:
         return layer.base_layer(x)  # type: ignore[no-any-return]
     result: Tensor = layer.base_layer(x).clone()
     for name in layer.active_adapters:
+        if name in layer.lora_variant:
+            raise UsageError(
+                "lora.dora with lora.quantize is planned for tigon's layers only: set model.kernels: tigon and "
+                "lora.dropout: 0."
+            )
         a, b = layer.lora_A[name], layer.lora_B[name]
         entering = x if torch.is_autocast_enabled("cpu") else x.to(a.weight.dtype)
         added = b(a(layer.lora_dropout[name](entering))) * layer.scaling[name]
@@ -160,7 +165,9 @@ def _fused(layer: LoraLayer, x: Tensor) -> Tensor:
     a: Tensor = layer.lora_A[name].weight
     autocast = torch.is_autocast_enabled("cpu")
     alone = layer.disable_adapters and torch.is_grad_enabled()
-    if alone or (not autocast and a.dtype != x.dtype):
+    variant = name in layer.lora_variant
+    drops = variant and lora.dropped(layer, x, name) is not None
+    if alone or drops or (not autocast and a.dtype != x.dtype):
         return _adapted(layer, x)
     dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
 
@@ -169,7 +176,7 @@ def _fused(layer: LoraLayer, x: Tensor) -> Tensor:
         like = layer.lora_A[layer.active_adapters[0]].weight
         return functools.partial(layer.base_layer.dequantised, like, dtype)
 
-    together = lora.with_siblings(layer, x, weight)
+    together = None if variant else lora.with_siblings(layer, x, weight)
     return (lora.adapted(layer, x, name, weight(layer)) if together is None else together).to(x.dtype)
 
 
@@ -180,10 +187,8 @@ def attach(model: PreTrainedModel, settings: Settings, fused: bool) -> None:
 
     Raises UsageError if PEFT is missing, or if the trace lacks what the run computes.
     """
-    if settings.lora.quantize and (settings.lora.dora or settings.lora.quantize_to not in STORED):
-        what = (
-            "lora.dora with lora.quantize" if settings.lora.dora else f"lora.quantize_to: {settings.lora.quantize_to}"
-        )
+    if settings.lora.quantize and settings.lora.quantize_to not in STORED:
+        what = f"lora.quantize_to: {settings.lora.quantize_to}"
         raise UsageError(f"{what} cannot be planned: the memory of its products was never measured.")
     technique = TECHNIQUES["lora"]
     # The frozen weights have no values to initialise adapters from, and no memory depends on the initial values.

@@ -212,7 +212,6 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     if settings.model.attention == "eager":
         config._attn_implementation = "eager"  # of a vision tower too
     model = build(request.model, config)
-    state_layers.trace_libraries(model, recorder)
     if settings.lora.quantize:
         watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
         adapters.quantize(model, settings, watch, format_of(settings).products)
@@ -223,6 +222,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         adapters.attach(model, settings, fused=fused_lora)
     if request.adapters_fused:
         _patch(model, request, layers, recorder, lora=fused_lora)
+    state_layers.trace_libraries(model, recorder)
     if settings.train.precision == "fp8":
         patch_fp8(model, scaling=settings.train.fp8_scaling, bf16_layers=settings.train.fp8_bf16_layers)
     for technique in TECHNIQUES.values():

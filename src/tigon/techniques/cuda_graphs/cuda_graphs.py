@@ -83,7 +83,9 @@ DECLARATION = Declaration(
             "the lengths of packed documents differ in each batch",
             "model.attention: sdpa",
         ),
-        _not_with(Condition("lora.rank", "is at least", 1), _UNTRIED, "full fine-tuning"),
+        _not_with(Condition("lora.quantize", "is", True), _UNTRIED, "lora.quantize: false"),
+        _not_with(Condition("lora.dora", "is", True), _UNTRIED, "lora.dora: false"),
+        _not_with(Condition("lora.dropout", "is above", 0), _UNTRIED, "lora.dropout: 0"),
         _not_with(
             Condition("train.optimizer", "is", "galore-layerwise"),
             "its hooks free each gradient",

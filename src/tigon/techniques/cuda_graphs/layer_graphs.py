@@ -137,6 +137,9 @@ class LayerGraphs:
         Each stream of a capture has workspaces of 32 MiB. Other CUDA graphs may use a workspace: do not call it while
         they are in use.
         """
+        for layer in self.layers:
+            for passes in layer.passes.values():
+                passes.free()
         self._forget()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -222,6 +225,14 @@ class _Passes:
         """The pass to which the activations belong, if it is still in use."""
         self.waits = False
         """Whether that pass has not run its backward."""
+
+    def free(self) -> None:
+        """Drop the graphs and activations. Passes and their buffers name each other, so that the garbage collector
+        would free them some time later."""
+        self.buffers.sharing.clear()
+        self.later.clear()
+        self.forward = self.backward = self.adding_backward = lambda: None
+        self.activations = None
 
     def record(self, call: Callable[[list[Tensor]], Tensor], capture: Capture, *, recomputes: bool) -> None:
         """Capture both passes. call: runs the layer."""

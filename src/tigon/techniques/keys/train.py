@@ -31,6 +31,9 @@ class TrainKeys(Section):
     and slower."""
     fp8_bf16_layers: int = key(1, minimum=0, maximum=1000, traced=True)
     """With `train.precision: fp8`: how many decoder layers at each end keep their matmuls in bf16."""
+    qat: str = key("none", choices=("none", "fp8", "int4", "mxfp4"), traced=True)
+    """Quantisation-aware training: compute the forward pass with the decoder layers' weights rounded to this format, as
+    `tigon export --format` writes them; with adapters, the merged weights."""
     optimizer: str = key("adamw", choices=tuple(OPTIMIZERS))
     """Optimizer; docs/techniques/optimizers.md compares them."""
     galore_rank: int = key(128, minimum=1, maximum=MAX_COUNT)

@@ -13,13 +13,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tigon._trunk import language_model
+from tigon._trunk import language_model, trunk_of
 from tigon.errors import RecipeError
 from tigon.techniques.keys.lora import DIFFERENCE_INITS, EMBEDDINGS, EXPERTS, HEAD, LINEAR, LoraConfig
 from tigon.techniques.lora.four_bit_experts import names_in_4_bits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+POOLER = "pooler"
+"""The name that encoders give the layer that makes one vector of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def _found(model: PreTrainedModel, modules: Mapping[str, nn.Module], target: str
 def _by_word(model: PreTrainedModel) -> Mapping[str, Callable[[nn.Module], bool]]:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     unfit = {model.get_submodule(path) for path in left_out(model)}
-    of_text = set(language_model(model).modules()) - unfit
+    pooler = getattr(trunk_of(model), POOLER, None)
+    of_text = set(language_model(model).modules()) - unfit - set(pooler.modules() if pooler is not None else ())
 
     def is_linear(module: nn.Module) -> bool:
         return (isinstance(module, nn.Linear) or _is_conv1d(module)) and module is not head and module in of_text
@@ -107,6 +111,20 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _is_adaptable(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding)) or _is_conv1d(module)
+
+
+def head_modules(model: PreTrainedModel) -> list[str]:
+    """The names of the modules of a classification head, and of a pooler below it.
+
+    They are trained whole and saved beside adapters, because most checkpoints of base models lack them.
+    """
+    trunk = trunk_of(model)
+    pooler = [POOLER] if getattr(trunk, POOLER, None) is not None else []
+    return pooler + [
+        name
+        for name, child in model.named_children()
+        if child is not trunk and next(child.parameters(), None) is not None
+    ]
 
 
 def left_out(model: PreTrainedModel) -> dict[str, str]:

@@ -68,6 +68,8 @@ def keeps_mxfp4(settings: Settings) -> bool:
     return settings.lora.quantize and settings.lora.quantize_to == "mxfp4"
 
 
+LANGUAGE = "CAUSAL_LM"
+"""PEFT's name of the task of a model that predicts the next token."""
 _EMBEDDINGS_SCALED_IN_PLACE = frozenset({"ctrl"})
 
 
@@ -89,7 +91,7 @@ def check_with_peft(model: PreTrainedModel, settings: Settings) -> None:
     targets = adapter_targets.targets_of(model, settings.lora.targets)
     modules, parameters = _one_per_name(targets.modules), _one_per_name(targets.parameters)
     config = peft.LoraConfig(
-        r=settings.lora.rank, target_modules=modules, target_parameters=parameters or None, task_type="CAUSAL_LM"
+        r=settings.lora.rank, target_modules=modules, target_parameters=parameters or None, task_type=_task(model)
     )
     with quiet_peft():
         warnings.filterwarnings("ignore", message=".*for .*meta|.*meta ")  # a tensor without data cannot be filled
@@ -148,6 +150,8 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
     if settings.sharding.fsdp:
         four_bit_shards.let_fsdp_divide(model, format_of(settings).products, run_info.device)
     targets = adapter_targets.targets_of(model, settings.lora.targets)
+    task = _task(model)
+    whole = [] if task == LANGUAGE else adapter_targets.head_modules(model)
     alpha = settings.lora.alpha or 2 * settings.lora.rank
     config = peft.LoraConfig(
         r=settings.lora.rank,
@@ -157,10 +161,10 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
         use_rslora=settings.lora.rslora,
         use_dora=settings.lora.dora,
         init_lora_weights=_peft_init(settings),
-        modules_to_save=list(settings.lora.modules_to_save) or None,
+        modules_to_save=[*settings.lora.modules_to_save, *whole] or None,
         target_modules=adapter_targets.short_names(model, targets),
         target_parameters=list(targets.parameters) or None,
-        task_type=_task(model),
+        task_type=task,
     )
     with quiet_peft(), shown_as_plain(model):
         wrapped = peft.get_peft_model(
@@ -173,8 +177,9 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
 
 
 def _task(model: PreTrainedModel) -> str:
-    """PEFT's name of the model's task. For a classification it trains the score layer whole, beside the adapters."""
-    return "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "CAUSAL_LM"
+    """PEFT's name of the model's task. For a classification it trains the head whole, beside the adapters."""
+    tasks = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    return next((task for ending, task in tasks.items() if type(model).__name__.endswith(ending)), LANGUAGE)
 
 
 def _peft_init(settings: Settings) -> bool | str:

@@ -19,6 +19,7 @@ from torch import nn
 from tigon._quiet import quiet_peft
 from tigon.errors import RunFolderError, UsageError
 from tigon.models.kv_cache import cache_as_in
+from tigon.models.loading.classifier import PEFT_TASKS, SEQUENCE, as_classifier, beside_adapters, labels_of
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.reward_model import with_score
 from tigon.models.loading.weight_files import AGAIN, DTYPES, Header, listed, one_line, read_headers, read_json
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 ADAPTERS, INITIAL = "adapters", "initial-adapters"
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-SCORE_TASK = "SEQ_CLS"
-"""PEFT's name of the task of a model with a score layer, which the file of its adapters holds."""
 _ADAPTER = "default"  # PEFT's name of a model's first adapter
 
 
@@ -98,10 +97,27 @@ def save(wrapped: PeftModel, trainer: Trainer, settings: Settings, folder: Path)
         if converts:
             shutil.rmtree(initial)
     if trainer.is_world_process_zero():
+        declare_head(wrapped, folder)
         (folder / "training_args.bin").unlink(missing_ok=True)
         generation = getattr(wrapped.get_base_model(), "generation_config", None)
         if generation is not None:
             generation.save_pretrained(folder)
+
+
+def declare_head(model: Any, folder: Path) -> None:
+    """Write config.json beside adapters over a model with a classification head: its labels and its padding token.
+
+    adapter_config.json has neither, and the base model's config may lack both.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    base = model.get_base_model()
+    task = next((task for task, name in PEFT_TASKS.items() if name == model.peft_config[_ADAPTER].task_type), None)
+    if task is not None:
+        config = as_classifier(base.config, task, labels_of(base.config))
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # of the run, not of the checkpoint
+        config.save_pretrained(folder)
 
 
 def merged_with_base(adapters: Path, model: ModelConfig, *, dtype: torch.dtype) -> Any:
@@ -120,7 +136,7 @@ def merged_with_base(adapters: Path, model: ModelConfig, *, dtype: torch.dtype) 
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them
-    plain = models.read(model, models.load_config(model), dtype=dtype)
+    plain = models.read(model, beside_adapters(models.load_config(model), adapters), dtype=dtype)
     return merged(attached(plain, adapters))
 
 
@@ -160,7 +176,7 @@ def attached(plain: PreTrainedModel, adapters: Path) -> Any:
 
 def has_score(adapters: Path) -> bool:
     """Whether the adapters are those of a reward model."""
-    return read_json(adapters / ADAPTER_CONFIG).get("task_type") == SCORE_TASK
+    return read_json(adapters / ADAPTER_CONFIG).get("task_type") == PEFT_TASKS[SEQUENCE]
 
 
 def check_against(wrapped: PeftModel, adapters: Path) -> None:
@@ -234,7 +250,7 @@ def merged(wrapped: PeftModel) -> Any:
     A head tied to the embeddings is untied first, because merging into one of them would change both.
     """
     base = wrapped.get_base_model()
-    if base.get_output_embeddings() is None:  # a reward model
+    if base.get_output_embeddings() is None:  # it has a classification head
         return wrapped.merge_and_unload(progressbar=False)
     own = [_own_weights(module) for module in (base.get_output_embeddings(), base.get_input_embeddings())]
     if any(adapted for _, adapted in own) and own[0][0].weight is own[1][0].weight:

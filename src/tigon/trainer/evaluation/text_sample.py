@@ -45,12 +45,11 @@ class TextSample:
 def begin(prepared: Prepared, built: PreTrainedModel, console: Console) -> TextSample:
     """Write the text before training. All processes would have to take part in sampling from sharded weights."""
     n_tokens, objective = prepared.recipe.output.sample_tokens, prepared.objective
-    writes_text = objective.trl is None or objective.trl.writes_text
-    if prepared.rows is not None and writes_text and built.generation_config.eos_token_id is None:
+    if prepared.rows is not None and objective.writes_text and built.generation_config.eos_token_id is None:
         built.generation_config.eos_token_id = prepared.tokenizer.eos_token_id  # a preset has none, and answers end
     if n_tokens and prepared.settings.sharding.divides_weights:
         console.out("sample   no text sample: the weights are sharded")
         n_tokens = 0
-    sample = TextSample(prepared, n_tokens if writes_text and launch.rank() == 0 else 0)
+    sample = TextSample(prepared, n_tokens if objective.writes_text and launch.rank() == 0 else 0)
     sample.before = sample.write(built)
     return sample

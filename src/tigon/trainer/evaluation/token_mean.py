@@ -13,6 +13,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ class TokenMean:
         trainer, first = self.trainer, 0
         was_training = trainer.model.training
         trainer.model.eval()
+        trainer.objective.begin_evaluation()
         if trainer.added is not None:
             trainer.added.begin_evaluation(trainer.model)
         sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
@@ -71,7 +73,8 @@ class TokenMean:
             trainer.model.train(was_training)
         total, n_learned = trainer.accelerator.reduce(sums).tolist()
         metrics = {f"{prefix}_loss": total / n_learned}
-        if trainer.added is None:  # otherwise the loss may be a weighted sum of several modules' losses
+        # With added modules the loss may be a weighted sum, and that of labels is not one of text.
+        if trainer.added is None and trainer.objective.outputs_loss is None:
             metrics |= {f"{prefix}_perplexity": value for value in perplexity(total / n_learned)}
         return metrics
 
@@ -126,9 +129,17 @@ class TokenMean:
         # With num_items_in_batch 1, the model returns the sum of the losses over its tokens.
         one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
         # Compute the loss without logits, which would take more memory than a training step.
+        self._counted: list[Callable[[], None]] = []
+        if (outputs_loss := trainer.objective.outputs_loss) is not None:
+            labels = inputs.pop("labels")
+            with torch.no_grad(), self._in_precision():
+                outputs = trainer.model(**inputs)
+                loss = outputs_loss(outputs, labels, num_items_in_batch=one)
+            own = labels if counts else torch.full_like(labels, IGNORE_INDEX)
+            self._counted.append(partial(trainer.objective.evaluated, outputs, own))
+            return torch.stack([loss.double(), (labels != IGNORE_INDEX).sum().double()]) * counts
         with torch.no_grad(), without_logits(), self._in_precision():
             loss = trainer.model(**inputs, num_items_in_batch=one).loss
-        self._counted: list[Callable[[], None]] = []
         batch = {"inputs": inputs, "precision": self._in_precision, "counted": self._counted, "has_samples": counts}
         event = (trainer.args, trainer.state, trainer.control)
         trainer.callback_handler.call_event("on_prediction_step", *event, **batch)

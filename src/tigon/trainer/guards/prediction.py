@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 
 from tigon.errors import RecipeError, TigonError
-from tigon.objectives.choose import objective_of
+from tigon.objectives.choose import config_for, objective_of
 from tigon.planner import request as planner_request
 from tigon.planner.engines.non_allocator_memory import group_bytes, non_allocator_bytes
 from tigon.planner.gpus import Gpu, row_of, size_bytes
@@ -134,6 +134,7 @@ def request_of(recipe: Recipe, config: PreTrainedConfig, settings: Settings, *, 
     Raises:
         UsageError: The planner cannot predict the objective with these settings, although a run can train it.
     """
+    config = config_for(recipe, config)
     objective = objective_of(recipe, config, partial(models.parameter_shapes, config))
     return planner_request.request_of(recipe, config, settings, objective.planned(), evaluated=evaluated)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from tigon.errors import KernelError
-from tigon.models.spec import SINKS_FLAG
+from tigon.models.spec import CONVOLUTION_FLAG, SINKS_FLAG
 from tigon.ops import OPS, dispatch
 from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
@@ -22,6 +22,8 @@ from tigon.techniques.keys.settings import Settings
 # The flag of `tigon.patch` for each op that a patch uses.
 FLAGS: Mapping[str, str] = {
     **{name: name for name in ("rms_norm", "layer_norm", "rope", "cross_entropy", "linear_cross_entropy")},
+    "gated_rms_norm": "rms_norm",
+    "causal_conv1d": CONVOLUTION_FLAG,
     "swiglu": "mlp",
     "geglu": "mlp",
     "attention_with_sinks": SINKS_FLAG,

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from tigon.errors import RecipeError
-from tigon.integrations.trl import UnfusedWarning, fuse
+from tigon.errors import RecipeError, UsageError
+from tigon.integrations.trl import GraphGeneration, UnfusedWarning, decode_in_graphs, fuse
 from tigon.integrations.trl.layers import SameLayers
 from tigon.objectives.base import TrlTraining
+from tigon.objectives.post_training.rules import writes_by_generate
 from tigon.trainer import engine
 from tigon.trainer.arguments import arguments, learning_rates, make_optimizer, without_data_parallel
 from tigon.trainer.guarded import GuardedTrainer, Safeguards
@@ -82,7 +83,7 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
             processing_class=data.tokenizer,
             **others,
         )
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, ImportError, ConnectionError) as error:
         raise RecipeError(
             f"train.objective: {recipe.train.objective}: TRL refuses it: {' '.join(str(error).split())[:300]}"
         ) from error
@@ -102,6 +103,8 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
         trainer.fused = _fused(trainer)
     else:
         trainer.add_callback(SameLayers(trainer))  # GRPO's reference, which TRL loads
+    if hasattr(trainer, "generation_config"):
+        trainer.generator = _generator(trainer, setup)
     return trainer
 
 
@@ -113,6 +116,23 @@ def _scorers(spec: TrlTraining, completions: CompletionLog) -> dict[str, Any]:
     if spec.environment is not None:
         given["environment_factory"] = load_environment(spec.environment)
     return given
+
+
+def _generator(trainer: GuardedTrainer, setup: Setup) -> GraphGeneration | str:
+    """tigon's generator in place of `generate`, or a line for the report on why TRL calls that of transformers."""
+    recipe = setup.recipe
+    chosen = recipe.post_training.generator
+    fits = writes_by_generate(recipe) and not recipe.lora.base_offload
+    if chosen == "auto" and not (fits and trainer.args.device.type == "cuda" and recipe.model.kernels == "tigon"):
+        return ""
+    if chosen == "transformers":
+        return ""
+    try:
+        return decode_in_graphs(trainer)
+    except UsageError as error:
+        if chosen == "tigon":
+            raise RecipeError(f"post_training.generator: {error} Set generator: transformers.") from None
+        return f"TRL's generate: transformers', because {error}"
 
 
 def _other_models(spec: TrlTraining, setup: Setup, run: Path) -> dict[str, Any]:

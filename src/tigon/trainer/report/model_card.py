@@ -31,9 +31,16 @@ _ADAPTERS_FOR, _MERGED_INTO = "LoRA adapters for", "LoRA adapters merged into"
 _CLASSES = {
     "text-generation": "AutoModelForCausalLM",
     "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
     "image-text-to-text": "AutoModelForImageTextToText",
 }
 """The hub's name of a task -> the class that loads a model of it."""
+_TASKS = {
+    "reward": "text-classification",
+    "classify": "text-classification",
+    "classify_tokens": "token-classification",
+}
+"""Objective -> the hub's name of its task, unless the model writes text."""
 _OF_WHOLE = (
     "The adapters belong to the base model's own weights. With the weights in 4 bits LoftQ's correction is missing."
 )
@@ -140,8 +147,8 @@ def _lead(recipe: Recipe, *, adapters: bool) -> str:
 
 def _task(recipe: Recipe) -> str:
     """The hub's name of the model's task."""
-    if recipe.train.objective == "reward":
-        return "text-classification"
+    if recipe.train.objective in _TASKS:
+        return _TASKS[recipe.train.objective]
     return "image-text-to-text" if recipe.data.images else "text-generation"
 
 
@@ -153,8 +160,11 @@ def _code(task: str, *, adapters: bool) -> str:
         lines = ["from peft import AutoPeftModelForCausalLM", ""]
         lines.append(f'model = AutoPeftModelForCausalLM.from_pretrained("{folder}", dtype="auto")')
     else:
-        lines = ["from peft import PeftModel", f"from transformers import {name}", ""]
-        lines.append(f'base = {name}.from_pretrained("path/to/the/base/model", dtype="auto")')
+        classifies = task in _TASKS.values()  # the folder's config.json has the labels
+        config = f', config=AutoConfig.from_pretrained("{folder}")' if classifies else ""
+        names = f"AutoConfig, {name}" if classifies else name
+        lines = ["from peft import PeftModel", f"from transformers import {names}", ""]
+        lines.append(f'base = {name}.from_pretrained("path/to/the/base/model"{config}, dtype="auto")')
         lines.append(f'model = PeftModel.from_pretrained(base, "{folder}")')
     return "\n".join(["```python", *lines, "```"])
 

@@ -33,7 +33,7 @@ from tigon.trainer.folder import run_folder
 from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.post_training.completions import table_of
-from tigon.trainer.report import charts
+from tigon.trainer.report import charts, labels
 from tigon.trainer.report.charts import value_of
 from tigon.trainer.report.progress import format_bytes
 from tigon.units import in_clock, in_parameters
@@ -102,6 +102,10 @@ def _measured(
             yield ChartImage(section.name, section.chart_text)
         yield Paragraph(f"The dots and the table are from evaluations, if there were any. {section.columns_text}")
         yield table
+        if summary.get("labels"):
+            of_labels, confusion = labels.tables(summary["labels"])
+            yield Paragraph(f"At the end: {labels.line(summary['labels'])}.")
+            yield from (of_labels, Paragraph("A row is a label of the data, a column what the model gave."), confusion)
         if summary.get("decoded"):
             yield Paragraph(f"Decoding from the beginnings of eval samples: {summary['decoded']['line']}.")
     if summary["comparison"]:
@@ -133,8 +137,7 @@ def _texts(run: RunFolder, summary: Mapping[str, Any], objective: Objective, rec
         yield from (Heading("What the model writes"), Paragraph("The likeliest continuation of each prompt."))
         for one in prompts:
             yield Continuations(one["prompt"], [(text["label"], text["text"]) for text in one["texts"]])
-    writes_text = objective.trl is None or objective.trl.writes_text
-    if (sample := summary["sample"]) and writes_text and recipe.output.sample_tokens:
+    if (sample := summary["sample"]) and objective.writes_text and recipe.output.sample_tokens:
         yield Heading("Text sample")
         yield Paragraph("Both samples have the same prompt and seed, and temperature 0.8.")
         labelled = [("Before training", sample["before"]), ("After training", sample["after"])]

@@ -17,6 +17,7 @@ from tigon.trainer.distributed import launch, torchrun
 from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared
+from tigon.trainer.report import labels
 from tigon.units import in_parameters
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         if not recipe.data.packs:
             per_step = f"about {samples_per_step * data['tokens'] / data['rows']:,.0f} tokens per step"
         counts = f"{data['tokens']:,} tokens in {data['rows']:,} samples, {data['held_out_tokens']:,} tokens for "
-        counts += f"evaluation; unigram entropy {data['unigram_entropy']:.3f} nats"
+        counts += "evaluation"
+        if "unigram_entropy" in data:
+            counts += f"; unigram entropy {data['unigram_entropy']:.3f} nats"
     else:
         what = "completions" if prepared.objective.trl and prepared.objective.trl.scores else "rows"
         per_step = f"{samples_per_step:,} {what} per step"
@@ -102,6 +105,10 @@ def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objectiv
         console.out(f"best     checkpoint of step {summary['best_step']}, loaded and saved")
     if summary["decoded"]:
         console.out(f"{objective.name:<8} {summary['decoded']['line']}")
+    if summary["labels"]:
+        console.out(f"{objective.name:<8} {labels.line(summary['labels'])}")
+        for table in labels.tables(summary["labels"]):
+            table.show(console)
     if summary["evaluation_error"]:
         console.out(f"warning  {summary['evaluation_error']}")
     if summary["skipped_steps"]:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from tigon.models.seams.head.loss import deferred, requested_loss, warn_full_logits, whole
-from tigon.models.seams.lora import LoraSeam, after_dropout, dropped, is_plain_linear, plain_adapter, scaling_of
+from tigon.models.seams.lora import (
+    LoraSeam,
+    after_dropout,
+    dropped,
+    is_plain_linear,
+    plain_adapter,
+    scaling_of,
+    variant_objection,
+)
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -35,7 +43,7 @@ class LoraHeadSeam(LoraSeam):
         base: Any = getattr(module, "base_layer", None)
         if not is_plain_linear(base):
             return f"its layer is a {type(base).__name__}; the fused loss needs torch's Linear"
-        return super().objection(module)
+        return super().objection(module) or variant_objection(module)
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         attributes = super().namespace(base) if self.lora_linear else {}

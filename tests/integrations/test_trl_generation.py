@@ -1,0 +1,106 @@
+"""TRL's trainers with tigon's generator: the same completions, and the log-probabilities with which they were drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+from trl_cases import lora, of
+from trl_runs import build, model, trl_version
+
+from tigon.errors import UsageError
+from tigon.integrations.trl import UnfusedWarning, decode_in_graphs, fuse
+from tigon.integrations.trl.generation import DIFFERENCE
+
+pytestmark = pytest.mark.skipif(trl_version() < (1, 16), reason="tigon.integrations.trl.generation is for TRL 1.16")
+
+
+def greedy(trainer: Any) -> list[Any]:
+    """Let the trainer take the likeliest tokens, and return the list that its generations are added to."""
+    trainer.generation_config.do_sample = False
+    written = []
+    generate = trainer.model.generate
+
+    def noted(*args: Any, **given: Any) -> torch.Tensor:
+        written.append(generate(*args, **given))
+        return written[-1]
+
+    trainer.model.generate = noted
+    return written
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "Distillation"])
+@pytest.mark.parametrize("adapters", [None, lora()], ids=["full", "LoRA"])
+def test_trainer_trains_on_the_completions_of_transformers(kind: str, adapters: Callable[[], Any] | None) -> None:
+    runs = []
+    for ours in (True, False):
+        trainer = build(kind, lora=adapters, max_steps=2)
+        if ours:
+            decode_in_graphs(trainer)
+        runs.append(greedy(trainer))
+        trainer.train()
+    assert len(runs[0]) == len(runs[1]) > 0
+    for ours, theirs in zip(*runs, strict=True):
+        width = min(ours.shape[1], theirs.shape[1])
+        assert torch.equal(ours[:, :width], theirs[:, :width])
+        assert not ours[:, width:].any() and not theirs[:, width:].any(), "only padding is longer"
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["tigon's head", "TRL's head"])
+@pytest.mark.parametrize("policy", ["llama", "gemma2"])
+def test_difference_from_the_trainers_logprobs_is_rounding(fused: bool, policy: str) -> None:
+    trainer = build("GRPO", policy=of(policy), gradient_accumulation_steps=2, steps_per_generation=2)
+    decode_in_graphs(trainer)
+    if fused:
+        fuse(trainer)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if f"{DIFFERENCE}/max" in log]
+    assert len(logs) == 2, "each step measures its completions before the update"
+    assert all(0 < log[f"{DIFFERENCE}/mean"] <= log[f"{DIFFERENCE}/max"] < 1e-5 for log in logs)
+
+
+def test_difference_is_found_if_the_generator_draws_from_another_model() -> None:
+    trainer = build("GRPO", max_steps=1)
+    generation = decode_in_graphs(trainer)
+    generation.model = model(seed=1)
+    trainer.train()
+    assert trainer.state.log_history[0][f"{DIFFERENCE}/max"] > 0.1
+
+
+def test_restore_gives_the_model_its_own_generate() -> None:
+    trainer = build("GRPO")
+    own = trainer.model.generate
+    decode_in_graphs(trainer).restore()
+    assert trainer.model.generate == own and not trainer.model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"generation_kwargs": {"num_beams": 2}}, "num_beams"),
+        ({"use_transformers_continuous_batching": True}, "does not call"),
+    ],
+)
+def test_what_the_generator_does_not_know_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        decode_in_graphs(build("GRPO", **options))
+
+
+def test_other_inputs_are_left_to_transformers_with_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    trainer = build("GRPO")
+    decode_in_graphs(trainer)
+    ids = torch.tensor([[5, 6]])
+    own = trainer.model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)  # not the trainer's call
+    assert own.shape[1] <= 5 and not [one for one in recwarn if one.category is UnfusedWarning]
+    config = trainer.generation_config
+    with pytest.warns(UnfusedWarning, match="num_beams"):
+        trainer.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, num_beams=2
+        )
