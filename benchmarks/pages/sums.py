@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import regions
-from benchmarks.pages.small_data import where
 from tigon.report.chart import new_figure, shared_legend, svg
 from tigon.report.table import markdown_table
 from tigon.trainer.report.charts import ACCENT, SECOND
@@ -48,7 +47,7 @@ def table(record: Mapping[str, Any]) -> str:
 def chart(record: Mapping[str, Any], name: str) -> str:
     """The first metric of each objective over steps: a line of the training rows, dots of the eval rows."""
     runs = record["runs"]
-    figure, panels = new_figure(len(runs), columns=len(runs))
+    figure, panels = new_figure(len(runs), columns=max(2, len(runs)))
     for run, axes in zip(runs, panels, strict=True):
         metric, title, _ = SHOWN[run["objective"]][0]
         train = [(line["step"], line[metric]) for line in run["train"] if metric in line]
@@ -60,11 +59,19 @@ def chart(record: Mapping[str, Any], name: str) -> str:
     return svg(figure, name)
 
 
+def _where(record: Mapping[str, Any]) -> str:
+    environment = record["environment"]
+    packages = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "transformers", "trl", "peft"))
+    commit = f"commit {environment['tigon_commit'][:7]}, " if environment["tigon_commit"] else ""
+    note = f" {record['note']}" if "note" in record else ""
+    return f"*{environment['device']}: {packages}, {commit}{environment['date']}.{note}*"
+
+
 def measured() -> str:
     parts = []
     for device, record in found():
         parts += [f"![rewards and margins over steps](img/sums-{device}.svg)", table(record)]
-        parts.append(where(record, ("torch", "transformers", "trl", "peft")))
+        parts.append(_where(record))
     return "\n\n".join(parts)
 
 
