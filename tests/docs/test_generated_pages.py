@@ -23,6 +23,7 @@ from benchmarks.pages import (
     head_accuracy,
     several_cards,
     small_data,
+    sums,
     support,
     vllm,
 )
@@ -42,6 +43,7 @@ needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the 
         head_accuracy,
         several_cards,
         small_data,
+        sums,
         pytest.param(support, marks=needs_workflow),
         vllm,
     ],

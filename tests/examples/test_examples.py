@@ -36,6 +36,7 @@ PRINTED = {
     "hf_trainer.py": r"loss 3\.\d+ -> [12]\.\d+; largest difference from the unpatched run ",
     "keep_what_fits.py": r"equal bit for bit\nloss 3\.\d+ -> [01]\.\d+ in 10 steps (.*\n)+mean loss [01]\.",
     "medusa_heads.py": r"the same 12 tokens as greedy decoding, in \d forward passes instead of 12",
+    "own_reward.py": r"reward: mean of 5 steps 0\.\d+ -> [01]\.\d+\nrewards/even_share/mean: mean of 5 steps 0\.",
     "own_loop.py": r"loss 3\.\d+ -> [01]\.\d+ in 30 steps",
     "patch_a_model.py": r"the gradients agree\nundone: every module has its own class again",
     "profile_a_recipe.py": r"the peak is \d+ MiB in loss\nthe largest part of it is logits with \d+ MiB",

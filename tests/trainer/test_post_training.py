@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import textwrap
 from pathlib import Path
@@ -663,6 +664,17 @@ def test_recipe_of_dpo_learns_to_prefer_polite_answers(tigon, here):
     evaluated = records(here / "runs" / "dpo", "eval")[-1]
     assert first["rewards/margins"] == 0 and last["rewards/margins"] > 1
     assert evaluated["eval_rewards/accuracies"] > 0.95 and evaluated["eval_rewards/margins"] > 1
+
+
+@pytest.mark.parametrize("rows", [preferences.PAIRS, preferences.UNPAIRED, preferences.PROMPTS])
+def test_sums_are_rows_of_each_objective_with_the_right_answer(rows) -> None:
+    made = runpy.run_path(str(RECIPES.parent / "sums" / "rows.py"))["rows"](9)
+    preferences.check_alike([rows.read(row, f"sums.jsonl:{i}") for i, row in enumerate(made, start=1)])
+    assert len({row["prompt"][1]["content"] for row in made}) == 81
+    for row in made:
+        first, second = map(int, re.findall(r"\d+", row["prompt"][1]["content"]))
+        assert row["answer"] == row["chosen"][0]["content"] == str(first + second) != row["rejected"][0]["content"]
+        assert row["label"] == (row["completion"] == row["chosen"]) and row["completion"] != row["prompt"]
 
 
 @pytest.mark.parametrize("rows", [preferences.PAIRS, preferences.UNPAIRED, preferences.PROMPTS])

@@ -270,7 +270,7 @@ def test_missing_and_binary_recipes_are_refused(tmp_path):
 
 
 def test_the_recipes_that_come_with_tigon_are_valid_on_both_devices():
-    folders = [ROOT / "recipes", ROOT / "recipes" / "techniques", ROOT / "recipes" / "medusa"]
+    folders = [ROOT / "recipes", *(ROOT / "recipes" / name for name in ("techniques", "medusa", "sums"))]
     found = sorted(path for folder in folders for path in folder.glob("*.yaml") if ".sweep" not in path.name)
     assert len(found) > 30
     for path in found:

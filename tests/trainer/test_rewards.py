@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tigon.errors import RecipeError
+from tigon.objectives.grpo import PlannedGRPO
+from tigon.objectives.post_training.reward_entries import entries_of
 from tigon.trainer.post_training.rewards import load_rewards
 
 
@@ -20,7 +22,7 @@ def reward(tmp_path, monkeypatch):
     def load(body: str):
         (tmp_path / "own_rewards.py").write_text(f"def score(completions, **columns):\n    {body}\n", encoding="utf-8")
         sys.modules.pop("own_rewards", None)
-        return load_rewards(["own_rewards:score"])[0]
+        return load_rewards(entries_of(["own_rewards:score"]))[0]
 
     yield load
     sys.modules.pop("own_rewards", None)
@@ -62,9 +64,87 @@ def test_a_module_that_exits_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "leaving.py").write_text("raise SystemExit(0)\n", encoding="utf-8")
     with pytest.raises(RecipeError, match="leaving:score: the module cannot be imported: SystemExit: 0"):
-        load_rewards(["leaving:score"])
+        load_rewards(entries_of(["leaving:score"]))
 
 
 def test_the_tensor_that_is_passed_on_is_the_functions_own(reward):
     (value,) = reward("import torch; return [torch.tensor(2.0)]")(completions=["a"])
     assert isinstance(value, torch.Tensor)
+
+
+# --- entries with weights and arguments -------------------------------------------------------------------------------
+
+
+def test_entries_have_weights_arguments_and_names_that_differ() -> None:
+    given = ["a:same", "b:same", {"function": "c:other", "weight": 2, "arguments": {"most": 3}}, {"function": "c:other",
+             "name": "again"}]  # fmt: skip
+    entries = entries_of(given)
+    assert [entry.title for entry in entries] == ["a:same", "b:same", "c:other", "again"]
+    assert [entry.weight for entry in entries] == [1, 1, 2, 1]
+    assert entries[2].arguments == {"most": 3} and entries_of(["c:other"])[0].title == "other"
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"weight": 2}, "an entry lacks the key function"),
+        ({"function": "a:b", "factor": 2}, "factor is not a key of a reward; its keys are function, name, weight"),
+        ({"function": "a:b", "weight": "2"}, "weight is '2'; it must be a number"),
+        ({"function": "a:b", "weight": True}, "weight is True; it must be a number"),
+        ({"function": "a:b", "weight": 0}, "weight is 0; it must be a finite number other than 0"),
+        ({"function": "a:b", "weight": float("nan")}, "weight is nan; it must be a finite number"),
+        ({"function": "a:b", "arguments": [1]}, r"arguments is \[1\]; it must be a mapping"),
+        ({"function": ["a:b"]}, "function is .* must be text"),
+    ],
+)
+def test_wrong_entries_are_refused_with_the_key(entry, says) -> None:
+    with pytest.raises(RecipeError, match=rf"post_training\.rewards: {says}"):
+        entries_of([entry])
+
+
+def test_two_entries_of_one_name_are_refused() -> None:
+    with pytest.raises(RecipeError, match="two entries have the name a:b; give each its own"):
+        entries_of(["a:b", {"function": "a:b"}])
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("tigon.rewards:exact_answer", "takes the column answer, and the rows have prompt, thing; add it to the rows"),
+        ("tigon.rewards:length", r"needs most; set arguments: \{most: ...\} beside it"),
+        (
+            {"function": "tigon.rewards:length", "arguments": {"least": 3}},
+            "has no argument least; it takes completions",
+        ),
+        ({"function": "tigon.rewards:length", "arguments": {"most": 0}}, "ValueError: most is 0; it must be above 0"),
+        ({"function": "tigon.rewards:length", "arguments": {"most": "x"}}, "TypeError"),
+        ({"function": "tigon.rewards:answer_format", "arguments": {"pattern": "("}}, ".*missing \\), unterminated"),
+        ({"function": "tigon.rewards:passes_tests", "arguments": {"allow": False}}, "takes the column tests"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused_before_the_run(entry, says) -> None:
+    with pytest.raises(RecipeError, match=rf"post_training\.rewards: tigon\.rewards:\w+:? {says}"):
+        load_rewards(entries_of([entry]), columns=("prompt", "thing"))
+
+
+def test_code_needs_leave_before_the_run() -> None:
+    with pytest.raises(RecipeError, match=r"tigon\.rewards:passes_tests: it runs code that the model writes"):
+        load_rewards(entries_of(["tigon.rewards:passes_tests"]), columns=("prompt", "tests"))
+    allowed = {"function": "tigon.rewards:passes_tests", "arguments": {"allow": True}}
+    load_rewards(entries_of([allowed]), columns=("prompt", "tests"))
+
+
+def test_arguments_reach_the_function_and_its_title_names_the_metrics() -> None:
+    short = {"function": "tigon.rewards:length", "arguments": {"most": 2}, "name": "short"}
+    (function,) = load_rewards(entries_of([short]))
+    assert function.__name__ == "short"
+    rewards = function(prompts=["p"] * 2, completions=["a", "b"], completion_ids=[[0, 0], [0, 0, 0, 0]])
+    assert rewards == [1, 0]
+
+
+def test_plans_of_rewards_with_arguments_are_compared() -> None:
+    rewards = ({"function": "a:b", "arguments": {"most": 3}},)
+    one, other = (PlannedGRPO("grpo", (("rewards", given),)) for given in (rewards, ("a:b",)))
+    again = PlannedGRPO("grpo", (("rewards", ({"function": "a:b", "arguments": {"most": 3}},)),))
+    assert one == again != other and hash(one) == hash(again)
+    assert one.recipe_keys()["post_training.rewards"] == list(rewards)

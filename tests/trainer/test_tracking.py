@@ -49,6 +49,7 @@ def init(**kwargs):
     _note("start", mode=os.environ.get("WANDB_MODE"), folder=os.environ.get("WANDB_DIR"), **kwargs)
 def log(values): _note("log", values=values)
 def define_metric(*args, **kwargs): pass
+def Table(dataframe): return dataframe.to_dict("list")
 def finish():
     global run
     run = None
@@ -70,6 +71,7 @@ def start_run(run_name=None, nested=False):
     _active = _Run()
 def log_params(values, **kwargs): pass
 def log_dict(value, file): _note("config", values={file[:-5]: value})
+def log_table(columns, file): _note("table", values={file[:-5]: columns})
 def log_metrics(metrics, step=None, **kwargs):
     _note("final" if "final/train_s" in metrics else "log", values=metrics, step=step)
 def end_run():
@@ -85,6 +87,7 @@ class context_vars:
 config = _Config()
 def init(space_id=None, **kwargs): _note("start", space=space_id, **kwargs)
 def log(values): _note("final" if "final/train_s" in values else "log", values=values)
+def Table(dataframe): return dataframe.to_dict("list")
 def finish(): _note("end")
 """
 BODIES = {"wandb": WANDB, "mlflow": MLFLOW, "trackio": TRACKIO}
@@ -169,6 +172,24 @@ def test_a_tracker_gets_recipe_environment_every_record_once_and_the_final_figur
     final = next(call["values"] for call in noted if call["kind"] == "final")
     assert {"final/eval_loss", "final/eval_perplexity", "final/memory_peak_bytes", "final/train_s"} <= set(final)
     assert f"tracker  {name}:" in outcome.out
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_gets_completions_with_their_rewards(name: str, stand_ins: Path) -> None:
+    from tigon.trainer.report.tracking import Trackers
+
+    said: list[str] = []
+    rows = [
+        {"label": "step 5", "prompt": "p", "text": "a", "reward": 1.5, "rewards": {"right": 1.0, "short": 0.5}},
+        {"label": "step 5", "prompt": "p", "text": "b", "reward": 0.0, "rewards": {"right": 0.0}},
+    ]
+    Trackers([name], Path("runs/r"), {}, said.append).completions(rows, 5)
+    (table,) = [call["values"]["completions"] for call in calls(stand_ins, name) if "completions" in call["values"]]
+    assert table == {
+        "step": [5, 5], "record": ["step 5"] * 2, "prompt": ["p", "p"], "completion": ["a", "b"],
+        "reward": ["1.50", "0.00"], "right": ["1.00", "0.00"], "short": ["0.50", ""],
+    }  # fmt: skip
+    assert not said
 
 
 def test_trackers_stay_on_this_machine_unless_their_own_variables_say_otherwise(

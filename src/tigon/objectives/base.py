@@ -21,6 +21,7 @@ from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.preferences import RowFormat
 from tigon.data.tokenizer import Encoded
 from tigon.models.seams.head.loss import without_logits
+from tigon.objectives.post_training.reward_entries import RewardEntry
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe, TrainConfig
 from tigon.techniques.keys.settings import Settings
 
@@ -78,10 +79,19 @@ class TrlTraining:
     """Whether it takes the model before training as `ref_model`, unless adapters are trained."""
     teacher: Callable[[Path], ModelConfig] | None = None
     """Called with the run folder; returns the model to learn from."""
-    rewards: tuple[str, ...] = ()
-    """Reward functions as `module:function`."""
     shared_prefix: bool = False
     """Whether sequences that begin alike go through the model with one copy of the beginning."""
+    rewards: tuple[RewardEntry, ...] = ()
+    """The reward functions."""
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call, as `module:function`."""
+    environment: str | None = None
+    """The class of TRL's environments, as `module:Class`."""
+
+    @property
+    def scores(self) -> bool:
+        """Whether the trainer has completions scored, so that a sample is a completion."""
+        return bool(self.rewards) or self.environment is not None
 
 
 @dataclass(frozen=True, kw_only=True)

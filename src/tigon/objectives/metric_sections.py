@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tigon.objectives.base import Objective
 from tigon.objectives.medusa import HEADS, MedusaTraining
@@ -32,9 +33,11 @@ class MetricRow:
     label: str
     """In the chart's legend."""
     metrics: tuple[str, ...]
-    """The metric's name in the records of metrics.jsonl, for each column."""
+    """The metric's name in the records of metrics.jsonl, for each column that the row has, from the first on."""
     is_baseline: bool = False
     """Drawn in the chart's muted colour."""
+    is_part: bool = False
+    """It has the first column only, of whose metric it is a part: one reward function of several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +67,19 @@ class MetricSection:
 
         The first `PROGRESS_METRICS` metrics of a section with one row, otherwise the metric of the tile.
         """
-        if len(self.rows) > 1:
+        if len([row for row in self.rows if not row.is_part]) > 1:
             return ((self.tile, self.tile_metric, False),)
+        return tuple(self._of_model()[:PROGRESS_METRICS])
+
+    @property
+    def details(self) -> tuple[tuple[str, str, bool], ...]:
+        """A second line of the terminal, in the form of `progress`: the parts, and the columns after its metrics."""
+        parts = [(row.label, row.metrics[0], False) for row in self.rows if row.is_part]
+        return (*parts, *self._of_model()[PROGRESS_METRICS:]) if parts else ()
+
+    def _of_model(self) -> list[tuple[str, str, bool]]:
         pairs = zip(self.columns, self.rows[0].metrics, strict=True)
-        own = [(column.title, name, column.is_share) for column, name in pairs if name != "loss"]
-        return tuple(own[:PROGRESS_METRICS])
+        return [(column.title, name, column.is_share) for column, name in pairs if name != "loss"]
 
 
 PROGRESS_METRICS = 2
@@ -123,11 +134,15 @@ SECTIONS = {
     ),
     "grpo": section(
         "Rewards",
-        "reward, completion length and entropy over steps",
-        "The reward is the sum of the reward functions, its mean over completions. The entropy is per token, in nats.",
+        "reward, completion length, completions at the limit, entropy and KL over steps",
+        "The reward is the weighted sum of the reward functions, its mean over completions. At the limit: the "
+        "completions that were cut off at post_training.completion_length. The entropy is per token, in nats. The KL "
+        "to the reference is drawn with beta above 0.",
         ("reward", column("reward", "mean reward")),
         ("completions/mean_length", column("completion length", "tokens per completion")),
+        ("completions/clipped_ratio", column("at the limit", "completions at the limit (%)", is_share=True)),
         ("entropy", column("entropy", "entropy (nats)")),
+        ("kl", column("KL", "KL to the reference (nats)")),
     ),
     "distill": section(
         "Distillation",
@@ -164,7 +179,15 @@ def section_of(objective: Objective) -> MetricSection | None:
     """The report's section about the metrics of an objective; None: it draws the training loss and the eval loss."""
     if isinstance(objective, MedusaTraining):
         return heads_section(objective.spec.count, objective.heads.stage)
-    return SECTIONS.get(objective.name)
+    found = SECTIONS.get(objective.name)
+    rewards = objective.trl.rewards if objective.trl is not None else ()
+    return found if found is None or not rewards else _with_parts(found, [entry.title for entry in rewards])
+
+
+def _with_parts(section: MetricSection, rewards: Sequence[str]) -> MetricSection:
+    """The section with a line for each reward function, in the panel of the reward."""
+    parts = (MetricRow(title=name, label=name, metrics=(f"rewards/{name}/mean",), is_part=True) for name in rewards)
+    return replace(section, rows=(*section.rows, *parts))
 
 
 def heads_section(count: int, stage: int | None) -> MetricSection:

@@ -175,7 +175,8 @@ _WORDS: Mapping[str, str] = {
     "lora.targets": "lora.modules target",
     "lora.quantize": "4bit load_4bit use_4bit",
     "sharding.gpus": "n_gpus num_gpus ngpu nproc_per_node devices",
-    "post_training.rewards": "reward_funcs reward_function reward_fn reward_func",
+    "post_training.rewards": "reward_funcs reward_function reward_fn reward_func reward_weights",
+    "post_training.environment": "environment_factory",
     "post_training.beta": "dpo_beta kl_coef",
 }
 WORDS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for word in words.split()}

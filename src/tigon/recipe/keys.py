@@ -296,14 +296,29 @@ class PostTrainingConfig(Section):
     """kto: weight of the answers with `label` true."""
     undesirable_weight: float = key(1.0, above=0)
     """kto: weight of the answers with `label` false."""
-    rewards: tuple[str, ...] = key(())
-    """grpo: reward functions as `module:function`, with TRL's arguments; modules of the current folder too."""
+    rewards: tuple[str | Mapping[str, Any], ...] = key(())
+    """grpo: reward functions as `module:function`, or mappings such as `{function: tigon.rewards:length, weight: 0.5,
+    arguments: {most: 200}, name: short}`."""
+    tools: tuple[str, ...] = key(())
+    """grpo: functions as `module:function` that the model may call."""
+    environment: str | None = key(None)
+    """grpo: a class as `module:Class`, for TRL's `environment_factory`."""
+    max_tool_calling_iterations: int | None = key(None, minimum=1, maximum=1000)
+    """grpo: most rounds of tool calls in a completion."""
     generations: int = key(8, minimum=2, maximum=MAX_COUNT)
     """grpo: completions per prompt, which are compared with each other."""
     completion_length: int = key(64, minimum=1, maximum=MAX_COUNT)
     """grpo, distill: most tokens of a completion that the model writes."""
     temperature: float = key(1.0, above=0)
     """grpo, distill: temperature of the model's completions."""
+    log_completions: int = key(2, minimum=0, maximum=100)
+    """grpo: completions that each record shows with their rewards; 0: none."""
+    stop_reward_drop: float | None = key(None, above=0)
+    """grpo: end training when the reward stays this much below its best record."""
+    stop_clipped_share: float | None = key(None, above=0, maximum=1)
+    """grpo: end training when at least this share of the completions stays cut off."""
+    stop_patience: int = key(3, minimum=1, maximum=MAX_COUNT)
+    """grpo: records in a row that `stop_reward_drop` and `stop_clipped_share` wait for."""
     generator: str = key("auto", choices=("auto", "tigon", "transformers"))
     """grpo, distill: what writes the completions. `tigon`: the trained model in CUDA graphs, with each prompt computed
     once; `transformers`: its `generate`, or what `generation` chooses; `auto`: tigon with `model.kernels: tigon` on a

@@ -50,6 +50,9 @@ from tigon.trainer.step import TrainingStep
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
+    from tigon.trainer.post_training.completions import CompletionLog
+    from tigon.trainer.post_training.reward_stop import RewardStop
+
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
 COUNTS_SHARED_ROWS_AGAIN = Version(transformers.__version__) < Version("5.19.dev0")
 """Whether the Trainer divides its count of tokens by Accelerate's sizes instead of `get_cp_size` (up to 5.18)."""
@@ -132,6 +135,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """What a checkpoint between two records stores beside the gate."""
         self.fused = ""
         """What of a trainer of TRL runs on tigon's head and what does not, for the report."""
+        self.reward_stop: RewardStop | None = None
+        self.completions: CompletionLog | None = None
         self.generator: object = ""
         """What writes the completions of a trainer of TRL; its text is for the report."""
         self.evaluation_error: str | None = None
@@ -313,9 +318,11 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         """The callback of train.early_stopping_patience, if the run has one."""
         return [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
 
-    def stopped_early(self) -> bool:
-        """Whether the eval loss has not fallen for as long as train.early_stopping_patience allows."""
-        return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in self.stoppers())
+    def stopped_early(self) -> str | None:
+        """Why training ends before its last step, if the eval loss or the rewards end it; otherwise None."""
+        if any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in self.stoppers()):
+            return "the eval loss fell no more (train.early_stopping_patience)"
+        return None if self.reward_stop is None else self.reward_stop.reason()
 
     def load_best(self) -> None:
         """Load the best checkpoint, after comparing it with its manifest.

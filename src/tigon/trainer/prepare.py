@@ -35,6 +35,7 @@ from tigon.trainer.evaluation.prompts import Prompt, as_chat, prompts_of, sample
 from tigon.trainer.guards import adapter_checks, auto_checkpointing, auto_packing, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import warnings_of
 from tigon.trainer.post_training.rewards import load_rewards
+from tigon.trainer.post_training.tools import load_environment, load_tools
 from tigon.trainer.setup import Setup, TrainingData
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from tigon.data.packing import Packed, Sample
     from tigon.data.tokenizer import Encoded
-    from tigon.objectives.base import Objective
+    from tigon.objectives.base import Objective, TrlTraining
     from tigon.techniques.keys.settings import Settings
     from tigon.trainer.guards.prediction import Prediction
 
@@ -224,12 +225,21 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
     )
 
 
+def _check_scorers(spec: TrlTraining, source: run_data.SourceDocuments) -> None:
+    """Load the reward functions, tools and environment, and compare them with the columns of the rows."""
+    row = next(iter(source.train), None)
+    load_rewards(spec.rewards, columns=None if row is None else tuple(row.row or ()))
+    load_tools(spec.tools)
+    if spec.environment is not None:
+        load_environment(spec.environment)
+
+
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     checked = _check(recipe, device)
     config, objective = checked.config, checked.objective
     source = run_data.read_documents(recipe, objective)
     if objective.trl is not None:
-        load_rewards(objective.trl.rewards)
+        _check_scorers(objective.trl, source)
         _check_teacher(recipe, config)
         preferences.check_alike(itertools.chain(source.train, source.evaluated))
     packing_line: tuple[str, ...] = ()

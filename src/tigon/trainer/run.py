@@ -315,6 +315,7 @@ def _train(
             "memory": prediction.compared(prepared.prediction, prepared.device),
             "best_step": trainer.best_step,
             "stopped_early_step": trainer.state.global_step if trainer.stopped_early() else None,
+            "stopped_because": trainer.stopped_early(),
         }
         stop.promise = "ending once everything is saved"
         _end_if_asked(prepared, trainer)

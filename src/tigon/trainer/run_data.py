@@ -295,7 +295,7 @@ def _size(
     recipe: Recipe, objective: Objective, encoded: Sequence[Encoded], n_samples: int, n_eval: int, n_readers: int
 ) -> RunSize:
     """The size of the run, for the number of its steps."""
-    if objective.trl is not None and objective.trl.rewards:  # a sample is a completion; TRL leaves out an unfull step
+    if objective.trl is not None and objective.trl.scores:  # a sample is a completion; TRL leaves out an unfull step
         per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * n_readers
         n_samples *= recipe.post_training.generations
         n_samples -= n_samples % per_step

@@ -21,6 +21,7 @@ from tigon.models.loading.presets import PRESETS
 from tigon.objectives.base import BaseTraining, Objective, PlannedObjective, Rows, TrlTraining
 from tigon.objectives.post_training import rules
 from tigon.objectives.post_training.planned import PlannedPostTraining
+from tigon.objectives.post_training.reward_entries import entries_of
 from tigon.recipe.keys import DataConfig, ModelConfig, PostTrainingConfig, Recipe
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 _OPTIONS: Mapping[str, str] = {"generations": "num_generations", "completion_length": "max_completion_length"}
 """Keys of `post_training` that TRL calls otherwise."""
-_NO_OPTIONS = ("base_steps", "rewards", "shared_prefix", "teacher", "generator", "generation")
+_NO_OPTIONS = (
+    "base_steps", "rewards", "shared_prefix", "teacher", "tools", "environment", "log_completions", "stop_reward_drop",
+    "stop_clipped_share", "stop_patience", "generator", "generation",
+)  # fmt: skip
 TRL_VERSIONS = ((1, 16), (1, 17))
 """The first version of TRL with these trainers, and the first one that tigon has not been tried with."""
 
@@ -97,17 +101,21 @@ class PostTraining(Objective):
             options=self._options(),
             takes_reference=self.takes_reference,
             teacher=self.teacher if self.has_teacher else None,
-            rewards=self.own.rewards,
             shared_prefix=self.own.shared_prefix,
+            rewards=entries_of(self.own.rewards),
+            tools=self.own.tools,
+            environment=self.own.environment,
         )
 
     def _options(self) -> dict[str, Any]:
         """The arguments of TRL's config that the recipe gives besides those of its `train` section."""
         takes = rules.TAKES[self.name]
+        weights = [entry.weight for entry in entries_of(self.own.rewards)]
         values = {_OPTIONS.get(name, name): getattr(self.own, name) for name in takes if name not in _NO_OPTIONS}
         length = {} if "completion_length" in takes else {"max_length": self.recipe.data.sequence_length}
+        weighted = {"reward_weights": weights} if any(weight != 1 for weight in weights) else {}
         given = {name: value for name, value in values.items() if value is not None}
-        return length | given | dict(self.own.generation or {})
+        return length | weighted | given | dict(self.own.generation or {})
 
     @property
     def name(self) -> str:

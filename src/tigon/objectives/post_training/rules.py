@@ -18,8 +18,9 @@ TAKES: Mapping[str, tuple[str, ...]] = {
     "kto": ("beta", "loss_type", "desirable_weight", "undesirable_weight", "shared_prefix", "base_steps"),
     "orpo": ("beta", "shared_prefix", "base_steps"),
     "grpo": (
-        "beta", "loss_type", "rewards", "generations", "completion_length", "temperature", "generator", "generation",
-        "shared_prefix", "base_steps",
+        "beta", "loss_type", "rewards", "tools", "environment", "max_tool_calling_iterations", "generations",
+        "completion_length", "temperature", "log_completions", "stop_reward_drop", "stop_clipped_share",
+        "stop_patience", "generator", "generation", "shared_prefix", "base_steps",
     ),
     "distill": ("beta", "completion_length", "temperature", "generator", "generation", "teacher", "base_steps"),
     "reward": ("shared_prefix", "base_steps"),
@@ -273,8 +274,16 @@ RULES = Rules(
             "more",
         ),
         Rule(
-            lambda r: r.train.objective == "grpo" and not r.post_training.rewards,
+            lambda r: r.train.objective == "grpo" and not (r.post_training.rewards or r.post_training.environment),
             "train.objective: grpo needs a reward function; set post_training.rewards: module:function",
+        ),
+        Rule(
+            lambda r: bool(
+                r.post_training.max_tool_calling_iterations
+                and not (r.post_training.tools or r.post_training.environment)
+            ),
+            "post_training.max_tool_calling_iterations has no effect without tools; set post_training.tools or "
+            "environment, or leave it out",
         ),
         Rule(
             lambda r: r.train.objective == "grpo" and r.train.batch_size % r.post_training.generations != 0,

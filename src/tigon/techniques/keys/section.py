@@ -182,7 +182,7 @@ def complaint(section: type[Section], error: Mapping[str, Any]) -> str:
         targets = list(_options(typing.get_args(targets[0])[0]))
     if typing.get_origin(targets[0]) is Mapping:
         return f"is a mapping such as {{name: value}}, not {article(kind(value))}"
-    # only entries of data.source have two types: text, or a mapping
+    # only entries of data.source and post_training.rewards have two types: text, or a mapping
     return f"is {shown(value)}, {article(kind(value))}; it must be {article(type_name(targets[0]))}"
 
 

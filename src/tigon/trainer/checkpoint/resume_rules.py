@@ -22,7 +22,7 @@ _ENGINE = ("gpus", "sequence", "sequence_method", "tensor", "fsdp", "replicas", 
 ENGINE_KEYS = tuple(f"sharding.{name}" for name in _ENGINE)
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
-ALIKE = ("evaluations_without_progress",)  # counters that are equal in all processes
+ALIKE = ("evaluations_without_progress", "reward_stop")  # counters that are equal in all processes
 
 
 def processes_now(recipe: Recipe) -> int:
@@ -122,7 +122,7 @@ def redistributed(counted: Sequence[Mapping[str, Any]], rank: int) -> dict[str, 
     The record averages the sums of losses over processes. It adds up an objective's own sums, so the first process gets
     their totals and the others get 0.
     """
-    own = {name: _added([each[name] for each in counted], rank) for name in counted[0]}
+    own = {name: _added([each[name] for each in counted], rank) for name in counted[0] if name not in ALIKE}
     mean = sum(float(each["gate"]["loss_sum"]) for each in counted) / len(counted)
     alike = {name: counted[0][name] for name in ALIKE if name in counted[0]}
     return {**own, **alike, "gate": {**counted[0]["gate"], "loss_sum": mean}}

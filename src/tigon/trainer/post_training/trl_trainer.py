@@ -25,7 +25,10 @@ from tigon.trainer import engine
 from tigon.trainer.arguments import arguments, learning_rates, make_optimizer, without_data_parallel
 from tigon.trainer.guarded import GuardedTrainer, Safeguards
 from tigon.trainer.model import load_config
+from tigon.trainer.post_training.completions import CompletionLog
+from tigon.trainer.post_training.reward_stop import RewardStop
 from tigon.trainer.post_training.rewards import load_rewards
+from tigon.trainer.post_training.tools import load_environment, load_tools
 from tigon.trainer.setup import Setup, TrainingData
 
 if TYPE_CHECKING:
@@ -68,8 +71,9 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
     values = {"bf16": False, "gradient_checkpointing": False}
     values |= {**arguments(setup, run, evaluate=data.eval is not None), **spec.options}
     others = _other_models(spec, setup, run)
-    if spec.rewards:
-        others["reward_funcs"] = load_rewards(spec.rewards)
+    completions = CompletionLog(spec.rewards, recipe.post_training.log_completions)
+    if spec.scores:
+        others |= _scorers(spec, completions)
     adapters = {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
     try:
         trainer: GuardedTrainer = kind(
@@ -92,6 +96,10 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
         trainer.model.delete_adapter("ref")
     trainer.guard(setup.objective, safeguards, make_optimizer(setup), learning_rates(setup))
     trainer.counters.append(TrlCounters(trainer))
+    if spec.scores:
+        trainer.completions, trainer.reward_stop = completions, RewardStop(recipe.post_training)
+        trainer.add_callback(trainer.reward_stop)
+        trainer.counters.append(trainer.reward_stop)
     if recipe.model.kernels == "tigon":
         trainer.fused = _fused(trainer, spec.shared_prefix)
     else:
@@ -99,6 +107,16 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
     if hasattr(trainer, "generation_config"):
         trainer.generator = _generator(trainer, setup)
     return trainer
+
+
+def _scorers(spec: TrlTraining, completions: CompletionLog) -> dict[str, Any]:
+    """The reward functions, tools and environment, by the names of TRL's arguments."""
+    given: dict[str, Any] = {"reward_funcs": load_rewards(spec.rewards, note=completions.note)}
+    if spec.tools:
+        given["tools"] = load_tools(spec.tools)
+    if spec.environment is not None:
+        given["environment_factory"] = load_environment(spec.environment)
+    return given
 
 
 def _generator(trainer: GuardedTrainer, setup: Setup) -> GraphGeneration | str:

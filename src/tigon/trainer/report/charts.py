@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tigon.objectives.metric_sections import MetricSection
@@ -59,6 +60,7 @@ def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> 
 
 def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequence[Any], entropy: float | None) -> str:
     """One panel for each column with an axis, and one line for each row."""
+    section = measured(section, [*train, *eval_records])
     panels = [(number, column) for number, column in enumerate(section.columns) if column.axis is not None]
     figure, all_axes = new_figure(len(panels), columns=len(panels))
     colours = iter(itertools.cycle(_COLOURS))
@@ -66,6 +68,8 @@ def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequenc
     for row in section.rows:
         colour = BASELINE if row.is_baseline else next(colours)
         for axes, (number, column) in zip(all_axes, panels, strict=True):
+            if number >= len(row.metrics):
+                continue
             name, scale = row.metrics[number], 100 if column.is_share else 1
             points = _points(train, name, scale)
             if points:
@@ -85,6 +89,20 @@ def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequenc
             axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label="unigram entropy")
     shared_legend(figure, all_axes, loc="outside upper center", ncols=6)
     return svg(figure, section.name)
+
+
+def measured(section: MetricSection, records: Sequence[Any]) -> MetricSection:
+    """The section without the columns of which no record has a value, such as the KL without a reference."""
+    has = [
+        any(value_of(record, row.metrics[number]) is not None for record in records for row in section.rows[:1])
+        for number in range(len(section.columns))
+    ]
+    rows = (
+        replace(row, metrics=tuple(name for name, kept in zip(row.metrics, has, strict=False) if kept))
+        for row in section.rows
+    )
+    columns = tuple(column for column, kept in zip(section.columns, has, strict=True) if kept)
+    return replace(section, columns=columns, rows=tuple(rows)) if any(has) else section
 
 
 def _points(records: Sequence[Any], name: str, scale: int) -> list[tuple[int, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 SHOWN_ROWS = 12
+INDENT, NO_BREAK = " " * 9, "\xa0"
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -78,6 +80,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         """Make the callback. section: the objective's own metrics, of which the first stand beside the loss."""
         self._console = console
         self._metrics = section.progress if section is not None else ()
+        self._details = section.details if section is not None else ()
         self._rows: deque[tuple[str, ...]] = deque(maxlen=SHOWN_ROWS)
         self._eval_loss: float | None = None
         self._live: Live | None = None
@@ -107,6 +110,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
                 line = f"step {state.global_step}/{state.max_steps}  eval loss {self._eval_loss:.4f}{self._own(logs)}"
                 perplexity = logs.get("eval_perplexity")
                 self._line(line if perplexity is None else f"{line}  perplexity {perplexity:,.2f}")
+            self._show_details(logs)
         if "loss" not in logs:
             return
         done = state.global_step - self._first_step
@@ -122,6 +126,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         else:
             line = f"step {state.global_step}/{state.max_steps}  loss {loss}{self._own(logs)}  {speed} tokens/s  "
             self._line(f"{line}memory {now} (peak {peak})  ETA {eta}")
+        self._show_details(logs)
 
     def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.close()
@@ -132,6 +137,13 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
             self._live.update(self._render())
             self._live.stop()
             self._live = None
+
+    def _show_details(self, logs: Mapping[str, Any]) -> None:
+        # A metric and its value stay on one line: textwrap does not break at a non-breaking space.
+        parts = ((title, _format_metric(logs, name, is_share=is_share)) for title, name, is_share in self._details)
+        text = "  ".join(f"{title} {value}".replace(" ", NO_BREAK) for title, value in parts if value)
+        for line in textwrap.wrap(text, self._console.width - len(INDENT)):
+            self._line(f"{INDENT}{line.replace(NO_BREAK, ' ')}")
 
     def _own(self, logs: Mapping[str, Any]) -> str:
         """The objective's metrics in a line of text. TRL logs None or NaN for a metric that has no value yet."""

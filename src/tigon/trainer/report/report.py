@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from tigon.trainer.evaluation.harness import rows_of
 from tigon.trainer.folder import run_folder
 from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.guards.prediction import comparison_line
+from tigon.trainer.post_training.completions import table_of
 from tigon.trainer.report import charts, labels
 from tigon.trainer.report.charts import value_of
 from tigon.trainer.report.progress import format_bytes
@@ -58,6 +60,9 @@ COMPARISON_COLUMNS = (
     "tokens/s",
     "slowest to fastest step",
 )
+
+COMPLETION_RECORDS = 5
+"""Records whose completions the report shows, from the first to the last. metrics.jsonl has those of all."""
 
 _MEMORY_ON_GPU = "Memory is the memory that PyTorch has allocated on the GPU."
 _MEMORY_ON_CPU = (
@@ -123,6 +128,11 @@ def _measured(
 
 def _texts(run: RunFolder, summary: Mapping[str, Any], objective: Objective, recipe: Recipe) -> Iterator[Block]:
     """The texts that the model has written."""
+    titles, completions = table_of(run.records(), COMPLETION_RECORDS)
+    if completions:
+        yield Heading("Completions and their rewards")
+        yield Paragraph("Each record has the best completion first. The reward is the weighted sum of the functions.")
+        yield Table(titles, completions, texts=(0, 1, 2))
     if prompts := texts_of(run.records()):
         yield from (Heading("What the model writes"), Paragraph("The likeliest continuation of each prompt."))
         for one in prompts:
@@ -185,7 +195,7 @@ def tiles(
     if summary.get("best_step") is not None:
         found.append(("checkpoint with the lowest eval loss, which is the saved model", f"step {summary['best_step']}"))
     if summary.get("stopped_early_step") is not None:
-        found.append(("stopped early, because the eval loss fell no more", f"step {summary['stopped_early_step']}"))
+        found.append((f"stopped early, because {summary['stopped_because']}", f"step {summary['stopped_early_step']}"))
     found.append(("training time", in_clock(summary["train_s"])))
     if summary.get("skipped_steps"):
         found.append(("skipped steps (loss or gradient not finite)", str(summary["skipped_steps"])))
@@ -204,17 +214,22 @@ def _speed_name(tokens_per_s: Sequence[float]) -> str:
 
 def _metrics(section: MetricSection, records: Sequence[Mapping[str, Any]]) -> Table | None:
     """The metrics of the last evaluation that has some or, if none has, of the last training step that has some."""
+    section = charts.measured(section, records)
     measured = [record for record in records if any(_has(record, row) for row in section.rows)]
     if not measured:
         return None
     last = next((record for record in reversed(measured) if record["event"] == "eval"), measured[-1])
     formats = [".1%" if column.is_share else ".4f" for column in section.columns]
     rows = [
-        [row.title, *(format(value_of(last, name), form) for name, form in zip(row.metrics, formats, strict=True))]
+        [row.title, *(_metric(last, name, form) for name, form in itertools.zip_longest(row.metrics, formats))]
         for row in section.rows
         if _has(last, row)
     ]
     return Table(("", *(column.title for column in section.columns)), rows)
+
+
+def _metric(record: Mapping[str, Any], name: str | None, form: str) -> str:
+    return "" if name is None else format(value_of(record, name), form)
 
 
 def _has(record: Mapping[str, Any], row: MetricRow) -> bool:

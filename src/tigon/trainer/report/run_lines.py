@@ -39,7 +39,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         if "unigram_entropy" in data:
             counts += f"; unigram entropy {data['unigram_entropy']:.3f} nats"
     else:
-        what = "completions" if prepared.objective.trl and prepared.objective.trl.rewards else "rows"
+        what = "completions" if prepared.objective.trl and prepared.objective.trl.scores else "rows"
         per_step = f"{samples_per_step:,} {what} per step"
         counts = f"{data['rows']:,} rows with {data['tokens']:,} tokens, {len(prepared.rows[1]):,} rows for evaluation"
     techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.settings))
@@ -91,8 +91,7 @@ def _adapters_line(prepared: Prepared) -> tuple[str, ...]:
 def conclude(console: Console, run: RunFolder, summary: dict[str, Any], objective: Objective) -> None:
     """Print the results of a run that is complete."""
     if summary["stopped_early_step"] is not None:
-        where = f"at step {summary['stopped_early_step']}: the eval loss fell no more (train.early_stopping_patience)"
-        console.out(f"stopped  {where}")
+        console.out(f"stopped  at step {summary['stopped_early_step']}: {summary['stopped_because']}")
     if summary["eval_loss"] is not None and summary["unigram_entropy"] is None:
         console.out(f"eval loss {summary['eval_loss']:.4f}")
     elif summary["eval_loss"] is not None:

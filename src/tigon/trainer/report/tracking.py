@@ -25,6 +25,7 @@ from typing import Any
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tigon.errors import RecipeError
+from tigon.trainer.post_training.completions import EVENT, Rows, table_of
 
 PROJECT = "tigon"
 
@@ -39,6 +40,8 @@ class Tracker:
     """Called with the tracker's module and nested values to store with the run."""
     finish: Callable[[Any, Mapping[str, float], int], None]
     """Called with the module, the final figures and the last step."""
+    completions: Callable[[Any, Rows, int], None]
+    """Called with the module, the completions of a record with their rewards, and the step."""
     where: Callable[[Path], str]
     """Says where the run's files are and how to see them, for the console."""
 
@@ -99,23 +102,41 @@ def _describe_mlflow(mlflow: Any, details: Mapping[str, Any]) -> None:
         mlflow.log_dict(value, f"{name}.json")
 
 
+def _columns(rows: Rows, step: int) -> dict[str, list[Any]]:
+    """The completions of a record as the columns of a table."""
+    titles, cells = table_of([{"event": EVENT, **row} for row in rows], 1)
+    columns = {title or "record": [cell[number] for cell in cells] for number, title in enumerate(titles)}
+    return {"step": [step] * len(rows), **columns}
+
+
+def _log_table(tracker: Any, rows: Rows, step: int) -> None:
+    """For wandb and trackio, whose tables take a pandas data frame."""
+    import datasets
+
+    frame = datasets.Dataset.from_dict(_columns(rows, step)).to_pandas()
+    tracker.log({"completions": tracker.Table(dataframe=frame), "train/global_step": step})
+
+
 KINDS: Mapping[str, Tracker] = {
     "wandb": Tracker(
         offline=_wandb_variables,
         where=_wandb_where,
         describe=lambda wandb, details: wandb.config.update({PROJECT: dict(details)}, allow_val_change=True),
+        completions=_log_table,
         finish=lambda wandb, figures, step: (wandb.run.summary.update(dict(figures)), wandb.finish())[1],
     ),
     "mlflow": Tracker(
         offline=_mlflow_variables,
         where=_mlflow_where,
         describe=_describe_mlflow,
+        completions=lambda mlflow, rows, step: mlflow.log_table(_columns(rows, step), "completions.json"),
         finish=lambda mlflow, figures, step: mlflow.log_metrics(dict(figures), step=step),
     ),
     "trackio": Tracker(
         offline=_trackio_variables,
         where=_trackio_where,
         describe=lambda trackio, details: trackio.config.update(dict(details), allow_val_change=True),
+        completions=_log_table,
         finish=lambda trackio, figures, step: trackio.log({**figures, "train/global_step": step}),
     ),
 }
@@ -187,6 +208,14 @@ class Trackers(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         # TRL logs None or NaN for a metric without a value.
         numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float)) and math.isfinite(v)}
         self._each("on_log", args, state, control, logs=numbers, **kwargs)
+
+    def completions(self, rows: Rows, step: int) -> None:
+        """Give the trackers a record's completions with their rewards."""
+        for name in list(self._inner):
+            try:
+                KINDS[name].completions(importlib.import_module(name), rows, step)
+            except Exception as error:
+                self._drop(name, error)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._each("on_save", args, state, control, **kwargs)

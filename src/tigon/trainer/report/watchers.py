@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tigon.objectives.metric_sections import section_of
+from tigon.report.table import Table
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 from tigon.trainer.evaluation import harness
 from tigon.trainer.evaluation.generations import Generations
 from tigon.trainer.folder import run_folder
 from tigon.trainer.folder.run_folder import RunFolder
+from tigon.trainer.post_training.completions import EVENT, Rows, table_of
 from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay
 from tigon.trainer.report.tracking import Trackers
 
@@ -77,7 +80,19 @@ def watch(run: RunFolder, prepared: Prepared, trainer: GuardedTrainer, console: 
         generations = Generations(run, prepared, console.out, trainer.step.speed.restart)
     for callback in filter(None, (MetricsWriter(run, writer), trackers, display, generations)):
         trainer.add_callback(callback)
+    if trainer.completions is not None:
+        tables: list[Callable[[Rows, int], None]] = [trackers.completions]
+        if writer is not None:
+            tables.append(partial(_write_completions, writer))
+        trainer.completions.show(run.append, console, tables)
+        trainer.add_callback(trainer.completions)
     return Watchers(run, display, writer, generations, trackers)
+
+
+def _write_completions(writer: SummaryWriter, rows: Rows, step: int) -> None:
+    """The completions of a record as TensorBoard's text, in a table of Markdown."""
+    titles, cells = table_of([{"event": EVENT, **row} for row in rows], 1)
+    writer.add_text("completions", Table(titles, cells, texts=(0, 1, 2)).markdown(), step)
 
 
 def final_figures(run: RunFolder, outcome: Mapping[str, Any]) -> dict[str, float]:
