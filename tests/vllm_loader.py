@@ -1,7 +1,7 @@
 """vLLM's steps from a folder of adapters to the changes of weights, written anew from what its sources do.
 
-vllm/lora/peft_helper.py, lora_weights.py, lora_model.py (commit 0306474), utils.py and model_manager.py (commit
-01533aa): `validate_legal`, `parse_fine_tuned_lora_name`, `optimize` and `_stack_moe_lora_weights`.
+vllm/lora/peft_helper.py, lora_weights.py, lora_model.py, utils.py and model_manager.py of 0.33.0: `validate_legal`,
+`get_rank_and_scaling`, `parse_fine_tuned_lora_name`, `optimize` and `_stack_moe_lora_weights`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ def served(folder: Path, *, n_experts: int = 0, max_rank: int = 512) -> dict[str
     assert {"r", "lora_alpha", "target_modules"} <= config.keys()
     if config["modules_to_save"] or config["use_dora"] or config["bias"] != "none" or config["r"] > max_rank:
         raise ValueError("not legal")
-    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
     factors: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
         if name.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")):
@@ -35,7 +34,11 @@ def served(folder: Path, *, n_experts: int = 0, max_rank: int = 512) -> dict[str
         factors.setdefault(path, {})[factor] = tensor
     deltas = {}
     for path, pair in factors.items():
-        a, b = pair["A"], pair["B"] * scale
+        rank, alpha = (
+            next((value for key, value in config[pattern].items() if path.endswith(f".{key}")), config[default])
+            for pattern, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+        )
+        a, b = pair["A"], pair["B"] * (alpha / (math.sqrt(rank) if config["use_rslora"] else rank))
         if ".experts" in path:
             # both projections or none: the manager asserts it
             owner = path.removesuffix(".base_layer")

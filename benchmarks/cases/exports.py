@@ -14,6 +14,7 @@ import argparse
 import re
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from benchmarks.harness import Bench, Case
 from tigon._quiet import quiet_loading
 from tigon.data.tokenizer import train_bpe
 from tigon.errors import TigonError
+from tigon.techniques.qat.formats import FORMATS
 from tigon.trained import export, find
 from tigon.trained.gguf_file import FAMILIES, TYPES
 
@@ -35,7 +37,7 @@ _SHAPE = {
 QUESTION = "How tall is the lighthouse at Brindle Point?"
 
 
-def _small(family: str, folder: Path) -> Path:
+def small_model(family: str, folder: Path) -> Path:
     """A small model of a family with random weights, and a tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -59,7 +61,7 @@ def _export(source: str, wanted: export.Export) -> dict[str, Any]:
     return {"reader": reader, "same": int(same), "tokens": int(tokens), "logits_percent": float(size)}
 
 
-def _answer(target: Path, gguf_file: str | None, question: str) -> str:
+def _answer(target: Path, gguf_file: str | None, question: str, *, is_rounded: bool) -> str:
     """The likeliest answer of an exported model, as transformers reads it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,7 +71,9 @@ def _answer(target: Path, gguf_file: str | None, question: str) -> str:
         alone.mkdir()
         (target / gguf_file).rename(alone / gguf_file)
         target, named = alone, {"gguf_file": gguf_file}
-    model = AutoModelForCausalLM.from_pretrained(str(target), dtype=torch.float32, **named)
+    # compressed-tensors makes MXFP4 weights bf16, whatever dtype the other weights are read in.
+    dtype = "auto" if is_rounded else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(str(target), dtype=dtype, **named)
     tokenizer = AutoTokenizer.from_pretrained(str(target), **named)
     chat = [{"role": "user", "content": question}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -82,31 +86,38 @@ def _measure(bench: Bench) -> None:
     kinds = ["q8_0"] if bench.tiny else list(TYPES)
     families = ["llama"] if bench.tiny else list(FAMILIES)
     with tempfile.TemporaryDirectory() as scratch:
-        for family in () if bench.resume("small") else families:
-            source = _small(family, Path(scratch) / family)
+        for family in () if bench.resume("small") or bench.given.only != [""] else families:
+            source = small_model(family, Path(scratch) / family)
             for kind in kinds:
                 wanted = export.Export(target=Path(scratch) / f"{family}-{kind}", gguf=kind)
                 line = _export(str(source), wanted)
                 bench.add("small", {"family": family, "format": f"GGUF {kind}", **line})
         if bench.given.model is None:
             return
-        forms: list[tuple[str, str, str | None]] = [(f"safetensors {dtype}", dtype, None) for dtype in export.DTYPES]
-        forms += [(f"GGUF {kind}", "fp32", kind) for kind in kinds]
-        for name, dtype, gguf in forms:
-            target = Path(scratch) / "exported"
-            wanted = export.Export(target=target, dtype=dtype, merge=True, gguf=gguf)
+        target = Path(scratch) / "exported"
+        merged = partial(export.Export, target=target, merge=True)
+        forms = {f"safetensors {dtype}": merged(dtype=dtype) for dtype in export.DTYPES}
+        forms |= {f"GGUF {kind}": merged(dtype="fp32", gguf=kind) for kind in kinds}
+        forms |= {name: merged(format=name) for name in FORMATS}
+        for name, wanted in forms.items():
+            if not any(name.startswith(start) for start in bench.given.only):
+                continue
+            gguf = wanted.gguf
             line = _export(bench.given.model, wanted)
             if "refused" not in line:
                 file = f"exported-{gguf}.gguf" if gguf else None
                 line["bytes"] = sum(path.stat().st_size for path in target.glob(file or "*.safetensors"))
-                line["answer"] = _answer(target, file, bench.given.question)
+                line["answer"] = _answer(target, file, bench.given.question, is_rounded=wanted.format is not None)
             bench.add("real", {"format": name, **line})
             shutil.rmtree(target, ignore_errors=True)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="RUN", help="a run or a folder of adapters to export too")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="FORMAT", help="formats of --model, without small models"
+    )
     parser.add_argument("--question", default=QUESTION, help="what the exported model is asked")
 
 
-CASE = Case(measure=_measure, options=_options, packages=("gguf", "peft"), needs_gpu=False)
+CASE = Case(measure=_measure, options=_options, packages=("gguf", "peft", "compressed-tensors"), needs_gpu=False)

@@ -8,7 +8,7 @@ The record is one of `python -m benchmarks exports`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,11 @@ def _compared(line: Mapping[str, Any]) -> list[str]:
 
 
 def real(record: Mapping[str, Any]) -> str:
+    """The table of the real model, and with what it was measured."""
+    return f"{answers(record)}\n\n{where(record)}"
+
+
+def answers(record: Mapping[str, Any]) -> str:
     """The table of the real model: a row per format, with the answer."""
     rows = [
         [
@@ -39,7 +44,7 @@ def real(record: Mapping[str, Any]) -> str:
         for line in record["real"]
     ]
     titles = ("format", "size", "same next token", "logits differ by", "answer")
-    return f"{markdown_table(titles, rows, texts=(0, 4))}\n\n{where(record)}"
+    return markdown_table(titles, rows, texts=(0, 4))
 
 
 def small(record: Mapping[str, Any]) -> str:
@@ -51,12 +56,10 @@ def small(record: Mapping[str, Any]) -> str:
     return markdown_table(("format", *families), rows, texts=(0,))
 
 
-def where(record: Mapping[str, Any]) -> str:
+def where(record: Mapping[str, Any], packages: Sequence[str] = ("torch", "transformers", "peft", "gguf")) -> str:
     """The sentence that says with what the record was measured."""
     environment = record["environment"]
-    versions = ", ".join(
-        f"{name} {environment['versions'][name]}" for name in ("torch", "transformers", "peft", "gguf")
-    )
+    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in packages)
     return f"*On a CPU: {versions}, commit {environment['tigon_commit'][:7]}, {environment['date']}.*"
 
 

@@ -201,7 +201,16 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
 
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
-    titles = ("recipe", "GPU of the plan", "needs (GiB)", "of (GiB)", "host (GiB)", "micro-batch", "tokens/s", "changes")
+    titles = (
+        "recipe",
+        "GPU of the plan",
+        "needs (GiB)",
+        "of (GiB)",
+        "host (GiB)",
+        "micro-batch",
+        "tokens/s",
+        "changes",
+    )
     shown = []
     for row in rows:
         gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate

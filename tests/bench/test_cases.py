@@ -116,7 +116,7 @@ def test_every_row_of_layers_on_the_host_has_a_plan_and_a_share_of_the_speed(tmp
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     path = tmp_path / "base-offload.json"
-    names = ("llama-3.1-8b-offload", "qwen3-32b-full")
+    names = ("llama-3.1-8b-offload", "8gb-24576")
     main(["base-offload", "--tiny", "--json", str(path), *(word for name in names for word in ("--row", name))])
     lines = json.loads(path.read_text(encoding="utf-8"))["steps"]
     assert [line["row"] for line in lines] == [*names]

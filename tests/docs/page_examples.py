@@ -50,7 +50,13 @@ OTHER_VERSIONS = 0.05
 COLUMNS = 120
 """Width of the terminal that the pages show."""
 # test_math.py checks the blocks of the maths. The log keeps what a command printed on its day.
-ELSEWHERE = ("docs/math.md", "docs/math-losses.md", "docs/math-logprobs.md", "docs/log/2026-11.md")
+ELSEWHERE = (
+    "docs/math.md",
+    "docs/math-losses.md",
+    "docs/math-logprobs.md",
+    "docs/math-hybrid.md",
+    "docs/log/2026-11.md",
+)
 
 _FENCE = re.compile(
     r"(?P<marks>(?:^<!-- (?:shown: |varies: |slow: |no-gpu|made with |file: |row: )[^\n]*-->\n)*)"

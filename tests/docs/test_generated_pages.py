@@ -24,6 +24,7 @@ from benchmarks.pages import (
     small_data,
     sums,
     support,
+    vllm,
 )
 from tigon.kernels.chips import CHIPS
 
@@ -42,6 +43,7 @@ needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the 
         small_data,
         sums,
         pytest.param(support, marks=needs_workflow),
+        vllm,
     ],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )

@@ -181,7 +181,10 @@ def test_layers_become_graphs_only_where_nothing_forbids_them() -> None:
     assert graphs(request) and not graphs(request, beside=Beside())
     assert not graphs(request, gpu=replace(gpu, host_s=0.0)), "the GPU is slower than the CPU"
     assert graphs(asked(precision="bf16", lora_rank=2))
-    assert not graphs(asked(precision="bf16", lora_rank=2, lora_dora=True)), "DoRA was not tried"
+    in_4_bits = asked(precision="bf16", lora_rank=2)
+    assert graphs(replace(in_4_bits, settings=in_4_bits.settings.having({"lora.quantize": True})))
+    with_dora = in_4_bits.settings.having({"lora.dora": True})
+    assert not graphs(replace(in_4_bits, settings=with_dora)), "DoRA was not tried"
     off = replace(request, settings=request.settings.having({"train.cuda_graphs": False}))
     assert not graphs(off)
 

@@ -161,7 +161,9 @@ def test_dora_is_planned_with_its_magnitudes_and_without_a_dense_update(quantize
 
 def test_dora_over_4_bits_is_planned_for_tigons_layers_only() -> None:
     with pytest.raises(UsageError, match=r"lora\.dora with lora\.quantize is planned for tigon's layers only"):
-        estimate(request_of(precision="amp-bf16", lora_rank=4, quantized=True, lora_dora=True, kernels="none"), gpu=H200)
+        estimate(
+            request_of(precision="amp-bf16", lora_rank=4, quantized=True, lora_dora=True, kernels="none"), gpu=H200
+        )
 
 
 def test_8_bit_weights_are_not_planned() -> None:

@@ -38,12 +38,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def request_of(family: str, seq: int) -> Request:
+def request_of(family: str, seq: int, kernels: str = "tigon") -> Request:
     try:
         config = transformers.AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     except ValueError:
         pytest.skip(f"this transformers has no {family}")
-    return Request(model=family, config=config, batch=1, seq=seq, settings=Settings.of({"train.precision": "bf16"}))
+    settings = Settings.of({"train.precision": "bf16", "model.kernels": kernels})
+    return Request(model=family, config=config, batch=1, seq=seq, settings=settings)
 
 
 @pytest.mark.skipif(
@@ -52,12 +53,22 @@ def request_of(family: str, seq: int) -> Request:
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plan_counts_the_kernels_of_the_installed_library(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = estimate(request_of(family, 500), gpu=H200, evaluation=False)
+    slow = estimate(request_of(family, 500, "none"), gpu=H200, evaluation=False)
     monkeypatch.setattr(hybrid_layers, "_installed", lambda kind: kind.library)
     monkeypatch.setattr("tigon.planner.trace.cache.key.found_libraries", lambda: ("all",))
-    fast = estimate(request_of(family, 500), gpu=H200, evaluation=False)
+    fast = estimate(request_of(family, 500, "none"), gpu=H200, evaluation=False)
     assert fast.peak_allocated_bytes < slow.peak_allocated_bytes and fast.step_s < slow.step_s
     assert any("no GPU has measured" in note for note in fast.notes)
+
+
+def test_plan_counts_tigons_convolution_as_no_more_than_that_of_causal_conv1d(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = estimate(request_of("lfm2", 500), gpu=H200, evaluation=False)
+    assert any("short convolution (1 layer): tigon" in note for note in fused.notes)
+    monkeypatch.setattr(hybrid_layers, "_installed", lambda kind: kind.library)
+    monkeypatch.setattr("tigon.planner.trace.cache.key.found_libraries", lambda: ("all",))
+    library = estimate(request_of("lfm2", 500), gpu=H200, evaluation=False)
+    assert any("causal-conv1d" in note for note in library.notes)
+    assert fused.peak_allocated_bytes <= library.peak_allocated_bytes
 
 
 def saved_bytes(gate_width: int | None) -> int:

@@ -106,7 +106,7 @@ def test_loss_sees_the_rounded_merged_weights_and_adapters_get_their_gradient(na
     seen = {}
     layer.register_forward_hook(
         lambda _, x, y: (seen.update(x=x[0]), y.register_hook(lambda g: seen.update(g=g)))[1] and None
-    )  # noqa: E501
+    )
     wrapped(input_ids=IDS).logits.logsumexp(-1).sum().backward()
     x = seen["x"].flatten(0, 1).double()
     x = qat.rounded_input(x) if FORMATS[name].rounds_inputs else x
@@ -183,3 +183,22 @@ def test_the_technique_rounds_the_model_of_a_run() -> None:
     settings = Settings.of({"train.qat": "mxfp4"})
     rounded = TECHNIQUES["qat"].model(model(), settings, RunInfo())
     assert isinstance(rounded.model.layers[0].mlp.up_proj, qat.RoundedLinear)
+
+
+def test_the_plan_counts_the_rounded_weights_that_wait_for_the_backward() -> None:
+    from transformers import LlamaConfig
+
+    from tigon.planner.estimate import estimate
+    from tigon.planner.gpus import find_gpu
+    from tigon.planner.request import Request
+
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, vocab_size=64
+    )
+    peaks = {}
+    for name in ("none", "int4"):
+        settings = Settings.of({"train.precision": "amp-bf16", "lora.rank": 4, "train.qat": name})
+        request = Request(model="llama", config=config, batch=1, seq=32, settings=settings)
+        peaks[name] = estimate(request, gpu=find_gpu("h100"), evaluation=False).phases["backward"]
+    in_layers = 4 * (4 * 512 * 512 + 3 * 512 * 1024)
+    assert 1.5 * in_layers < peaks["int4"] - peaks["none"] < 4 * in_layers  # in bf16, two bytes each, and one in fp32

@@ -126,7 +126,7 @@ def test_adapters_of_an_encoder_hold_the_whole_new_head_so_that_the_merge_is_the
     texts = ["It was good 3.", "bad"]
     torch.testing.assert_close(logits_of(merged, fast, texts), logits_of(adapted, fast, texts), rtol=1e-4, atol=1e-5)
     done = tigon("export", run, here / "out", "--merge")
-    assert done.code == 0 and "labels of tokens" in done.out, done.err
+    assert done.code == 0 and "labels of tokens on the run's data" in done.out, done.err
     done = tigon("export", run / "checkpoints" / "checkpoint-3", here / "of-checkpoint", "--merge")
     assert done.code == 0, done.err
     exported = AutoModelForSequenceClassification.from_pretrained(here / "of-checkpoint", dtype=torch.float32)
@@ -224,3 +224,17 @@ def test_micro_batches_of_different_size_have_the_loss_and_gradient_of_the_whole
     model = torch.nn.Linear(1, 1)
     assert set(objective.metrics(model, lambda counts: counts)) == {"accuracy", "macro_f1"}
     assert objective.metrics(model, lambda counts: counts) == {}
+
+
+def test_a_reward_model_is_not_trained_from_a_classifier_of_several_labels():
+    from transformers import AutoConfig
+
+    from tigon.models.loading.classifier import SEQUENCE, as_classifier
+    from tigon.objectives.reward import Reward
+
+    objective = Reward(ModelConfig(), recipe=Recipe())
+    several = SimpleNamespace(config=as_classifier(AutoConfig.for_model("llama"), SEQUENCE, LABELS))
+    with pytest.raises(RecipeError, match="a classifier of 3 labels"):
+        objective.with_head(several)
+    one = SimpleNamespace(config=as_classifier(AutoConfig.for_model("llama"), SEQUENCE, ("score",)))
+    assert objective.with_head(one) is one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,49 @@ def test_unused_tensors_are_announced_and_recorded(recipe, tigon, here, checkpoi
 def test_whole_checkpoint_is_loaded_exactly(checkpoint):
     own = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in read(checkpoint).state_dict().items())
+
+
+BLOCK = 16
+
+
+def store_in_fp8(folder: Path) -> dict[str, torch.Tensor]:
+    """Store the layers' matrices in FP8 with a scale per block, as Qwen's and DeepSeek's. Returns the dense weights."""
+    own, stored = load_file(folder / "model.safetensors"), {}
+    dense = {name: tensor.float() for name, tensor in own.items()}
+    for name, tensor in own.items():
+        if tensor.ndim == 2 and "layers" in name:
+            rows, columns = tensor.shape
+            blocks = tensor.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+            scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+            packed = (blocks / scales).to(torch.float8_e4m3fn)
+            stored[name] = packed.reshape(rows, columns)
+            stored[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
+            dense[name] = (packed.float() * scales).reshape(rows, columns)
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    about = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    return dense
+
+
+def test_checkpoint_in_fp8_is_read_as_dense_weights_exactly(checkpoint):
+    dense = store_in_fp8(checkpoint)
+    built = read(checkpoint)
+    assert all(torch.equal(tensor, dense[name]) for name, tensor in built.state_dict().items())
+    assert {parameter.dtype for parameter in built.parameters()} == {torch.float32}
+    assert getattr(built.config, "quantization_config", None) is None  # it is saved as what it now is
+
+
+def test_run_over_a_checkpoint_in_fp8_says_how_it_is_read(recipe, tigon, here, checkpoint):
+    store_in_fp8(checkpoint)
+    base = {"name": "base", "config": None}
+    line = tigon("train", recipe(model=base, lora={"rank": 2, "quantize": True})).error_line()
+    assert "stores its weights in FP8, and transformers does not quantise them once more; set lora.quantize" in line
+    result = tigon("train", recipe(model=base, train={"steps": 2}, lora={"rank": 2}))
+    assert result.code == 0, result.err
+    assert "base stores its weights in FP8; they are read in the dtype of" in " ".join(result.out.split())
 
 
 def test_tensor_that_goes_missing_after_the_check_is_refused_as_it_is_loaded(checkpoint):

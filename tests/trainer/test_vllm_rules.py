@@ -44,6 +44,7 @@ def adapters(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
 
 SERVED = {
     "linear": ({}, 8, ()),
+    "ranks": ({"rank_pattern": {"down_proj": 9}, "alpha_pattern": {"q_proj": 5}}, 16, ()),
     "rslora": ({"use_rslora": True, "r": 9}, 16, ()),
     "head and embeddings": (
         {"target_modules": [*LINEAR, "lm_head", "embed_tokens"]}, 8, ("embed_tokens and lm_head load only if",),
@@ -94,7 +95,6 @@ REFUSED = {
     "whole modules": ({"modules_to_save": ["lm_head"]}, "no whole modules"),
     "biases": ({"bias": "all"}, "no trained biases"),
     "rank": ({"r": 513}, "their rank is 513, and its highest is 512"),
-    "ranks": ({"rank_pattern": {"down_proj": 2}}, "one rank and one alpha"),
 }  # fmt: skip
 
 
@@ -103,6 +103,14 @@ def test_adapters_that_vllm_does_not_load_are_named_with_the_reason(options, rea
     folder, _ = adapters(**options)
     verdict = vllm_rules.judge(folder)
     assert len(verdict.refusals) == 1 and reason in verdict.refusals[0] and reason in verdict.refusal_line
+
+
+def test_an_initialisation_that_moved_weights_is_refused(adapters) -> None:
+    folder, _ = adapters()
+    file = folder / "adapter_config.json"
+    for init, refused in (("pissa_niter_4", True), ("gaussian", False), (True, False)):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": init}))
+        assert bool(vllm_rules.judge(folder).refusals) == refused
 
 
 def test_experts_need_both_projections_in_order(adapters) -> None:

@@ -14,9 +14,9 @@ from tigon.errors import RecipeError, UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.loading.presets import carried
-from tigon.objectives import recipe_checks
+from tigon.objectives import classify_rules, recipe_checks
 from tigon.objectives.base import PlannedObjective
-from tigon.objectives.choose import objective_of, planned_objective
+from tigon.objectives.choose import config_for, objective_of, planned_objective
 from tigon.objectives.post_training import rules as post_training_rules
 from tigon.planner.gpus import GIB, Gpu, size_bytes
 from tigon.planner.render import as_recipe
@@ -140,11 +140,11 @@ def _complaint(key: str, value: object) -> str | None:
 
 def _check_objective(objective: str, flags: Flags) -> None:
     """Refuse an unknown objective, and flags that do not go with it."""
-    names = ", ".join(post_training_rules.TAKES)
+    others = (*post_training_rules.TAKES, *classify_rules.OBJECTIVES)
     if objective == "medusa":
         raise UsageError("--objective medusa: use --medusa N for the heads.")
-    if objective != CAUSAL_LM and objective not in post_training_rules.TAKES:
-        raise UsageError(f"--objective {objective} is not one of {CAUSAL_LM}, {names}.")
+    if objective != CAUSAL_LM and objective not in others:
+        raise UsageError(f"--objective {objective} is not one of {CAUSAL_LM}, {', '.join(others)}.")
     given = flags.given
     if objective != CAUSAL_LM:
         for short in (MEDUSA, STAGE):
@@ -202,6 +202,10 @@ def _of_model(flags: Flags) -> SearchProblem:
     chooses = recipe.train.checkpointing == AUTO
     # `auto` stays free, so that the recommendations may change it
     free = (frozenset(SEARCHES) - given) | (frozenset({"train.checkpointing"}) if chooses else frozenset())
+    try:
+        config = config_for(recipe, config)
+    except RecipeError as error:
+        raise UsageError(str(error).replace("train.objective:", "--objective")) from None
     planned = _planned(recipe, config)
     return SearchProblem(
         request=request_of(recipe, config, settings, planned, evaluated=recipe.data.has_eval),

@@ -54,7 +54,10 @@ QLORA = ShortForm(
 MEDUSA = ShortForm("medusa", "heads.count", "Train K Medusa heads.", "K", implies={"heads.stage": 1})
 STAGE = ShortForm("stage", "heads.stage", "With --medusa: 1 trains only the heads (default), 2 the model too.")
 OBJECTIVE = ShortForm(
-    "objective", "train.objective", f"causal_lm, or post-training: {', '.join(post_training_rules.TAKES)}.", "NAME"
+    "objective",
+    "train.objective",
+    f"causal_lm, classify, classify_tokens, or post-training: {', '.join(post_training_rules.TAKES)}.",
+    "NAME",
 )
 IMAGES = ShortForm("images", "data.images", "Rows with up to N images, for a model that reads them.", "N")
 IMAGE_SIZE = ShortForm("image-size", "data.image_size", "With --images: the pixels of their longer side.", "PIXELS")

@@ -22,25 +22,22 @@ from tigon.kernels import _launch
 from tigon.kernels._launch import cdiv, launch, next_power_of_2
 
 TAPS = 4
-BLOCK = 128  # channels of a program
 CHUNKS = (32, 512)  # the fewest and the most tokens of a program
 PROGRAMS_PER_SM = 32
 
 
 @triton.jit
+def tap(w, columns, k, WIDTH: tl.constexpr):
+    """The weights of the token k before; zero if the filter is shorter. w: (BLOCK, 4)."""
+    return tl.sum(tl.where(columns == WIDTH - 1 - k, w, 0.0), axis=1)
+
+
+@triton.jit
 def taps_of(W, cols, there, WIDTH: tl.constexpr):
     """The weights of a token and of the one, two and three before it; W is (D, WIDTH)."""
-    w0 = tl.load(W + cols * WIDTH + (WIDTH - 1), mask=there, other=0.0).to(tl.float32)
-    w1 = w0 * 0.0
-    w2 = w0 * 0.0
-    w3 = w0 * 0.0
-    if WIDTH > 1:
-        w1 = tl.load(W + cols * WIDTH + (WIDTH - 2), mask=there, other=0.0).to(tl.float32)
-    if WIDTH > 2:
-        w2 = tl.load(W + cols * WIDTH + (WIDTH - 3), mask=there, other=0.0).to(tl.float32)
-    if WIDTH > 3:
-        w3 = tl.load(W + cols * WIDTH, mask=there, other=0.0).to(tl.float32)
-    return w0, w1, w2, w3
+    columns = tl.arange(0, 4)[None, :]
+    w = tl.load(W + cols[:, None] * WIDTH + columns, mask=there[:, None] & (columns < WIDTH), other=0.0).to(tl.float32)
+    return tap(w, columns, 0, WIDTH), tap(w, columns, 1, WIDTH), tap(w, columns, 2, WIDTH), tap(w, columns, 3, WIDTH)
 
 
 @triton.jit
@@ -276,7 +273,7 @@ def causal_conv1d_bwd_kernel(
 def _tile(x):
     """(channels of a program, its tokens, the chunks of a row)"""
     B, T, D = x.shape
-    block = min(BLOCK, max(next_power_of_2(D), 32))
+    block = min(16 // x.element_size() * _launch.lanes(), max(next_power_of_2(D), 32))  # 16 bytes per thread
     programs = PROGRAMS_PER_SM * _launch.multiprocessors(x.device.index)
     tokens = min(max(next_power_of_2(B * T * cdiv(D, block) // programs), CHUNKS[0]), CHUNKS[1])
     return block, tokens, cdiv(T, tokens)

@@ -69,7 +69,7 @@ _ROWS = (
     ),
     PatchSpec(
         model_type="qwen3_next", norm=GEMMA + GATED_NORM, mlp=GATED + EXPERTS, rope=HALF,
-        tiny={"layer_types": ["linear_attention", "full_attention"]},
+        tiny={"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 32},
     ),
     PatchSpec(model_type="phi3", norm=LLAMA, mlp=PACKED, rope=HALF),
     PatchSpec(

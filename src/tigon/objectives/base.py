@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all processes; all of them call it."""
-OutputsLoss = Callable[..., torch.Tensor]
-"""Called with the model's outputs, the labels, and `num_items_in_batch`, by which the sum of the losses is divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +298,37 @@ class AddedModules(Protocol):
         ...
 
 
+class LabelsPart(Protocol):
+    """What an objective does that trains labels, by the outputs of a model with a classification head."""
+
+    def outputs_loss(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        """The loss of the model's outputs, as the Trainer's `compute_loss_func`.
+
+        The sum of the labels' losses is divided by `num_items_in_batch`.
+        """
+        ...
+
+    def begin_evaluation(self) -> None:
+        """Forget what an earlier evaluation has counted that ended without metrics."""
+        ...
+
+    def evaluated(self, outputs: Any, labels: torch.Tensor) -> None:
+        """Count a batch of an evaluation."""
+        ...
+
+    def with_labels(self, config: PreTrainedConfig, pad_id: int) -> Any:
+        """The config of the trained model, after the rows are read. pad_id: the token that fills samples."""
+        ...
+
+    def rows_line(self, encoded: Sequence[Any]) -> tuple[str, ...]:
+        """A line for the console about the rows to train on."""
+        ...
+
+    def table(self) -> dict[str, Any] | None:
+        """The labels and the confusion table of the last evaluation, as JSON; None before one."""
+        ...
+
+
 @dataclass
 class Objective:
     """The loss that a run minimises: its rows, its forward and loss, its metrics, and its plan.
@@ -362,31 +391,13 @@ class Objective:
         return None
 
     @property
-    def outputs_loss(self) -> OutputsLoss | None:
-        """The loss of the model's outputs, as the Trainer's `compute_loss_func`; None: the model computes its own."""
-        return None
-
-    def begin_evaluation(self) -> None:
-        """Forget what an earlier evaluation has counted that ended without metrics."""
-
-    def evaluated(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Count a batch of an evaluation whose loss `outputs_loss` has computed."""
-
-    def labelled(self, config: PreTrainedConfig, pad_id: int) -> Any:
-        """The config of the model that is trained, after the rows are read. pad_id: the token that fills samples."""
-        return config
-
-    def rows_line(self, encoded: Sequence[Encoded]) -> tuple[str, ...]:
-        """A line for the console about the rows to train on; (): one that names their formats."""
-        return ()
-
-    def table(self) -> dict[str, Any] | None:
-        """What the report shows of the last evaluation besides its metrics, as JSON; None: nothing."""
+    def added(self) -> AddedModules | None:
+        """The modules that `attach` adds, for the trainer; None if it adds none."""
         return None
 
     @property
-    def added(self) -> AddedModules | None:
-        """The modules that `attach` adds, for the trainer; None if it adds none."""
+    def labels_part(self) -> LabelsPart | None:
+        """How labels are trained in place of the next token; None for any other objective."""
         return None
 
     # --- the four parts ----------------------------------------------------------------------------------------------

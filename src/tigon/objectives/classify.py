@@ -19,7 +19,7 @@ from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.classifier import SEQUENCE, as_classifier, labels_of, set_pad_id, task_of
 from tigon.objectives import classify_rules
-from tigon.objectives.base import Objective, OutputsLoss, PlannedObjective, Reduce, Rows, TracedModels
+from tigon.objectives.base import Objective, PlannedObjective, Reduce, Rows, TracedModels
 from tigon.recipe.keys import DataConfig, Recipe
 from tigon.techniques.keys.settings import Settings
 
@@ -153,7 +153,7 @@ class Classify(Objective):
     def rows_line(self, encoded: Sequence[Any]) -> tuple[str, ...]:
         return (labelled_rows.counts_line(encoded, self.labels),)
 
-    def labelled(self, config: PreTrainedConfig, pad_id: int) -> Any:
+    def with_labels(self, config: PreTrainedConfig, pad_id: int) -> Any:
         classified = as_classifier(config, self.task, self.labels)
         set_pad_id(classified, pad_id)
         return classified
@@ -161,10 +161,10 @@ class Classify(Objective):
     # --- loss and metrics --------------------------------------------------------------------------------------------
 
     @property
-    def outputs_loss(self) -> OutputsLoss:
-        return self._loss
+    def labels_part(self) -> Classify:
+        return self
 
-    def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    def outputs_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         """The cross entropy of the labels. Some models of transformers divide it by the micro-batch alone."""
         logits_C, numbers = _flat(outputs.logits.float(), labels)
         total = F.cross_entropy(logits_C, numbers, ignore_index=IGNORE_INDEX, reduction="sum")

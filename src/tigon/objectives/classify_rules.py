@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tigon.errors import RecipeError
 from tigon.recipe.keys import DataConfig, EvalConfig, Recipe
 from tigon.recipe.rules import Rule, Rules
 from tigon.techniques.condition import Condition
@@ -57,6 +58,15 @@ def _changed(section: str, name: str, default: object) -> Rule:
 def classifies(recipe: Recipe) -> bool:
     """Whether the recipe trains a classification head."""
     return recipe.train.objective in OBJECTIVES
+
+
+def refuse(recipe: Recipe, command: str) -> None:
+    """Raise RecipeError if `command` cannot handle the recipe's objective, because its rows are not text."""
+    if classifies(recipe):
+        raise RecipeError(
+            f"{command} does not know train.objective: {recipe.train.objective}, whose rows have labels; run it with "
+            "`tigon train`"
+        )
 
 
 def refusals(objective: str, settings: Settings) -> Iterator[str]:

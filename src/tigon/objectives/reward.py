@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tigon.data.preferences import PAIRS
 from tigon.errors import RecipeError, UsageError
+from tigon.models.loading.classifier import labels_of, task_of
 from tigon.models.loading.reward_model import with_score
 from tigon.objectives.base import TracedModels
 from tigon.objectives.post_training.objective import PostTraining
@@ -56,6 +57,11 @@ class Reward(PostTraining):
     writes_text = False
 
     def with_head(self, built: PreTrainedModel) -> Any:
+        if task_of(built.config) is not None and len(labels_of(built.config)) != 1:
+            raise RecipeError(
+                f"train.objective: reward trains one score, and {self.config.name} is a classifier of "
+                f"{len(labels_of(built.config))} labels; name the model from before its classification"
+            )
         try:
             return with_score(built)
         except UsageError as error:

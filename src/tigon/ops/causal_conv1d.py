@@ -61,7 +61,7 @@ def _taps(padded: Tensor, seq_idx: Tensor | None, width: int) -> list[Tensor]:
 def _linear(taps: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
     w = weight.to(taps[0].dtype)
     z = sum(w[:, -1 - k] * x for k, x in enumerate(taps))
-    return z if bias is None else z + bias.to(w.dtype)  # type: ignore[return-value,operator]
+    return z if bias is None else z + bias.to(w.dtype)  # type: ignore[return-value]
 
 
 def _fwd_reference(

@@ -49,7 +49,7 @@ class RouterResults(NamedTuple):
     """The weights and the experts, (T, K)."""
 
     weights: Tensor
-    index: Tensor
+    experts: Tensor
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.data.chat import chat_template
 from tigon.data.chat.render_chat import render_chat
-from tigon.data.documents import BadRows, Document
+from tigon.data.documents import BadRows, Document, RowReader
+from tigon.data.labelled_rows import LabelledRows
 from tigon.data.source import reading
 from tigon.errors import TigonError, UsageError
+from tigon.models.loading.classifier import SEQUENCE, TOKEN
+from tigon.objectives.classify_rules import classifies
 from tigon.objectives.recipe_checks import loads_saved
 from tigon.trainer.folder.run_folder import RECIPE
 
@@ -87,7 +90,10 @@ def _of_data(run: Path, tokenizer: Any) -> Iterator[Probe]:
         recipe = loads_saved(run / RECIPE)
         data, bad = recipe.data, BadRows("skip")
         rendering = chat_template.choose(tokenizer, data.template, data.learn)
-        for document in reading.read(data.sources(), data.format, _MAX_DATA_MIB, bad):
+        layout: str | RowReader = data.format
+        if classifies(recipe):
+            layout = LabelledRows(SEQUENCE if recipe.train.objective == "classify" else TOKEN)
+        for document in reading.read(data.sources(), layout, _MAX_DATA_MIB, bad):
             if (probe := _probe(document, tokenizer, rendering)) is not None:
                 yield probe
     except (TigonError, OSError) as error:  # the data have moved, or are rows of another objective

@@ -433,9 +433,12 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
         RecipeError: The checkpoint cannot be loaded, holds only adapters, or lacks a tensor of the model.
     """
     from safetensors import SafetensorError
+    from transformers import FineGrainedFP8Config
 
     from tigon.techniques.lora import mxfp4_experts  # loads transformers
 
+    if mxfp4_experts.stored_method(config) == "fp8":  # its own layers need a kernel of the hub, and round their inputs
+        loading["quantization_config"] = FineGrainedFP8Config(dequantize=True)
     if mxfp4_experts.is_stored(config):
         kept = loading.pop("quantization_config", None)
         loading |= (

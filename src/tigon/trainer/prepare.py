@@ -217,7 +217,11 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
         settings=settings,
         objective=objective,
         unused_tensors=model.check_weights(recipe.model, config),
-        warnings=(*model.text_part_warning(recipe.model, config), *warnings),
+        warnings=(
+            *model.text_part_warning(recipe.model, config),
+            *adapter_checks.fp8_warning(recipe.model.name, config),
+            *warnings,
+        ),
     )
 
 
@@ -253,7 +257,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = recipe.data.packs and recipe.model.attention.startswith("flash")
     collator = objective.rows(recipe.data).collator(pad_id, flatten)
-    config = objective.labelled(config, pad_id)
+    labels = objective.labels_part
+    config = config if labels is None else labels.with_labels(config, pad_id)
     shapes = checked.shapes if config is checked.config else model.parameter_shapes(config)
     prompt_inputs: Mapping[str, Any] = {}
     if processor is not None:
@@ -281,8 +286,11 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         data=data.summary(n_parameters=sum(math.prod(shape) for shape in shapes.values())),
         bad_rows=tuple(source.bad.problems[:3]),
         shown=tuple(data.encoded[0][: recipe.data.show]),
-        rows_line=objective.rows_line(tokens.train)
-        or preview.rows_line(source.read, tok, tokens.rendering)
+        rows_line=(
+            labels.rows_line(tokens.train)
+            if labels is not None
+            else preview.rows_line(source.read, tok, tokens.rendering)
+        )
         + packing_line
         + data.packing_line
         + tokens.cache_line(),

@@ -346,13 +346,13 @@ def _perplexity(prepared: Prepared, eval_loss: float | None) -> float | None:
 def _labels(trainer: GuardedTrainer) -> dict[str, Any] | None:
     """The table of a classification's labels for the saved weights; None for any other objective."""
     objective = trainer.objective
-    if objective.outputs_loss is None:
+    if (part := objective.labels_part) is None:
         return None
     # The last evaluation was of other weights, or of the run before it was resumed.
-    if trainer.best_step is not None or objective.table() is None:
+    if trainer.best_step is not None or part.table() is None:
         trainer.token_mean.metrics(trainer.eval_dataset, "eval")
         objective.metrics(trainer.model, trainer.accelerator.reduce)
-    return objective.table()
+    return part.table()
 
 
 def _make_trainer(run: RunFolder, prepared: Prepared, built: nn.Module, stop: signals.StopRequest) -> GuardedTrainer:

@@ -35,13 +35,14 @@ def make(
         from tigon.trainer.post_training import trl_trainer  # loads datasets
 
         return trl_trainer.make(setup, model, data, run, safeguards)
+    labels = setup.objective.labels_part
     trainer = GuardedTrainer(
         model=model,
         args=_arguments(setup, run, evaluate=data.eval is not None),
         data_collator=data.collator,
         train_dataset=data.train,
         eval_dataset=data.eval,
-        compute_loss_func=setup.objective.outputs_loss,
+        compute_loss_func=None if labels is None else labels.outputs_loss,
     )
     trainer.guard(setup.objective, safeguards, make_optimizer(setup), learning_rates(setup))
     return trainer

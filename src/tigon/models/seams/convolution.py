@@ -8,7 +8,7 @@ the op does not do runs the original.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar
@@ -20,10 +20,10 @@ from tigon.models.hybrid_layers import CONVOLUTION, PYTORCH, runs_in
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.seams.rebind import Forward, owner_of, rebind
 from tigon.models.verification import probe
-from tigon.ops.causal_conv1d import MAX_TAPS
+from tigon.ops.causal_conv1d import MAX_TAPS, ConvActivation
 
 NAME = CONVOLUTION.function
-_ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+_ACTIVATIONS: Mapping[str | None, ConvActivation | None] = {None: None, "silu": "silu", "swish": "silu"}
 _CHANNELS, _TOKENS = 6, 9
 
 

@@ -27,6 +27,7 @@ from tigon.models.kv_cache import cache_in
 from tigon.models.seams import convolution
 from tigon.models.seams.base import Seam, imitate
 from tigon.models.seams.rebind import Forward, rebind_each
+from tigon.ops.causal_conv1d import MAX_TAPS
 
 SEQ_IDX = "seq_idx"
 _OTHERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k")
@@ -83,7 +84,7 @@ def _convolution(
     original: Callable[..., Tensor], x_BDT: Tensor, weight: Tensor, *rest: Any, seq_idx: Tensor, **more: Any
 ) -> Tensor:
     """transformers' `causal_conv1d_fn` for one row of documents. Around a filter too long for the op are zeros."""
-    if (width := weight.shape[1] - 1) < convolution.MAX_TAPS:
+    if (width := weight.shape[1] - 1) < MAX_TAPS:
         return convolution.fused(original)(x_BDT, weight, *rest, seq_idx=seq_idx, **more)
     sizes = documents_of(seq_idx).sizes
     gap = x_BDT.new_zeros((*x_BDT.shape[:2], width))

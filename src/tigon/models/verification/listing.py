@@ -102,9 +102,9 @@ def _families(names: list[str], verified: bool, device: str, dtype: torch.dtype)
 # --- as text ----------------------------------------------------------------------------------------------------------
 
 _COLUMNS = {
-    "norm": ("rms_norm", "layer_norm"),
+    "norm": ("rms_norm", "gated_rms_norm", "layer_norm"),
     "MLP": ("swiglu", "geglu", "experts"),
-    "router": ("topk_softmax",),
+    "router": ("topk_softmax", "topk_sigmoid"),
     "rope": ("rope",),
     "loss": ("linear_cross_entropy",),
 }

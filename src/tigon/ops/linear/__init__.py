@@ -1,5 +1,6 @@
 """Linear layers.
 
+dora.py          a linear layer with an adapter whose rows have trained lengths
 fp8_linear.py    three products with FP8 factors
 fp8.py           the casts to FP8 and the product of two FP8 factors
 lora_linear.py   a linear layer and its LoRA adapter

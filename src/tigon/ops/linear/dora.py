@@ -32,7 +32,8 @@ def row_norms(weight: Weight, lora_a_RH: Tensor, lora_b_FR: Tensor, scaling: flo
         squares_F = torch.linalg.vector_norm(weight_FH, dim=1, dtype=wide).square_()
         cross_FR = small_gradient(weight_FH, lora_a_RH.to(weight_FH.dtype).t(), b_FR, 2 * scaling)
         squares_F += (b_FR * cross_FR.add_(b_FR @ (a_RH @ a_RH.t()), alpha=scaling**2)).sum(1)
-    return squares_F.clamp_min_(0).sqrt_().to(lora_a_RH.dtype)
+    norms_F: Tensor = squares_F.clamp_min_(0).sqrt_().to(lora_a_RH.dtype)
+    return norms_F
 
 
 class ScaledColumns(torch.autograd.Function):
@@ -53,7 +54,7 @@ class ScaledColumns(torch.autograd.Function):
         if want_scale:
             wide = torch.promote_types(y.dtype, torch.float32)
             parts = zip(dy.flatten(0, -2).split(ROWS), y.flatten(0, -2).split(ROWS), strict=True)
-            d_scale = sum((a.to(wide) * b).sum(0) for a, b in parts).to(scale_F.dtype)  # type: ignore[union-attr]
+            d_scale = sum((a.to(wide) * b).sum(0) for a, b in parts).to(scale_F.dtype)
         return d_y, d_scale
 
 

@@ -10,6 +10,7 @@ gate and their products. The op saves x and the gate. The formulas of the backwa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from tigon.ops.norms.norm import check_parameter, check_scalars
 KERNELS = "tigon.kernels.gated_norm"
 MAX_WIDTH = 8192
 GateActivation = Literal["silu", "sigmoid"]
-_ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 class GatedNormOptions(NamedTuple):
@@ -44,7 +45,8 @@ def _wide(x: Tensor) -> Tensor:
 def _rstd(s: Tensor, options: GatedNormOptions) -> Tensor:
     """1 / sqrt(mean + eps) of each group, repeated for its columns."""
     mean = s.unflatten(-1, (options.groups, -1)).square().mean(-1, keepdim=True)
-    return (mean + options.eps).rsqrt().expand(*mean.shape[:-1], s.shape[-1] // options.groups).flatten(-2)
+    rstd: Tensor = (mean + options.eps).rsqrt().expand(*mean.shape[:-1], s.shape[-1] // options.groups)
+    return rstd.flatten(-2)
 
 
 def _fwd_reference(x: Tensor, gate: Tensor, weight: Tensor, options: GatedNormOptions) -> Tensor:
@@ -222,7 +224,7 @@ def gated_rms_norm_oracle(
     f = _ACTIVATIONS[activation](_wide(gate))
     s = _wide(x) * f if gate_first else _wide(x)
     parts = s.unflatten(-1, (groups, -1))
-    y = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    y: Tensor = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     y = weight * y.to(x.dtype)
     return (y if gate_first else y * f).to(x.dtype)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from tigon.models.loading.presets import PRESETS
@@ -124,17 +126,17 @@ class Loading:
         return fit_whole(sizes, self.ledger.allocator.limit_bytes)
 
     def load_whole(
-        self, *, for_the_host: bool = False, without: frozenset[str] = frozenset()
+        self, *, for_the_host: bool = False, without: Mapping[str, int] = MappingProxyType({})
     ) -> list[list[Allocation | None]]:
         """Allocate the whole weights and buffers; returns the tensors of each weight.
 
-        for_the_host: the weights are initialized on the host. without: names of weights that stay there.
+        for_the_host: the weights are initialized on the host. without: name -> how many tensors of a weight stay there,
+        from the first on.
         """
         ledger, model, times = self.ledger, self.model, self.widening
         loaded = [
-            [ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensor_bytes]
+            [ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensor_bytes[without.get(weight.name, 0) :]]
             for weight in model.weights
-            if weight.name not in without
         ]
         ledger.alloc(model.buffer_bytes, "weights")
         if is_drawn(self.request) and ties_embeddings(self.request.config) and not for_the_host:

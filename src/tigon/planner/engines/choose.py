@@ -56,10 +56,9 @@ class SingleGpu(Engine):
         if not self.settings.lora.base_offload:
             return whole
         moved = layers_on_host(model)
-        left = sum(weight.nbytes for weight in model.weights if weight.name in moved.names)
         return replace(
             whole,
-            weights=whole.weights - left + sum(moved.buffers),
+            weights=whole.weights - moved.moved_bytes + sum(moved.buffers),
             host=moved.host_bytes,
             traffic=Traffic(each_pass=moved.pass_bytes),
         )
@@ -70,7 +69,7 @@ class SingleGpu(Engine):
         moved = layers_on_host(loading.model)
         for nbytes in moved.buffers:
             loading.ledger.alloc(nbytes, "weights")
-        loading.load_whole(for_the_host=True, without=moved.names)
+        loading.load_whole(for_the_host=True, without=moved.tensors)
         return None
 
     def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ ALIGNMENT = 256  # bytes; each tensor begins at a multiple in the memory of its 
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor of a layer: the `data` of a parameter, or a scale or table of a 4-bit weight."""
+    """A tensor of a layer: the `data` of a parameter, or the scales of a 4-bit weight."""
 
     owner: Any
     name: str
@@ -43,7 +43,7 @@ class _Place:
 
 
 class StreamedLayer:
-    """The frozen tensors of one layer, side by side in one block of host memory."""
+    """The frozen matrices of one layer, side by side in one block of host memory."""
 
     def __init__(self, places: Sequence[_Place], number: int, *, pinned: bool) -> None:
         self.places, self.number = places, number
@@ -68,13 +68,15 @@ class StreamedLayers:
     """Streams the layers of one model. `undo` brings them back to the device for good."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> None:
-        """Move the frozen weights of `layers` to the host, and all other weights of `model` to `device`."""
+        """Move the frozen matrices of `layers` to the host, and all other weights of `model` to `device`."""
         self.model, self.device = model, device
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the memory of the weights that were made or quantised there
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.layers: list[StreamedLayer] = []
         with torch.no_grad():
+            for module in layers:
+                _keep_tables(module, device)
             for number, places in enumerate(_places(model, layers)):
                 self.layers.append(StreamedLayer(places, number, pinned=device.type == "cuda"))
         sizes = [max(layer.nbytes for layer in self.layers[first::BUFFERS]) for first in range(self._n_buffers)]
@@ -192,7 +194,11 @@ def _views(block: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _places(model: nn.Module, layers: Sequence[nn.Module]) -> list[list[_Place]]:
-    """The frozen tensors of each layer. One that is also used elsewhere in the model is left out."""
+    """The frozen matrices of each layer, in 4 bits with their scales. One that is also used elsewhere is left out.
+
+    Vectors, tables and the scales of scales stay on the device. They are a thousandth of the bytes, but most of the
+    tensors, and each costs host time whenever its layer arrives or leaves.
+    """
     inside = {module for layer in layers for module in layer.modules()}
     uses: Counter[nn.Parameter] = Counter()
     for module in model.modules():
@@ -201,15 +207,25 @@ def _places(model: nn.Module, layers: Sequence[nn.Module]) -> list[list[_Place]]
         uses.update(layer.parameters())
     places = []
     for layer in layers:
-        frozen = [one for one in layer.parameters() if not one.requires_grad and one.numel() and uses[one] == 1]
-        # bitsandbytes' scales and tables; those of experts belong to a module.
-        states = [getattr(one, "quant_state", None) for one in (*frozen, *layer.modules())]
-        states += [getattr(state, "state2", None) for state in states]
-        scales = [
-            _Place(state, name)
-            for state in {id(state): state for state in states if state is not None}.values()
-            for name, value in vars(state).items()
-            if isinstance(value, Tensor) and value.numel()
-        ]
-        places.append([*(_Place(one, "data") for one in frozen), *scales])
+        matrices = (one for one in layer.parameters() if not one.requires_grad and one.numel() and one.ndim > 1)
+        moved = [_Place(one, "data") for one in matrices if uses[one] == 1]
+        places.append([*moved, *(_Place(state, SCALES) for state in _states(layer))])
     return places
+
+
+SCALES = "absmax"
+
+
+def _states(layer: nn.Module) -> Sequence[Any]:
+    """bitsandbytes' descriptions of the layer's 4-bit weights. Those of experts belong to a module."""
+    found = (getattr(one, "quant_state", None) for one in (*layer.parameters(), *layer.modules()))
+    return list({id(state): state for state in found if state is not None}.values())
+
+
+def _keep_tables(layer: nn.Module, device: torch.device) -> None:
+    """Have all tensors of the layer's 4-bit weights on the device that `_places` does not move."""
+    for state in _states(layer):
+        for part in (state, getattr(state, "state2", None)):
+            for name, value in vars(part).items() if part is not None else ():
+                if isinstance(value, Tensor) and not (part is state and name == SCALES):
+                    setattr(part, name, value.to(device))

@@ -83,7 +83,12 @@ DECLARATION = Declaration(
             "the lengths of packed documents differ in each batch",
             "model.attention: sdpa",
         ),
-        _not_with(Condition("lora.quantize", "is", True), _UNTRIED, "lora.quantize: false"),
+        _not_with(Condition("lora.quantize_to", "is not", "nf4"), _UNTRIED, "lora.quantize_to: nf4"),
+        _not_with(
+            Condition("lora.base_offload", "is", True),
+            "hooks copy the frozen layers to the GPU",
+            "lora.base_offload: false",
+        ),
         _not_with(Condition("lora.dora", "is", True), _UNTRIED, "lora.dora: false"),
         _not_with(Condition("lora.dropout", "is above", 0), _UNTRIED, "lora.dropout: 0"),
         _not_with(

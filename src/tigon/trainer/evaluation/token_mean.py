@@ -54,7 +54,8 @@ class TokenMean:
         trainer, first = self.trainer, 0
         was_training = trainer.model.training
         trainer.model.eval()
-        trainer.objective.begin_evaluation()
+        if trainer.objective.labels_part is not None:
+            trainer.objective.labels_part.begin_evaluation()
         if trainer.added is not None:
             trainer.added.begin_evaluation(trainer.model)
         sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
@@ -74,7 +75,7 @@ class TokenMean:
         total, n_learned = trainer.accelerator.reduce(sums).tolist()
         metrics = {f"{prefix}_loss": total / n_learned}
         # With added modules the loss may be a weighted sum, and that of labels is not one of text.
-        if trainer.added is None and trainer.objective.outputs_loss is None:
+        if trainer.added is None and trainer.objective.labels_part is None:
             metrics |= {f"{prefix}_perplexity": value for value in perplexity(total / n_learned)}
         return metrics
 
@@ -130,13 +131,13 @@ class TokenMean:
         one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
         # Compute the loss without logits, which would take more memory than a training step.
         self._counted: list[Callable[[], None]] = []
-        if (outputs_loss := trainer.objective.outputs_loss) is not None:
+        if (part := trainer.objective.labels_part) is not None:
             labels = inputs.pop("labels")
             with torch.no_grad(), self._in_precision():
                 outputs = trainer.model(**inputs)
-                loss = outputs_loss(outputs, labels, num_items_in_batch=one)
+                loss = part.outputs_loss(outputs, labels, num_items_in_batch=one)
             own = labels if counts else torch.full_like(labels, IGNORE_INDEX)
-            self._counted.append(partial(trainer.objective.evaluated, outputs, own))
+            self._counted.append(partial(part.evaluated, outputs, own))
             return torch.stack([loss.double(), (labels != IGNORE_INDEX).sum().double()]) * counts
         with torch.no_grad(), without_logits(), self._in_precision():
             loss = trainer.model(**inputs, num_items_in_batch=one).loss

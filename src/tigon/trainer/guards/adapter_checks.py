@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BITSANDBYTES = "bitsandbytes"
-_KNOWN_METHODS = (BITSANDBYTES, "mxfp4", "fp8")
+FP8 = "fp8"
+_KNOWN_METHODS = (BITSANDBYTES, "mxfp4", FP8)
 """Values of `quant_method` in the config of a checkpoint that tigon trains."""
 
 
@@ -72,6 +73,16 @@ def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> 
             f"model.name: {name} stores its weights with {method}, over which tigon does not train; name the "
             "checkpoint in 16 bits, of which lora.quantize: true makes 4-bit weights"
         )
+    if method == FP8 and settings.lora.quantize:
+        raise RecipeError(
+            f"model.name: {name} stores its weights in FP8, and transformers does not quantise them once more; set "
+            "lora.quantize: false to train adapters over the same weights in 16 bits, or name the checkpoint in 16 bits"
+        )
+    if method == FP8 and settings.sharding.zero == 3:
+        raise RecipeError(
+            f"model.name: {name} stores its weights in FP8, and tigon has not tried to read them into the parts of "
+            "ZeRO-3; set sharding.fsdp: true instead of sharding.zero, or name the checkpoint in 16 bits"
+        )
     if method == BITSANDBYTES and stored.get("load_in_8bit") and settings.sharding.fsdp:
         raise RecipeError(
             f"model.name: {name} stores its weights in 8 bits, and FSDP2 divides no integers; set sharding.fsdp: "
@@ -82,6 +93,18 @@ def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> 
             f"model.name: {name} stores its weights with {method}, and integers get no gradient; set lora.rank: "
             f"{lora.DEFAULT_RANK}, or name the checkpoint in 16 bits"
         )
+
+
+def fp8_warning(name: str, config: PreTrainedConfig) -> tuple[str, ...]:
+    """A warning if a checkpoint stores its weights in FP8, because the run takes twice their bytes or more."""
+    from tigon.techniques.lora import mxfp4_experts  # loads transformers
+
+    if mxfp4_experts.stored_method(config) != FP8:
+        return ()
+    return (
+        f"model.name: {name} stores its weights in FP8; they are read in the dtype of a 16-bit checkpoint's, and the "
+        "plan counts them so",
+    )
 
 
 def check_fused_experts(built: PreTrainedModel, settings: Settings) -> None:

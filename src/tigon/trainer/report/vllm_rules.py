@@ -1,7 +1,8 @@
 """Whether vLLM can serve a folder of adapters, by the rules of its loader.
 
-tigon does not import vLLM. The rules were read in its sources: vllm/lora/peft_helper.py, lora_model.py (commit
-0306474), utils.py, model_manager.py (commit 01533aa), and config/lora.py of vLLM 0.27.1. Other releases were not read.
+tigon does not import vLLM, because vLLM 0.33 pins torch 2.14 and transformers before 5.21 with CUDA, so it is seldom
+installed where a model is trained. The rules were read in its sources: lora/peft_helper.py, lora_model.py, utils.py,
+model_manager.py and config/lora.py of vLLM 0.33.0. Other releases were not read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _PARTS = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_
 _UNREAD = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 """Ends of names that vLLM skips: copies of the base model's weights."""
 _SPECIAL = {"lm_head", "embed_tokens", "wte"}
+_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Initialisations that leave the base model's weights as they are."""
 _EXPERTS, _FIRST = ".experts", ".experts.base_layer"
 
 
@@ -90,8 +93,9 @@ def _of_config(config: dict[str, Any], rank: int) -> list[str]:
         refusals.append("it takes no trained biases (lora.bias)")
     if rank > MAX_RANKS[-1]:
         refusals.append(f"their rank is {rank}, and its highest is {MAX_RANKS[-1]}")
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        refusals.append("it reads one rank and one alpha for all modules")
+    init = config.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in _INITS:
+        refusals.append(f"init_lora_weights is {init}, which changed the base model's weights")
     return refusals
 
 
