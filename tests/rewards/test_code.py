@@ -25,6 +25,9 @@ REWARDS = {
     "asleep": ("import time\ntime.sleep(60)", 0),
     "much memory": (f"{RIGHT}held = bytearray(1 << 30)", 0),
     "a large file": (f"{RIGHT}open('f', 'wb').write(bytes(1 << 22))", 0),
+    "looks for the word in globals": (
+        "import os, sys\nheld = sys._getframe(1).f_globals\nos.write(held['answer'], held['given']['word'].encode())", 0
+    ),
     "no environment": (f"import os\nassert 'HOME' not in os.environ\n{RIGHT}", 1),
 }
 
@@ -60,3 +63,21 @@ def test_nothing_runs_unless_it_is_allowed(tmp_path) -> None:
     with pytest.raises(RecipeError, match=r"use the network; to allow it, set arguments: \{allow: true\}"):
         passes_tests([f"open({str(tmp_path / 'ran')!r}, 'w')"], [TESTS])
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("allow", ["false", "true", 1, None])
+def test_only_true_allows_it(allow) -> None:
+    with pytest.raises(RecipeError, match="to allow it"):
+        passes_tests([], [], allow=allow)
+
+
+@pytest.mark.parametrize("name", ["seconds", "memory_mib"])
+@pytest.mark.parametrize("limit", [0.5, 512.0, 0, -1, True, "5"])
+def test_limits_are_whole_numbers_of_at_least_one_even_without_completions(name, limit) -> None:
+    with pytest.raises(RecipeError, match=f"{name} is {limit!r}; it must be a whole number of at least 1"):
+        passes_tests([], [], allow=True, **{name: limit})
+
+
+def test_process_that_does_not_start_is_an_error_and_no_reward() -> None:
+    with pytest.raises(RecipeError, match=r"did not start: MemoryError; raise seconds \(5\) or memory_mib \(1\)"):
+        passes_tests([RIGHT], [TESTS], allow=True, memory_mib=1)
