@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import vision
 from torch import nn
 
 from tigon.errors import RecipeError
@@ -155,8 +157,19 @@ def test_the_head_stays_as_it_is_and_names_of_weights_too() -> None:
     assert len(rounded) == 14 and type(plain.lm_head) is nn.Linear and list(plain.state_dict()) == names
 
 
+@pytest.mark.parametrize("family", ["smolvlm", "llava"])
+def test_only_the_text_layers_of_a_vision_language_model_are_rounded(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    plain = AutoModelForImageTextToText.from_pretrained(getattr(vision, family)(tmp_path))
+    for whole in (plain, peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["q_proj"]))):
+        paths = list(linear_layers(whole))
+        n_layers = plain.config.text_config.num_hidden_layers
+        assert len(paths) == 7 * n_layers and not [path for path in paths if "vision" in path]
+
+
 def test_rows_that_no_group_divides_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"down_proj has 72 elements, and int4 needs a multiple of 32; set train.qat"):
+    with pytest.raises(RecipeError, match=r"down_proj has 72 elements, and int4 needs a multiple of 32 \(fp8 of 1\); set train"):
         qat.round_layers(model(width=72), FORMATS["int4"])
 
 

@@ -119,6 +119,7 @@ def test_two_entries_of_one_name_are_refused() -> None:
         ({"function": "tigon.rewards:length", "arguments": {"most": 0}}, "ValueError: most is 0; it must be above 0"),
         ({"function": "tigon.rewards:length", "arguments": {"most": "x"}}, "TypeError"),
         ({"function": "tigon.rewards:answer_format", "arguments": {"pattern": "("}}, ".*missing \\), unterminated"),
+        ({"function": "tigon.rewards:exact_answer", "arguments": {"pattern": "("}}, ".*missing \\), unterminated"),
         ({"function": "tigon.rewards:passes_tests", "arguments": {"allow": False}}, "takes the column tests"),
     ],
 )

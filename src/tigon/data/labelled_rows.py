@@ -6,6 +6,7 @@ name or a number.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def label_names(documents: Iterable[Document], known: Sequence[str]) -> tuple[st
     if len(found) < 2:
         only = next(iter(found), None)
         raise DataError(f"data.source: every row has the label {only!r}; classification needs two labels or more")
-    if all(label.lstrip("-").isdigit() for label in found):
+    if all(re.fullmatch(r"-?[0-9]+", label) for label in found):
         return tuple(sorted(found, key=int))
     return tuple(sorted(found))
 

@@ -29,8 +29,9 @@ def exact_answer(
             last number of the text if the row's answer is a number, otherwise the whole text.
         columns: The other columns, which are ignored.
     """
+    finds = None if pattern is None else re.compile(pattern)
     return [
-        float(_is_equal(_answer_in(text_of(completion), str(wanted), pattern), str(wanted)))
+        float(_is_equal(_answer_in(text_of(completion), str(wanted), finds), str(wanted)))
         for completion, wanted in zip(completions, answer, strict=True)
     ]
 
@@ -68,10 +69,10 @@ def length(
     return [min(1.0, max(0.0, 2.0 - len(ids) / most)) for ids in completion_ids]
 
 
-def _answer_in(text: str, wanted: str, pattern: str | None) -> str:
+def _answer_in(text: str, wanted: str, pattern: re.Pattern[str] | None) -> str:
     if pattern is None and _number(wanted) is None:
         return text
-    matches = list(re.finditer(pattern or _NUMBER, text))
+    matches = list((pattern or _NUMBER).finditer(text))
     if not matches:
         return ""
     last = matches[-1]

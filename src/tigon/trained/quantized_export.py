@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tigon._install import install_command
 from tigon.errors import OptionError, RecipeError
-from tigon.techniques.qat.formats import FORMATS, WeightFormat, group_of, has_experts, linear_layers, rounded_input
+from tigon.techniques.qat.formats import FORMATS, WeightFormat, linear_layers, rounded_input, rounded_layers
 from tigon.trained import readers
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_config_of
@@ -57,25 +57,16 @@ def check(trained: TrainedModel, name: str, *, verified: bool) -> None:
             f"--format {name} is read back with compressed-tensors, which is not installed here: "
             f"{install_command(EXTRA)}; or add --no-verify."
         )
-    config = load_config_of(trained)
     try:
-        model = models.without_data(config)
-    except RecipeError as error:
-        raise OptionError(f"--format {name}: {error}") from None
-    layers = linear_layers(model)
-    if has_experts(model) or not layers:
-        what = "experts, whose weights are no linear layers" if layers else "no linear layers in its decoder"
-        raise OptionError(f"--format {name}: {config.model_type} has {what}; leave --format out.")
-    try:
-        group_of(layers, FORMATS[name])
-    except ValueError as error:
-        raise OptionError(f"--format {name}: {error}; use --format fp8.") from None
+        rounded_layers(models.without_data(load_config_of(trained)), FORMATS[name])
+    except (RecipeError, ValueError) as error:
+        raise OptionError(f"--format {name}: {error}; leave --format out.") from None
 
 
 def round_weights(model: Any, name: str) -> Rounded:
     """Round the decoder's linear layers in place, and return the tensors that the files store for them."""
-    chosen, layers = FORMATS[name], linear_layers(model)
-    group = group_of(layers, chosen)
+    chosen = FORMATS[name]
+    layers, group = rounded_layers(model, chosen)
     state = dict(model.state_dict())
     for path, layer in layers.items():
         codes = chosen.codes(layer.weight.detach(), group)

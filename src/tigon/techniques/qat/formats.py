@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon._trunk import language_model
+from tigon.models.patch import unwrap
+
 # R rows, G groups of a row, E elements of a group.
 
 GROUPS = (128, 64, 32)
@@ -91,17 +94,30 @@ class WeightFormat:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Path -> the linear layers that are rounded: those of the decoder layers, so neither heads nor adapters."""
+    """Path -> the linear layers that are rounded: those of the text's decoder layers, so no tower, head or adapter."""
+    in_text = {
+        id(module) for path, module in language_model(unwrap(model)).named_modules() if _IN_LAYER.search(f".{path}")
+    }
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and _IN_LAYER.search(path) and ".lora_" not in path
+        if isinstance(module, nn.Linear) and id(module) in in_text and ".lora_" not in path
     }
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Whether a layer has experts, whose weights are parameters of three dimensions or many modules."""
-    return any(path.endswith(".experts") for path, _ in model.named_modules())
+def rounded_layers(model: nn.Module, chosen: WeightFormat) -> tuple[dict[str, nn.Linear], int | None]:
+    """The `linear_layers`, and the elements that share a scale.
+
+    Raises:
+        ValueError: The model has experts, no linear layers, or rows that the format does not divide. The message is
+            the end of a sentence.
+    """
+    layers, family = linear_layers(model), unwrap(model).config.model_type  # type: ignore[union-attr]
+    if not layers:
+        raise ValueError(f"{family} has no linear layers in its decoder")
+    if any(path.endswith(".experts") for path, _ in model.named_modules()):
+        raise ValueError(f"{family} has experts, whose weights are no linear layers")
+    return layers, group_of(layers, chosen)
 
 
 def group_of(layers: Mapping[str, nn.Linear], chosen: WeightFormat) -> int | None:
@@ -118,7 +134,7 @@ def group_of(layers: Mapping[str, nn.Linear], chosen: WeightFormat) -> int | Non
         return None
     least = chosen.groups[-1]
     name, width = next((name, width) for name, width in widths.items() if width % least)
-    raise ValueError(f"a row of {name} has {width} elements, and {chosen.name} needs a multiple of {least}")
+    raise ValueError(f"a row of {name} has {width} elements, and {chosen.name} needs a multiple of {least} (fp8 of 1)")
 
 
 def rounded_input(x: Tensor) -> Tensor:

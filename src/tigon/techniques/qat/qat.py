@@ -23,7 +23,7 @@ from tigon.errors import RecipeError
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.lora import DIFFERENCE_INITS, EXPERTS
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.qat.formats import FORMATS, WeightFormat, group_of, has_experts, linear_layers, rounded_input
+from tigon.techniques.qat.formats import FORMATS, WeightFormat, rounded_input, rounded_layers
 from tigon.techniques.technique import Declaration, RunInfo, Spans, Technique
 
 if TYPE_CHECKING:
@@ -116,14 +116,10 @@ def round_layers(model: nn.Module, chosen: WeightFormat) -> Callable[[], None]:
     Raises:
         RecipeError: The model has experts, no linear layers, or rows that the format does not divide.
     """
-    layers = linear_layers(model)
-    if not layers or has_experts(model):
-        has = "has experts, whose weights are no linear layers" if layers else "has no linear layers in its decoder"
-        raise RecipeError(f"{KEY} is {chosen.name}, but {type(model).__name__} {has}; set {KEY}: {NONE}")
     try:
-        group = group_of(layers, chosen)
+        layers, group = rounded_layers(model, chosen)
     except ValueError as error:
-        raise RecipeError(f"{KEY} is {chosen.name}, but {error}; set {KEY}: fp8 or {NONE}") from None
+        raise RecipeError(f"{KEY} is {chosen.name}, but {error}; set {KEY}: {NONE}") from None
     before: list[tuple[nn.Module, type[nn.Module]]] = [(module, type(module)) for module in layers.values()]
     for module in layers.values():
         module.__class__ = RoundedLinear
