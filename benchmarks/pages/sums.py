@@ -63,8 +63,13 @@ def _where(record: Mapping[str, Any]) -> str:
     environment = record["environment"]
     packages = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "transformers", "trl", "peft"))
     commit = f"commit {environment['tigon_commit'][:7]}, " if environment["tigon_commit"] else ""
-    note = f" {record['note']}" if "note" in record else ""
-    return f"*{environment['device']}: {packages}, {commit}{environment['date']}.{note}*"
+    changes = [
+        f"{run['objective']} has `{' '.join(f'--set {key}' for key in run['overrides'])}`."
+        for run in record["runs"]
+        if run["overrides"]
+    ]
+    notes = [*changes, *([record["note"]] if "note" in record else [])]
+    return " ".join([f"*{environment['device']}: {packages}, {commit}{environment['date']}.", *notes]) + "*"
 
 
 def measured() -> str:

@@ -31,7 +31,9 @@ def test_labels_that_are_numbers_are_ordered_by_size_and_names_by_alphabet():
     numbers = read(*({"text": "x", "label": n} for n in (10, 2, 0)))
     assert label_names(numbers, ()) == ("0", "2", "10")
     for odd in ("²", "--5", "٣"):  # names, though `isdigit` or `lstrip` take them for numbers
-        assert label_names(read({"text": "x", "label": odd}, {"text": "x", "label": "1"}), ()) == tuple(sorted((odd, "1")))
+        assert label_names(read({"text": "x", "label": odd}, {"text": "x", "label": "1"}), ()) == tuple(
+            sorted((odd, "1"))
+        )
     assert label_names(read({"text": "x", "label": "spam"}, {"text": "x", "label": "ham"}), ()) == ("ham", "spam")
 
 

@@ -231,6 +231,33 @@ def test_completions_of_the_whole_step_are_written_at_once():
     assert peaks[1] - peaks[0] >= 16 * cache > 0
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"precision": "bf16"}, None),
+        ({"precision": "amp-bf16"}, "because of autocast; train.precision: bf16 uses tigon's generator"),
+        ({"precision": "bf16", "zero": 1, "gpus": 2}, "because of DeepSpeed; sharding.zero: 0 uses tigon's generator"),
+    ],
+)
+def test_plan_says_why_transformers_writes_the_completions_and_counts_that(more, says):
+    shape = {"max_position_embeddings": 4096, "num_hidden_layers": 40}
+    more = {**more, "shape": shape, "seq": 2048, "batch": 8, "accumulate": 8, "lora_rank": 4, "checkpointing": "full"}
+    found = estimated("grpo", keys={"completion_length": 16}, **more)
+    assert [note for note in found.notes if note.startswith("Completions")] == (
+        [f"Completions: transformers' generate, {says}."] if says else []
+    )
+    by_transformers = estimated("grpo", keys={"completion_length": 16, "generator": "transformers"}, **more)
+    assert (found.phases["forward"] == by_transformers.phases["forward"]) == (says is not None)
+
+
+@pytest.mark.parametrize("key", ["sharding.zero", "sharding.fsdp", "lora.base_offload"])
+def test_plan_refuses_the_generator_with_what_the_run_refuses(key):
+    chosen = planned("grpo", generator="tigon")
+    (reason,) = chosen.refusals(Settings.of({"train.precision": "bf16", key: 1 if key == "sharding.zero" else True}))
+    assert "post_training.generator: tigon does not go with" in reason
+    assert not chosen.refusals(Settings.of({"train.precision": "bf16"}))
+
+
 def test_generator_holds_the_prompt_of_a_group_once():
     more = {"lora_rank": 4, "checkpointing": "full", "precision": "bf16", "seq": 2048, "batch": 8}
     shape = {"max_position_embeddings": 4096, "num_hidden_layers": 40}

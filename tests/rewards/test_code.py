@@ -26,7 +26,8 @@ REWARDS = {
     "much memory": (f"{RIGHT}held = bytearray(1 << 30)", 0),
     "a large file": (f"{RIGHT}open('f', 'wb').write(bytes(1 << 22))", 0),
     "looks for the word in globals": (
-        "import os, sys\nheld = sys._getframe(1).f_globals\nos.write(held['answer'], held['given']['word'].encode())", 0
+        "import os, sys\nheld = sys._getframe(1).f_globals\nos.write(held['answer'], held['given']['word'].encode())",
+        0,
     ),
     "no environment": (f"import os\nassert 'HOME' not in os.environ\n{RIGHT}", 1),
 }

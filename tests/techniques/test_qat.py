@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import vision
 from torch import nn
 
+import vision
 from tigon.errors import RecipeError
 from tigon.techniques import TECHNIQUES, matrix
 from tigon.techniques.keys.settings import Settings
@@ -169,7 +169,9 @@ def test_only_the_text_layers_of_a_vision_language_model_are_rounded(family: str
 
 
 def test_rows_that_no_group_divides_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"down_proj has 72 elements, and int4 needs a multiple of 32 \(fp8 of 1\); set train"):
+    with pytest.raises(
+        RecipeError, match=r"down_proj has 72 elements, and int4 needs a multiple of 32 \(fp8 of 1\); set train"
+    ):
         qat.round_layers(model(width=72), FORMATS["int4"])
 
 

@@ -345,7 +345,17 @@ REFUSED = {
     "generator with layers on the host": (
         "grpo",
         {"post_training": {**OWN["grpo"], "generator": "tigon"}, "lora": {"rank": 4, "base_offload": True}},
-        r"needs the frozen layers on the GPU",
+        r"tigon does not go with frozen layers in host memory; .*or lora\.base_offload: false",
+    ),
+    "generator with ZeRO": (
+        "grpo",
+        {"post_training": {**OWN["grpo"], "generator": "tigon"}, "sharding": {"zero": 1}},
+        r"tigon does not go with DeepSpeed; set generator: transformers, or sharding\.zero: 0",
+    ),
+    "generator with FSDP2": (
+        "grpo",
+        {"post_training": {**OWN["grpo"], "generator": "tigon"}, "sharding": {"fsdp": True}},
+        r"tigon does not go with FSDP2",
     ),
     "smoothing without effect": (
         "dpo", {"post_training": {"loss_type": "sigmoid", "label_smoothing": 0.1}}, r"label_smoothing has no effect",
@@ -400,6 +410,26 @@ def test_recipe_is_refused_with_one_line_and_nothing_is_written(case, recipe, ti
     outcome = tigon("train", recipe(**sections(objective, **more)))
     assert outcome.code == 2 and re.search(says, outcome.err), outcome.err
     assert len(outcome.err.strip().splitlines()) == 1 and not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("train.precision", "amp-bf16", "because of autocast; train.precision: bf16 uses tigon's generator"),
+        ("sharding.zero", 2, "because of DeepSpeed; sharding.zero: 0 uses tigon's generator"),
+        ("model.kernels", "none", "because of model.kernels; model.kernels: tigon uses tigon's generator"),
+    ],
+)
+def test_auto_says_why_a_gpu_does_not_use_the_generator(key, value, says):
+    from tigon.recipe.keys import Recipe
+    from tigon.trainer.post_training import trl_trainer
+
+    chosen = Recipe().having({"train.objective": "grpo", "train.precision": "bf16", key: value})
+    setup = SimpleNamespace(recipe=chosen, settings=chosen.settings())
+    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("cuda")))
+    assert trl_trainer._generator(trainer, setup) == f"completions  transformers' generate, {says}"
+    trainer.args.device = torch.device("cpu")
+    assert trl_trainer._generator(trainer, setup) == ""
 
 
 @pytest.mark.parametrize("objective", ["grpo", "distill"])

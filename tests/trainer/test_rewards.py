@@ -119,13 +119,18 @@ def test_two_entries_of_one_name_are_refused() -> None:
         ({"function": "tigon.rewards:length", "arguments": {"most": 0}}, "ValueError: most is 0; it must be above 0"),
         ({"function": "tigon.rewards:length", "arguments": {"most": "x"}}, "TypeError"),
         ({"function": "tigon.rewards:answer_format", "arguments": {"pattern": "("}}, ".*missing \\), unterminated"),
-        ({"function": "tigon.rewards:exact_answer", "arguments": {"pattern": "("}}, ".*missing \\), unterminated"),
         ({"function": "tigon.rewards:passes_tests", "arguments": {"allow": False}}, "takes the column tests"),
     ],
 )
 def test_functions_that_cannot_be_called_are_refused_before_the_run(entry, says) -> None:
     with pytest.raises(RecipeError, match=rf"post_training\.rewards: tigon\.rewards:\w+:? {says}"):
         load_rewards(entries_of([entry]), columns=("prompt", "thing"))
+
+
+def test_pattern_of_an_answer_is_compiled_before_the_run() -> None:
+    wrong = entries_of([{"function": "tigon.rewards:exact_answer", "arguments": {"pattern": "("}}])
+    with pytest.raises(RecipeError, match=r"exact_answer: .*missing \), unterminated"):
+        load_rewards(wrong, columns=("prompt", "answer"))
 
 
 def test_code_needs_leave_before_the_run() -> None:

@@ -24,6 +24,7 @@ from tigon.planner.engines.deepspeed_host_memory import pinned
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, check
+from tigon.planner.simulate.generation import reason_for_transformers
 from tigon.planner.simulate.ledger import COMPONENTS
 from tigon.planner.simulate.model_states import ModelWeights, model_weights
 from tigon.planner.simulate.playback import GraphMemory, in_graphs, offloaded
@@ -167,6 +168,8 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     for one in request.frozen():
         notes.append(f"The run holds a second, frozen model: {one.model}, {in_bytes(model_weights(one).weight_bytes)}.")
     notes += request.objective.notes()
+    if reason := reason_for_transformers(request):
+        notes.append(f"Completions: transformers' generate, {reason}.")
     if gpu.source.startswith(("data sheet", "rates of")):
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
     if settings.sharding.offload == "nvme":

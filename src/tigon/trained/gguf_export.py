@@ -14,7 +14,7 @@ from typing import Any
 from tigon.errors import OptionError, UsageError
 from tigon.trained import gguf_file, gguf_tokenizer, ollama, readers
 from tigon.trained.find import TrainedModel
-from tigon.trained.load import classifies, load_config_of, load_tokenizer_of
+from tigon.trained.load import load_config_of, load_tokenizer_of, writes_no_text
 from tigon.trained.verify import Verification
 
 CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"
@@ -52,7 +52,7 @@ def check(trained: TrainedModel, kind: str) -> None:
         OptionError: A package or a converter is missing, the converter does not know the type, or the adapters are
             those of a reward model or classifier.
     """
-    if classifies(trained):
+    if writes_no_text(trained):
         raise OptionError(
             f"--gguf {kind}: tigon writes no GGUF file of a reward model or classifier; leave --gguf out."
         )

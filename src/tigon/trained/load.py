@@ -22,7 +22,13 @@ from tigon.recipe.keys import ModelConfig
 from tigon.trained.find import TrainedModel
 from tigon.trained.part_folder import part_folder
 from tigon.trainer import model as models
-from tigon.trainer.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, attached, has_score, name_in_file
+from tigon.trainer.checkpoint.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    attached,
+    has_sequence_head,
+    name_in_file,
+)
 from tigon.trainer.checkpoint.checkpoint import no_pickles
 from tigon.trainer.checkpoint.distributed_checkpoint import whole_weights
 from tigon.trainer.guards.nan_guard import first_nonfinite
@@ -176,10 +182,10 @@ def _config(trained: TrainedModel) -> Any:
     return config if trained.adapter is None else beside_adapters(config, trained.adapter)
 
 
-def classifies(trained: TrainedModel) -> bool:
+def writes_no_text(trained: TrainedModel) -> bool:
     """Whether the model has labels or a score in place of the next token, so that it writes no text."""
     has_head = task_of(load_config_of(trained)) is not None
-    return has_head or (trained.adapter is not None and has_score(trained.adapter))
+    return has_head or (trained.adapter is not None and has_sequence_head(trained.adapter))
 
 
 def _named(trained: TrainedModel) -> ModelConfig:

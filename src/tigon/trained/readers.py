@@ -19,7 +19,7 @@ from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights
 from tigon.trained.part_folder import part_folder
 from tigon.trained.verify import Reader
-from tigon.trainer.checkpoint.adapter_files import has_score
+from tigon.trainer.checkpoint.adapter_files import has_sequence_head
 
 
 def of_transformers(model_class: Any, folder: Path) -> Reader:
@@ -61,7 +61,7 @@ def of_peft(trained: TrainedModel, folder: Path) -> Reader:
     import peft
 
     base = load_weights(trained)
-    if has_score(folder):
+    if has_sequence_head(folder):
         base = with_score(base)
     try:
         with quiet_peft():

@@ -299,6 +299,8 @@ def _train(
     from tigon.trainer.report.watchers import watch  # loads transformers
 
     trainer = _make_trainer(run, prepared, built, stop)
+    if isinstance(trainer.generator, str) and trainer.generator:
+        console.out(trainer.generator)
     started_s = time.perf_counter()
     with ExitStack() as stack:
         watchers = watch(run, prepared, trainer, console, stack)

@@ -197,15 +197,6 @@ def test_a_seed_repeats_the_completions() -> None:
     assert runs[0][1] != runs[0][4], "rows of one prompt draw different tokens"
 
 
-def test_new_tokens_are_handed_on_step_by_step() -> None:
-    heard: list[list[list[int]]] = []
-    written = generate(
-        model_of("qwen3"), [[5, 6, 7], [8]], Limits(new_tokens=6, ends=ENDS), GREEDY, on_tokens=heard.append
-    )
-    assert [[token for new in heard for token in new[row]] for row in range(2)] == written.tokens
-    assert len(heard) > 2
-
-
 def test_tiles_are_runs_of_one_group() -> None:
     assert tiles_of([0, 0, 0, 1, 2, 2], 2) == [(0, 2), (2, 1), (3, 1), (4, 2)]
 

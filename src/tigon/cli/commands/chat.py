@@ -38,7 +38,7 @@ def command(
         trained = dataclasses.replace(trained, heads=None)
     set_offline_mode([trained.weights, trained.tokenizer])
     quiet_loading()
-    if load.classifies(trained):
+    if load.writes_no_text(trained):
         raise UsageError(
             f"{name} gives labels or scores and writes no text; use transformers' pipeline('text-classification')"
         )

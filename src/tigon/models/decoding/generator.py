@@ -52,17 +52,12 @@ class Completions:
     """Of each token, at the sampling's temperature and before its filters."""
 
 
-OnTokens = Callable[[list[list[int]]], None]
-"""Called after each look with the new tokens of each prompt of the wave."""
-
-
 def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     limits: Limits,
     sampling: Sampling,
     *,
-    on_tokens: OnTokens | None = None,
     graphs: bool = True,
 ) -> Completions:
     """Write one completion of each prompt. Equal prompts are computed once.
@@ -72,13 +67,12 @@ def generate(
         prompts: The tokens of each prompt, at least one.
         limits: When a completion ends.
         sampling: How tokens are chosen. The same seed on the same device writes the same completions.
-        on_tokens: Called after every step with the new tokens, for one wave of prompts at a time.
         graphs: Whether decoding steps on a GPU run as CUDA graphs.
 
     Returns:
         The completions in the order of the prompts.
     """
-    writer = _Writer(unwrap(model), model, limits, sampling, on_tokens, graphs)
+    writer = _Writer(unwrap(model), model, limits, sampling, graphs)
     result = Completions(tokens=[[] for _ in prompts], logprobs=[[] for _ in prompts])
     with evaluating(model), torch.no_grad():
         for wave in waves_of(prompts):
@@ -118,7 +112,6 @@ class _Writer:
     called: Any
     limits: Limits
     sampling: Sampling
-    on_tokens: OnTokens | None
     graphs: bool
     generator: torch.Generator = field(init=False)
 
@@ -144,10 +137,9 @@ class _Writer:
         try:
             logits = self._read(pool, list(groups), [place for place, _ in ranges])
             self._take(logits[torch.tensor(group_of, device=self.device)], rows, written)
-            shown = self._show(written, [0] * len(wave))
             attend = partial(self._attend, most_prompt=max(map(len, groups)))
             with attention_replaced(self.model, attend, _no_mask):
-                self._decode(pool, rows, written, group_of, shown)
+                self._decode(pool, rows, written, group_of)
         finally:
             pool.free()
         for number, tokens, logprobs, count in zip(
@@ -185,7 +177,7 @@ class _Writer:
                 logits[number] = out.logits[row, read.index(ends[row])].clone()  # a view would keep them all
         return torch.stack([logits[number] for number in range(len(prompts))])
 
-    def _decode(self, pool: KVPool, rows: Rows, written: Written, groups: list[int], shown: list[int]) -> None:
+    def _decode(self, pool: KVPool, rows: Rows, written: Written, groups: list[int]) -> None:
         """Decode until every row has ended."""
         left = self.limits.new_tokens - 1
         run: Callable[[], None] | None = None
@@ -197,11 +189,10 @@ class _Writer:
                 rows, groups = rows.kept(goes_on), [groups[row] for row in goes_on.tolist()]
                 rows.set_tiles(groups, self._tile_rows())
                 run, left = self._runner(pool, rows, written, left)
-            steps = min(left, 1 if self.on_tokens else CHECK_STEPS)
+            steps = min(left, CHECK_STEPS)
             for _ in range(steps):
                 run()
             left -= steps
-            shown = self._show(written, shown)
 
     def _runner(self, pool: KVPool, rows: Rows, written: Written, left: int) -> tuple[Callable[[], None], int]:
         """A function that runs a step, and the steps left: a capture is preceded by one, which compiles the kernels."""
@@ -278,15 +269,6 @@ class _Writer:
             self._tile_rows(),
         )
         return out_ShE.to(query.dtype)[:, None], None
-
-    def _show(self, written: Written, shown: list[int]) -> list[int]:
-        """Hand the tokens after `shown` to the caller. Returns the tokens that it has now."""
-        if self.on_tokens is None:
-            return shown
-        counts = written.counts_N.tolist()
-        tokens = written.tokens_NL.tolist()
-        self.on_tokens([row[begin:end] for row, begin, end in zip(tokens, shown, counts, strict=True)])
-        return counts
 
 
 def _no_mask(*args: object, **options: object) -> None:

@@ -50,7 +50,7 @@ class PlannedPostTraining(PlannedObjective):
         return (nullcontext(),)
 
     def refusals(self, settings: Settings) -> tuple[str, ...]:
-        return tuple(rules.refusals(self.objective, settings))
+        return tuple(rules.refusals(self.recipe_keys(), settings))
 
     def recipe_keys(self) -> Mapping[str, Any]:
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in self.keys}

@@ -123,10 +123,44 @@ _PLANNED_RULES = (
 )
 
 
-def refusals(objective: str, settings: Settings) -> Iterator[str]:
-    """The reasons why a run with these settings cannot be trained, or not planned, one sentence each."""
-    recipe = Recipe.around(settings, {"train.objective": objective})
-    return (rule.reason for rule in (*_SETTINGS_RULES, *_PLANNED_RULES) if rule.breaks(recipe))
+_WITHOUT_GENERATOR = (
+    (Condition("sharding.zero", "is at least", 1), "DeepSpeed", "sharding.zero: 0"),
+    (Condition("sharding.fsdp", "is", True), "FSDP2", "sharding.fsdp: false"),
+    (Condition("lora.base_offload", "is", True), "frozen layers in host memory", "lora.base_offload: false"),
+)
+"""What tigon's generator does not go with: a condition, its name, and what to set instead."""
+_WITHOUT_AUTO = (
+    (Condition("train.precision", "starts with", "amp"), "autocast", "train.precision: bf16"),  # no GPU has run it
+    (Condition("model.kernels", "is not", "tigon"), "model.kernels", "model.kernels: tigon"),
+)
+"""With what `auto` leaves the completions to transformers too."""
+
+
+def generator_obstacle(settings: Settings, chosen: str) -> tuple[str, str] | None:
+    """Why tigon's generator does not write the completions, and what to set so that it does; None if nothing speaks
+    against it. chosen: `post_training.generator`, `auto` or `tigon`.
+    """
+    rows = (*_WITHOUT_GENERATOR, *(_WITHOUT_AUTO if chosen == "auto" else ()))
+    return next(((name, instead) for condition, name, instead in rows if condition.holds(settings)), None)
+
+
+_GENERATOR_RULES = tuple(
+    Rule(
+        (Condition("post_training.generator", "is", "tigon"), condition),
+        f"post_training.generator: tigon does not go with {name}; set generator: transformers, or {instead}",
+    )
+    for condition, name, instead in _WITHOUT_GENERATOR
+)
+
+
+def refusals(keys: Mapping[str, Any], settings: Settings) -> Iterator[str]:
+    """The reasons why a run with these settings cannot be trained, or not planned, one sentence each.
+
+    keys: The recipe keys of the objective.
+    """
+    recipe = Recipe.around(settings, keys)
+    rules = (*_SETTINGS_RULES, *_GENERATOR_RULES, *_PLANNED_RULES)
+    return (rule.reason for rule in rules if rule.breaks(recipe))
 
 
 def generation_of(recipe: Recipe) -> Mapping[str, Any]:
@@ -171,16 +205,7 @@ _GENERATION_RULES = (
         "post_training.generator: tigon knows only top_p, top_k and min_p of post_training.generation; set generator: "
         "transformers, or leave the other options out",
     ),
-    Rule(
-        lambda r: r.post_training.generator == "tigon" and r.sharding.divides_weights,
-        "post_training.generator: tigon needs whole weights in each process; set generator: transformers, or "
-        "sharding.fsdp: false and sharding.zero at most 2",
-    ),
-    Rule(
-        lambda r: r.post_training.generator == "tigon" and r.lora.base_offload,
-        "post_training.generator: tigon needs the frozen layers on the GPU; set generator: transformers, or "
-        "lora.base_offload: false",
-    ),
+    *_GENERATOR_RULES,
 )
 KEY_RULES = (
     *_misplaced(),

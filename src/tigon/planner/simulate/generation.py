@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tigon.models.decoding.rows import DECODED_KINDS, MOST_ROWS
 from tigon.models.kv_cache import kv_widths, queries_per_key
-from tigon.objectives.base import Generation
+from tigon.objectives.post_training.rules import generator_obstacle
 from tigon.planner.request import Request
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights
@@ -26,7 +26,7 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
     if generation is None:
         return
     samples = request.batch * request.settings.train.gradient_accumulation
-    uses_generator = _uses_generator(request, generation)
+    uses_generator = generation.generator != "transformers" and reason_for_transformers(request) is None
     samples = min(samples, MOST_ROWS) if uses_generator else samples
     prompts = -(-samples // generation.per_prompt) if uses_generator else samples
     itemsize = format_of(request.settings).products.itemsize
@@ -56,11 +56,12 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
     ledger.free_all(held)
 
 
-def _uses_generator(request: Request, generation: Generation) -> bool:
-    """Whether tigon's generator writes the completions on a GPU."""
-    if generation.generator != "auto":
-        return generation.generator == "tigon"
-    kinds = getattr(request.config.get_text_config(), "layer_types", None) or ()
-    settings = request.settings
-    usable = settings.model.kernels == "tigon" and not settings.lora.base_offload
-    return usable and format_of(settings).autocast is None and set(kinds) <= DECODED_KINDS
+def reason_for_transformers(request: Request) -> str | None:
+    """Why `auto` leaves the completions to transformers on a GPU; None without `auto`, and if it does not."""
+    generation = request.objective.generation(request.seq)
+    if generation is None or generation.generator != "auto":
+        return None
+    if obstacle := generator_obstacle(request.settings, "auto"):
+        return "because of {}; {} uses tigon's generator".format(*obstacle)
+    kinds = set(getattr(request.config.get_text_config(), "layer_types", None) or ())
+    return None if kinds <= DECODED_KINDS else f"because of layers of {', '.join(sorted(kinds - DECODED_KINDS))}"

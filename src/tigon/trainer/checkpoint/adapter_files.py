@@ -157,7 +157,7 @@ def attached(plain: PreTrainedModel, adapters: Path) -> Any:
     headers = check_files(adapters)
     if getattr(plain, "is_loaded_in_4bit", False) or getattr(plain, "is_loaded_in_8bit", False):
         plain = plain.dequantize()  # a sum rounded to 4 bits would be another one, and cannot be saved
-    if has_score(adapters):
+    if has_sequence_head(adapters):
         plain = with_score(plain)
     with quiet_peft():
         warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -174,8 +174,8 @@ def attached(plain: PreTrainedModel, adapters: Path) -> Any:
     return adapted
 
 
-def has_score(adapters: Path) -> bool:
-    """Whether the adapters are those of a reward model."""
+def has_sequence_head(adapters: Path) -> bool:
+    """Whether the adapters are those of a reward model, or of a classifier of texts."""
     return read_json(adapters / ADAPTER_CONFIG).get("task_type") == PEFT_TASKS[SEQUENCE]
 
 

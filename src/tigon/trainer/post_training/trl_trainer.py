@@ -19,8 +19,7 @@ from tigon.errors import RecipeError, UsageError
 from tigon.integrations.trl import GraphGeneration, UnfusedWarning, decode_in_graphs, fuse
 from tigon.integrations.trl.layers import SameLayers
 from tigon.objectives.base import TrlTraining
-from tigon.objectives.post_training.rules import writes_by_generate
-from tigon.techniques.precision import format_of
+from tigon.objectives.post_training.rules import generator_obstacle, writes_by_generate
 from tigon.trainer import engine
 from tigon.trainer.arguments import arguments, learning_rates, make_optimizer, without_data_parallel
 from tigon.trainer.guarded import GuardedTrainer, Safeguards
@@ -120,21 +119,20 @@ def _scorers(spec: TrlTraining, completions: CompletionLog) -> dict[str, Any]:
 
 
 def _generator(trainer: GuardedTrainer, setup: Setup) -> GraphGeneration | str:
-    """tigon's generator in place of `generate`, or a line for the report on why TRL calls that of transformers."""
-    recipe = setup.recipe
-    chosen = recipe.post_training.generator
-    fits = writes_by_generate(recipe) and not recipe.lora.base_offload
-    fits = fits and format_of(setup.settings).autocast is None  # no GPU has run graphs under autocast yet
-    if chosen == "auto" and not (fits and trainer.args.device.type == "cuda" and recipe.model.kernels == "tigon"):
+    """tigon's generator in place of `generate`, or a line for the user on why TRL calls that of transformers."""
+    chosen = setup.recipe.post_training.generator
+    if chosen == "transformers" or not writes_by_generate(setup.recipe):
         return ""
-    if chosen == "transformers":
+    if chosen == "auto" and trainer.args.device.type != "cuda":
         return ""
+    if obstacle := generator_obstacle(setup.settings, chosen):
+        return "completions  transformers' generate, because of {}; {} uses tigon's generator".format(*obstacle)
     try:
         return decode_in_graphs(trainer)
     except UsageError as error:
         if chosen == "tigon":
             raise RecipeError(f"post_training.generator: {error} Set generator: transformers.") from None
-        return f"TRL's generate: transformers', because {error}"
+        return f"completions  transformers' generate, because {error}"
 
 
 def _other_models(spec: TrlTraining, setup: Setup, run: Path) -> dict[str, Any]:
