@@ -22,11 +22,9 @@ PEFT_TASKS = {SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS"}
 """Task -> PEFT's name of it, which the file of a model's adapters holds."""
 
 
-def task_of(config: PreTrainedConfig | str) -> str | None:
-    """`sequence` or `token` if a config, or the name of a class, is that of a model with a classification head."""
-    declared = config
-    if not isinstance(config, str):
-        declared = next(iter(getattr(config, "architectures", None) or ()), "")
+def task_of(config: PreTrainedConfig) -> str | None:
+    """`sequence` or `token` if the config declares a model with a classification head; None for any other model."""
+    declared = next(iter(getattr(config, "architectures", None) or ()), "")
     return next((task for ending, task in _ENDINGS.items() if declared.endswith(ending)), None)
 
 

@@ -11,7 +11,6 @@ import torch
 
 from tigon._quiet import quiet_peft
 from tigon.errors import RecipeError
-from tigon.models.loading.classifier import PEFT_TASKS, task_of
 from tigon.techniques import model_kernels
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.lora import DIFFERENCE_INITS, EXPERTS, LOFTQ, SUBSPACE_INITS
@@ -179,7 +178,8 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
 
 def _task(model: PreTrainedModel) -> str:
     """PEFT's name of the model's task. For a classification it trains the head whole, beside the adapters."""
-    return PEFT_TASKS.get(task_of(type(model).__name__) or "", LANGUAGE)
+    tasks = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    return next((task for ending, task in tasks.items() if type(model).__name__.endswith(ending)), LANGUAGE)
 
 
 def _peft_init(settings: Settings) -> bool | str:
