@@ -142,6 +142,7 @@ def test_every_technique_is_measured_in_the_study():
         "adamw",  # in mixed precision it is amp-bf16's recipe
         "cuda-graphs",  # docs/training-benchmarks.md
         "base-offload",  # needs adapters; docs/techniques/lora.md
+        "qat",  # on a CPU: docs/techniques/precision.md
         "muon",  # its rows have not been measured
         *("sequence-parallel", "ring-attention"),  # a plan of one node refuses shared rows
         *("fsdp2-hybrid", "tensor-parallel", "zero-3-hpz"),  # need four GPUs
