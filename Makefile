@@ -88,6 +88,7 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.front_page
 	$(BIN)/python -m benchmarks.pages.small_data
 	$(BIN)/python -m benchmarks.pages.sums
+	$(BIN)/python -m benchmarks.pages.post_training_recipes
 	$(BIN)/python -m benchmarks.pages.head_accuracy
 	$(BIN)/python -m benchmarks.pages.base_offload
 	$(BIN)/python -m benchmarks.pages.support
