@@ -189,10 +189,10 @@ def test_quantised_checkpoint_is_noted(tmp_path: Path) -> None:
 
 def test_layers_that_pytorch_runs_slowly_are_noted_with_the_command_that_mends_it(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 2}))
+    file.write_text(json.dumps({"model_type": "mamba2", "num_hidden_layers": 2}))
     (finding,) = diagnosis.check_model(str(file)).findings
     assert (finding.id, finding.level) == ("slow-layers", "warning" if torch.cuda.is_available() else "note")
-    assert finding.what == "Mamba scan (2 layers) run in PyTorch, which is slow"
+    assert finding.what == "Mamba 2 scan (2 layers) run in PyTorch, which is slow"
     assert finding.fix == "pip install mamba-ssm --no-build-isolation"
 
 
