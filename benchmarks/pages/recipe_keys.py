@@ -18,7 +18,7 @@ from benchmarks.pages import regions
 from tigon.recipe.aliases import ALIASES, SHARED
 from tigon.recipe.keys import SECTIONS, fields_of
 from tigon.report.table import markdown_table
-from tigon.techniques.keys.section import Section, hints, limits_text, type_name
+from tigon.techniques.keys.section import MAX_COUNT, Section, hints, limits_text, type_name
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipe.md"
 
@@ -43,7 +43,7 @@ def reference_table() -> str:
         parts.append(f"### `{section}`\n\n{cls.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|")
         meaning = meanings(cls)
         for f in fields_of(cls):
-            limits = limits_text(f.metadata)
+            limits = limits_text(f.metadata).replace(f" and at most {MAX_COUNT:,}", "")  # said once, above the tables
             words = meaning[f.name] + (f" {limits[0].upper()}{limits[1:]}." if limits else "")
             kind = type_name(hints(cls)[f.name])
             parts.append(f"| `{section}.{f.name}` | {kind} | `{_yaml_scalar(f.default)}` | {words} |")
