@@ -199,6 +199,7 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
     if recipe.train.optimizer == "muon":
         muon.check_model(built)
     del built
+    preflight.check_backward(recipe.model.name, layer_paths, device)
     settings = preflight.check_techniques(recipe, device)
     model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(settings))
     adapter_checks.check_quantized(recipe.model.name, config, settings)
