@@ -121,7 +121,7 @@ def measure(bench: Bench) -> None:
         assert layout is not None, "the completions of a prompt share it"
         forward.shared = None
         padded = measured(bench, row, model, batch)
-        forward.share_prefix(sharing)
+        forward.shared = sharing
         shared = measured(bench, row, model, batch)
         sizes = {"prompts": row.prompts, "completions": row.completions, "prompt_tokens": row.prompt}
         answers = {"completion_tokens": [row.shortest, row.longest], "tokens": [layout.row.given, layout.tokens]}

@@ -67,7 +67,7 @@ def where(record: Mapping[str, Any]) -> str:
     commit = f"commit {environment['tigon_commit'][:7]}, " if environment["tigon_commit"] else ""
     changes = [
         f"{run['objective']} has `{' '.join(f'--set {key}' for key in run['overrides'])}`."
-        for run in record["runs"]
+        for run in record.get("runs", ())
         if run["overrides"]
     ]
     notes = [*changes, *([record["note"]] if "note" in record else [])]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from tigon._trunk import language_model
-from tigon.models.patch import unwrap
 
 # R rows, G groups of a row, E elements of a group.
 
@@ -95,14 +94,18 @@ class WeightFormat:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Path -> the linear layers that are rounded: those of the text's decoder layers, so no tower, head or adapter."""
-    in_text = {
-        id(module) for path, module in language_model(unwrap(model)).named_modules() if _IN_LAYER.search(f".{path}")
-    }
+    trunk = language_model(_without_adapters(model))
+    in_text = {id(module) for path, module in trunk.named_modules() if _IN_LAYER.search(f".{path}")}
     return {
         path: module
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and id(module) in in_text and ".lora_" not in path
     }
+
+
+def _without_adapters(model: Any) -> Any:
+    """The model inside PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def rounded_layers(model: nn.Module, chosen: WeightFormat) -> tuple[dict[str, nn.Linear], int | None]:
@@ -112,7 +115,7 @@ def rounded_layers(model: nn.Module, chosen: WeightFormat) -> tuple[dict[str, nn
         ValueError: The model has experts, no linear layers, or rows that the format does not divide. The message is
             the end of a sentence.
     """
-    layers, family = linear_layers(model), unwrap(model).config.model_type  # type: ignore[union-attr]
+    layers, family = linear_layers(model), _without_adapters(model).config.model_type
     if not layers:
         raise ValueError(f"{family} has no linear layers in its decoder")
     if any(path.endswith(".experts") for path, _ in model.named_modules()):
