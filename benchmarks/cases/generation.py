@@ -36,18 +36,22 @@ TINY_SIZES = (2, 2, 12, 8)
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
-def adapted(bench: Bench) -> Any:
-    """The model with adapters that change it."""
-    peft = importlib.import_module("peft")
+def qwen3_4b(bench: Bench) -> Any:
+    """The model in bf16, without adapters."""
     shape = {**PRESETS["qwen3-8b"], **QWEN3_4B, "tie_word_embeddings": True}
     if bench.tiny:
         shape |= {**SMALL, "num_key_value_heads": 2, "vocab_size": 128}
     config = transformers.CONFIG_MAPPING[shape.pop("model_type", "qwen3")](**shape)
     torch.manual_seed(0)
     with bench.device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def adapted(bench: Bench) -> Any:
+    """The model with adapters that change it."""
+    peft = importlib.import_module("peft")
     lora = peft.LoraConfig(r=16, target_modules="all-linear")
-    model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False).to(bench.device, torch.bfloat16)
+    model = peft.get_peft_model(qwen3_4b(bench), lora, autocast_adapter_dtype=False).to(bench.device, torch.bfloat16)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.02)

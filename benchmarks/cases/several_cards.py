@@ -104,7 +104,7 @@ class _Run:
         if one.get("losses") and other.get("losses"):
             one["difference"] = table.worst_difference(one["losses"][:1], other["losses"])
             one["difference_of_all"] = table.worst_difference(one["losses"], other["losses"])
-            one["equal"] = one["difference"] <= row.limit
+            one["equal"] = one["difference"] <= row.limit and one["difference_of_all"] <= max(row.limit, table.LATER)
 
     def finish(self, logs: Path) -> None:
         """Say what did not run, and write the last lines of the logs of what failed beside the record."""

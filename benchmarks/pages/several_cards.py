@@ -19,6 +19,9 @@ DOCUMENT = ROOT / "docs" / "several-gpus.md"
 RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "several-gpus" / "several-cards.json"
 PLANS = ROOT / "benchmarks" / "results" / "planned" / "several-cards.json"
 
+SCALED = "8B, 16 layers"
+"""The rows that ran on one, two and four GPUs."""
+
 
 def _rows() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
@@ -58,6 +61,18 @@ def times() -> str:
     return markdown_table(("", "GPUs", "ms per step", "predicted", "GiB per GPU", "predicted"), lines)
 
 
+def scaling() -> str:
+    """The speed of one engine on one, two and four GPUs, of the same work per GPU."""
+    speeds = {row["name"]: row["tokens_per_s"] for row in _rows() if "tokens_per_s" in row}
+    alone = speeds[f"{SCALED}, one card"]
+    lines = []
+    for engine in ("DDP", "FSDP2"):
+        here = {2: speeds[f"{SCALED}, {engine}"], 4: speeds[f"{SCALED}, four, {engine}"]}
+        cells = (f"{speed:,.0f} ({speed / alone:.2f} x)" for speed in here.values())
+        lines.append((engine, f"{alone:,.0f}", *cells))
+    return markdown_table(("tokens/s", "1 GPU", "2 GPUs", "4 GPUs"), lines)
+
+
 def _beside(planned: float | None, measured: float, unit: float) -> str:
     if planned is None:
         return "-"
@@ -65,7 +80,7 @@ def _beside(planned: float | None, measured: float, unit: float) -> str:
     return f"{planned / unit:,.{digits}f} ({100 * (planned / measured - 1):+.1f} %)"
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"losses": losses, "times": times}
+PARTS: Mapping[str, Callable[[], str]] = {"losses": losses, "times": times, "scaling": scaling}
 
 
 def written(text: str) -> str:

@@ -59,9 +59,11 @@ def chart(record: Mapping[str, Any], name: str) -> str:
     return svg(figure, name)
 
 
-def _where(record: Mapping[str, Any]) -> str:
+def where(record: Mapping[str, Any]) -> str:
+    """The sentence that says where and with what the record was measured."""
     environment = record["environment"]
-    packages = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "transformers", "trl", "peft"))
+    versions = {name: environment["versions"].get(name) for name in ("torch", "transformers", "trl", "peft")}
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     commit = f"commit {environment['tigon_commit'][:7]}, " if environment["tigon_commit"] else ""
     note = f" {record['note']}" if "note" in record else ""
     return f"*{environment['device']}: {packages}, {commit}{environment['date']}.{note}*"
@@ -71,7 +73,7 @@ def measured() -> str:
     parts = []
     for device, record in found():
         parts += [f"![rewards and margins over steps](img/sums-{device}.svg)", table(record)]
-        parts.append(_where(record))
+        parts.append(where(record))
     return "\n\n".join(parts)
 
 

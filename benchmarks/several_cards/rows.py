@@ -17,6 +17,8 @@ Keys = Mapping[str, Any]
 N_SAMPLES = 48
 """Samples of every row of losses. Equal numbers have one order, whatever the number of processes."""
 LIMIT = 1e-5
+LATER = 5e-4
+"""The limit of the losses after the first. AdamW divides a gradient by its own size, which makes rounding large."""
 """The largest relative difference of a loss from that of one process."""
 
 
@@ -61,7 +63,6 @@ _LORA: Keys = {"lora.rank": 8}
 _QLORA: Keys = {"lora.rank": 8, "lora.quantize": True}
 _ON_EXPERTS: Keys = {"lora.rank": 8, "lora.targets": ["linear", "experts"]}
 _MOE: Keys = {"model.name": "qwen3-30b-a3b", "model.config": _EXPERTS}
-_INT4: Keys = {"sharding.zero_int4_gradients": True}
 _ZERO_2, _ZERO_3 = ({"sharding.zero": stage} for stage in (2, 3))
 
 
@@ -150,7 +151,6 @@ _FOUR_LOSSES = (
     _exact("four, Ulysses", 4, {**_FSDP, "sharding.sequence": 4}),
     _exact("four, ring", 4, {**_AMP, **_FSDP, **_RING, "sharding.sequence": 4}, like="amp-bf16, one", limit=2e-3),
     _exact("four, ZeRO++ with copies of two", 4, {**_ZERO_3, "sharding.zero_copy_ranks": 2}),
-    _exact("four, ZeRO++ with 4-bit gradients", 4, {**_ZERO_3, **_INT4}, limit=1e-2),
 )
 
 # --- times ------------------------------------------------------------------------------------------------------------
@@ -260,9 +260,6 @@ _FOUR_TIMES = (
     ),
     _timed("8B, four, FSDP2", 4, {**_8B, **_FSDP}, seconds=35),
     _timed("8B, 16 layers, four, ZeRO++, copies of two", 4, {**_HALF, **_ZERO_3, "sharding.zero_copy_ranks": 2}),
-    _timed(
-        "8B, 16 layers, four, ZeRO++, 4-bit gradients", 4, {**_HALF, **_ZERO_3, "sharding.zero_int4_gradients": True}
-    ),
     _timed(
         "70B, 8 layers, four, LoRA, FSDP2",
         4,

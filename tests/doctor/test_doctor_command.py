@@ -18,6 +18,7 @@ from tigon.cli import app
 from tigon.doctor import diagnose, diagnosis
 from tigon.doctor.self_test import CHECKS
 from tigon.errors import UsageError
+from tigon.models import hybrid_layers
 from tigon.ops.self_test import OpCheck
 
 SRC = Path(__file__).parents[2] / "src"
@@ -188,11 +189,24 @@ def test_quantised_checkpoint_is_noted(tmp_path: Path) -> None:
 
 def test_layers_that_pytorch_runs_slowly_are_noted_with_the_command_that_mends_it(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv"] * 2}))
+    file.write_text(json.dumps({"model_type": "mamba2", "num_hidden_layers": 2}))
     (finding,) = diagnosis.check_model(str(file)).findings
     assert (finding.id, finding.level) == ("slow-layers", "warning" if torch.cuda.is_available() else "note")
-    assert finding.what == "short convolution (2 layers) run in PyTorch, which is slow"
-    assert finding.fix == "pip install causal-conv1d --no-build-isolation"
+    assert finding.what == "Mamba 2 scan (2 layers) run in PyTorch, which is slow"
+    assert finding.fix == "pip install mamba-ssm --no-build-isolation"
+
+
+def test_layers_whose_backward_the_library_refuses_are_a_problem(tmp_path: Path, monkeypatch: Any) -> None:
+    rule = hybrid_layers.DELTA_RULE
+    monkeypatch.setattr(hybrid_layers, "_installed", lambda kind: kind.library)
+    monkeypatch.setattr(hybrid_layers, "arch_here", lambda: (9, 0))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen3_5_text", "num_hidden_layers": 2}))
+    (finding,) = diagnosis.check_model(str(file)).findings
+    assert (finding.id, finding.level) == ("refused-backward", "problem")
+    assert finding.what.startswith(f"{rule.name} (2 layers) cannot train") and "Triton 3.6.0" in finding.what
+    assert finding.fix.startswith("install Triton 3.7.1 or newer, or tilelang")
 
 
 def test_model_without_a_patched_module_is_a_problem(

@@ -24,6 +24,7 @@ from tigon.models.seams.mlp import GATED_OPS, GatedMlpSeam
 from tigon.models.seams.norm import LayerNormSeam, NormSeam
 from tigon.models.seams.rope import RopeSeam
 from tigon.models.verification.tiny import tiny_batch, tiny_model
+from tigon.models.verification.verify import FP32_BOUND, _rounding_noise
 
 CPU = torch.device("cpu")
 
@@ -95,6 +96,22 @@ def test_row_replaces_what_its_flags_claim_and_refuses_other_flags(name):
         with pytest.raises(PatchError, match=f"{flag}: "):
             patch(model, **{flag: True})
         assert not any(isinstance(m, PatchedModule) for m in model.modules())
+
+
+def test_rounding_of_a_model_that_casts_to_fp32_is_measured_in_fp64() -> None:
+    """Its router casts its input, and its own weights are in fp64 then."""
+
+    class Router(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.float()).softmax(-1, dtype=torch.float32).to(torch.float32)
+
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        return {"y": model(torch.ones(2, 3, dtype=model.weight.dtype)).detach()}
+
+    router = Router(3, 4)
+    router.set_experts_implementation = lambda _: None
+    (bound,) = _rounding_noise(run, router, run(router), ["y"]).values()
+    assert FP32_BOUND <= bound < 2 * FP32_BOUND
 
 
 # --- verify can fail --------------------------------------------------------------------------------------------------

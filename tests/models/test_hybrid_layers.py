@@ -23,6 +23,7 @@ from tigon.models.hybrid_layers import (
     install_command,
     paths_of,
     paths_of_counts,
+    refused_backward,
     slow_layers,
 )
 
@@ -119,3 +120,55 @@ def test_report_of_patch_names_the_layers_with_a_state_and_what_runs_them() -> N
         "kind": DELTA, "layers": 3, "runs": PYTORCH, "library": "flash-linear-attention",
     }  # fmt: skip
     assert "layers with a state" not in str(patch(model_of("llama")))
+
+
+@pytest.mark.parametrize(
+    ("triton", "arch", "tilelang", "refused"),
+    [
+        ("3.3.1", (9, 0), False, False),
+        ("3.4.0", (9, 0), False, True),
+        ("3.6.0", (9, 0), False, True),
+        ("3.6.0", (9, 0), True, False),
+        ("3.6.0", (8, 0), False, False),
+        ("3.6.0", (10, 0), False, False),
+        ("3.7.0", (9, 0), False, True),
+        ("3.7.1", (9, 0), False, False),
+    ],
+)
+def test_backward_that_the_library_refuses_on_hopper_is_said_beforehand(
+    triton: str, arch: tuple[int, int], tilelang: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, triton, arch, tilelang)
+    assert refused_backward(paths_of_counts({DELTA: 3}), arch) is None, "PyTorch runs it"
+    for kind in hybrid_layers.KINDS[:2]:
+        library(monkeypatch, kind)
+    assert refused_backward(paths_of_counts({KIMI: 3}), arch) is None
+    paths = paths_of_counts({DELTA: 3, KIMI: 1})
+    said = refused_backward(paths, arch)
+    assert said == refused_backward(paths), "of this process"
+    assert (said is not None) == refused
+    words = (f"Triton {triton}", "3 layers", "3.7.1", "tilelang", "uninstall")
+    assert said is None or all(word in said for word in words)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, triton: str, arch: tuple[int, int], tilelang: bool = False) -> None:
+    """Let this process see a GPU, a Triton, and tilelang or not."""
+    monkeypatch.setattr("importlib.metadata.version", {"triton": triton}.__getitem__)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "tilelang" and tilelang else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: arch)
+
+
+def test_report_of_patch_says_that_the_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, hybrid_layers.DELTA_RULE)
+    monkeypatch.setattr(hybrid_layers, "arch_here", lambda: (9, 0))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
+    text = str(patch(model_of("qwen3_5_text")))
+    assert text.count("note: gated delta rule (3 layers) cannot train: flash-linear-attention refuses") == 1
+
+
+def test_amd_gpu_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, "3.6.0", (9, 4))
+    assert hybrid_layers.arch_here() == (9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert hybrid_layers.arch_here() == (0, 0)

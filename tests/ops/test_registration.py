@@ -28,6 +28,7 @@ from helpers import (
 )
 from tests.ops.cases import cases_of
 from tigon.ops import OPS, Case, Op, gradient_sums
+from tigon.ops.decode_attention import decode_attention
 from tigon.ops.dispatch import Differentiable, Primitive
 
 # Operators of tigon by name.
@@ -88,6 +89,10 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         OPS["swiglu"].call(*OPS["rope"].call(q, k, table, table), find_amax=True).sum().backward()
     with _recorded(recorded):  # the gradient of an embedding, one of whose tokens occurs twice
         gradient_sums.add_rows_(torch.zeros(8, 4), torch.randn(3, 4), torch.tensor([1, 5, 1]), -1)
+    with _recorded(recorded):  # decoding, whose operator has no op of its own
+        bounds = torch.tensor([[0, 3, 3, 6, 0, 2], [0, 3, 6, 8, 0, 0]], dtype=torch.int32)
+        q, k, v = torch.randn(2, 4, 8), torch.randn(2, 12, 8), torch.randn(2, 12, 8)
+        decode_attention(q, k, v, bounds, None, 0.3, 0.0, 3, 3, 2)
     # With kernels, bf16 has separate operators: the product returns exponentials of the logits.
     op = OPS["linear_cross_entropy"]
     with _recorded(recorded), nullcontext() if HAS_GPU else kernels_on_the_cpu():

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from planner_helpers import request_of, small_gpu
+from planner_helpers import config_of, request_of, small_gpu
+from transformers import AutoConfig
 
 from tigon.errors import RecipeError, UsageError
 from tigon.objectives import recipe_checks
@@ -20,7 +21,7 @@ from tigon.planner.search.option import Option, estimate_option
 from tigon.techniques.checkpointing.layer_checkpointing import groups_of, written
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.train import STATES
-from tigon.trainer.guards import auto_checkpointing, prediction
+from tigon.trainer.guards import auto_checkpointing, prediction, preflight
 
 LAYERS = 3
 SHAPE = {"num_hidden_layers": LAYERS, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 256}
@@ -187,6 +188,25 @@ def test_layers_become_graphs_only_where_nothing_forbids_them() -> None:
     assert not graphs(replace(in_4_bits, settings=with_dora)), "DoRA was not tried"
     off = replace(request, settings=request.settings.having({"train.cuda_graphs": False}))
     assert not graphs(off)
+
+
+@pytest.mark.parametrize("packing", [True, None])
+def test_auto_of_a_packed_hybrid_model_chooses_what_keeps_its_documents_apart(packing: bool | None) -> None:
+    recipe = recipe_checks.of_assignments([]).having({"data.packing": packing, "data.sequence_length": 64})
+    settings = recipe.settings().having({"train.checkpointing": "none", "train.precision": "bf16"})
+    gpu = replace(small_gpu(4000), host_s=1e-4)
+
+    def graphs_of(config: Any) -> bool | None:
+        request = prediction.request_of(recipe, config, settings, evaluated=False)
+        chosen, _ = auto_checkpointing.chosen_for(recipe, request, gpu)
+        preflight.check_documents(chosen, config)
+        return chosen.train.cuda_graphs
+
+    hybrid = AutoConfig.for_model(
+        "lfm2", vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    assert not graphs_of(hybrid) and graphs_of(config_of("llama"))
 
 
 def test_auto_itself_has_no_estimate() -> None:

@@ -13,6 +13,7 @@ from tests.short_names import settings_of
 from tigon.errors import RecipeError, UsageError
 from tigon.medusa import HeadsSpec, Objective
 from tigon.models import MODELS
+from tigon.models.hybrid_layers import DELTA_RULE, LayerPath
 from tigon.models.loading.config import load_config
 from tigon.models.verification.tiny import tiny_config
 from tigon.objectives.base import PlannedObjective
@@ -562,13 +563,26 @@ def short_convolutions(transformers: Any, seq: int) -> Request:
 
 def test_plan_says_which_code_runs_layers_with_a_state_instead_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
-    request = short_convolutions(transformers, seq=16)
+    fused = short_convolutions(transformers, seq=16)
+    notes = estimate(fused, gpu=H200, evaluation=False).notes
+    assert "With what is installed here, short convolution (1 layer): tigon." in notes
+    request = dataclasses.replace(fused, settings=Settings.of({"train.precision": "fp32", "model.kernels": "none"}))
     (note,) = [note for note in estimate(request, gpu=H200, evaluation=False).notes if "convolution" in note]
     assert note.startswith("With what is installed here, short convolution (1 layer) run in PyTorch")
     assert "`pip install causal-conv1d --no-build-isolation`" in note
     monkeypatch.setattr("tigon.models.hybrid_layers._installed", lambda kind: kind.library)
     notes = estimate(request, gpu=H200, evaluation=False).notes
     assert "With what is installed here, short convolution (1 layer): causal-conv1d." in notes
+
+
+def test_plan_for_hopper_says_that_the_installed_kernels_refuse_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = short_convolutions(pytest.importorskip("transformers"), seq=16)
+    paths = (LayerPath(DELTA_RULE.name, 3, DELTA_RULE.library, DELTA_RULE.library),)
+    monkeypatch.setattr("tigon.planner.estimate.paths_of_counts", lambda counts, **_: paths)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
+    for gpu, refused in ((H200, 1), (dataclasses.replace(H200, arch=(8, 0)), 0)):
+        notes = estimate(request, gpu=gpu, evaluation=False).notes
+        assert sum("cannot train" in note and "Triton 3.6.0" in note for note in notes) == refused
 
 
 def test_plan_beside_a_library_that_cannot_be_traced_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

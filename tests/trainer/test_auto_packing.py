@@ -17,7 +17,7 @@ from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.objectives.base import Objective
 from tigon.objectives.recipe_checks import loads_saved
 from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
-from tigon.trainer.guards.auto_packing import LEAST_STEPS, chosen
+from tigon.trainer.guards.auto_packing import LEAST_STEPS, chosen, without_graphs
 
 
 def encoded(count: int, *, is_text: bool = False) -> list[Encoded]:
@@ -69,6 +69,17 @@ def test_other_runs_keep_what_they_ask_for_and_packing_otherwise(documents, trai
     assert packing is packs
     assert bool(lines) == (not packs and data.get("packing") is None)
     assert (n_samples < len(documents)) == (packs and data.get("sequence_length") != 8)
+
+
+@pytest.mark.parametrize(
+    ("packing", "packs", "stays"), [(None, False, False), (None, True, True), (False, False, True)]
+)
+def test_graphs_that_were_chosen_before_the_rows_were_read_go_with_packing(packing, packs, stays):
+    asked = Recipe(data=DataConfig(packing=packing), train=TrainConfig(steps=1, cuda_graphs=True))
+    decided = replace(asked, data=replace(asked.data, packing=packs))
+    recipe, settings, line = without_graphs(asked, decided, asked.settings())
+    assert recipe.train.cuda_graphs == settings.train.cuda_graphs == stays
+    assert bool(line) != stays and recipe.data.packing == packs
 
 
 def chats(here: Any, count: int) -> None:

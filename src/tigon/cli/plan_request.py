@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tigon._quiet import quiet_packages
 from tigon.cli.short_forms import ACCUMULATE, BATCH, FLAG_OF, GPUS, IMAGE_SIZE, IMAGES, MEDUSA, OBJECTIVE, STAGE
 from tigon.errors import RecipeError, UsageError
+from tigon.models import packed_documents
 from tigon.models.loading import hub
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.loading.presets import carried
@@ -214,7 +215,7 @@ def _of_model(flags: Flags) -> SearchProblem:
         effective_batch=flags.effective_batch,
         auto=chooses,
         auto_divides="train.gradient_accumulation" in free and not post_training_rules.is_post_training(recipe),
-        one_shape=recipe_checks.has_one_shape(recipe),
+        one_shape=recipe_checks.has_one_shape(recipe) and not packed_documents.has_states(config),
     )
 
 

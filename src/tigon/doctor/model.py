@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tigon._install import install_command
-from tigon.doctor.finding import Finding
+from tigon.doctor.finding import Finding, Level
 from tigon.errors import PatchError, UsageError
 from tigon.models import MODELS, PatchReport, Verification, hybrid_layers, patch, verify
 from tigon.models.loading import weight_files
@@ -64,16 +65,7 @@ def check_model(name: str) -> ModelCheck:
             )
         )
     findings += _weights(name, config, type(model))
-    if slow := hybrid_layers.slow_layers(hybrid_layers.paths_of(model, fused=True)):
-        findings.append(
-            Finding(
-                level="warning" if torch.cuda.is_available() else "note",
-                id="slow-layers",
-                what=slow.partition(";")[0],
-                fix=hybrid_layers.install_command(hybrid_layers.paths_of(model, fused=True)),
-                source="tigon.models.hybrid_layers",
-            )
-        )
+    findings += _state_layers(hybrid_layers.paths_of(model, fused=True))
     report = None
     try:
         report = patch(model)
@@ -90,6 +82,20 @@ def check_model(name: str) -> ModelCheck:
     return ModelCheck(
         name=name, cls=type(model).__name__, model_type=config.model_type, report=report, findings=tuple(findings)
     )
+
+
+def _state_layers(paths: Sequence[hybrid_layers.LayerPath]) -> list[Finding]:
+    """What is wrong with the code that runs layers with a state instead of attention."""
+    source, here = "tigon.models.hybrid_layers", torch.cuda.is_available()
+    findings = []
+    if slow := hybrid_layers.slow_layers(paths):
+        what, fix = slow.partition(";")[0], hybrid_layers.install_command(paths)
+        level: Level = "warning" if here else "note"
+        findings.append(Finding(level=level, id="slow-layers", what=what, fix=fix, source=source))
+    if refused := hybrid_layers.refused_backward(paths):
+        what, _, fix = refused.partition("; ")
+        findings.append(Finding(level="problem", id="refused-backward", what=what, fix=fix, source=source))
+    return findings
 
 
 def _weights(name: str, config: PreTrainedConfig, cls: type[torch.nn.Module]) -> list[Finding]:

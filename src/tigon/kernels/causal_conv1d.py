@@ -24,6 +24,7 @@ from tigon.kernels._launch import cdiv, launch, next_power_of_2
 TAPS = 4
 CHUNKS = (32, 512)  # the fewest and the most tokens of a program
 PROGRAMS_PER_SM = 32
+CHANNELS_PER_THREAD = 4  # in bf16, 8 take 10 % more time in the backward and 19 % with dw (H100)
 
 
 @triton.jit
@@ -273,7 +274,7 @@ def causal_conv1d_bwd_kernel(
 def _tile(x):
     """(channels of a program, its tokens, the chunks of a row)"""
     B, T, D = x.shape
-    block = min(16 // x.element_size() * _launch.lanes(), max(next_power_of_2(D), 32))  # 16 bytes per thread
+    block = min(16 // x.element_size() * _launch.lanes(), max(next_power_of_2(D), 32))
     programs = PROGRAMS_PER_SM * _launch.multiprocessors(x.device.index)
     tokens = min(max(next_power_of_2(B * T * cdiv(D, block) // programs), CHUNKS[0]), CHUNKS[1])
     return block, tokens, cdiv(T, tokens)
@@ -292,7 +293,7 @@ def _launch_on(kernel, x, before, after, arguments, flags):
         kernel,
         (B * chunks * cdiv(D, block),),
         x,
-        num_warps=1,
+        num_warps=max(block // (CHANNELS_PER_THREAD * _launch.lanes()), 1),
         **before,
         W=weight.contiguous(),
         BIAS=None if bias is None else bias.contiguous(),

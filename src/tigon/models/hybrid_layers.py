@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 PYTORCH = "PyTorch"
@@ -84,9 +86,14 @@ KINDS = (
         "causal-conv1d",
     ),
 )
+DELTA_RULE = KINDS[0]
 CONVOLUTION = KINDS[-1]
 BUILT_BY_PIP = frozenset({"mamba-ssm", "causal-conv1d"})
 """Libraries that pip compiles with the CUDA compiler against the installed PyTorch."""
+WRONG_ON_HOPPER = ">=3.4,<3.7.1"
+"""Triton whose code for the backward of flash-linear-attention's gated delta rule is wrong on Hopper (its issue 640).
+
+flash-linear-attention 0.6 raises there, unless tilelang is installed."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,33 @@ def slow_layers(paths: Iterable[LayerPath]) -> str | None:
         return None
     names = " and ".join(path.described for path in slow)
     return f"{names} run in PyTorch, which is slow; `{install_command(slow)}` installs their kernels"
+
+
+def arch_here() -> tuple[int, int]:
+    """The compute capability of the NVIDIA GPU of this process, or (0, 0)."""
+    nvidia = torch.version.hip is None and torch.cuda.is_available()
+    return torch.cuda.get_device_capability() if nvidia else (0, 0)
+
+
+def refused_backward(paths: Iterable[LayerPath], arch: tuple[int, int] | None = None) -> str | None:
+    """One sentence if the first backward pass would raise on a GPU of this compute capability: why; what to do.
+
+    arch: None for the GPU of this process.
+    """
+    from packaging.specifiers import SpecifierSet  # loads packaging
+
+    library = DELTA_RULE.library
+    refused = [path for path in paths if path.kind == DELTA_RULE.name and path.runs == library]
+    if not refused or (arch or arch_here())[0] != 9 or importlib.util.find_spec("tilelang") is not None:
+        return None
+    triton = importlib.metadata.version("triton")
+    if not SpecifierSet(WRONG_ON_HOPPER).contains(triton, prereleases=True):
+        return None
+    return (
+        f"{refused[0].described} cannot train: {library} refuses its backward pass on Hopper with Triton {triton}, "
+        "whose compiled code is wrong there; install Triton 3.7.1 or newer, or tilelang, which needs nvcc, or "
+        f"uninstall {library}: PyTorch then runs the layers, slowly"
+    )
 
 
 def _layers(model: nn.Module) -> dict[LayerKind, list[type[nn.Module]]]:

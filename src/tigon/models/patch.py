@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from tigon.errors import OptionError, PatchError
-from tigon.models.hybrid_layers import paths_of
+from tigon.models.hybrid_layers import paths_of, refused_backward
 from tigon.models.report import LeftAlone, PatchReport, Replaced, SeamsByPath
 from tigon.models.seams.attention_sinks import CausalMaskSeam, SinksAttentionSeam
 from tigon.models.seams.base import (
@@ -430,6 +430,7 @@ def _report(model: nn.Module, spec: PatchSpec, decision: _Decision, flags: Flags
     title = f"{type(model).__name__} (model_type {spec.model_type})"
     report = PatchReport(title if spec.claims else f"{title}, matched by structure", _changes=decision.changes)
     report.layer_paths = paths_of(model)
+    report.notes += [said] if (said := refused_backward(report.layer_paths)) else []
     replaced: dict[tuple[str, str], list[str]] = {}
     for change in (change for change in decision.changes if change.seam.reported):
         replaced.setdefault((change.seam.op_for(change.module), type(change.module).__name__), []).append(change.path)

@@ -377,7 +377,8 @@ def _join(total: Attended, part: Attended) -> None:
     step = max(1, BLOCK_BYTES // max(1, 4 * h * E))
     for start in range(0, N, step):
         some = slice(start, start + step)
-        total.out[some] = torch.addcmul(total.out[some] * before[some], part.out[some], added[some])
+        # `out=` rounds in the same kernel; an assignment would write fp32 and read it again.
+        torch.addcmul(total.out[some] * before[some], part.out[some], added[some], out=total.out[some])
 
 
 def shared_prefix_attention(

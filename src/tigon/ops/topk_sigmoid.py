@@ -10,6 +10,7 @@ and the experts, and computes s again in the backward.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +178,8 @@ def topk_sigmoid(
     check_dtype(logits, bias)
     _check(logits, bias, top_k, groups, top_groups)
     scale, eps = float(check_number("scale", scale)), float(check_number("eps", eps))
+    if not math.isfinite(scale) or not 0 <= eps < math.inf:
+        raise OptionError(f"scale is {scale} and eps is {eps}; give finite numbers, and an eps of at least 0.")
     arguments = (logits, bias, int(top_k), int(groups), int(top_groups), bool(normalised), scale, eps)
     if torch.compiler.is_compiling():
         return _topk_sigmoid(*arguments)  # type: ignore[no-any-return]

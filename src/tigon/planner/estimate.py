@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tigon.models.hybrid_layers import PYTORCH, TIGON, paths_of_counts, slow_layers
+from tigon.models.hybrid_layers import PYTORCH, TIGON, paths_of_counts, refused_backward, slow_layers
 from tigon.planner.engines import model_parallel
 from tigon.planner.engines.base import Engine
 from tigon.planner.engines.choose import engine_of
@@ -159,6 +159,8 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
     if paths := paths_of_counts(model.hybrid_layers, fused=settings.model.kernels in model_kernels.OF_TIGON):
         notes.append(f"With what is installed here, {slow_layers(paths) or '; '.join(map(str, paths))}.")
+        if refused := refused_backward(paths, gpu.arch):
+            notes.append(f"With what is installed here, {refused}.")
         if libraries := sorted({path.runs for path in paths} - {PYTORCH, TIGON}):
             notes.append(
                 f"The plan counts the memory of {' and '.join(libraries)}; no GPU has measured their times here."

@@ -93,9 +93,9 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def has_experts(config: PreTrainedConfig) -> bool:
+def has_routed_experts(config: PreTrainedConfig) -> bool:
     """Whether layers of the model have routed experts, by the names that configs give their number."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any((getattr(text_config(config), name, 0) or 0) > 1 for name in names)
 
 

@@ -272,9 +272,6 @@ class HeadsConfig(Section):
     """Fraction of the steps over which `coefficient` rises."""
     learning_rate_multiplier: float = key(4.0, above=0)
     """In stage 2, the heads' learning rate divided by the model's."""
-    shared_prefix: bool = key(False)
-    """dpo, kto, orpo, grpo, reward: sequences of a micro-batch that begin alike go through the model with one copy of
-    the beginning, such as a group's or a pair's prompt."""
     base_steps: int = key(0, minimum=0, maximum=MAX_COUNT)
     """For a preset, whose weights are random: steps of ordinary training before the heads are added."""
 

@@ -246,6 +246,7 @@ DECLARATION = Declaration(
             model=_divide,
             fits=check,
             arguments=_arguments,
+            rough_time=True,
         ),
     ),
     exclusions=(

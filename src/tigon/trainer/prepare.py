@@ -199,6 +199,7 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
     if recipe.train.optimizer == "muon":
         muon.check_model(built)
     del built
+    preflight.check_backward(recipe.model.name, layer_paths, device)
     settings = preflight.check_techniques(recipe, device)
     model.check_stored_format(recipe.model.name, config, keeps_mxfp4=lora.keeps_mxfp4(settings))
     adapter_checks.check_quantized(recipe.model.name, config, settings)
@@ -248,7 +249,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     tokens = run_data.tokenise(recipe, config, objective, source)
     n_readers = resume_rules.readers(recipe, checked.settings.sharding.gpus)
     data = run_data.samples_of(recipe, config, objective, tokens, n_readers)
-    recipe = data.recipe  # `data.packing: auto` is decided
+    recipe, settings, graphs_line = auto_packing.without_graphs(recipe, data.recipe, checked.settings)
     tok, processor = tokens.tokenizer, tokens.processor
     prompt = sample_prompt(data, config)
     if objective.writes_text:
@@ -269,7 +270,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     return Prepared(
         recipe=recipe,
         device=device,
-        settings=checked.settings,
+        settings=settings,
         config=config,
         shapes=shapes,
         objective=objective,
@@ -293,6 +294,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         )
         + packing_line
         + data.packing_line
+        + graphs_line
         + tokens.cache_line(),
         unused_tensors=checked.unused_tensors,
         warnings=(

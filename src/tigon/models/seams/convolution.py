@@ -45,7 +45,7 @@ def convolution(
     **rest: Any,
 ) -> Tensor:
     """transformers' `causal_conv1d_fn`, which takes the channels before the tokens: a view of what the op takes."""
-    fits = activation in _ACTIVATIONS and weight.shape[1] <= MAX_TAPS and x_BDT.ndim == 3
+    fits = activation in _ACTIVATIONS and weight.shape[1] <= MAX_TAPS and x_BDT.ndim == 3 and not rest
     if not fits or is_dtensor(x_BDT) or is_dtensor(weight):
         more = {} if seq_idx is None else {"seq_idx": seq_idx}
         return original(x_BDT, weight, bias, activation, **more, **rest)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tigon.errors import OptionError
 from tigon.models.patch import apply_row
@@ -298,6 +299,16 @@ def _compare(name: str, run: Run, twins: _Twins) -> Check:
     return Check(name, passed=errors[worst] <= bounds[worst], error=errors[worst], bound=bounds[worst], worst=worst)
 
 
+class _Wide(TorchFunctionMode):
+    """Casts to fp32 are casts to fp64: a router that casts its input has weights in fp64 too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        wide = [torch.float64 if value is torch.float32 else value for value in args]
+        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*wide, **named)
+
+
 def _rounding_noise(run: Run, original: nn.Module, baseline: Tensors, tensors: list[str]) -> dict[str, float]:
     """Bounds for tensors that the unpatched fp32 model may not compute to `FP32_BOUND` either."""
     if not tensors:
@@ -305,7 +316,8 @@ def _rounding_noise(run: Run, original: nn.Module, baseline: Tensors, tensors: l
     try:
         exact: Any = copy.deepcopy(original).double()
         exact.set_experts_implementation("eager")  # the others lack fp64; without experts this does nothing
-        noise = _errors(baseline, _measure(run, exact))
+        with _Wide():
+            noise = _errors(baseline, _measure(run, exact))
     except Exception:  # some models do not run in fp64
         return {}
     return {tensor: max(FP32_BOUND, NOISE_FACTOR * noise[tensor]) for tensor in tensors if tensor in noise}

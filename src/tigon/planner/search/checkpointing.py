@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from tigon.errors import RecipeError
 from tigon.planner.gpus import Gpu
-from tigon.planner.request import Request, has_experts, refusals, text_config
+from tigon.planner.request import Request, has_routed_experts, refusals, text_config
 from tigon.planner.search.option import Option, estimate_option
 from tigon.techniques.accumulation import accumulation
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
@@ -204,7 +204,7 @@ class _Layers:
         request = option.request
         settings = request.settings.having({"train.cuda_graphs": True})
         one_shape = not request.objective.pads and request.objective.own_parameters is None
-        captured = one_shape and not has_experts(request.config)  # which read their loads on the host
+        captured = one_shape and not has_routed_experts(request.config)  # which read their loads on the host
         if request.settings.train.cuda_graphs is not None or not captured or refusals(request, settings):
             return option
         graphed = estimate_option(replace(request, settings=settings), self.gpu)

@@ -30,7 +30,6 @@ If a layer cannot be captured, all layers run without graphs, and a warning says
 
 from __future__ import annotations
 
-import collections
 import functools
 import sys
 import warnings
@@ -47,10 +46,6 @@ from tigon.ops.accumulation_fusion import GradientBuffers, gradients_into
 from tigon.techniques.checkpointing.recompute import recomputed, recomputed_in_a_graph
 
 KEY = "train.cuda_graphs"
-MOST_SHAPES = 4
-"""Batches with further shapes run without graphs, because each shape holds a set of gradients."""
-USES_BEFORE_CAPTURE = 2
-"""Batches of a further shape that run without graphs before it is captured. The last batch of an epoch comes once."""
 WARM_UPS = (False, False, True)
 """Passes before a capture, so that every kernel is compiled and every library has its handles: whether each adds to the
 gradients. The first one makes the gradients' buffers."""
@@ -401,8 +396,6 @@ class _GraphedLayer:
         self._layer = weakref.ref(layer)
         self._graphs = graphs
         self.passes: dict[Any, _Passes] = {}
-        self._uses: collections.Counter[Any] = collections.Counter()
-        """Batches of shapes without graphs."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs:
@@ -421,7 +414,7 @@ class _GraphedLayer:
             _check(layer, args, leaves)
             key = _key(form, tensors, constants)
             if key not in self.passes:
-                if not self._captures(key):
+                if self.passes:  # each shape would hold a set of gradients, and a plan counts one
                     return self._without_graphs(function, args, keywords)
                 self.passes[key] = self._recorded(key, function, leaves, form, layer)
         except _NotCaptured as error:
@@ -431,13 +424,6 @@ class _GraphedLayer:
         if not self._graphs.recomputes and not passes.is_free():
             return self._without_graphs(function, args, keywords)
         return _Replay.apply(passes, self._graphs, len(tensors), *tensors, *passes.parameters)
-
-    def _captures(self, key: Any) -> bool:
-        """Whether to capture a shape that has no graphs: the first at once, others when they come again."""
-        if not self.passes:
-            return True
-        self._uses[key] += 1
-        return len(self.passes) < MOST_SHAPES and self._uses[key] > USES_BEFORE_CAPTURE
 
     def _without_graphs(self, function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if self._graphs.recomputes:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from tigon.errors import TigonError
+from tigon.models import packed_documents
 from tigon.objectives.recipe_checks import auto_divides_batch, has_one_shape
 from tigon.planner.gpus import Gpu
 from tigon.planner.render.terminal import gib, seconds
@@ -64,9 +65,8 @@ def chosen_for(recipe: Recipe, request: Request, gpu: Gpu) -> tuple[Recipe, str]
         TigonError: The planner cannot trace the model.
     """
     gpu = space.with_headroom(gpu)
-    beside = Beside(
-        host=True, host_bytes=host_free_bytes(), fusion=auto_divides_batch(recipe), graphs=has_one_shape(recipe)
-    )
+    alike = has_one_shape(recipe) and not packed_documents.has_states(request.config)
+    beside = Beside(host=True, host_bytes=host_free_bytes(), fusion=auto_divides_batch(recipe), graphs=alike)
     option = choose(request, gpu, _splits(recipe, request), beside=beside).option
     settings, estimate = option.request.settings, option.estimate
     chosen = _with(recipe, settings.train.checkpointing, option.request.batch, settings.train.gradient_accumulation)

@@ -18,6 +18,7 @@ from tigon.models import packed_documents
 from tigon.models.hybrid_layers import LayerPath, takes_documents
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
+from tigon.techniques.keys.settings import Settings
 from tigon.trainer.guards import preflight
 from tigon.trainer.guards.recipe_warnings import RunSize, steps_of
 
@@ -81,3 +82,15 @@ def with_slow_layers(
         return replace(recipe, data=replace(recipe.data, packing=False)), (line,)
     line = f"packing  each document runs by itself through {names}, slowly if it is short (data.packing: false pads)"
     return recipe, (line,)
+
+
+def without_graphs(asked: Recipe, decided: Recipe, settings: Settings) -> tuple[Recipe, Settings, tuple[str, ...]]:
+    """The recipe with `data.packing` decided, its settings, and a line if its samples are too unlike for CUDA graphs.
+
+    `train.checkpointing: auto` chose the graphs before the rows were read.
+    """
+    if not decided.train.cuda_graphs or decided.data.packs or asked.data.packing is not None:
+        return decided, settings, ()
+    plain = replace(decided, train=replace(decided.train, cuda_graphs=False))
+    line = "graphs   off: without packing the samples differ in length (train.cuda_graphs)"
+    return plain, settings.having({"train.cuda_graphs": False}), (line,)

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import tigon
 from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
 from tigon.models import packed_documents
+from tigon.models.hybrid_layers import LayerPath, refused_backward
 from tigon.planner.search import space
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.profiler.recording.device_memory import total_bytes
@@ -176,6 +177,12 @@ def check_documents(recipe: Recipe, config: PreTrainedConfig) -> None:
             f"data.packing is true, but {recipe.model.name} mixes the documents of a sample: {reason}; set "
             "data.packing: false, or data.cross_document_attention: true to let it"
         )
+
+
+def check_backward(name: str, paths: Iterable[LayerPath], device: torch.device) -> None:
+    """Raise RecipeError if the installed kernels of layers with a state refuse their backward pass on this GPU."""
+    if device.type == "cuda" and (said := refused_backward(paths)):
+        raise RecipeError(f"model.name is {name}: {said}")
 
 
 def check_sample(recipe: Recipe, config: PreTrainedConfig, n_prompt: int) -> None:
