@@ -11,7 +11,7 @@
 # make pictures  draw terminals and take pictures of pages for docs/
 # make site   build the site of docs/ into build/site
 # make notebooks  run examples/notebooks and keep their outputs; make check-notebooks: run them with nbmake
-# make trl-versions  run the tests of TRL's trainers with the oldest TRL that tigon knows and the newest
+# make trl-versions  run the tests of TRL's trainers with the oldest TRL, 1.15 and the newest
 # make gpu    run the tests that need a GPU, with $(PYTHON); make sanitize: run kernels under NVIDIA's checkers
 
 PYTHON ?= python3
@@ -57,8 +57,8 @@ numeric: $(VENV)/.ready
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -k "not kernel" $(NUMERIC) || exit; \
 	done
 
-# The oldest TRL that `fuse` knows, and the newest.
-TRL_VERSIONS ?= 1.15.0 1.16.0
+# The oldest TRL that `fuse` knows; the first whose models have a forward with log-probabilities; the newest.
+TRL_VERSIONS ?= 1.8.0 1.15.0 1.16.0
 trl-versions: $(VENV)/.ready
 	sh tools/trl_versions.sh $(VENV) $(TRL_VERSIONS)
 

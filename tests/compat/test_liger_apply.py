@@ -228,11 +228,13 @@ def test_model_without_a_head_is_patched_in_parts(family: str) -> None:
     with pytest.warns(UserWarning, match="cross_entropy=True has no effect"):
         function(model=model, rope=False, **OFF | {"cross_entropy": True})
     assert not patched_ops(model)
+    # Liger has no flag for the layers with a state, so they are patched as tigon.patch does; their norm is a norm.
+    with_states = {"causal_conv1d", "gated_rms_norm"} if family == "qwen3_5" else set()
     function(model=model, rope=False, **OFF | {"rms_norm": True})
-    assert set(patched_ops(model)) == {"rms_norm"}
+    assert set(patched_ops(model)) == {"rms_norm"} | with_states
     function(model=model, rope=False, **OFF | {"swiglu": True})
     function(model=model, rope=False, **OFF)
-    assert set(patched_ops(model)) == {"rms_norm", "swiglu"}
+    assert set(patched_ops(model)) == {"rms_norm", "swiglu"} | with_states
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

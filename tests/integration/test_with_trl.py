@@ -1,7 +1,9 @@
 """TRL's SFTTrainer with a patched model: the same losses, gradient norms, entropies and token accuracies.
 
-TRL computes log-probabilities from `lm_head.weight` itself, in training and evaluation. tigon's ops run in the layers,
-and its fused loss is not called.
+TRL 1.8 and 1.16 compute log-probabilities from `lm_head.weight` themselves, in training and evaluation. tigon's ops run
+in the layers, and its fused loss is not called. In 1.0 SFTTrainer reads `outputs.logits` after every training step for
+these two metrics. They are right. They cost one more product with the head and the logits once, in the model's dtype
+and without a gradient.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def test_sft_trainer_still_refuses_an_adapter_on_the_head(tmp_path: Any) -> None
 
 
 def test_metrics_from_training_logits_allocate_the_logits_once() -> None:
-    """A trainer that lets the model compute the loss may read the logits for its metrics, without gradient."""
+    """What SFTTrainer did until its own head: entropy and accuracy without gradient, beside the loss."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class LargeTensors(TorchDispatchMode):

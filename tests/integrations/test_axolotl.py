@@ -6,7 +6,7 @@ test_axolotl_run.py runs it.
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import inspect
 from typing import Any
 
@@ -16,11 +16,8 @@ import torch
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
-from trl_runs import build, model  # noqa: E402
-
 from tigon.errors import UsageError  # noqa: E402
 from tigon.integrations import axolotl  # noqa: E402
-from tigon.integrations.trl.layers import layer_kinds  # noqa: E402
 
 HOOKS = {
     "register": ("cfg",), "get_input_args": (), "post_model_build": ("cfg", "model"),
@@ -100,25 +97,3 @@ def test_wrong_configuration_is_refused_by_name(plugin: Any, cfg: dict[str, Any]
 def test_trainer_that_is_not_of_trl_keeps_its_loss(plugin: Any) -> None:
     plugin.post_trainer_create({}, object())
     assert plugin.fused is None
-
-
-def test_trainer_of_an_old_trl_gets_layers_alone_and_a_warning(
-    plugin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Axolotl 0.19 pins TRL 1.9. The reference has to round like the policy, or DPO does not begin with ln 2."""
-    pytest.importorskip("trl")
-
-    def patched() -> Any:
-        made = model()
-        plugin.post_model_build({}, made)
-        return made
-
-    trainer = build("DPO", policy=patched)
-    forwards = [vars(part).get("forward") for part in (trainer.model, trainer.ref_model)]
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.9.0")
-    plugin.post_trainer_create({}, trainer)
-    assert "TRL 1.9.0 is installed" in caplog.text and "pip install 'trl>=1.15" in caplog.text
-    assert [vars(part).get("forward") for part in (trainer.model, trainer.ref_model)] == forwards
-    assert layer_kinds(trainer.ref_model) == layer_kinds(trainer.model) != set()
-    plugin.post_train({}, trainer.model)
-    assert not layer_kinds(trainer.ref_model) | layer_kinds(trainer.model)

@@ -23,10 +23,8 @@ pytest.importorskip("tokenizers")
 from axolotl.integrations.config import merge_input_args  # noqa: E402
 from axolotl.utils.dict import DictDefault  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from trl_runs import trl_version  # noqa: E402
 
 from tigon.integrations.axolotl import TigonPlugin  # noqa: E402
-from tigon.integrations.trl.fuse import OLDEST  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = "tigon.integrations.axolotl.TigonPlugin"
@@ -132,14 +130,14 @@ def test_axolotl_trains_with_the_same_losses_and_ends_unpatched(folder: Path) ->
     assert patched["modules"] == ["torch", "transformers"] and patched["fused"] == []
 
 
-def test_axolotl_trains_on_preferences_and_the_head_of_a_trl_that_tigon_knows_is_fused(folder: Path) -> None:
+def test_axolotl_trains_on_preferences_with_the_fused_head(folder: Path) -> None:
     pairs = {
         "path": str(folder / "pairs.jsonl"), "ds_type": "json", "split": "train", "type": "chat_template.default",
         "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected",
     }  # fmt: skip
     keys = {"rl": "dpo", "chat_template": "chatml", "datasets": [pairs]}
     plain, patched = train(folder, "plain-dpo", **keys), train(folder, "dpo", plugins=[PLUGIN], **keys)
-    assert plain["fused"] == [] and len(patched["fused"]) == int(trl_version() >= OLDEST)
+    assert plain["fused"] == [] and len(patched["fused"]) == 1
     assert patched["losses"] == pytest.approx(plain["losses"], abs=2e-3)
     assert patched["losses"][-1] < patched["losses"][0]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from trl_cases import FUSED, cases_of_this_trl, lora
-from trl_runs import build, examples, model, tokenizer, train
+from trl_runs import FUSED_FORWARD_SINCE, build, examples, model, tokenizer, train, trl_version
 
 import tigon
 import tigon.integrations.trl as integration
@@ -21,6 +21,9 @@ from tigon.models.patch import unwrap
 
 pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
 pytestmark = pytest.mark.filterwarnings("ignore")
+needs_fused_forward = pytest.mark.skipif(
+    trl_version() < FUSED_FORWARD_SINCE, reason="before TRL 1.15 trainers do not give the model a fused forward"
+)
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
@@ -82,6 +85,7 @@ def test_training_after_restore_is_trls() -> None:
     assert got.logs == want.logs
 
 
+@needs_fused_forward
 def test_a_forward_that_was_wrapped_since_runs_trls_code_after_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate wraps `model.forward` for mixed precision when training starts."""
     trainer = build("SFT")
@@ -114,6 +118,7 @@ def test_fused_trainer_of_a_patched_model_logs_trls_numbers(order: str) -> None:
         assert ours == pytest.approx(theirs, rel=2e-4)
 
 
+@needs_fused_forward
 def test_head_hook_that_changes_logits_takes_part_in_the_loss() -> None:
     """TRL alone multiplies by the head's weight and passes hooks by."""
     trainer = build("SFT")
@@ -134,6 +139,7 @@ def test_reference_of_a_lora_policy_is_the_model_without_the_adapter() -> None:
     assert got.logs[0]["rewards/chosen"] == pytest.approx(want.logs[0]["rewards/chosen"], rel=1e-4)
 
 
+@needs_fused_forward
 def test_batch_without_any_label_gives_zero_gradients() -> None:
     trainer = build("SFT")
     integration.fuse(trainer)
@@ -144,6 +150,7 @@ def test_batch_without_any_label_gives_zero_gradients() -> None:
     assert all(not p.grad.any() for p in trainer.model.parameters() if p.grad is not None)
 
 
+@needs_fused_forward
 def test_subclass_with_a_loss_of_its_own_is_left_to_it() -> None:
     trainer = build("ORPO")
 
@@ -161,13 +168,11 @@ def test_object_that_is_no_trainer_is_refused() -> None:
         integration.fuse(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("version", ["1.9.0", "1.14.0", "1.17.0", "2.0.0"])
+@pytest.mark.parametrize("version", ["1.7.2", "1.17.0", "2.0.0"])
 def test_unknown_version_of_trl_is_refused_by_name(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    says = rf"^TRL {version} is installed; .* takes 1\.15 to 1\.16: pip install 'trl>=1\.15,<1\.17'\.$"
-    for refuses in (integration.fuse, integration.decode_in_graphs):
-        with pytest.raises(UsageError, match=says):
-            refuses(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=rf"TRL {version} is installed; .* knows TRL 1.8 to 1.16"):
+        integration.fuse(nn.Linear(2, 2))
 
 
 def test_missing_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +180,7 @@ def test_missing_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(UsageError, match=r"pip install 'trl>=1\.15,<1\.17'"):
+    with pytest.raises(UsageError, match=r"pip install 'trl>=1\.8"):
         integration.fuse(nn.Linear(2, 2))
 
 
@@ -193,6 +198,7 @@ def test_fused_trainer_warns_of_nothing() -> None:
         train("DPO", fused=True)
 
 
+@needs_fused_forward
 @pytest.mark.parametrize(("found", "says"), [("non-None value", False), (lambda outputs, labels: 0.0, True)])
 def test_only_a_loss_function_is_named_as_unfused_not_the_text_that_trl_sets(found: Any, says: bool) -> None:
     """TRL sets a text with transformers before 5.19, so that the Trainer does not divide the loss."""
@@ -203,6 +209,7 @@ def test_only_a_loss_function_is_named_as_unfused_not_the_text_that_trl_sets(fou
         assert ("compute_loss_func" in integration.fuse(trainer).unfused) == says
 
 
+@needs_fused_forward
 def test_reference_that_trl_put_under_autocast_is_fused_there(tmp_path):
     """TRL's constructor lets Accelerate wrap the reference's forward before `fuse` sees it."""
     import trl

@@ -12,11 +12,13 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 from trl_cases import lora, of
-from trl_runs import build, model
+from trl_runs import build, model, trl_version
 
 from tigon.errors import UsageError
 from tigon.integrations.trl import UnfusedWarning, decode_in_graphs, fuse
 from tigon.integrations.trl.generation import DIFFERENCE
+
+pytestmark = pytest.mark.skipif(trl_version() < (1, 16), reason="tigon.integrations.trl.generation is for TRL 1.16")
 
 
 def greedy(trainer: Any) -> list[Any]:

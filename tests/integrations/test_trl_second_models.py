@@ -24,9 +24,7 @@ from tigon.integrations.trl.layers import layer_kinds, second_models
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        trl_version() < (1, 16), reason="TRL 1.15 alone gives policy and reference other log-probabilities in bf16"
-    ),
+    pytest.mark.skipif(trl_version() < (1, 16), reason="the experimental trainers have the names of TRL 1.16"),
 ]
 
 WIDE = {"initializer_range": 0.3, "max_position_embeddings": 256}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from trl_cases import lora, of
-from trl_runs import build, compare, four_bits, model, train
+from trl_runs import FUSED_FORWARD_SINCE, build, compare, four_bits, model, train, trl_version
 
 import tigon.integrations.trl as integration
 from second_proofs import proved_by
@@ -19,7 +19,10 @@ from tigon.models.table import MODELS
 from tigon.models.verification.small_models import small_model
 
 pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(trl_version() < FUSED_FORWARD_SINCE, reason="needs TRL's forward with shift_labels"),
+]
 
 QLORA = {"lora": lora(), "policy": lambda: four_bits(torch.float32)}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}

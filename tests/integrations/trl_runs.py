@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,8 @@ from torch import nn
 import tigon.integrations.trl as integration
 
 VOCAB = 64
+FUSED_FORWARD_SINCE = (1, 15)
+"""The first TRL whose trainers give the model a forward with log-probabilities. Earlier ones read the logits."""
 
 
 def trl_version() -> tuple[int, ...]:
@@ -215,6 +217,9 @@ def build(
     """The trainer of one row of KINDS with these options of its config."""
     row = KINDS[kind]
     package = importlib.import_module(row.package)
+    if kind == "Distillation" and not hasattr(package, row.trainer):  # TRL 1.8
+        row = replace(row, data="chat")
+        package = importlib.import_module("trl.experimental.distillation")
     preset = dict(row.options)
     usual = preset.pop("policy", model)
     policy = policy or usual

@@ -638,7 +638,6 @@ WRONG_PLANS = {
     "key of another section": (("--objective", "dpo", "--set", "train.steps=1"), "takes only keys that change it"),
     "unknown key": (("--objective", "dpo", "--set", "post_training.bta=1"), "the nearest key is post_training.beta"),
     "key of another objective": (("--objective", "dpo", "--set", "post_training.teacher=x"), "needs train.objective"),
-    "two GPUs": (("--objective", "dpo", "--gpus", "2"), "predicts post-training in one process only; set"),
     "other kernels": (("--objective", "orpo", "--kernels", "none"), "cannot predict post-training with these kernels"),
     "half a group": (("--objective", "grpo", "--batch", "6"), "a multiple of generations, 8"),
     "too long": (("--objective", "grpo", "--seq", "2040"), "completions have up to 64 tokens"),

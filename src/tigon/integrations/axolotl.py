@@ -15,14 +15,11 @@ from pydantic import BaseModel
 
 from tigon.errors import PatchError, UsageError
 from tigon.integrations import trl
-from tigon.integrations.trl.fuse import is_trainer
 from tigon.models import PatchReport, patch
 
 if TYPE_CHECKING:
     from axolotl.utils.dict import DictDefault
     from transformers import PreTrainedModel, Trainer
-
-    from tigon.integrations.trl.layers import SameLayers
 
 try:  # Axolotl calls every hook of its base class. Without Axolotl this class documents and tests its own hooks.
     from axolotl.integrations.base import BasePlugin
@@ -49,7 +46,7 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is optional
     def __init__(self) -> None:
         super().__init__()
         self.report: PatchReport | None = None
-        self.fused: trl.FusedTrainer | SameLayers | None = None
+        self.fused: trl.FusedTrainer | None = None
 
     def get_input_args(self) -> str:
         """The name of the class with the plugin's keys."""
@@ -80,17 +77,10 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is optional
 
     def post_trainer_create(self, cfg: DictDefault, trainer: Trainer) -> None:
         """Fuse the head of a trainer of TRL. Other trainers use the patched model's loss."""
-        if not is_trainer(trainer):
-            return
         try:
             self.fused = trl.fuse(trainer)
-        except UsageError as reason:  # Axolotl 0.19 pins TRL 1.9
-            from tigon.integrations.trl.layers import SameLayers  # loads transformers
-
-            self.fused = same = SameLayers(trainer)
-            LOG.warning("tigon leaves the head of %s to TRL: %s", type(trainer).__name__, reason)
-            for name, difference in same.differences.items():
-                LOG.warning("layers of %s: %s", name, difference)
+        except UsageError as reason:
+            LOG.info("tigon does not fuse %s: %s", type(trainer).__name__, reason)
 
     def post_train(self, cfg: DictDefault, model: PreTrainedModel) -> None:
         """Undo all changes. A model that was wrapped in the meantime keeps its patch, with a warning."""

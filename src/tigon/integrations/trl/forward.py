@@ -3,7 +3,7 @@
 TRL's forward runs the backbone, selects the labelled tokens, and computes their log-probabilities with an autograd
 function. For a mixture of experts it adds the auxiliary loss. tigon replaces only the autograd function and the
 gathering of the weight. The function object is rebuilt with other globals (`tigon.models.seams.rebind`).
-Everything else stays TRL's code. Nothing is assigned to TRL's modules.
+Everything else stays TRL's code, in every version of TRL. Nothing is assigned to TRL's modules.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ PARAMETERS = {
 }
 
 
+SFT_LOSS = "_chunked_cross_entropy_loss"
+"""The function in the forward that SFTTrainer of TRL 1.8 to 1.14 gives its model; its signature never changed."""
+
+
 class NoDTensor:
     """Stands for DTensor in TRL's forward, which then does not gather the weight: the head's own forward does."""
 
@@ -64,20 +68,25 @@ class FusedForward:
         self.keep_mask: Tensor | None = None
         """False for the tokens whose log-probabilities the next calls leave out."""
         self.shared: SharedPrefix | None = None
-        """Runs batches whose sequences share prefixes; set by `SharedPrompts`."""
+        """Runs batches whose sequences share prefixes; set by `share_prefix`."""
         function: Any = getattr(model.forward, "__func__", None)
         owner = owner_of(function, TRL_FUNCTION)
-        if owner is None:
+        globals_: dict[str, Any]
+        self._scores_rows = owner is not None and "shift_labels" in owner.__code__.co_varnames
+        if owner is not None:
+            self._parameters = list(inspect.signature(owner.__globals__[TRL_FUNCTION].forward).parameters)[1:]
+            if set(self._parameters) != PARAMETERS:
+                raise PatchError(f"TRL's {TRL_FUNCTION} has other arguments than tigon knows: {self._parameters}")
+            globals_ = {
+                TRL_FUNCTION: self,
+                "DTensor": NoDTensor,
+                "maybe_gather_lm_head_ctx": lambda *_: nullcontext(),
+                "_use_triton": lambda _: self.keep_mask is None,  # True: TRL passes the labelled tokens only
+            }
+        elif owner := owner_of(function, SFT_LOSS):
+            globals_ = {SFT_LOSS: self.chunked_loss}
+        else:
             raise PatchError(f"{type(model).__name__} has no fused forward of TRL's")
-        self._parameters = list(inspect.signature(owner.__globals__[TRL_FUNCTION].forward).parameters)[1:]
-        if set(self._parameters) != PARAMETERS:
-            raise PatchError(f"TRL's {TRL_FUNCTION} has other arguments than tigon knows: {self._parameters}")
-        globals_ = {
-            TRL_FUNCTION: self,
-            "DTensor": NoDTensor,
-            "maybe_gather_lm_head_ctx": lambda *_: nullcontext(),
-            "_use_triton": lambda _: self.keep_mask is None,  # True: TRL passes the labelled tokens only
-        }
         self.head.patch()
         self._before = before[0] if before else vars(model).get("forward")
         self._forward = MethodType(self._switch(function, rebind(function, owner, globals_)), model)
@@ -96,6 +105,16 @@ class FusedForward:
         vars(forward).pop("__wrapped__")
         vars(forward).update(vars(trl_forward))
         return forward
+
+    def share_prefix(self, shared: SharedPrefix) -> None:
+        """Let calls with the fused head compute prefixes that sequences share once.
+
+        Raises:
+            PatchError: TRL's forward takes no labels for a row of several sequences.
+        """
+        if not self._scores_rows:
+            raise PatchError("it needs TRL 1.15, whose forward takes shift_labels")
+        self.shared = shared
 
     def _with_shared_prefix(
         self, shared: SharedPrefix, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,6 +146,34 @@ class FusedForward:
         request = TokenStatistics(given["targets"], self.form, outputs, mask)
         answers = dict(zip(("log_probs", *outputs), self.head.compute(given["hidden"], request), strict=True))
         return tuple(answers.get(name) for name in FIELDS)
+
+    def chunked_loss(
+        self,
+        hidden_states: Tensor,
+        lm_head_weight: Tensor,
+        chunk_size: int,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        logit_scale: float = 1.0,
+        final_logit_softcapping: float | None = None,
+        lm_head_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In place of TRL's function of that name: loss (), number of correct tokens, sum of entropies, tokens."""
+        if shift_labels is not None:
+            hidden, ids = hidden_states, shift_labels
+        else:
+            assert labels is not None
+            hidden, ids = hidden_states[..., :-1, :], labels[..., 1:]
+        mask = ids != -100
+        form = LogitForm(1.0, final_logit_softcapping, logit_scale)
+        request = TokenStatistics(ids[mask], form, ("entropy", "is_top1"))
+        logprob, entropy, is_top1 = self.head.compute(hidden[mask], request)
+        count = mask.sum()
+        divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(logprob.device)
+        return -logprob.sum() / divisor, is_top1.sum().float(), entropy.detach().sum(), count
 
     def restore(self) -> None:
         """Give the model TRL's forward back, and the head its own."""
@@ -178,7 +225,7 @@ def has_trl_forward(model: nn.Module) -> bool:
     """Whether TRL gave this model a forward that tigon can fuse. Accelerate may have put it under autocast since."""
     forward = vars(model).get(WITHOUT_AUTOCAST, model.forward)
     function = getattr(forward, "__func__", None)
-    return owner_of(function, TRL_FUNCTION) is not None
+    return any(owner_of(function, name) is not None for name in (TRL_FUNCTION, SFT_LOSS))
 
 
 def restore_forward(model: nn.Module, before: Any) -> None:

@@ -29,6 +29,7 @@ from tigon.integrations.trl.forward import (
 from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.orpo_cpo import FusedPreference
 from tigon.integrations.trl.shared_prompts import SharedPrompts, SharedScores
+from tigon.integrations.trl.unread_logits import UnreadLogitsTrainer
 from tigon.models.patch import flags_of, unwrap
 from tigon.models.report import PatchReport
 from tigon.models.seams.lora import unfused_layers
@@ -37,7 +38,7 @@ from tigon.models.spec import LAYER_FLAGS
 if TYPE_CHECKING:
     from transformers import Trainer
 
-OLDEST, NEWEST = (1, 15), (1, 16)
+OLDEST, NEWEST = (1, 8), (1, 16)
 """The versions of TRL whose code tigon knows."""
 MARK = "_tigon_fused"
 """The attribute of a fused trainer that holds its `FusedTrainer`."""
@@ -111,10 +112,10 @@ def fuse(trainer: Trainer, *, shared_prefix: bool = False) -> FusedTrainer:
     If `tigon.patch` has replaced layers of the policy, the trainer's reference and teacher get the same layers.
 
     Args:
-        trainer: a trainer of TRL 1.15 or 1.16, before `trainer.train()`. Only this instance and its models change.
+        trainer: a trainer of TRL 1.8 to 1.16, before `trainer.train()`. Only this instance and its models change.
         shared_prefix: whether sequences of a batch that begin alike go through the models with one copy of the
-            beginning: the prompt of a group in GRPO and RLOO, and of a pair in DPO, ORPO, CPO and reward models. If
-            it cannot hold, `unfused["shared_prefix"]` gives the reason.
+            beginning: the prompt of a group in GRPO and RLOO, and of a pair in DPO, ORPO, CPO and reward models. It
+            takes TRL 1.15 or later. If it cannot hold, `unfused["shared_prefix"]` gives the reason.
 
     Returns:
         A `FusedTrainer`: what was replaced, what was not and why, and `restore()`. TRL's own code runs the
@@ -123,8 +124,8 @@ def fuse(trainer: Trainer, *, shared_prefix: bool = False) -> FusedTrainer:
     Raises:
         UsageError: TRL is not installed, its version is not one that tigon knows, or this is not one of its trainers.
     """
-    check_version()
-    if not is_trainer(trainer):
+    _check_version()
+    if not _is_trainer(trainer):
         raise UsageError(
             f"{type(trainer).__name__} is not a trainer of TRL; pass the trainer itself, after it is built."
         )
@@ -160,10 +161,6 @@ def _warn(result: FusedTrainer, parts: Iterable[str]) -> None:
         warnings.warn(f"tigon leaves parts of {name} to TRL. {listed}.", UnfusedWarning, stacklevel=3)
 
 
-LOGPROBS = ("model", "ref_model", "concatenated_forward")
-"""The parts of a trainer that compute the log-probabilities of its sequences."""
-
-
 def _share_prefix(result: FusedTrainer) -> None:
     """Let the trainer's models compute prompts once that several sequences share."""
     trainer, name = result.trainer, _trl_class(result.trainer).__name__
@@ -173,9 +170,12 @@ def _share_prefix(result: FusedTrainer) -> None:
             return SharedScores(unwrap(trainer.model))
         if name in ("DistillationTrainer", "GKDTrainer", "SFTTrainer"):
             raise PatchError(f"the sequences of {name} have prompts of their own")
-        if reason := next((result.unfused[part] for part in LOGPROBS if part in result.unfused), None):
+        if reason := next((result.unfused[part] for part in ("model", "ref_model") if part in result.unfused), None):
             raise PatchError(f"TRL computes the log-probabilities ({reason})")
-        return SharedPrompts(trainer, [forward for part in result._parts for forward in forwards_of(part)])
+        forwards = [forward for part in result._parts for forward in forwards_of(part)]
+        if not forwards:
+            raise PatchError("it needs TRL 1.15, whose forward takes shift_labels")
+        return SharedPrompts(trainer, forwards)
 
     try:
         result.shared_prompts = make()
@@ -185,21 +185,21 @@ def _share_prefix(result: FusedTrainer) -> None:
         result._parts.append(result.shared_prompts)
 
 
-def check_version() -> None:
-    """Raise UsageError if TRL is not installed, or in a version that tigon does not know."""
-    lowest, highest = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
-    install = f"pip install 'trl>={lowest},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+def _check_version() -> None:
     try:
         version = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
-        raise UsageError(f"tigon.integrations.trl needs TRL: {install}.") from None
+        raise UsageError("tigon.integrations.trl needs TRL: pip install 'trl>=1.8,<1.17'.") from None
     known = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= known <= NEWEST:
-        raise UsageError(f"TRL {version} is installed; tigon.integrations.trl takes {lowest} to {highest}: {install}.")
+        lowest, highest = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
+        raise UsageError(
+            f"TRL {version} is installed; tigon.integrations.trl knows TRL {lowest} to {highest}. "
+            "Install one of these, or train without tigon.integrations.trl.fuse."
+        )
 
 
-def is_trainer(trainer: Trainer) -> bool:
-    """Whether this is a trainer of TRL, or of a subclass."""
+def _is_trainer(trainer: Trainer) -> bool:
     return any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__) and hasattr(trainer, "model")
 
 
@@ -231,7 +231,7 @@ def _fuse_models(result: FusedTrainer) -> None:
         result._parts.pop().restore()
         result.unfused[result.fused.pop()] = f"the head of {left} cannot be fused, and both have to round alike"
     if not result.fused and not result.unfused:
-        result.unfused["model"] = f"this {type(result.trainer).__name__} computes its loss from the model's logits"
+        _fuse_unread(result)
 
 
 def _match_layers(result: FusedTrainer) -> None:
@@ -239,6 +239,7 @@ def _match_layers(result: FusedTrainer) -> None:
     from tigon.integrations.trl.layers import SameLayers  # loads transformers
 
     same = SameLayers(result.trainer)
+    result.trainer.add_callback(same)
     result.layers = same.reports
     result.unfused |= {f"layers of {name}": reason for name, reason in same.differences.items()}
     result._parts.append(same)
@@ -250,6 +251,18 @@ def _fused(model: nn.Module, trainer: Trainer) -> Any:
     return FusedForward(model)
 
 
+def _fuse_unread(result: FusedTrainer) -> None:
+    """A trainer that reads the model's logits: fused in TRL 1.8 to 1.14, whose trainers all read them in one way."""
+    trainer = result.trainer
+    models = {
+        name: unwrap(m) for name in ("model", "ref_model") if isinstance(m := getattr(trainer, name, None), nn.Module)
+    }
+    if _trl_class(trainer).__name__ in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
+        result._add("model", lambda: UnreadLogitsTrainer(trainer, models))
+    else:
+        result.unfused["model"] = f"this {type(trainer).__name__} computes its loss from the model's logits"
+
+
 def _distillation(trainer: Trainer) -> FusedDistillation:
     _check_methods(trainer, "_compute_loss")
     return FusedDistillation(trainer)
@@ -259,6 +272,8 @@ def _with_trl_forward(model: nn.Module) -> FusedForward:
     """tigon's head in a model whose trainer uses logits: TRL's fused forward is added to it first."""
     from trl.trainer import utils
 
+    if not hasattr(utils, "add_fused_lm_head"):
+        raise PatchError("TRL before 1.15 computes its loss from logits")
     before = vars(model).get("forward")
     if not has_trl_forward(model):
         utils.add_fused_lm_head(model, outputs=("log_probs", "mean_logits"))

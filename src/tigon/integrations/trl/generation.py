@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from tigon.errors import PatchError, UsageError
-from tigon.integrations.trl.fuse import check_version
 from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.overrides import Override
 from tigon.models.decoding.rows import Limits
@@ -142,16 +141,14 @@ def decode_in_graphs(trainer: Trainer) -> GraphGeneration:
     """Let a TRL trainer write its completions with tigon's generator: CUDA graphs, and each prompt computed once.
 
     Args:
-        trainer: A GRPO, RLOO or distillation trainer, before `trainer.train()`. Only this model changes.
+        trainer: A GRPO, RLOO or distillation trainer of TRL 1.16, before `trainer.train()`. Only this model changes.
 
     Returns:
         What was replaced, with `restore()`.
 
     Raises:
-        UsageError: TRL is missing or too old, or the generator cannot write this trainer's completions, for the reason
-            that the message gives.
+        UsageError: The generator cannot write this trainer's completions; the message says why.
     """
-    check_version()
     try:
         return GraphGeneration(trainer)
     except PatchError as error:

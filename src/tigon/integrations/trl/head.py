@@ -68,13 +68,14 @@ class TokenStatistics:
     ids_N: Tensor
     form: LogitForm
     outputs: tuple[str, ...] = ()
-    """Names of TRL: entropy, log_sum_sq_probs, mean_logits, is_top1."""
+    """Names of TRL: entropy, log_sum_sq_probs, mean_logits, is_top1; and predicted and lse as tigon returns them."""
     mask_N: Tensor | None = None
     """False: the token's log-probability and entropy are 0. `mean_logits` is computed for every token."""
 
     def _wanted(self) -> tuple[str, ...]:
         """The outputs of `tigon.linear_logprobs` that TRL's names need."""
         names = {"entropy": "entropy", "log_sum_sq_probs": "lse", "is_top1": "predicted"}
+        names |= {"predicted": "predicted", "lse": "lse"}
         return tuple({names[name] for name in self.outputs if name in names})
 
     def _given(self) -> dict[str, Any]:
@@ -127,6 +128,7 @@ class TokenStatistics:
             return (result, *(extra[name] for name in self.outputs))
         if "entropy" in self.outputs:
             extra["entropy"] = result.entropy
+        extra |= {name: getattr(result, name) for name in ("predicted", "lse") if name in self.outputs}
         if "is_top1" in self.outputs:
             extra["is_top1"] = result.predicted == self.ids_N
         return (result.logprob, *(extra[name] for name in self.outputs))

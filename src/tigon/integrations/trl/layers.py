@@ -55,7 +55,6 @@ class SameLayers(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         """Attribute of the trainer -> why its layers are not the policy's."""
         _matched.add(unwrap(trainer.model))
         self.match()
-        trainer.add_callback(self)
 
     def match(self) -> None:
         """Patch each second model whose layers are not those of the policy."""

@@ -37,7 +37,7 @@ class SharedPrompts:
         try:
             for forward in forwards:
                 self.models.append(SharedPrefix(forward.model, self.counts))
-                forward.shared = self.models[-1]
+                forward.share_prefix(self.models[-1])
         except PatchError:
             self.restore()
             raise

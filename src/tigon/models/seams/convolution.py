@@ -34,6 +34,10 @@ def function_of(module_class: type[nn.Module]) -> Callable[..., Tensor] | None:
     return None if owner is None else owner.__globals__[NAME]
 
 
+_STATES = ("initial_states", "return_final_states", "final_states_out")
+"""Arguments of causal-conv1d that the op does not take. Models hand over others of their own, which no convolution reads."""
+
+
 def convolution(
     original: Callable[..., Tensor],
     x_BDT: Tensor,
@@ -45,7 +49,8 @@ def convolution(
     **rest: Any,
 ) -> Tensor:
     """transformers' `causal_conv1d_fn`, which takes the channels before the tokens: a view of what the op takes."""
-    fits = activation in _ACTIVATIONS and weight.shape[1] <= MAX_TAPS and x_BDT.ndim == 3 and not rest
+    fits = activation in _ACTIVATIONS and weight.shape[1] <= MAX_TAPS and x_BDT.ndim == 3
+    fits = fits and rest.keys().isdisjoint(_STATES)
     if not fits or is_dtensor(x_BDT) or is_dtensor(weight):
         more = {} if seq_idx is None else {"seq_idx": seq_idx}
         return original(x_BDT, weight, bias, activation, **more, **rest)

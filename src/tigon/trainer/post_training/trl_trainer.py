@@ -102,7 +102,7 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
     if recipe.model.kernels == "tigon":
         trainer.fused = _fused(trainer, spec.shared_prefix)
     else:
-        SameLayers(trainer)  # GRPO's reference, which TRL loads
+        trainer.add_callback(SameLayers(trainer))  # GRPO's reference, which TRL loads
     if hasattr(trainer, "generation_config"):
         trainer.generator = _generator(trainer, setup)
     return trainer
