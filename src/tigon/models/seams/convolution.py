@@ -35,7 +35,7 @@ def function_of(module_class: type[nn.Module]) -> Callable[..., Tensor] | None:
 
 
 _STATES = ("initial_states", "return_final_states", "final_states_out")
-"""Arguments of causal-conv1d that the op does not take. Models hand over others of their own, which no convolution reads."""
+"""Arguments of causal-conv1d that the op does not take. Models hand over others, which no convolution reads."""
 
 
 def convolution(
