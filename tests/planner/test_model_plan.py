@@ -166,7 +166,7 @@ def test_plan_describes_adapters_that_were_added_after_the_patch_and_says_how_to
 
 def test_plan_does_not_ask_to_patch_adapters_that_cannot_be_fused() -> None:
     peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, lora_dropout=0.1)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[1], task_type="CAUSAL_LM")
     made = tigon.plan(peft.get_peft_model(model_of(torch.float32), lora), batch=2, seq=64, memory="4GiB")
     assert "PEFT computes" not in str(made)
 
