@@ -68,7 +68,7 @@ def test_plan_counts_tigons_convolution_as_no_more_than_that_of_causal_conv1d(mo
     monkeypatch.setattr("tigon.planner.trace.cache.key.found_libraries", lambda: ("all",))
     library = estimate(request_of("lfm2", 500), gpu=H200, evaluation=False)
     assert any("causal-conv1d" in note for note in library.notes)
-    assert fused.peak_allocated_bytes <= library.peak_allocated_bytes
+    assert fused.peak_allocated_bytes <= library.peak_allocated_bytes + 512  # a block of the allocator
 
 
 def saved_bytes(gate_width: int | None) -> int:
