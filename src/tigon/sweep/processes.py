@@ -74,10 +74,10 @@ class Workers:
     """
 
     def __init__(
-        self, logs: Path, *, worker: Sequence[str] = WORKER, environment: Mapping[str, str] | None = None
+        self, logs: Path, *, worker: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
     ) -> None:
-        """worker: Python's arguments for a process. environment: its variables besides those of this process."""
-        self._logs, self._worker = logs, worker
+        """worker: Python's arguments for a process; None: WORKER. environment: its variables besides this process's."""
+        self._logs, self._worker = logs, WORKER if worker is None else worker
         self._environment = {**os.environ, **(environment or {})}
         self._ready: list[Member] = []
         self._number = 0
