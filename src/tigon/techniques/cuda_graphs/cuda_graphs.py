@@ -83,7 +83,7 @@ DECLARATION = Declaration(
             "the lengths of packed documents differ in each batch",
             "model.attention: sdpa",
         ),
-        _not_with(Condition("lora.quantize_to", "is not", "nf4"), _UNTRIED, "lora.quantize_to: nf4"),
+        _not_with(Condition("lora.quantize_to", "is one of", ("int8", "mxfp4")), _UNTRIED, "lora.quantize_to: nf4"),
         _not_with(
             Condition("lora.base_offload", "is", True),
             "hooks copy the frozen layers to the GPU",
