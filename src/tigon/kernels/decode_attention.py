@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tigon.kernels import chips
 from tigon.kernels._launch import cdiv, launch, multiprocessors, next_power_of_2
 from tigon.kernels._math import INTERPRETED, tanh
 
@@ -140,12 +141,21 @@ def _splits(tokens, programs, block_n, device):
     return cdiv(tokens, chunk), chunk
 
 
+def _has_tensor_cores(k):
+    """Whether Triton uses them: in 16 bits, and on NVIDIA from 8.0 on."""
+    chip = chips.chip(k.device.index)
+    old = chip is not None and isinstance(chip.arch, tuple) and chip.arch < (8, 0)
+    return k.dtype != torch.float32 and not old
+
+
 def decode_attention(q, k, v, bounds, sinks, scale, softcap, prefix_tokens, own_tokens, tile_rows):
     S, heads, D = q.shape
     key_heads, N, E = k.shape[0], k.shape[1], v.shape[2]
     shared_by = heads // key_heads
     block_d, block_e = (max(16, next_power_of_2(width)) for width in (D, E))
-    block_n = max(16, min(MOST_BLOCK_N, BLOCK_BYTES // (max(block_d, block_e) * k.element_size())))
+    has_tensor_cores = _has_tensor_cores(k)  # without them a product takes more registers
+    key_bytes = max(block_d, block_e) * (k.element_size() if has_tensor_cores else 4)
+    block_n = max(16, min(MOST_BLOCK_N, BLOCK_BYTES // key_bytes))
     prefix_splits, prefix_chunk = _splits(prefix_tokens, cdiv(S, tile_rows) * key_heads, block_n, q.device)
     own_splits, own_chunk = _splits(own_tokens, S * key_heads, block_n, q.device)
     splits = prefix_splits + own_splits
@@ -190,7 +200,7 @@ def decode_attention(q, k, v, bounds, sinks, scale, softcap, prefix_tokens, own_
             SCALE=float(scale),
             SOFTCAP=float(softcap),
             **{name: values[name] for name in names},
-            num_warps=8 if k.dtype == torch.float32 else 4,  # without tensor cores a product takes more registers
+            num_warps=4 if has_tensor_cores else 8,
         )
     launch(
         join_kernel,
