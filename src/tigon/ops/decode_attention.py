@@ -21,18 +21,7 @@ MOST_TILE_QUERIES = 64
 """The most queries of a tile: rows times the query heads that share a key head."""
 
 
-def _empty(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    prefix_tokens: int,
-    own_tokens: int,
-    tile_rows: int,
-) -> Tensor:
+def _empty(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return q.new_empty((*q.shape[:2], v.shape[2]))
 
 
