@@ -175,7 +175,7 @@ def _predicted(recipe: Path) -> dict[str, Any]:
     try:
         found = predict(recipe_checks.load(recipe, gpu_present=lambda: True), CARD, CARD_BYTES)
     except TigonError as error:
-        return {"detail": line(error)}
+        return {"detail": line(error).replace(f"{recipe.parent}/", "")}
     return {"ms": 1e3 * found["step_s"], "peak_bytes": found["peak_allocated_bytes"], "phase": found["peak_phase"]}
 
 

@@ -45,7 +45,8 @@ def main() -> None:
         result = {"status": failures.OK, "detail": "", **_carry_out(order)}
     except TigonError as error:
         traceback.print_exc()
-        result = {"status": failures.REFUSED, "detail": failures.line(error)}
+        room = f"{Path(order['recipe']).parent}/"  # a folder of this run alone
+        result = {"status": failures.REFUSED, "detail": failures.line(error).replace(room, "")}
     except BaseException as error:  # any error is the result of this row and must be recorded
         traceback.print_exc()
         status, detail = failures.status_of_exception(error)
