@@ -178,7 +178,8 @@ def topk_sigmoid(
     check_dtype(logits, bias)
     _check(logits, bias, top_k, groups, top_groups)
     scale, eps = float(check_number("scale", scale)), float(check_number("eps", eps))
-    if not math.isfinite(scale) or not 0 <= eps < math.inf:
+    # compared, because Dynamo cannot trace math.isfinite
+    if not -math.inf < scale < math.inf or not 0 <= eps < math.inf:
         raise OptionError(f"scale is {scale} and eps is {eps}; give finite numbers, and an eps of at least 0.")
     arguments = (logits, bias, int(top_k), int(groups), int(top_groups), bool(normalised), scale, eps)
     if torch.compiler.is_compiling():
