@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tigon.models.decoding import generator
-from tigon.models.decoding.generator import generate, waves_of
+from tigon.models.decoding.generator import generate
 from tigon.models.decoding.pool import PoolLayer
 from tigon.models.decoding.rows import Limits, tiles_of
 from tigon.models.decoding.sampling import Sampling
@@ -95,13 +96,39 @@ def test_rows_move_together_when_others_have_ended(monkeypatch: pytest.MonkeyPat
     assert sizes[1] == len(asked) and sizes[-1] < len(asked)
 
 
-def test_more_completions_than_rows_are_written_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss"])
+def test_completions_that_wait_take_the_rows_of_those_that_have_ended(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    asked = [torch.randint(3, VOCAB, (2 + 5 * i % 7,), generator=draw).tolist() for i in range(12)]
+    model, asked = model_of(family), [*asked, asked[3], asked[3]]
+    whole = generate(model, asked, Limits(new_tokens=24), GREEDY).tokens
+
+    def cut_at(ends: Sequence[int]) -> list[list[int]]:
+        return [tokens[: min([24, *(tokens.index(end) + 1 for end in ends if end in tokens)])] for tokens in whole]
+
+    def one_after_another(ends: Sequence[int]) -> int:
+        lengths = [len(tokens) for tokens in cut_at(ends)]
+        return sum(max(lengths[begin : begin + 3]) for begin in range(0, len(lengths), 3))
+
+    def saved(ends: Sequence[int]) -> float:
+        return one_after_another(ends) - sum(map(len, cut_at(ends))) / 3
+
+    ends = max(itertools.combinations(sorted({token for tokens in whole for token in tokens}), 2), key=saved)
     monkeypatch.setattr(generator, "MOST_ROWS", 3)
-    model, asked = model_of("qwen3"), prompts()
-    assert [len(wave) for wave in waves_of(asked)] == [3, 3, 2]
-    assert generate(model, asked, Limits(new_tokens=5), GREEDY).tokens == [
-        tokens[:5] for tokens in generate(model, asked, Limits(new_tokens=9), GREEDY).tokens
-    ]
+    monkeypatch.setattr(generator, "CHECK_STEPS", 4)
+    passes: list[int] = []
+    model.model.register_forward_pre_hook(lambda *call: passes.append(len(call[2]["input_ids"])), with_kwargs=True)
+    assert generate(model, asked, Limits(new_tokens=24, ends=ends), GREEDY).tokens == cut_at(ends)
+    assert len(passes) < one_after_another(ends)
+
+
+def test_every_completion_is_shown_as_it_is_written() -> None:
+    model, shown = model_of("qwen3"), []
+    whole = generate(model, [[5, 6, 7]], Limits(new_tokens=9), GREEDY, show=lambda *new: shown.append(new))
+    assert [tokens for tokens, _ in shown] == [[token] for token in whole.tokens[0]]
+    assert [logprob for _, logprobs in shown for logprob in logprobs] == whole.logprobs[0]
 
 
 def test_completions_with_adapters_equal_those_of_transformers() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tigon.models.decoding.rows import DECODED_KINDS, MOST_ROWS
+from tigon.models.decoding.prompt_queue import Room
+from tigon.models.decoding.rows import DECODED_KINDS
 from tigon.models.kv_cache import kv_widths, queries_per_key
 from tigon.objectives.post_training.rules import generator_obstacle
 from tigon.planner.request import Request
@@ -27,12 +28,13 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
         return
     samples = request.batch * request.settings.train.gradient_accumulation
     uses_generator = generation.generator != "transformers" and reason_for_transformers(request) is None
-    samples = min(samples, MOST_ROWS) if uses_generator else samples
-    prompts = -(-samples // generation.per_prompt) if uses_generator else samples
     itemsize = format_of(request.settings).products.itemsize
     if uses_generator:  # its pool keeps all tokens of a layer with a window too
         (widths, *_) = kv_widths(request.config, 1)
-        tokens = prompts * generation.prompt_tokens + samples * generation.new_tokens
+        prompts = -(-samples // generation.per_prompt)
+        room = Room.of(samples, prompts * generation.prompt_tokens, generation.prompt_tokens)
+        samples = room.rows
+        tokens = room.prompt_tokens + samples * generation.new_tokens
         n_layers = request.config.get_text_config().num_hidden_layers
         cache = [tokens * width * itemsize for width in widths] * n_layers
     else:
