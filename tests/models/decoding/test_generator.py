@@ -142,6 +142,45 @@ def test_completions_with_adapters_equal_those_of_transformers() -> None:
     assert adapted == by_transformers(model, prompts(), 8) != plain
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "mistral", "adapters in fp32"])
+def test_logprobs_under_autocast_are_as_near_to_fp64_as_those_of_transformers(family: str) -> None:
+    model = model_of("qwen3" if " " in family else family)
+    if " " in family:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model.bfloat16(), peft.LoraConfig(r=4, target_modules="all-linear"))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.3)
+    draw = torch.Generator().manual_seed(1)
+    asked = [torch.randint(3, VOCAB, (n,), generator=draw).tolist() for n in range(2, 18)]
+    errors: list[tuple[float, float]] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        assert refusal(model) is None
+        written = generate(model, asked, Limits(new_tokens=10), GREEDY)
+        model.eval()
+        theirs = [
+            model.generate(
+                input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=10,
+                do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+            )
+            for prompt in asked
+        ]  # fmt: skip
+    model.double()
+    for prompt, tokens, logprobs, made in zip(asked, written.tokens, written.logprobs, theirs, strict=True):
+        own = made.sequences[0, len(prompt) :].tolist()
+        same = next((i for i, pair in enumerate(zip(own, tokens, strict=True)) if pair[0] != pair[1]), len(own))
+        ids = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            exact = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1], -1)
+        for i in range(same):  # rounding decides between tokens that are as likely
+            by_transformers = torch.log_softmax(made.logits[i][0].double(), -1)[tokens[i]]
+            expected = float(exact[i, tokens[i]])
+            errors.append((abs(logprobs[i] - expected), abs(float(by_transformers) - expected)))
+    assert len(errors) > 80
+    ours, by_transformers = (sum(column) / len(errors) for column in zip(*errors, strict=True))
+    assert 0 < ours < 1.5 * by_transformers, (ours, by_transformers)
+
+
 def test_each_prompt_is_computed_once() -> None:
     model, passes = model_of("qwen3"), []
     model.model.register_forward_pre_hook(

@@ -126,10 +126,16 @@ class _Writer:
         self.logits: dict[int, Tensor] = {}
         """After the prompts of groups of which completions have yet to begin."""
         self.run: Callable[[], None] | None = None
+        self.autocast: torch.dtype | None = None
         try:
-            while goes_on := self._begin_waiting():
-                with attention_replaced(self.model, self._attend, _no_mask):
-                    self._decode(goes_on)
+            with self._noting_autocast():
+                goes_on = self._begin_waiting()
+            # Accelerate's forward enters autocast by itself. Around all steps, each weight is cast once.
+            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                while goes_on:
+                    with attention_replaced(self.model, self._attend, _no_mask):
+                        self._decode(goes_on)
+                    goes_on = self._begin_waiting()
             self._show()
         finally:
             self.pool.free()
@@ -138,6 +144,20 @@ class _Writer:
         return Completions(
             tokens=[tokens[:n] for tokens, _, n in each], logprobs=[logprobs[:n] for _, logprobs, n in each]
         )
+
+    @contextlib.contextmanager
+    def _noting_autocast(self) -> Iterator[None]:
+        """Note the dtype of autocast that the model's forward runs under."""
+        kind = self.device.type
+
+        def note(*_: object) -> None:
+            self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+        hook = trunk_of(self.model).register_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _going_on(self) -> list[int]:
         """The rows that have not ended."""

@@ -41,9 +41,10 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
         tokens = generation.prompt_tokens + generation.new_tokens
         cache = [samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths]
     copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2]
+    under_autocast = format_of(request.settings).autocast is not None
     ledger.enter("forward")
     held = [ledger.alloc(nbytes, "activations") for nbytes in cache]
-    if format_of(request.settings).autocast is not None:
+    if under_autocast:
         held += [ledger.alloc(nbytes, "activations") for nbytes in copies]
     if not uses_generator:
         # A layer's cache grows by concatenation, so its old and new tensors exist together. With a mask, attention
@@ -52,9 +53,12 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
         ledger.alloc_briefly(*largest, *(shared_by * nbytes for nbytes in largest), component="activations")
     # The last token's logits as the model returns them, in fp32, and their probabilities. The generator adds noise to
     # them instead, and captures these tensors in a graph, whose memory is its own.
+    # Accelerate turns logits under autocast into fp32.
     logits = samples * model.lm_head_shape[0]
     in_fp32 = SAMPLED_COPIES if uses_generator else 2
-    ledger.alloc_briefly(logits * itemsize, *[logits * FP32] * in_fp32, component="logits")
+    ledger.alloc_briefly(
+        logits * (FP32 if under_autocast else itemsize), *[logits * FP32] * in_fp32, component="logits"
+    )
     ledger.free_all(held)
 
 
