@@ -53,14 +53,18 @@ def test_trainer_trains_on_the_completions_of_transformers(kind: str, adapters: 
         assert not ours[:, width:].any() and not theirs[:, width:].any(), "only padding is longer"
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["tigon's head", "TRL's head"])
-@pytest.mark.parametrize("policy", ["llama", "gemma2"])
-def test_difference_from_the_trainers_logprobs_is_rounding(fused: bool, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("head", "policy"),
+    [(head, policy) for head in ("tigon", "TRL") for policy in ("llama", "gemma2")] + [("shared prefix", "llama")],
+)
+def test_difference_from_the_trainers_logprobs_is_rounding(head: str, policy: str) -> None:
     trainer = build("GRPO", policy=of(policy), gradient_accumulation_steps=2, steps_per_generation=2)
-    decode_in_graphs(trainer)
-    if fused:
-        fuse(trainer)
+    generation = decode_in_graphs(trainer)
+    fused = None if head == "TRL" else fuse(trainer, shared_prefix=head == "shared prefix")
     trainer.train()
+    if head == "shared prefix":
+        assert fused is not None and fused.shared_prompts.counts.computed < fused.shared_prompts.counts.given
+    assert "importance ratio is within" in str(generation)
     logs = [log for log in trainer.state.log_history if f"{DIFFERENCE}/max" in log]
     assert len(logs) == 2, "each step measures its completions before the update"
     assert all(0 < log[f"{DIFFERENCE}/mean"] <= log[f"{DIFFERENCE}/max"] < 1e-5 for log in logs)
