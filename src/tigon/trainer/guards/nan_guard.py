@@ -114,7 +114,7 @@ class NanGuard:
         """Restore the counters that `state` returned."""
         self.skipped = int(state["skipped"])
         self._counts[0], self._counts[1] = self.skipped, int(state["in_a_row"])
-        self._counts[2] = int(state.get("taken", 1))  # older checkpoints lack it
+        self._counts[2] = int(state["taken"])
         self._loss_sum.fill_(state["loss_sum"])
         self._n_summed.fill_(int(state["n_summed"]))
 
