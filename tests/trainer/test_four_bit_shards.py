@@ -23,7 +23,7 @@ from tigon.errors import RecipeError
 from tigon.models.seams import experts as experts_seam
 from tigon.models.seams import lora as lora_seam
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora.four_bit_shards import let_fsdp_divide
+from tigon.techniques.lora.four_bit_weights import let_fsdp_divide
 from tigon.trainer import run as run_module
 from tigon.trainer.guards import nan_guard
 from tigon.trainer.guards.adapter_checks import check_quantized

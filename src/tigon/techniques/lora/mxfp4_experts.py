@@ -50,7 +50,7 @@ class Mxfp4Parametrization(nn.Module):
         self.register_buffer("scales", scales)
         experts, outputs, blocks = scales.shape
         self.quant_state = SimpleNamespace(shape=(experts, BLOCK * blocks, outputs), dtype=dtype, absmax=scales)
-        """The names are those of bitsandbytes' weights, which `four_bit_experts` reads."""
+        """The names are those of bitsandbytes' weights, which `four_bit_weights` reads."""
 
     def forward(self, packed: Tensor) -> Tensor:
         return mxfp4_weight(self.code, packed.view(torch.uint8), self.scales, self.quant_state.dtype).transpose(1, 2)  # type: ignore[no-any-return]

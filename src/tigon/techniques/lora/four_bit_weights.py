@@ -1,11 +1,16 @@
-"""4-bit weights that FSDP2 can divide: their packed bytes, shown as numbers of a floating dtype.
+"""Frozen weights in 4 bits: those of experts while PEFT adds adapters, and all of them for FSDP2.
+
+bitsandbytes stores weights of experts by a parametrization, so torch computes such a weight whenever it is read.
 
 FSDP2 of PyTorch before 2.12 takes no parameters of integers, and Accelerate leaves those of bitsandbytes out of the
-sharding. The scales (an eighth of a bit per weight with NF4, a quarter with MXFP4) stay whole in every process.
+sharding. So FSDP2 gets the packed bytes as numbers of a floating dtype. The scales (an eighth of a bit per weight with
+NF4, a quarter with MXFP4) stay whole in every process.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +18,43 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tigon.errors import RecipeError
+
+
+def names_in_4_bits(module: nn.Module) -> list[str]:
+    """Names of the module's own three-dimensional weights in 4 bits, in the order in which they were stored."""
+    parametrizations: Any = getattr(module, "parametrizations", {})
+    return [name for name, steps in parametrizations.items() if len(_shape(steps[0])) == 3]
+
+
+def _shape(step: Any) -> tuple[int, ...]:
+    return tuple(getattr(getattr(step, "quant_state", None), "shape", ()))
+
+
+@contextlib.contextmanager
+def shown_as_plain(model: nn.Module) -> Iterator[None]:
+    """Give the 4-bit experts ordinary parameters of the dense shape, which take no memory, while PEFT adds adapters.
+
+    PEFT reads a weight for its shape, which would dequantise it. It also wraps computed weights in another order than
+    ordinary ones, so that its names of the adapters would fit no model in 16 bits.
+    """
+    hidden: list[tuple[nn.Module, type[nn.Module], nn.Module, list[str]]] = []
+    for module in model.modules():
+        if names := names_in_4_bits(module):
+            hidden.append((module, type(module), module._modules.pop("parametrizations"), names))  # type: ignore[arg-type]
+    for module, cls, parametrizations, names in hidden:
+        module.__class__ = [c for c in cls.__mro__ if c.__name__.startswith("Parametrized")][-1].__bases__[0]
+        for name in names:
+            state = parametrizations[name][0].quant_state  # type: ignore[index]
+            empty = torch.empty((), dtype=state.dtype, device=state.absmax.device)
+            module.register_parameter(name, nn.Parameter(empty.expand(state.shape), requires_grad=False))
+    try:
+        yield
+    finally:
+        for module, cls, parametrizations, names in hidden:
+            for name in names:
+                del module._parameters[name]
+            module._modules["parametrizations"] = parametrizations
+            module.__class__ = cls
 
 
 def let_fsdp_divide(model: nn.Module, dtype: torch.dtype, device_type: str) -> None:
