@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -68,8 +68,8 @@ def let_fsdp_divide(model: nn.Module, dtype: torch.dtype, device_type: str) -> N
     Raises:
         RecipeError: A weight has no whole number of elements of that dtype.
     """
-    packed_weights = [(path, *found) for path, module in model.named_modules() if (found := _packed(module))]
-    for path, packed, _ in packed_weights:
+    weights = list(packed_weights(model))
+    for path, packed, _ in weights:
         if packed.dtype != torch.uint8:
             continue
         if packed.numel() % dtype.itemsize:
@@ -81,22 +81,32 @@ def let_fsdp_divide(model: nn.Module, dtype: torch.dtype, device_type: str) -> N
         flat = packed.shape[-1] == 1
         stored = packed.data.cpu()  # on the GPU the whole weights would stay until all are divided
         packed.data = stored.view(-1).view(dtype).view(-1, 1) if flat else stored.view(dtype)
-    states = [state for _, _, state in packed_weights if hasattr(state, "to")]  # MXFP4's scales are a buffer
-    if not states:
-        return
-    device = torch.device(device_type)
+    states = [state for _, _, state in weights if hasattr(state, "to")]  # MXFP4's scales are a buffer
+    if states:
+        device = compute_on(model, device_type)
+        for state in states:
+            state.to(device)
+
+
+def compute_on(model: nn.Module, device_type: str) -> torch.device:
+    """The device of this process that computes with a model whose weights wait elsewhere."""
+    device, loaded = torch.device(device_type), cast("Any", model)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    for state in states:
-        state.to(device)
-    loaded: Any = model
     if getattr(loaded, "hf_device_map", None):
         loaded.hf_device_map = {"": device}  # Accelerate refuses 4-bit weights that seem to compute on the CPU
+    return device
 
 
-def _packed(module: nn.Module) -> tuple[Any, Any] | None:
-    """The packed weight of one module, of a bitsandbytes layer or of experts, and its state; None if it has none."""
-    experts = isinstance(module, ParametrizationList)
-    weight: Any = module.original if experts else module._parameters.get("weight")
-    state = getattr(module[0] if experts else weight, "quant_state", None)  # type: ignore[index]
-    return None if state is None else (weight, state)
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """(path, packed weight, its state) of each module of bitsandbytes, or parametrization, with a weight in 4 bits.
+
+    FSDP2 puts plain parameters in the place of bitsandbytes'. Then the module alone has the state.
+    """
+    for path, module in model.named_modules():
+        experts = isinstance(module, ParametrizationList)
+        weight: Any = module.original if experts else module._parameters.get("weight")
+        holders: tuple[Any, ...] = (module[0],) if experts else (weight, module)
+        state = next(filter(None, (getattr(holder, "quant_state", None) for holder in holders)), None)
+        if state is not None:
+            yield path, weight, state
