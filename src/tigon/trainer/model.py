@@ -437,7 +437,8 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
 
     from tigon.techniques.lora import mxfp4_experts  # loads transformers
 
-    if mxfp4_experts.stored_method(config) == "fp8":  # its own layers need a kernel of the hub, and round their inputs
+    if mxfp4_experts.quant_method_of(config) == "fp8":
+        # dense, because its own layers need a kernel of the hub and round their inputs
         loading["quantization_config"] = FineGrainedFP8Config(dequantize=True)
     if mxfp4_experts.is_stored(config):
         kept = loading.pop("quantization_config", None)
